@@ -1,0 +1,23 @@
+"""The starting model: trained from nothing (tokenizer and random weights), or loaded."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from rlhf_core.config.model import StageConfig
+
+
+class BaseConfig(StageConfig):
+    """``source: scratch`` makes a tokenizer and a tiny Llama; anything else is a folder or a hub id."""
+
+    source: str = "scratch"
+    revision: str | None = None
+    vocab_size: PositiveInt = 1024
+    hidden_size: PositiveInt = 96
+    intermediate_size: PositiveInt = 256
+    layers: PositiveInt = 3
+    heads: PositiveInt = 4
+    max_positions: PositiveInt = 512
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32")

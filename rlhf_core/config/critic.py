@@ -1,0 +1,28 @@
+"""Critic pre-training to a threshold (ALGORITHMS section 3)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from rlhf_core.config.model import OptimizerConfig, StageConfig
+
+
+class CriticConfig(StageConfig):
+    """``max_rollouts: 0`` skips pre-training. It ends early once explained variance stays at ``explained_variance`` or
+    above for ``patience`` rollouts in a row, or the value loss has not fallen for ``plateau`` rollouts.
+
+    Reward treatment (normalisation, clip, KL, gamma, lambda) is PPO's own, so that values live in PPO's units.
+    """
+
+    init: Literal["reward", "sft"] = "reward"
+    max_rollouts: NonNegativeInt = 15
+    batch_size: PositiveInt = 64
+    minibatches: PositiveInt = 2
+    epochs: PositiveInt = 2
+    explained_variance: float = Field(default=0.75, le=1)
+    patience: PositiveInt = 3
+    plateau: PositiveInt = 8
+    value_clip: PositiveFloat | None = None
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3, schedule="constant", warmup=0.0)

@@ -1,0 +1,19 @@
+"""Evaluation: the policy against SFT on held-out prompts, by every judge there is."""
+
+from __future__ import annotations
+
+from pydantic import Field, PositiveInt
+
+from rlhf_core.config.model import SamplingConfig, StageConfig
+
+
+class EvaluateConfig(StageConfig):
+    """``tie_margin`` is the difference of judge scores, as a share of their spread, below which a pair is a tie."""
+
+    prompts: PositiveInt = 256
+    sampling: SamplingConfig = SamplingConfig()
+    kl_samples: PositiveInt = 256
+    max_new_tokens: PositiveInt = 64
+    tie_margin: float = Field(default=0.05, ge=0)
+    bad_cases: PositiveInt = 20
+    bootstrap: PositiveInt = 2000

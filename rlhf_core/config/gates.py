@@ -1,0 +1,40 @@
+"""Gates as data: a metric, a bound, and why the bound is there (DESIGN section 5)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.model import StageConfig, Strict
+
+
+class Condition(Strict):
+    """``metric`` is a dotted path into the metrics, such as ``comparison.referee.win_rate_low95``.
+
+    Exactly one of the bounds is set. ``at_most_of`` bounds a metric by another: ``max(factor * other, other + slack)``.
+    """
+
+    metric: str
+    at_least: float | None = Field(default=None, strict=False)
+    at_most: float | None = Field(default=None, strict=False)
+    at_most_of: str | None = None
+    factor: float = Field(default=1.0, strict=False)
+    slack: float = Field(default=0.0, strict=False)
+    why: str
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> Condition:
+        given = [b for b in (self.at_least, self.at_most, self.at_most_of) if b is not None]
+        if len(given) != 1:
+            raise ValueError("give exactly one of at_least, at_most, at_most_of")
+        return self
+
+
+class GatesConfig(StageConfig):
+    """``mode: report`` records the decision without enforcing it."""
+
+    mode: Literal["enforce", "report"] = "enforce"
+    data: tuple[Condition, ...] = Field(default=(), strict=False)
+    reward: tuple[Condition, ...] = Field(default=(), strict=False)
+    policy: tuple[Condition, ...] = Field(default=(), strict=False)

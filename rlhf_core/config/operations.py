@@ -1,0 +1,28 @@
+"""Settings of what surrounds training: placement of stages, registry, tracking. They never make a stage stale."""
+
+from __future__ import annotations
+
+from pydantic import Field, NonNegativeInt
+
+from rlhf_core.config.model import Strict
+
+
+class RegistryConfig(Strict):
+    """``promote_win_rate_low95`` is the bar for the lower 95 % bound of challenger against champion."""
+
+    policy: str = "rlhf-policy"
+    reward_model: str = "rlhf-reward-model"
+    promote_win_rate_low95: float = Field(default=0.5, ge=0, le=1)
+    auto_promote: bool = True
+    approval: bool = False
+
+
+class TrackingConfig(Strict):
+    experiment: str = "rlhf-pipeline"
+
+
+class FlowConfig(Strict):
+    """Retries of a stage after a crash; a failed gate, a paused run or a user's mistake is never retried."""
+
+    retries: NonNegativeInt = 1
+    retry_delay_seconds: NonNegativeInt = 5

@@ -1,0 +1,42 @@
+"""Reward model and referee (ALGORITHMS section 2)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict
+
+
+class PairBatchConfig(Strict):
+    """Dynamic batches (paper, section 4.1): as many pairs as fit ``token_budget``, between the two bounds."""
+
+    token_budget: PositiveInt = 4096
+    min_pairs: PositiveInt = 4
+    max_pairs: PositiveInt = 128
+
+    @model_validator(mode="after")
+    def _ordered(self) -> PairBatchConfig:
+        if self.min_pairs > self.max_pairs:
+            raise ValueError(f"min_pairs {self.min_pairs} is above max_pairs {self.max_pairs}")
+        return self
+
+
+class RewardConfig(StageConfig):
+    """``imitation`` is the weight of the LM loss on the preferred reply, ``centering`` of ``mean((r_w + r_l)^2)``."""
+
+    init: Literal["sft", "base"] = "sft"
+    steps: PositiveInt = 300
+    batch: PairBatchConfig = PairBatchConfig()
+    max_tokens: PositiveInt = 256
+    imitation: float = Field(default=1.0, ge=0)
+    centering: float = Field(default=0.0, ge=0)
+    use_margin: bool = False
+    eval_every: PositiveInt = 100
+    optimizer: OptimizerConfig = OptimizerConfig(lr=7e-4, warmup=0.1)
+    checkpoint: CheckpointConfig = CheckpointConfig(every=100)
+
+
+class RefereeConfig(RewardConfig):
+    """The second reward model, on disjoint data, never optimised against."""

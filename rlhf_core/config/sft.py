@@ -1,0 +1,21 @@
+"""Supervised fine-tuning (ALGORITHMS section 1)."""
+
+from __future__ import annotations
+
+from pydantic import PositiveInt
+
+from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, SamplingConfig, StageConfig
+
+
+class SftConfig(StageConfig):
+    """``max_tokens`` bounds prompt + reply; longer demonstrations are dropped and counted, never cut."""
+
+    steps: PositiveInt = 550
+    batch_size: PositiveInt = 32
+    micro_batch_size: PositiveInt | None = None
+    max_tokens: PositiveInt = 256
+    eval_every: PositiveInt = 100
+    samples: PositiveInt = 8
+    optimizer: OptimizerConfig = OptimizerConfig(lr=3e-3)
+    checkpoint: CheckpointConfig = CheckpointConfig(every=200)
+    sampling: SamplingConfig = SamplingConfig()

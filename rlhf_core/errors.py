@@ -1,0 +1,47 @@
+"""The one exception family a user sees, and the process exit codes that go with it."""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_USER_ERROR = 2
+EXIT_GATE_FAILED = 3
+EXIT_TRAINING_PAUSED = 4
+EXIT_PREEMPTED = 75
+EXIT_INTERRUPTED = 130
+
+
+class RlhfError(Exception):
+    """A failure with a message for the user: what went wrong, where, and what to do about it.
+
+    The command line prints the message on one line and exits with ``exit_code``; ``--debug`` adds the traceback.
+    """
+
+    exit_code = EXIT_USER_ERROR
+
+
+class ConfigError(RlhfError):
+    """A parameter is unknown, of the wrong type or out of range."""
+
+
+class DataError(RlhfError):
+    """A data file is missing, empty, unreadable or of an unknown format."""
+
+
+class ModelError(RlhfError):
+    """A model folder is missing, incomplete or unreadable."""
+
+
+class CheckpointError(RlhfError):
+    """Every saved checkpoint of a run is unusable."""
+
+
+class GateFailed(RlhfError):
+    """A gate's conditions do not hold; the evidence is in ``gates/NAME.json``."""
+
+    exit_code = EXIT_GATE_FAILED
+
+
+class TrainingPaused(RlhfError):
+    """A health rule or repeated non-finite steps stopped training in good order."""
+
+    exit_code = EXIT_TRAINING_PAUSED

@@ -1,0 +1,95 @@
+"""Atomic writes and content hashes: a reader sees the old file or the new one, never half of either."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import DataError, RlhfError
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Write ``text`` (UTF-8) to a neighbour of ``path``, flush it to disk, then rename it over ``path``."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    except OSError as error:
+        raise RlhfError(f"cannot write {path}: {error.strerror}; make the folder writable or choose another") from error
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def atomic_write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as sorted, indented JSON. Non-finite numbers are refused (``ValueError``)."""
+    atomic_write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def atomic_dir(path: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``path`` that takes the place of ``path`` when the block ends without an error."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part"))
+    except OSError as error:
+        raise RlhfError(f"cannot write {path}: {error.strerror}; make the folder writable or choose another") from error
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        _replace_dir(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _replace_dir(new: Path, path: Path) -> None:
+    """A folder cannot be renamed over a full one, so the old one steps aside first."""
+    old = path.with_name(f".{path.name}.old-{os.getpid()}")
+    if path.exists():
+        os.rename(path, old)
+    os.rename(new, path)
+    if old.exists():
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in ``path``; ``DataError`` when the file is missing or not JSON."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist; run the stage that writes it") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not valid JSON ({error}); delete it and run its stage again") from error
+
+
+def sha256_file(path: Path) -> str:
+    """Hex digest of a file's content."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def sha256_tree(path: Path) -> str:
+    """Hex digest of a file, or of a folder's relative file names and contents in sorted order."""
+    path = Path(path)
+    if path.is_file():
+        return sha256_file(path)
+    digest = hashlib.sha256()
+    for file in sorted(p for p in path.rglob("*") if p.is_file()):
+        digest.update(f"{file.relative_to(path).as_posix()}\0{sha256_file(file)}\n".encode())
+    return digest.hexdigest()

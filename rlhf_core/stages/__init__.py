@@ -1,0 +1,1 @@
+"""One file per stage, thin: read files, call the core, write files."""
