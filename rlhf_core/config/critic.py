@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlhf_core.config.model import OptimizerConfig, StageConfig
+from rlhf_core.config.ppo import PpoConfig
 
 
 class CriticConfig(StageConfig):
@@ -26,3 +27,9 @@ class CriticConfig(StageConfig):
     plateau: PositiveInt = 8
     value_clip: PositiveFloat | None = None
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3, schedule="constant", warmup=0.0)
+
+
+class CriticStageConfig(CriticConfig):
+    """The stage's settings with PPO's beside them: of ``ppo`` only ``ppo.units`` is read."""
+
+    ppo: PpoConfig = PpoConfig()

@@ -26,11 +26,20 @@ class KlConfig(Strict):
                 f"estimator {self.estimator} in the reward does not give the gradient of the KL (only k1 does); "
                 "use estimator k1, or placement loss"
             )
+        if self.placement == "loss" and self.estimator == "k1" and self.coefficient > 0:
+            raise ValueError(
+                "estimator k1 in the loss has a gradient of zero mean; use k2, k3 or full there, or placement reward"
+            )
+        if self.controller == "adaptive" and self.coefficient == 0:
+            raise ValueError("an adaptive controller multiplies the coefficient, so a coefficient of 0 stays 0")
         return self
 
 
 class RewardShapingConfig(Strict):
-    """Scaling or normalisation by running moments, then clip; shaping terms are in standard deviations of reward."""
+    """Scaling or normalisation by running moments, then clip; shaping terms are in standard deviations of reward.
+
+    ``length_penalty`` is subtracted from a reply of ``max_new_tokens`` tokens, and in proportion from shorter ones.
+    """
 
     transform: Literal["none", "scale", "normalize"] = "normalize"
     clip: PositiveFloat | None = 2.0
@@ -55,6 +64,12 @@ class SurrogateConfig(Strict):
     aggregation: Literal["token", "sequence"] = "token"
     fixed_reference: bool = False
 
+    @model_validator(mode="after")
+    def _dual_clip_needs_clip(self) -> SurrogateConfig:
+        if self.dual_clip is not None and (self.kind != "clip" or self.clip is None):
+            raise ValueError("dual_clip bounds the clipped surrogate: it needs kind clip and a clip size")
+        return self
+
 
 class EntropyConfig(Strict):
     """``bonus`` subtracts ``weight * H``; ``target`` adds ``weight * |H - target|`` (MOSS-RLHF's clip region)."""
@@ -62,6 +77,12 @@ class EntropyConfig(Strict):
     kind: Literal["off", "bonus", "target"] = "off"
     weight: NonNegativeFloat = 0.0
     target: NonNegativeFloat = 0.0
+
+    @model_validator(mode="after")
+    def _weighted(self) -> EntropyConfig:
+        if self.kind != "off" and self.weight == 0:
+            raise ValueError(f"entropy kind {self.kind} with weight 0 does nothing; set a weight, or kind off")
+        return self
 
 
 class PtxConfig(Strict):
@@ -90,7 +111,26 @@ class HealthConfig(Strict):
     mode: Literal["enforce", "report"] = "enforce"
 
 
+class PpoUnits(Strict):
+    """What fixes the units that values live in: critic pre-training and PPO must agree on every one of these."""
+
+    max_new_tokens: PositiveInt = 64
+    min_new_tokens: NonNegativeInt = 0
+    temperature: PositiveFloat = 1.0
+    micro_batch_size: PositiveInt | None = None
+    kl: KlConfig = KlConfig()
+    reward: RewardShapingConfig = RewardShapingConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+
+
 class PpoConfig(StageConfig):
+    """All of PPO. ``micro_batch_size`` bounds the sequences of one forward pass and never changes a gradient.
+
+    ``warmup_iterations`` raises both learning rates linearly; it replaces the optimisers' own ``warmup`` share.
+    ``target_kl_early_stop`` ends an update before a step whose minibatch shows a mean KL(old || new) above it, in nats
+    per token. ``min_new_tokens`` forbids the end marker before it, in sampling and in scoring alike.
+    """
+
     iterations: PositiveInt = 45
     batch_size: PositiveInt = 64
     minibatches: PositiveInt = 2
@@ -123,4 +163,17 @@ class PpoConfig(StageConfig):
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of minibatches {self.minibatches}")
         if self.min_new_tokens >= self.max_new_tokens:
             raise ValueError(f"min_new_tokens {self.min_new_tokens} must be below max_new_tokens {self.max_new_tokens}")
+        policy, critic = self.policy_optimizer, self.critic_optimizer
+        if self.gradient_norm == "joint" and policy.max_grad_norm != critic.max_grad_norm:
+            raise ValueError(
+                "gradient_norm joint clips policy and critic together: give policy_optimizer and critic_optimizer the "
+                f"same max_grad_norm (they have {policy.max_grad_norm} and {critic.max_grad_norm})"
+            )
+        if self.warmup_iterations and (policy.warmup or critic.warmup):
+            raise ValueError("warm-up is set twice: use warmup_iterations, or the optimisers' warmup, not both")
         return self
+
+    @property
+    def units(self) -> PpoUnits:
+        """The settings that critic pre-training shares with PPO."""
+        return PpoUnits(**{name: getattr(self, name) for name in PpoUnits.model_fields})

@@ -1,0 +1,83 @@
+"""The core's commands: stage, fingerprint, report, chat, data, match. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
+WorkspaceOption = Annotated[
+    Path | None, typer.Option("--workspace", "-w", help="Folder with params.yaml; default: the one you are in.")
+]
+
+
+@app.command()
+def stage(
+    name: Annotated[str, typer.Argument(help="Stage name, such as sft or gate-reward; an unknown one lists them all.")],
+    workspace: WorkspaceOption = None,
+) -> None:
+    """Run one stage here and now, in this process, whether or not it is up to date.
+
+    `dvc repro NAME` runs the same command when something it depends on has changed.
+
+    Exit codes: 0 done, 2 wrong parameter or input, 3 a gate's conditions do not hold, 4 training paused by a health
+    rule, 130 interrupted. An interrupted training stage resumes from its last checkpoint.
+    """
+    from rlhf_core.stages.runner import run_stage, workspace_root
+
+    run_stage(name, workspace_root(workspace))
+
+
+@app.command(hidden=True)
+def fingerprint(workspace: WorkspaceOption = None) -> None:
+    """Refresh the code fingerprints that dvc.yaml's stages depend on."""
+    from rlhf_core.fingerprint import write_fingerprints
+    from rlhf_core.stages.names import STAGES
+    from rlhf_core.stages.runner import workspace_root
+
+    write_fingerprints(workspace_root(workspace), list(STAGES))
+
+
+@app.command()
+def report(workspace: WorkspaceOption = None) -> None:
+    """Write report.html from whatever the pipeline has produced so far, and print its path."""
+    from rlhf_core.stages.runner import run_stage, workspace_root
+
+    root = workspace_root(workspace)
+    run_stage("report", root)
+    typer.echo(root / "report.html")
+
+
+@app.command()
+def data(
+    files: Annotated[list[str], typer.Argument(help="Files, globs or hub:owner/name[:split].")],
+    show: Annotated[int, typer.Option(help="Rows to print of each file.")] = 1,
+) -> None:
+    """Tell what the readers make of data files: the format, how many rows, what is refused and why.
+
+    Example: rlhf data 'exports/*.jsonl.gz'
+    """
+    from rlhf_core.data.inspect import describe_sources
+
+    typer.echo(describe_sources(files, show))
+
+
+@app.command()
+def match(
+    champion: Annotated[Path, typer.Option(help="Model folder of the champion.")],
+    challenger: Annotated[Path, typer.Option(help="Model folder of the challenger.")],
+    output: Annotated[Path, typer.Option(help="JSON file for the result.")],
+    workspace: WorkspaceOption = None,
+) -> None:
+    """Play two policies against each other on the fixed test prompts, by every judge there is.
+
+    `rlhf promote` does this and acts on the result; this command only measures.
+    """
+    from rlhf_core.evaluation.match import run_match
+    from rlhf_core.files import atomic_write_json
+    from rlhf_core.stages.runner import workspace_root
+
+    atomic_write_json(output, run_match(workspace_root(workspace), champion=champion, challenger=challenger))
+    typer.echo(output)

@@ -1,0 +1,80 @@
+"""params.yaml as checked models: the whole file at once, or one stage's section."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import Field, ValidationError
+
+from rlhf_core.config import yaml_text
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.config.collect import CollectConfig
+from rlhf_core.config.critic import CriticConfig
+from rlhf_core.config.evaluate import EvaluateConfig
+from rlhf_core.config.gates import GatesConfig
+from rlhf_core.config.model import StageConfig, Strict
+from rlhf_core.config.operations import FlowConfig, RegistryConfig, TrackingConfig
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.problems import describe
+from rlhf_core.config.report import ReportConfig
+from rlhf_core.config.reward import RefereeConfig, RewardConfig
+from rlhf_core.config.sft import SftConfig
+from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.errors import ConfigError
+
+PARAMS_FILE = "params.yaml"
+Model = TypeVar("Model", bound=Strict)
+
+
+class Params(Strict):
+    """The whole of params.yaml."""
+
+    seed: int = Field(default=1, ge=0)
+    collect: CollectConfig = CollectConfig()
+    validate_: ValidateConfig = Field(default=ValidateConfig(), alias="validate")
+    base: BaseConfig = BaseConfig()
+    sft: SftConfig = SftConfig()
+    reward: RewardConfig = RewardConfig()
+    referee: RefereeConfig = RefereeConfig()
+    gates: GatesConfig = GatesConfig()
+    critic: CriticConfig = CriticConfig()
+    ppo: PpoConfig = PpoConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    report: ReportConfig = ReportConfig()
+    pools: dict[str, str] = {}
+    registry: RegistryConfig = RegistryConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    flow: FlowConfig = FlowConfig()
+
+
+def check_params(document: Any, name: str = PARAMS_FILE) -> Params:
+    """``document`` as :class:`Params`; ``ConfigError`` with one line per problem, each with its path."""
+    try:
+        return Params.model_validate(yaml_text.plain(document))
+    except ValidationError as error:
+        raise ConfigError(f"{name}: {describe(error, Params, '')}") from error
+
+
+def load_params(workspace: Path) -> Params:
+    """The checked params.yaml of a workspace."""
+    return check_params(yaml_text.read(workspace / PARAMS_FILE), str(workspace / PARAMS_FILE))
+
+
+def load_section(workspace: Path, section: str, model: type[Model]) -> Model:
+    """One section as ``model``, with the seed from the top of the file.
+
+    A field of ``model`` named like another section (``ppo`` of the critic's stage) is filled from that section.
+    """
+    document = yaml_text.plain(yaml_text.read(workspace / PARAMS_FILE))
+    values = dict(document.get(section) or {})
+    seed = document.get("seed", 1)
+    if issubclass(model, StageConfig):
+        values.setdefault("seed", seed)
+    for name in model.model_fields:
+        if name != section and name in document and name in Params.model_fields and name != "seed":
+            values.setdefault(name, document[name])
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{workspace / PARAMS_FILE}: {describe(error, model, section)}") from error

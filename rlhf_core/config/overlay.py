@@ -1,0 +1,71 @@
+"""Profiles and ``--set``: changes laid over params.yaml, comments kept, every path checked before it is written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import yaml_text
+from rlhf_core.config.load import check_params
+from rlhf_core.config.problems import nearest
+from rlhf_core.errors import ConfigError
+
+DEFAULT_PROFILE = "demo"
+
+
+def profiles(folder: Path) -> dict[str, Path]:
+    """Profile names and files; ``demo`` is the base file itself when it has no overlay of its own."""
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def profile_text(folder: Path, name: str) -> str:
+    """The overlay of profile ``name``; ``ConfigError`` with the nearest name when there is none."""
+    known = profiles(folder)
+    if name in known:
+        return known[name].read_text(encoding="utf-8")
+    raise ConfigError(f"no profile '{name}'; {nearest(name, known)}")
+
+
+def merge(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[str] = ()) -> str:
+    """``base`` with each ``(name, text)`` overlay and each ``section.key=value`` applied in turn, then checked.
+
+    Returns YAML text with the comments of ``base``. ``ConfigError`` names the first path that is unknown or wrong.
+    """
+    document = yaml_text.parse(base, "params.yaml")
+    for name, text in overlays:
+        _merge_into(document, yaml_text.parse(text, name))
+    for assignment in sets:
+        _assign(document, assignment)
+    check_params(document, "parameters")
+    return yaml_text.dump(document)
+
+
+def workspace_name(profile: str, sets: Sequence[str]) -> str:
+    """Folder name of the workspace of a profile and its overrides: the same for the same, whatever their order."""
+    if not sets:
+        return profile
+    digest = hashlib.sha256("\n".join(sorted(sets)).encode()).hexdigest()[:8]
+    return f"{profile}-{digest}"
+
+
+def _merge_into(target: Any, overlay: Any) -> None:
+    for key, value in overlay.items():
+        if isinstance(value, dict) and isinstance(target.get(key), dict):
+            _merge_into(target[key], value)
+        else:
+            target[key] = value
+
+
+def _assign(document: Any, assignment: str) -> None:
+    path, separator, value = assignment.partition("=")
+    if not separator or not path.strip():
+        raise ConfigError(f"--set {assignment}: write it as section.key=value, such as --set ppo.iterations=20")
+    *parents, last = path.strip().split(".")
+    place = document
+    for part in parents:
+        if not isinstance(place.get(part), dict):
+            place[part] = {}
+        place = place[part]
+    place[last] = yaml_text.parse_scalar(value)

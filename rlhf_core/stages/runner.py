@@ -1,0 +1,136 @@
+"""Runs one stage in a workspace: checks its parameters and inputs, gives it paths and a tracker, records the outcome."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.load import load_params, load_section
+from rlhf_core.config.model import StageConfig
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, RlhfError
+from rlhf_core.files import atomic_write_json, sha256_tree
+from rlhf_core.fingerprint import fingerprint
+from rlhf_core.stages.base import Paths, Stage
+from rlhf_core.stages.names import stage_module
+from rlhf_core.tracking import Tracker, stage_tracker
+
+OUTCOMES = Path(".rlhf") / "outcomes"
+
+
+def run_stage(name: str, workspace: Path) -> dict[str, Any]:
+    """Run stage ``name`` in ``workspace`` and return its metrics.
+
+    The outcome (exit code, message, seconds) is left in ``.rlhf/outcomes/NAME.json`` for whoever started the stage
+    through DVC, which keeps neither.
+    """
+    started = time.time()
+    outcome: dict[str, Any] = {"exit_code": 1, "message": "the stage ended without a word"}
+    try:
+        with _terminated_like_interrupted():
+            metrics = _run(name, workspace)
+        outcome = {"exit_code": EXIT_OK, "message": "done"}
+        return metrics
+    except RlhfError as error:
+        outcome = {"exit_code": error.exit_code, "message": str(error)}
+        raise
+    except KeyboardInterrupt:
+        outcome = {"exit_code": EXIT_INTERRUPTED, "message": "interrupted"}
+        raise
+    except Exception as error:
+        outcome = {"exit_code": 1, "message": f"{type(error).__name__}: {error}"}
+        raise
+    finally:
+        outcome |= {"stage": name, "seconds": round(time.time() - started, 3), "started": started}
+        atomic_write_json(workspace / OUTCOMES / f"{name}.json", outcome)
+
+
+def _run(name: str, workspace: Path) -> dict[str, Any]:
+    stage_file = stage_module(name)
+    stage: Stage = stage_file.STAGE
+    experiment = load_params(workspace).tracking.experiment
+    config = load_section(workspace, stage.section, stage.config)
+    inputs = _inputs(stage, workspace)
+    work = workspace / "work" / name / work_key(stage, config, inputs)
+    outputs = Paths({key: workspace / path for key, path in stage.outputs.items()} | {"work": work})
+    for path in outputs.values():
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with stage_tracker(name, workspace, experiment) as tracker:
+        tracker.log_params(flatten(config.model_dump(mode="json")))
+        metrics: dict[str, Any] = stage_file.run(config, inputs, outputs, tracker)
+        _record(metrics, outputs, tracker)
+    shutil.rmtree(work.parent, ignore_errors=True)
+    return metrics
+
+
+def _inputs(stage: Stage, workspace: Path) -> Paths:
+    for key, path in stage.inputs.items():
+        if key not in stage.optional_inputs and not (workspace / path).exists():
+            raise DataError(
+                f"stage {stage.name} needs {path}, which does not exist in {workspace}; "
+                "run the stage that makes it (`rlhf run`, or `dvc repro` up to it)"
+            )
+    return Paths({key: workspace / path for key, path in stage.inputs.items()})
+
+
+def work_key(stage: Stage, config: StageConfig, inputs: Mapping[str, Path]) -> str:
+    """Key of a stage's partial state: a hash of its parameters, its inputs' contents and its code."""
+    parts = {
+        "config": config.model_dump(mode="json"),
+        "inputs": {key: sha256_tree(path) for key, path in sorted(inputs.items()) if path.exists()},
+        "code": fingerprint(stage.name),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _record(metrics: Mapping[str, Any], outputs: Paths, tracker: Tracker) -> None:
+    """The stage's summary in the run; a metrics file that the stage left to us is written here."""
+    if "metrics" in outputs and not outputs["metrics"].exists():
+        atomic_write_json(outputs["metrics"], metrics)
+    numbers = {k: v for k, v in flatten(metrics).items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    tracker.log_metrics({f"final.{key}": float(value) for key, value in numbers.items()})
+    for key in ("metrics", "evidence", "gate", "history", "report"):
+        if key in outputs and outputs[key].is_file():
+            tracker.log_artifact(outputs[key])
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C, so that temporary files go and the tracked run is closed."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def workspace_root(given: Path | None = None) -> Path:
+    """The workspace that ``given`` or the current folder lies in: the nearest folder upwards with a params.yaml."""
+    start = Path(given or os.environ.get("RLHF_WORKSPACE") or Path.cwd()).resolve()
+    for folder in (start, *start.parents):
+        if (folder / "params.yaml").is_file():
+            return folder
+    raise RlhfError(f"{start} is not in a workspace (no params.yaml); make one with `rlhf init DIR`, or use --workspace")
