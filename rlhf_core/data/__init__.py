@@ -1,0 +1,1 @@
+"""Rows, formats, validation, splits, batches and the chat template."""

@@ -1,0 +1,102 @@
+"""Orders and batches as pure functions of (seed, epoch): a resumed run sees what an uninterrupted one would have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+
+def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
+    """A permutation of ``range(n)``, the same for the same (seed, epoch) on every machine."""
+    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(n).tolist()
+
+
+def fixed_batches(n: int, size: int, seed: int, epoch: int) -> list[list[int]]:
+    """Shuffled batches of ``size`` indices; the last one of an epoch may be smaller. Every index occurs once."""
+    if size < 1:
+        raise ValueError(f"batch size must be at least 1, got {size}")
+    order = epoch_order(n, seed, epoch)
+    return [order[start : start + size] for start in range(0, n, size)]
+
+
+def batch_at(n: int, size: int, seed: int, step: int) -> list[int]:
+    """The full batch of optimiser step ``step`` (from 0) in an endless stream of epochs laid end to end.
+
+    A batch may span two epochs, so all batches have ``size`` indices and the step number alone is the data cursor.
+    """
+    if n < 1:
+        raise ValueError("there is nothing to draw a batch from")
+    first = step * size
+    indices: list[int] = []
+    for epoch in range(first // n, (first + size - 1) // n + 1):
+        start = epoch * n
+        order = epoch_order(n, seed, epoch)
+        indices += order[max(first - start, 0) : min(first + size - start, n)]
+    return indices
+
+
+def token_budget_batches(
+    lengths: Sequence[int], budget: int, min_pairs: int, max_pairs: int, seed: int, epoch: int
+) -> list[list[int]]:
+    """Dynamic batches (paper, section 4.1): as many pairs as fit ``budget`` tokens *after padding*.
+
+    ``lengths``: tokens of one padded row of pair i, that is the longer of its two sequences. A batch of b pairs costs
+    ``2 * b * max(length)``. Pairs of similar length share a batch: the shuffled epoch is sorted by length within
+    windows, and the batches are shuffled again, so that length does not follow the step number. ``min_pairs`` wins
+    over the budget (the gradient of a smaller batch is noise). Every index occurs exactly once per epoch.
+    """
+    if not 1 <= min_pairs <= max_pairs:
+        raise ValueError(f"need 1 <= min_pairs <= max_pairs, got {min_pairs} and {max_pairs}")
+    order = epoch_order(len(lengths), seed, epoch)
+    window = max_pairs * 8
+    batches: list[list[int]] = []
+    rest: list[int] = []
+    for start in range(0, len(order), window):
+        # Longest first, so that the first pair of a batch fixes its width.
+        waiting = sorted([*rest, *order[start : start + window]], key=lambda i: (-lengths[i], i))
+        full, rest = _fill(waiting, lengths, budget, min_pairs, max_pairs)
+        batches += full
+    if rest:
+        _place_remainder(batches, rest, min_pairs, max_pairs)
+    # A second stream (offset key) for the order of batches.
+    shuffled = np.random.Generator(np.random.Philox(key=[seed + (1 << 32), epoch])).permutation(len(batches))
+    return [batches[i] for i in shuffled]
+
+
+def _fill(
+    waiting: Sequence[int], lengths: Sequence[int], budget: int, min_pairs: int, max_pairs: int
+) -> tuple[list[list[int]], list[int]]:
+    """Full batches off the front of ``waiting`` (longest first), and the pairs that no longer make a full one."""
+    batches: list[list[int]] = []
+    start = 0
+    while start < len(waiting):
+        room = budget // (2 * max(lengths[waiting[start]], 1))
+        size = max(min(room, max_pairs), min_pairs)
+        if start + size > len(waiting):
+            break
+        batches.append(list(waiting[start : start + size]))
+        start += size
+    return batches, list(waiting[start:])
+
+
+def _place_remainder(batches: list[list[int]], rest: list[int], min_pairs: int, max_pairs: int) -> None:
+    """Append the last pairs of an epoch; fewer than ``min_pairs`` borrow from the batch before, or join it."""
+    missing = min_pairs - len(rest)
+    if missing <= 0 or not batches:
+        batches.append(rest)
+    elif len(batches[-1]) - missing >= min_pairs:
+        batches.append([*batches[-1][-missing:], *rest])
+        del batches[-2][-missing:]
+    elif len(batches[-1]) + len(rest) <= max_pairs:
+        batches[-1] += rest
+    else:
+        batches.append(rest)
+
+
+def endless(n: int, size: int, seed: int, start: int = 0) -> Iterator[list[int]]:
+    """The batches of :func:`batch_at` from step ``start`` on, for ever."""
+    step = start
+    while True:
+        yield batch_at(n, size, seed, step)
+        step += 1

@@ -1,0 +1,53 @@
+"""Preference pairs as tokens: what training cannot use is dropped whole and counted, never cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.data.chat import encode_prompt, encode_reply
+from rlhf_core.data.schema import Preference
+
+
+@dataclass(frozen=True)
+class TokenisedPair:
+    """Token ids of a pair; the replies end with end-of-sequence. ``row`` is the pair's position in the input."""
+
+    row: int
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longer of the two sequences: the width this pair needs in a padded batch."""
+        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
+
+
+def tokenised_pairs(
+    tokenizer: PreTrainedTokenizerBase, preferences: Iterable[Preference], max_tokens: int
+) -> tuple[list[TokenisedPair], dict[str, int]]:
+    """Pairs that training can use, and how many were dropped: ``{"over_long": …, "identical": …}``.
+
+    A pair is over-long when prompt + either reply exceeds ``max_tokens``: cutting the end of a reply would remove the
+    very token the reward is read at. A pair is identical when both replies have the same tokens (their texts may
+    differ, for example in characters that the tokenizer normalises): its loss is log 2 whatever the model says.
+    """
+    kept: list[TokenisedPair] = []
+    dropped = {"over_long": 0, "identical": 0}
+    for row, preference in enumerate(preferences):
+        pair = TokenisedPair(
+            row,
+            encode_prompt(tokenizer, preference.prompt),
+            encode_reply(tokenizer, preference.chosen),
+            encode_reply(tokenizer, preference.rejected),
+        )
+        if pair.chosen == pair.rejected:
+            dropped["identical"] += 1
+        elif pair.length > max_tokens:
+            dropped["over_long"] += 1
+        else:
+            kept.append(pair)
+    return kept, dropped

@@ -1,0 +1,169 @@
+"""The four kinds of row that every stage works on, and their parquet files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlhf_core.errors import DataError
+
+ROLES = ("system", "user", "assistant")
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn. ``role`` is ``system``, ``user`` or ``assistant``."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two replies to the same prompt, the first preferred. ``margin`` is how strongly, where that is known."""
+
+    KIND: ClassVar[str] = "preferences"
+    id: str
+    prompt: list[Message]
+    chosen: str
+    rejected: str
+    margin: float | None
+    category: str
+    source: str
+    group: str
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A reply to imitate."""
+
+    KIND: ClassVar[str] = "demonstrations"
+    id: str
+    prompt: list[Message]
+    reply: str
+    category: str
+    source: str
+    group: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Messages that end with the user's turn: what rollouts and evaluation start from."""
+
+    KIND: ClassVar[str] = "prompts"
+    id: str
+    prompt: list[Message]
+    category: str
+    source: str
+    group: str
+
+
+@dataclass(frozen=True)
+class PretrainText:
+    """Plain text."""
+
+    KIND: ClassVar[str] = "pretrain"
+    id: str
+    text: str
+    category: str
+    source: str
+    group: str
+
+
+Row = TypeVar("Row", Preference, Demonstration, Prompt, PretrainText)
+ROW_TYPES: dict[str, type[Preference] | type[Demonstration] | type[Prompt] | type[PretrainText]] = {
+    cls.KIND: cls for cls in (Preference, Demonstration, Prompt, PretrainText)
+}
+CONTENT_FIELDS = {
+    "preferences": ("prompt", "chosen", "rejected"),
+    "demonstrations": ("prompt", "reply"),
+    "prompts": ("prompt",),
+    "pretrain": ("text",),
+}
+
+
+def arrow_schema(kind: str) -> pa.Schema:
+    """The parquet schema of a kind: messages as a list of structs, ``margin`` float64, all else strings."""
+    special = {"prompt": MESSAGES, "margin": pa.float64()}
+    return pa.schema([(f.name, special.get(f.name, pa.string())) for f in fields(ROW_TYPES[kind])])
+
+
+def content_id(kind: str, row: dict[str, Any]) -> str:
+    """First 16 hex digits of the sha256 of a row's content (prompt and replies, or text); a function of these alone."""
+    content = [kind, *(row[name] for name in CONTENT_FIELDS[kind])]
+    return hashlib.sha256(json.dumps(content, ensure_ascii=True, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def write_dicts(path: Path, kind: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows given as dicts (messages as dicts too) to a parquet file of ``kind``, atomically."""
+    write_table(path, pa.Table.from_pylist(list(rows), schema=arrow_schema(kind)))
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write an arrow table beside ``path``, then rename it over ``path``."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror}; make the folder writable or choose another") from error
+    os.close(descriptor)
+    try:
+        pq.write_table(table, temporary, compression="zstd")
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """A parquet file as an arrow table; ``DataError`` when it is missing, unreadable or lacks a column."""
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; run the stage that writes it")
+    try:
+        return pq.read_table(path, columns=list(columns) if columns else None)
+    except (pa.ArrowInvalid, pa.ArrowKeyError, OSError) as error:
+        raise DataError(
+            f"{path} is not a readable parquet file ({error}); run the stage that writes it again"
+        ) from error
+
+
+def read_rows(path: Path, cls: type[Row]) -> list[Row]:
+    """All rows of a parquet file as dataclasses of type ``cls``; ``DataError`` when columns are missing."""
+    table = read_table(path)
+    names = [f.name for f in fields(cls)]
+    missing = [name for name in names if name not in table.column_names]
+    if missing:
+        raise DataError(f"{path} has no column {', '.join(missing)}: it is not a file of {cls.KIND}")
+    columns = {name: table.column(name).to_pylist() for name in names}
+    if "prompt" in columns:
+        columns["prompt"] = [[Message(m["role"], m["content"]) for m in messages] for messages in columns["prompt"]]
+    return [cls(*values) for values in zip(*(columns[name] for name in names), strict=True)]
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Write dataclass rows of one kind to a parquet file, atomically; ``DataError`` when there are none."""
+    listed = list(rows)
+    if not listed:
+        raise DataError(f"no rows to write to {path}")
+    write_dicts(path, listed[0].KIND, [as_dict(row) for row in listed])
+
+
+def as_dict(row: Preference | Demonstration | Prompt | PretrainText) -> dict[str, Any]:
+    """A row as a plain dict, its messages as dicts too."""
+    values = dict(vars(row))
+    if "prompt" in values:
+        values["prompt"] = [{"role": m.role, "content": m.content} for m in values["prompt"]]
+    return values

@@ -1,0 +1,63 @@
+"""Rows survive the trip through parquet; ids are functions of content."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.data.schema import (
+    Demonstration,
+    Message,
+    Preference,
+    PretrainText,
+    Prompt,
+    as_dict,
+    content_id,
+    read_rows,
+    write_rows,
+)
+from rlhf_core.errors import DataError
+
+PROMPT = [Message("system", "be kind"), Message("user", "你好 \U0001f600")]
+PREFERENCE = Preference("a", PROMPT, "yes", "no", 0.25, "c", "s", "g")
+ROWS = [
+    PREFERENCE,
+    Demonstration("b", PROMPT, "yes", "c", "s", "g"),
+    Prompt("c", PROMPT, "c", "s", "g"),
+    PretrainText("d", "text", "c", "s", "g"),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.KIND)
+def test_round_trip(row: Preference, tmp_path: Path) -> None:
+    write_rows(tmp_path / "x.parquet", [row])
+    assert read_rows(tmp_path / "x.parquet", type(row)) == [row]
+    assert [p.name for p in tmp_path.iterdir()] == ["x.parquet"], "no temporary file is left"
+
+
+def test_missing_margin_stays_missing(tmp_path: Path) -> None:
+    rows = [replace(PREFERENCE, margin=None), PREFERENCE]
+    write_rows(tmp_path / "x.parquet", rows)
+    assert [row.margin for row in read_rows(tmp_path / "x.parquet", Preference)] == [None, 0.25]
+
+
+def test_wrong_kind_missing_and_broken_files_are_users_errors(tmp_path: Path) -> None:
+    write_rows(tmp_path / "x.parquet", [ROWS[3]])
+    with pytest.raises(DataError, match="no column prompt"):
+        read_rows(tmp_path / "x.parquet", Preference)
+    with pytest.raises(DataError, match="does not exist"):
+        read_rows(tmp_path / "none.parquet", Preference)
+    (tmp_path / "bad.parquet").write_text("no")
+    with pytest.raises(DataError, match="not a readable parquet"):
+        read_rows(tmp_path / "bad.parquet", Preference)
+    with pytest.raises(DataError, match="no rows"):
+        write_rows(tmp_path / "y.parquet", [])
+
+
+def test_id_depends_on_content_alone() -> None:
+    row = as_dict(PREFERENCE)
+    assert content_id("preferences", row) == content_id("preferences", row | {"source": "other", "id": "z"})
+    assert content_id("preferences", row) != content_id("preferences", row | {"chosen": "no", "rejected": "yes"})
+    assert len(content_id("preferences", row)) == 16
