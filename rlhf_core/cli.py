@@ -33,11 +33,15 @@ def stage(
 @app.command(hidden=True)
 def fingerprint(workspace: WorkspaceOption = None) -> None:
     """Refresh the code fingerprints that dvc.yaml's stages depend on."""
-    from rlhf_core.fingerprint import write_fingerprints
+    from rlhf_core.config.load import load_params
+    from rlhf_core.fingerprint import write_fingerprints, write_sources
     from rlhf_core.stages.names import STAGES
     from rlhf_core.stages.runner import workspace_root
 
-    write_fingerprints(workspace_root(workspace), list(STAGES))
+    root = workspace_root(workspace)
+    files = load_params(root).collect.files
+    write_fingerprints(root, list(STAGES))
+    write_sources(root, [*files.preferences, *files.demonstrations, *files.prompts, *files.pretrain])
 
 
 @app.command()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import glob
 import hashlib
+import json
+from collections.abc import Iterable
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from rlhf_core.files import atomic_write_text
+from rlhf_core.files import atomic_write_text, sha256_file
 
 PACKAGE = "rlhf_core"
 FOLDER = ".fingerprints"
@@ -46,6 +50,32 @@ def write_fingerprints(workspace: Path, stages: list[str]) -> None:
         text = fingerprint(stage) + "\n"
         if not path.exists() or path.read_text() != text:
             atomic_write_text(path, text)
+
+
+def write_sources(workspace: Path, sources: Iterable[str]) -> None:
+    """Refresh ``.fingerprints/sources.txt``: path and content hash of every source file, so that DVC sees a change.
+
+    Hashes are remembered by size and modification time in ``.rlhf/sources.json``. A hub id counts by its name.
+    """
+    memory = workspace / ".rlhf" / "sources.json"
+    known: dict[str, list[Any]] = json.loads(memory.read_text()) if memory.exists() else {}
+    fresh: dict[str, list[Any]] = {}
+    lines = []
+    for source in sources:
+        files = [] if source.startswith("hub:") else sorted(glob.glob(str(workspace / source), recursive=True))
+        lines.append(source)
+        for file in (Path(f) for f in files if Path(f).is_file()):
+            status = file.stat()
+            mark = [status.st_size, status.st_mtime_ns]
+            old = known.get(str(file))
+            fresh[str(file)] = old if old and old[:2] == mark else [*mark, sha256_file(file)]
+            lines.append(f"  {file.name} {fresh[str(file)][2]}")
+    path = workspace / FOLDER / "sources.txt"
+    text = "\n".join(lines) + "\n"
+    if not path.exists() or path.read_text() != text:
+        atomic_write_text(path, text)
+    if fresh != known:
+        atomic_write_text(memory, json.dumps(fresh, indent=1))
 
 
 def _closure(start: str) -> set[str]:

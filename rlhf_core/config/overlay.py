@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,17 @@ def merge(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[st
     for assignment in sets:
         _assign(document, assignment)
     check_params(document, "parameters")
+    return yaml_text.dump(document)
+
+
+def rebase_sources(text: str, origin: Path, target: Path) -> str:
+    """``text`` with the relative file sources of ``collect.files``, written for ``origin``, made right for ``target``."""
+    document = yaml_text.parse(text, "params.yaml")
+    files = (document.get("collect") or {}).get("files") or {}
+    for sources in files.values():
+        for position, source in enumerate(sources or []):
+            if not source.startswith("hub:") and not os.path.isabs(source):
+                sources[position] = os.path.relpath(origin / source, target)
     return yaml_text.dump(document)
 
 

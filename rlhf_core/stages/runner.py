@@ -133,4 +133,6 @@ def workspace_root(given: Path | None = None) -> Path:
     for folder in (start, *start.parents):
         if (folder / "params.yaml").is_file():
             return folder
-    raise RlhfError(f"{start} is not in a workspace (no params.yaml); make one with `rlhf init DIR`, or use --workspace")
+    raise RlhfError(
+        f"{start} is not in a workspace (no params.yaml); make one with `rlhf init DIR`, or use --workspace"
+    )

@@ -1,0 +1,44 @@
+"""dvc.yaml says the same as the stages themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config import yaml_text
+from rlhf_core.stages.names import STAGES, stage_module
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def stages() -> dict[str, Any]:
+    return yaml_text.plain(yaml_text.read(ROOT / "dvc.yaml"))["stages"]
+
+
+def names(entries: list[Any]) -> set[str]:
+    return {next(iter(e)) if isinstance(e, dict) else e for e in entries}
+
+
+def test_every_stage_is_listed_in_order() -> None:
+    assert tuple(stages()) == ("fingerprint", *STAGES)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_files_and_parameters_agree(name: str) -> None:
+    listed, declared = stages()[name], stage_module(name).STAGE
+    assert listed["cmd"] == f"rlhf stage {name}"
+    deps = set(listed["deps"])
+    assert f".fingerprints/{name}.txt" in deps
+    data = {dep for dep in deps if not dep.startswith(".fingerprints/")}
+    required = {path for key, path in declared.inputs.items() if key not in declared.optional_inputs}
+    assert required <= data <= set(declared.inputs.values())
+    outs = names(listed.get("outs", [])) | names(listed.get("metrics", [])) | names(listed.get("plots", []))
+    assert outs == set(declared.outputs.values())
+    assert any(param.split(".")[0] == declared.section for param in listed["params"])
+
+
+def test_the_fingerprint_of_every_stage_is_an_out_of_the_first() -> None:
+    outs = names(stages()["fingerprint"]["outs"])
+    assert outs == {f".fingerprints/{name}.txt" for name in (*STAGES, "sources")}
