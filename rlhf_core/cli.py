@@ -1,4 +1,4 @@
-"""The core's commands: stage, fingerprint, report, chat, data, match. Nothing heavy is imported before a command runs."""
+"""The core's commands: stage, fingerprint, report, chat, data, match. Heavy imports wait until a command runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code as a dependency: a hash of what a stage's code does, blind to comments, docstrings and layout (DESIGN section 1)."""
+"""Code as a dependency: a hash of what a stage's code does, blind to comments, docstrings and layout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import glob
 import hashlib
 import json
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ def _closure(start: str) -> set[str]:
     return seen
 
 
-@lru_cache(maxsize=None)
+@cache
 def _file_of(module: str) -> Path | None:
     base = package_root().joinpath(*module.split("."))
     for candidate in (base.with_suffix(".py"), base / "__init__.py"):
@@ -98,14 +98,14 @@ def _file_of(module: str) -> Path | None:
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tree(module: str) -> ast.Module:
     path = _file_of(module)
     assert path is not None
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _imports(module: str) -> tuple[str, ...]:
     found: set[str] = set()
     for node in ast.walk(_tree(module)):
@@ -119,7 +119,7 @@ def _imports(module: str) -> tuple[str, ...]:
     return tuple(sorted(inside | parents))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _module_digest(module: str) -> str:
     tree = _tree(module)
     for node in ast.walk(tree):

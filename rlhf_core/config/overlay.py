@@ -44,7 +44,7 @@ def merge(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[st
 
 
 def rebase_sources(text: str, origin: Path, target: Path) -> str:
-    """``text`` with the relative file sources of ``collect.files``, written for ``origin``, made right for ``target``."""
+    """``text`` with the relative sources of ``collect.files``, written for ``origin``, made right for ``target``."""
     document = yaml_text.parse(text, "params.yaml")
     files = (document.get("collect") or {}).get("files") or {}
     for sources in files.values():

@@ -94,8 +94,11 @@ class PtxConfig(Strict):
 
 
 class SelectionConfig(Strict):
-    """Which checkpoint becomes the policy: the referee's win rate against SFT on fixed validation prompts, under limits
-    on KL (nats per sequence), reply length (times SFT's) and repetition (added to SFT's). ``last`` keeps the final one."""
+    """Which checkpoint becomes the policy: the one with the referee's best win rate on fixed validation prompts.
+
+    It must keep the limits on KL (nats per sequence), reply length (times SFT's) and repetition (added to SFT's).
+    ``last`` keeps the final one.
+    """
 
     method: Literal["referee", "last"] = "referee"
     every: PositiveInt = 5

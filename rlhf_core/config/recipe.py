@@ -1,4 +1,4 @@
-"""Where the default recipe lies: params.yaml, dvc.yaml, prefect.yaml and profiles/, in a checkout or an installed package."""
+"""Where the default recipe lies (params.yaml, dvc.yaml, profiles/): in a checkout or in an installed package."""
 
 from __future__ import annotations
 

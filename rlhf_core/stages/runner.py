@@ -1,4 +1,4 @@
-"""Runs one stage in a workspace: checks its parameters and inputs, gives it paths and a tracker, records the outcome."""
+"""Runs one stage in a workspace: checks parameters and inputs, gives it paths and a tracker, records the outcome."""
 
 from __future__ import annotations
 
