@@ -1,0 +1,88 @@
+"""What several tests share: the environment of child processes, and one smoke run made by the real command."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED_DATA = ROOT.parent / "shared" / "data"
+OFFLINE = {
+    "DVC_NO_ANALYTICS": "1",
+    "DO_NOT_TRACK": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "GX_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.update(OFFLINE)
+    for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RLHF_WORKSPACE", "RLHF_PARENT_RUN_ID"):
+        os.environ.pop(name, None)
+
+
+def command_environment(**extra: str) -> dict[str, str]:
+    """The environment of a user's shell with the virtual environment active."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return {**os.environ, **OFFLINE, "PATH": path, "COLUMNS": "200", **extra}
+
+
+def run(*words: str | Path, cwd: Path, timeout: float = 300, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user would and return it with its output, whatever its exit code."""
+    return subprocess.run(
+        [str(word) for word in words],
+        cwd=cwd,
+        env=command_environment(**extra),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@dataclass(frozen=True)
+class SmokeRun:
+    """A finished smoke run: its workspace (read-only for tests) and what the command printed."""
+
+    workspace: Path
+    completed: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="session")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> SmokeRun:
+    """One `rlhf init` + `rlhf run` of the smoke profile for the whole test session."""
+    workspace = tmp_path_factory.mktemp("smoke") / "workspace"
+    made = run("rlhf", "init", workspace, "--profile", "smoke", cwd=ROOT)
+    assert made.returncode == 0, made.stderr
+    completed = run("rlhf", "run", "--workspace", workspace, cwd=ROOT, timeout=500)
+    assert completed.returncode == 0, completed.stdout[-4000:] + completed.stderr[-4000:]
+    return SmokeRun(workspace, completed)
+
+
+@pytest.fixture
+def smoke_copy(smoke: SmokeRun, tmp_path: Path) -> Path:
+    """A workspace of the test's own with everything that the smoke run made, its DVC cache included."""
+    target = tmp_path / "copy"
+    shutil.copytree(smoke.workspace, target, symlinks=True, ignore=shutil.ignore_patterns("prefect", "tmp"))
+    return target
+
+
+@pytest.fixture
+def shared_data() -> Callable[[str], Path]:
+    """Path of a file of the shared third-party data; the test is skipped where it is absent."""
+
+    def find(name: str) -> Path:
+        if not (SHARED_DATA / name).exists():
+            pytest.skip(f"third-party sample {name} is not in {SHARED_DATA}")
+        return SHARED_DATA / name
+
+    return find

@@ -1,0 +1,102 @@
+"""DVC is the memory: what is unchanged is not run again, and a clone is restored from a remote."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SmokeRun, run
+
+pytestmark = pytest.mark.services
+
+
+def ran(output: str) -> list[str]:
+    """Stages that a `dvc repro` ran, without the always-run fingerprint."""
+    return [name for name in re.findall(r"Running stage '([\w-]+)'", output) if name != "fingerprint"]
+
+
+def repro(workspace: Path, *words: str) -> str:
+    done = run("dvc", "repro", *words, cwd=workspace)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def set_line(workspace: Path, old: str, new: str) -> None:
+    path = workspace / "params.yaml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def test_a_second_repro_runs_nothing(smoke_copy: Path) -> None:
+    assert ran(repro(smoke_copy)) == []
+
+
+def test_a_changed_title_runs_the_report_alone(smoke_copy: Path) -> None:
+    set_line(smoke_copy, "title: RLHF pipeline report", "title: Another title")
+    assert ran(repro(smoke_copy)) == ["report"]
+    assert "Another title" in (smoke_copy / "report.html").read_text()
+
+
+def test_a_changed_bound_runs_the_gate_and_what_follows_but_trains_nothing(smoke_copy: Path) -> None:
+    set_line(smoke_copy, "at_least: 0.3", "at_least: 0.05")
+    assert set(ran(repro(smoke_copy))) <= {"gate-reward", "report"}
+
+
+def test_a_changed_ppo_parameter_concerns_nothing_before_ppo(smoke_copy: Path) -> None:
+    set_line(smoke_copy, "value_clip: 0.2", "value_clip: 0.3")
+    assert ran(repro(smoke_copy, "--dry"))[0] == "ppo"
+
+
+def test_a_clone_is_restored_from_a_remote(smoke_copy: Path, tmp_path: Path) -> None:
+    remote, clone = tmp_path / "remote", tmp_path / "clone"
+    for words in (
+        ("dvc", "remote", "add", "--default", "store", str(remote)),
+        ("dvc", "push", "--quiet"),
+        ("git", "init", "--quiet"),
+        ("git", "add", "params.yaml", "dvc.yaml", "dvc.lock", ".dvc/config", ".dvcignore"),
+        ("git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "--quiet", "-m", "run"),
+        ("git", "clone", "--quiet", str(smoke_copy), str(clone)),
+    ):
+        done = run(*words, cwd=smoke_copy)
+        assert done.returncode == 0, done.stderr
+    pulled = run("dvc", "pull", "--quiet", "--allow-missing", cwd=clone)
+    assert pulled.returncode == 0, pulled.stderr
+    for name in ("models/policy/model.safetensors", "metrics/evaluation.json", "report.html"):
+        assert (clone / name).read_bytes() == (smoke_copy / name).read_bytes()
+    assert ran(repro(clone)) == []
+
+
+@pytest.fixture
+def package_copy(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "rlhf_core", tmp_path / "package" / "rlhf_core", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "package"
+
+
+def prints(workspace: Path, package: Path) -> dict[str, str]:
+    code = "from pathlib import Path; from rlhf_core.fingerprint import write_fingerprints as w; "
+    code += "from rlhf_core.stages.names import STAGES; w(Path('.'), list(STAGES))"
+    done = run("python", "-c", code, cwd=workspace, PYTHONPATH=str(package))
+    assert done.returncode == 0, done.stderr
+    return {path.stem: path.read_text() for path in (workspace / ".fingerprints").glob("*.txt")}
+
+
+def test_a_comment_anywhere_makes_nothing_stale(package_copy: Path, tmp_path: Path) -> None:
+    before = prints(tmp_path, package_copy)
+    for path in (package_copy / "rlhf_core").rglob("*.py"):
+        path.write_text(path.read_text() + "\n# a comment\n")
+    assert prints(tmp_path, package_copy) == before
+
+
+def test_a_line_of_the_ppo_objectives_makes_ppo_stale_and_nothing_else(package_copy: Path, tmp_path: Path) -> None:
+    before = prints(tmp_path, package_copy)
+    path = package_copy / "rlhf_core/ppo/objectives.py"
+    path.write_text(path.read_text() + "\nCHANGED = 1\n")
+    after = prints(tmp_path, package_copy)
+    assert {name for name in after if after[name] != before[name]} == {"ppo"}
+
+
+def test_smoke_left_no_partial_state(smoke: SmokeRun) -> None:
+    assert not list((smoke.workspace / "work").glob("*/*"))
