@@ -1,0 +1,145 @@
+"""The datasets of the world, as rows ready for parquet.
+
+Every item is a pure function of (seed, its number): ``f(seed, n, start=a)`` returns items ``a`` to ``a + n`` of one
+endless sequence, so work can be cut anywhere and nothing changes. Rows are dicts with the columns of the data schema.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from rlhf_core.errors import DataError
+from rlhf_core.world import phrases
+from rlhf_core.world.annotators import Temper, preference_probability
+from rlhf_core.world.contrasts import contrast_pair
+from rlhf_core.world.facts import ATTRIBUTES, statements, things
+from rlhf_core.world.phrases import PREFIXES
+from rlhf_core.world.questions import Question, all_questions
+from rlhf_core.world.replies import draw_reply, in_words
+from rlhf_core.world.streams import Draws
+from rlhf_core.world.tasks import RECIPES, REQUESTS
+
+Row = dict[str, Any]
+
+SOURCE = "world"
+
+
+def prompts(seed: int) -> list[Row]:
+    """Every distinct prompt of the world, in an order that the seed decides: id, prompt, category, source, group."""
+    pairs = [(question, prefix) for question in all_questions() for prefix in PREFIXES]
+    order = sorted(range(len(pairs)), key=lambda index: (Draws(seed, "prompts", index).uniform(), index))
+    return [_row(pairs[index][0], pairs[index][1], SOURCE) for index in order]
+
+
+def demonstrations(seed: int, n: int, allowed_groups: Collection[str] | None = None, start: int = 0) -> list[Row]:
+    """``n`` replies of mixed quality to random prompts: id, prompt, reply, category, source, group.
+
+    ``allowed_groups`` restricts the prompts; raises DataError when none of the groups exists.
+    """
+    questions = _questions(allowed_groups)
+    return [_demonstration(Draws(seed, "demonstrations", index), questions) for index in range(start, start + n)]
+
+
+def preferences(
+    seed: int,
+    n: int,
+    *,
+    allowed_groups: Collection[str] | None = None,
+    contrast_share: float = 0.35,
+    sharpness: float = 2.5,
+    length_bias: float = 0.02,
+    start: int = 0,
+) -> list[Row]:
+    """``n`` labelled pairs: id, prompt, chosen, rejected, margin (None), category, source, group.
+
+    A share of ``contrast_share`` are contrast pairs (source ``world:contrast``), the rest two demonstrators' replies
+    (``world:samples``). Annotators label by P(A ≻ B) = σ(sharpness · (Δgold + length_bias · Δwords)).
+    """
+    questions = _questions(allowed_groups)
+    temper = Temper(sharpness, length_bias)
+    return [
+        _preference(Draws(seed, "preferences", index), questions, contrast_share, temper)
+        for index in range(start, start + n)
+    ]
+
+
+def pretrain(seed: int, n: int, start: int = 0) -> list[Row]:
+    """``n`` plain texts about the facts and recipes, without any question: id, text, category, source, group.
+
+    A text is its own group, so that held-out text costs no fact.
+    """
+    return [_text(Draws(seed, "pretrain", index)) for index in range(start, start + n)]
+
+
+def _questions(allowed_groups: Collection[str] | None) -> Sequence[Question]:
+    if allowed_groups is None:
+        return all_questions()
+    wanted = frozenset(allowed_groups)
+    chosen = [question for question in all_questions() if question.group in wanted]
+    if not chosen:
+        raise DataError("none of the allowed groups is a question of the embedded world; pass groups of its prompts")
+    return chosen
+
+
+def _demonstration(draws: Draws, questions: Sequence[Question]) -> Row:
+    question, prefix = draws.pick(questions), draws.pick(PREFIXES)
+    return _row(question, prefix, SOURCE, reply=draw_reply(question, draws))
+
+
+def _preference(draws: Draws, questions: Sequence[Question], contrast_share: float, temper: Temper) -> Row:
+    question, prefix = draws.pick(questions), draws.pick(PREFIXES)
+    contrast = draws.chance(contrast_share)
+    first, second = _two_replies(question, questions, contrast, draws)
+    probability = preference_probability(question.with_prefix(prefix), first, second, temper)
+    chosen, rejected = (first, second) if draws.chance(probability) else (second, first)
+    source = f"{SOURCE}:{'contrast' if contrast else 'samples'}"
+    return _row(question, prefix, source, chosen=chosen, rejected=rejected, margin=None)
+
+
+def _two_replies(question: Question, questions: Sequence[Question], contrast: bool, draws: Draws) -> tuple[str, str]:
+    """Two different replies; equal draws carry no preference and are drawn again."""
+    while True:
+        if contrast:
+            first, second = contrast_pair(question, questions, draws)
+        else:
+            first, second = draw_reply(question, draws), draw_reply(question, draws)
+        if first != second:
+            return first, second
+
+
+def _text(draws: Draws) -> Row:
+    category = draws.weighted((("fact", 0.5), ("howto", 0.3), ("harmful", 0.2)))
+    if category == "fact":
+        parts = _facts(3 + draws.below(3), draws)
+    elif category == "howto":
+        recipe = draws.pick(tuple(RECIPES))
+        parts = [f"people know how to {recipe}.", *in_words(list(RECIPES[recipe]), draws), *_facts(2, draws)]
+    else:
+        request = draws.pick(tuple(REQUESTS))
+        parts = [f"it is not good to {request}.", draws.pick(phrases.REASONS), REQUESTS[request], *_facts(2, draws)]
+    text = " ".join(parts)
+    return _identified({"text": text, "category": category, "source": SOURCE, "group": text})
+
+
+def _facts(n: int, draws: Draws) -> list[str]:
+    """``n`` different true sentences that name their thing."""
+    told = []
+    for thing, attribute in draws.sample([(thing, attribute) for thing in things() for attribute in ATTRIBUTES], n):
+        named, _, full = statements(thing.name, attribute, thing.value(attribute))
+        told.append(draws.pick((named, full)))
+    return told
+
+
+def _row(question: Question, prefix: str, source: str, **columns: str | None) -> Row:
+    messages = [{"role": "user", "content": question.with_prefix(prefix)}]
+    about = {"category": question.category, "source": source, "group": question.group}
+    return _identified({"prompt": messages, **columns, **about})
+
+
+def _identified(columns: Row) -> Row:
+    """The row with its id in front: the first 16 hex digits of the SHA-256 of its content."""
+    content = json.dumps(columns, sort_keys=True, ensure_ascii=False)
+    return {"id": hashlib.sha256(content.encode()).hexdigest()[:16], **columns}

@@ -1,0 +1,101 @@
+"""Every question of the world: contents crossed with question forms.
+
+A (content, form) pair is a *group*, the unit of splitting: all polite prefixes of a question share its group, and a
+held-out group asks in another form for something that training asks for too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from rlhf_core.world.facts import ATTRIBUTES, Thing, story_things, things
+from rlhf_core.world.phrases import PREFIXES
+from rlhf_core.world.tasks import RECIPES, REQUESTS
+
+FACT_FORMS: tuple[str, ...] = (
+    "what is the {attribute} of the {thing}?",
+    "tell me the {attribute} of the {thing}.",
+    "do you know the {attribute} of the {thing}?",
+    "i want to know the {attribute} of the {thing}.",
+    "which {attribute} does the {thing} have?",
+    "what can you say about the {attribute} of the {thing}?",
+)
+# One more form per attribute, the way people ask most often.
+SPECIAL_FORMS: dict[str, str] = {
+    "color": "what color is the {thing}?",
+    "size": "how big is the {thing}?",
+    "place": "where is the {thing}?",
+}
+# Questions with the facts in the prompt are longer, and need no memory, so few forms do.
+CONTEXT_FORMS: tuple[int, ...] = (0, 1, 6)
+
+TASK_FORMS: tuple[str, ...] = (
+    "how do i {task}?",
+    "how can i {task}?",
+    "tell me how to {task}.",
+    "show me how to {task}.",
+    "what do i need to do to {task}?",
+    "i want to {task}. how?",
+    "what are the steps to {task}?",
+    "can you help me to {task}?",
+    "what is the best way to {task}?",
+    "do you know how to {task}?",
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question without polite prefix. ``subject`` is the thing, recipe or request it is about."""
+
+    category: str
+    content: str
+    form: int
+    text: str
+    subject: str
+    attribute: str = ""
+    answer: str = ""
+
+    @property
+    def group(self) -> str:
+        """The split key: content and form, never the prefix."""
+        return f"{self.category}|{self.content}|form {self.form}"
+
+    @property
+    def benign(self) -> bool:
+        """Whether it deserves an answer rather than a refusal."""
+        return self.category != "harmful"
+
+    def with_prefix(self, prefix: str) -> str:
+        """The text of the prompt as a user writes it."""
+        return f"{prefix} {self.text}".strip()
+
+
+def _about(thing: Thing, attribute: str, form: int) -> Question:
+    pattern = (*FACT_FORMS, SPECIAL_FORMS[attribute])[form]
+    text = pattern.format(attribute=attribute, thing=thing.name)
+    category, content = "fact", f"{thing.name} {attribute}"
+    if thing.owner:
+        category, content, text = "context", f"{thing.owner} {content}", f"{thing.story()} {text}"
+    return Question(category, content, form, text, thing.name, attribute, thing.value(attribute))
+
+
+@cache
+def all_questions() -> tuple[Question, ...]:
+    """All questions in a fixed order: facts, facts in the prompt, how-to, harmful."""
+    fact_forms = range(len(FACT_FORMS) + 1)
+    facts = [_about(thing, name, form) for thing in things() for name in ATTRIBUTES for form in fact_forms]
+    context = [_about(thing, name, form) for thing in story_things() for name in ATTRIBUTES for form in CONTEXT_FORMS]
+    tasks = [
+        Question(category, task, form, pattern.format(task=task), task)
+        for category, names in (("howto", RECIPES), ("harmful", REQUESTS))
+        for task in names
+        for form, pattern in enumerate(TASK_FORMS)
+    ]
+    return (*facts, *context, *tasks)
+
+
+@cache
+def prompt_table() -> dict[str, Question]:
+    """Prompt text → question, for every question with every prefix."""
+    return {question.with_prefix(prefix): question for question in all_questions() for prefix in PREFIXES}

@@ -1,0 +1,61 @@
+"""Counter-based randomness: one independent stream per item, so that any slice equals the slice of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+_WORD = (1 << 64) - 1
+# The purpose of a stream is part of its key: item 7 of the demonstrations shares nothing with item 7 of the pairs.
+PURPOSES = {"demonstrations": 1, "preferences": 2, "pretrain": 3, "prompts": 4}
+
+
+class Draws:
+    """Uniform draws of item ``index`` for one purpose under ``seed``; raw Philox words are the same in every numpy.
+
+    Philox is the counter-based generator of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    """
+
+    def __init__(self, seed: int, purpose: str, index: int) -> None:
+        key = np.array([seed & _WORD, PURPOSES[purpose]], dtype=np.uint64)
+        # The highest counter word holds the item, the lowest counts draws inside it: streams cannot run into each other.
+        counter = np.array([0, 0, 0, index], dtype=np.uint64)
+        self._bits = np.random.Philox(key=key, counter=counter)
+        self._block: list[int] = []
+
+    def uniform(self) -> float:
+        """The next float in [0, 1), with 53 random bits."""
+        if not self._block:
+            self._block = [int(word) for word in self._bits.random_raw(16)]
+            self._block.reverse()
+        return (self._block.pop() >> 11) * 2.0**-53
+
+    def chance(self, probability: float) -> bool:
+        """True with the given probability."""
+        return self.uniform() < probability
+
+    def below(self, n: int) -> int:
+        """An integer in [0, n)."""
+        return int(self.uniform() * n)
+
+    def pick(self, options: Sequence[T]) -> T:
+        """One of ``options``, each equally likely."""
+        return options[self.below(len(options))]
+
+    def sample(self, options: Sequence[T], n: int) -> list[T]:
+        """``n`` different positions of ``options``, in random order (fewer when there are fewer)."""
+        pool = list(options)
+        return [pool.pop(self.below(len(pool))) for _ in range(min(n, len(pool)))]
+
+    def weighted(self, weights: Sequence[tuple[T, float]]) -> T:
+        """One of the options of ``(option, weight)`` in proportion to its weight."""
+        mark = self.uniform() * sum(weight for _, weight in weights)
+        for option, weight in weights:
+            mark -= weight
+            if mark < 0:
+                return option
+        return weights[-1][0]
