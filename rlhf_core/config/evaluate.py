@@ -8,7 +8,10 @@ from rlhf_core.config.model import SamplingConfig, StageConfig
 
 
 class EvaluateConfig(StageConfig):
-    """``tie_margin`` is the difference of judge scores, as a share of their spread, below which a pair is a tie."""
+    """``tie_margin`` is the difference of judge scores, as a share of their spread, below which a pair is a tie
+    (the gold judge has a unit and a margin of its own). ``sampling`` makes the replies that are judged;
+    ``max_new_tokens`` limits the unfiltered ones that KL and perplexity are measured on.
+    """
 
     prompts: PositiveInt = 256
     sampling: SamplingConfig = SamplingConfig()

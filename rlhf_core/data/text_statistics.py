@@ -1,0 +1,107 @@
+"""Statistics of replies as text: the signals that separate a healthy policy from a collapsed one (ALGORITHMS 8).
+
+All functions are pure and know no model. A *word* is a run of letters or digits, a punctuation mark, or a single
+ideograph, so that languages written without spaces are measured too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+|[^\w\s]")
+_REFUSAL = re.compile(
+    r"\b(i|we) (can ?not|can['’]?t|could not|won['’]?t|will not|am not able|am unable|['’]m (sorry|unable|not able)|"
+    r"am sorry|must (decline|refuse)|refuse)\b|^(sorry|no[,.]|unfortunately)\b|\bi['’]m (sorry|unable|not able)\b",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s|(?<=[。！？])|\n")  # fmt: skip
+
+
+def words(text: str) -> list[str]:
+    """Casefolded words of ``text``, in order."""
+    return _WORD.findall(text.casefold())
+
+
+def ngrams(items: Sequence[str], n: int) -> list[tuple[str, ...]]:
+    """All runs of ``n`` neighbours; empty when there are fewer than ``n`` items."""
+    return [tuple(items[i : i + n]) for i in range(len(items) - n + 1)]
+
+
+def trigram_repetition(text: str) -> float:
+    """Share of a reply's trigrams that occurred before in the same reply: 0 for none, towards 1 for a loop.
+
+    ``a b a b a`` has the trigrams aba, bab, aba: one of three is a repeat. Replies below three words give 0.
+    """
+    grams = ngrams(words(text), 3)
+    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def mean_repetition(replies: Sequence[str]) -> float:
+    """Mean of :func:`trigram_repetition` over replies; 0 for no replies."""
+    return _mean([trigram_repetition(reply) for reply in replies])
+
+
+def distinct_n(replies: Sequence[str], n: int = 2) -> float:
+    """Different n-grams over all n-grams of a set of replies (Li et al. 2016). Falls with the size of the set, so
+    compare sets of equal size only. 0 when no reply has ``n`` words."""
+    counts = Counter(gram for reply in replies for gram in ngrams(words(reply), n))
+    total = counts.total()
+    return len(counts) / total if total else 0.0
+
+
+def first_sentence(text: str) -> str:
+    """The text up to its first sentence end or line break, casefolded, with single spaces."""
+    head = _SENTENCE_END.split(text.strip(), maxsplit=1)[0]
+    return " ".join(head.casefold().split())
+
+
+def distinct_first_sentences(replies: Sequence[str]) -> float:
+    """Different first sentences over replies: 1 when every reply begins differently, 1/n when all begin alike."""
+    return len({first_sentence(reply) for reply in replies}) / len(replies) if replies else 0.0
+
+
+def commonest_first_sentence(replies: Sequence[str]) -> tuple[str, float]:
+    """The most frequent first sentence and its share of the replies; one refusal for everything gives nearly 1."""
+    if not replies:
+        return "", 0.0
+    sentence, count = Counter(first_sentence(reply) for reply in replies).most_common(1)[0]
+    return sentence, count / len(replies)
+
+
+def commonest_reply(replies: Sequence[str]) -> float:
+    """Share of the most frequent whole reply, ignoring case and spacing."""
+    same = Counter(" ".join(reply.casefold().split()) for reply in replies)
+    return same.most_common(1)[0][1] / len(replies) if replies else 0.0
+
+
+def is_refusal(reply: str) -> bool:
+    """Whether the first two sentences read as an English refusal ("I can't help", "I'm sorry, but"). A surface test:
+    it knows phrases, not intentions, and no other language."""
+    head = " ".join(_SENTENCE_END.split(reply.strip(), maxsplit=2)[:2])
+    return _REFUSAL.search(head) is not None
+
+
+def refusal_rate(replies: Sequence[str]) -> float:
+    """Share of replies that :func:`is_refusal`."""
+    return _mean([float(is_refusal(reply)) for reply in replies])
+
+
+def short_reply_rate(lengths: Sequence[int], below: int = 4) -> float:
+    """Share of replies shorter than ``below``, in whatever unit ``lengths`` is."""
+    return _mean([float(length < below) for length in lengths])
+
+
+def missing_eos_rate(finished: Sequence[bool]) -> float:
+    """Share of replies cut off by the token limit instead of ending by themselves."""
+    return _mean([float(not done) for done in finished])
+
+
+def mean_words(replies: Sequence[str]) -> float:
+    """Mean number of words, punctuation included."""
+    return _mean([float(len(words(reply))) for reply in replies])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,176 @@
+"""Gates: metrics and conditions in, a decision with its evidence out (DESIGN section 5).
+
+A gate never trusts what it cannot read: a metric that is missing, not a number, infinite or NaN fails its condition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.gates import Condition
+from rlhf_core.errors import GateFailed
+from rlhf_core.files import atomic_write_json, atomic_write_text, read_json, sha256_file
+
+PASS_TEXT = "passed\n"
+
+
+@dataclass(frozen=True)
+class ConditionResult:
+    """One condition with what was found. ``value`` and ``limit`` are None where they are missing or not finite."""
+
+    metric: str
+    value: float | None
+    bound: str
+    limit: float | None
+    passed: bool
+    why: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class GateDecision:
+    """``passed`` is the truth about the conditions; ``mode`` says whether it stops the pipeline (``enforce``) or is
+    only recorded (``report``). ``evidence`` maps each metric file to the sha256 of what was read."""
+
+    name: str
+    passed: bool
+    mode: str
+    conditions: tuple[ConditionResult, ...]
+    evidence: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def opens(self) -> bool:
+        """True when later stages may run: the conditions hold, or the gate only reports."""
+        return self.passed or self.mode == "report"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of ``gates/NAME.json``."""
+        conditions = [asdict(c) for c in self.conditions]
+        return {
+            "gate": self.name,
+            "passed": self.passed,
+            "mode": self.mode,
+            "conditions": conditions,
+            "evidence": dict(self.evidence),
+        }
+
+    def save(self, path: Path) -> None:
+        """Write ``gates/NAME.json`` atomically."""
+        atomic_write_json(path, self.as_dict())
+
+    def format_table(self) -> str:
+        """A plain text table of the conditions, one line each, for terminals and logs."""
+        head = ("", "metric", "value", "bound", "why")
+        rows = [
+            ("ok" if c.passed else "FAIL", c.metric, c.note if c.value is None else _number(c.value), c.bound, c.why)
+            for c in self.conditions
+        ]
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(4)]
+        lines = ["  ".join([*(row[i].ljust(widths[i]) for i in range(4)), row[4]]).rstrip() for row in [head, *rows]]
+        verdict = "passed" if self.passed else f"failed ({sum(not c.passed for c in self.conditions)} conditions)"
+        return "\n".join([f"gate {self.name}: {verdict}, mode {self.mode}", *lines])
+
+
+def decide(
+    name: str,
+    conditions: Sequence[Condition],
+    metrics: Mapping[str, Any],
+    *,
+    mode: str = "enforce",
+    evidence: Mapping[str, str] | None = None,
+) -> GateDecision:
+    """Check every condition against nested ``metrics``. A gate without conditions passes."""
+    results = tuple(check(condition, metrics) for condition in conditions)
+    return GateDecision(name, all(r.passed for r in results), mode, results, dict(evidence or {}))
+
+
+def check(condition: Condition, metrics: Mapping[str, Any]) -> ConditionResult:
+    """One condition against nested ``metrics``; see :class:`Condition` for the three kinds of bound."""
+    value, note = lookup(metrics, condition.metric)
+    limit, bound = _limit(condition, metrics)
+    if value is None or limit is None:
+        note = note or f"{condition.at_most_of} is missing or not finite"
+        return ConditionResult(condition.metric, value, bound, limit, False, condition.why, note)
+    passed = value >= limit if condition.at_least is not None else value <= limit
+    return ConditionResult(condition.metric, value, bound, limit, passed, condition.why)
+
+
+def _limit(condition: Condition, metrics: Mapping[str, Any]) -> tuple[float | None, str]:
+    """The bound as a number and in words."""
+    if condition.at_least is not None:
+        return condition.at_least, f">= {_number(condition.at_least)}"
+    if condition.at_most is not None:
+        return condition.at_most, f"<= {_number(condition.at_most)}"
+    other = str(condition.at_most_of)
+    text = f"<= max({_number(condition.factor)} * {other}, {other} + {_number(condition.slack)})"
+    base, _ = lookup(metrics, other)
+    return (None if base is None else max(condition.factor * base, base + condition.slack)), text
+
+
+def lookup(metrics: Mapping[str, Any], path: str) -> tuple[float | None, str]:
+    """The finite number at a dotted path, or None and the reason. Keys that contain dots themselves are found too."""
+    value = _find(metrics, path.split("."))
+    if value is None:
+        return None, "missing"
+    if isinstance(value, bool):
+        return float(value), ""
+    if not isinstance(value, int | float):
+        return None, "not a number"
+    return (float(value), "") if math.isfinite(value) else (None, "not finite")
+
+
+def _find(node: Any, parts: list[str]) -> Any:
+    """The longest key wins at each level, so that ``{"a.b": 1}`` and ``{"a": {"b": 1}}`` both answer to ``a.b``."""
+    if not parts:
+        return node
+    if not isinstance(node, Mapping):
+        return None
+    for end in range(len(parts), 0, -1):
+        key = ".".join(parts[:end])
+        if key in node:
+            found = _find(node[key], parts[end:])
+            if found is not None:
+                return found
+    return None
+
+
+def load_metrics(primary: Path, **others: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Metrics of several files and their hashes. The primary file's names stay as they are; the others' get their
+    keyword as a prefix, so ``load_metrics(evaluation, ppo=path)`` answers to ``kl`` and ``ppo.kl``.
+
+    Raises :class:`DataError` for a file that is missing or not JSON."""
+    metrics = dict(read_json(primary))
+    evidence = {_evidence_name(primary): sha256_file(primary)}
+    for prefix, path in others.items():
+        metrics[prefix] = read_json(path)
+        evidence[_evidence_name(path)] = sha256_file(path)
+    return metrics, evidence
+
+
+def _evidence_name(path: Path) -> str:
+    """``metrics/reward.json``: the folder and the file, the same in every workspace."""
+    return f"{path.parent.name}/{path.name}"
+
+
+def settle(decision: GateDecision, evidence: Path, pass_file: Path | None = None) -> None:
+    """Write the decision, then open or shut the gate.
+
+    The pass file has constant content, so that editing a bound which still holds does not re-run training. It is
+    removed, and :class:`GateFailed` raised with the table, when the gate is enforced and a condition fails.
+    """
+    decision.save(evidence)
+    if decision.opens:
+        if pass_file is not None:
+            atomic_write_text(pass_file, PASS_TEXT)
+        return
+    if pass_file is not None:
+        pass_file.unlink(missing_ok=True)
+    raise GateFailed(f"{decision.format_table()}\nevidence: {evidence}")
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"

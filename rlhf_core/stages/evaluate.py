@@ -1,0 +1,107 @@
+"""The policy against SFT on held-out prompts, by every judge there is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.config.evaluate import EvaluateConfig
+from rlhf_core.data.schema import Prompt, read_rows, write_table
+from rlhf_core.errors import DataError
+from rlhf_core.evaluation.evaluator import Evaluation, Side, compare_sides
+from rlhf_core.evaluation.judges import GoldJudge
+from rlhf_core.evaluation.model_judge import Judge, ModelJudge
+from rlhf_core.evaluation.regression import fixed_subset, regression_set
+from rlhf_core.evaluation.replies import judged_replies, measure_drift, unfiltered_replies
+from rlhf_core.files import atomic_write_json, atomic_write_text
+from rlhf_core.models.base import load_policy
+from rlhf_core.progress import Progress, progress
+from rlhf_core.stages.base import Paths, Stage
+from rlhf_core.tracking import Tracker
+from rlhf_core.world.grammar import is_world
+
+STAGE = Stage(
+    name="evaluate",
+    section="evaluate",
+    config=EvaluateConfig,
+    inputs={
+        "clean": "data/clean",
+        "sft": "models/sft",
+        "policy": "models/policy",
+        "reward": "models/reward",
+        "referee": "models/referee",
+    },
+    outputs={
+        "metrics": "metrics/evaluation.json",
+        "comparisons": "samples/comparisons.parquet",
+        "bad_cases": "samples/bad_cases.jsonl",
+    },
+)
+
+
+def run(config: EvaluateConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
+    """Generate, judge, compare; write metrics, all rows, and the cases where reward and judge disagree.
+
+    Gold judges only when every prompt is of the embedded world. Evaluation sampling is used for what is judged,
+    unfiltered sampling at temperature 1 for KL and perplexity.
+    """
+    held_out = read_rows(inputs.clean / "prompts" / "test.parquet", Prompt)
+    if not held_out:
+        raise DataError(f"{inputs.clean / 'prompts' / 'test.parquet'} has no rows; raise validate.split.test")
+    prompts = fixed_subset(held_out, config.prompts, "evaluation")
+    fixed = regression_set(held_out)
+    world = all(is_world(row.prompt[-1].content) for row in prompts)
+    judges: list[Judge] = [ModelJudge(inputs.reward, "reward"), ModelJudge(inputs.referee, "referee")]
+    judges += [GoldJudge()] if world else []
+    sft, policy = _sides(config, inputs, prompts, fixed)
+    sft, policy = sft.judged(judges, prompts), policy.judged(judges, prompts)
+    comparisons = compare_sides(policy, sft, judges, config.tie_margin, config.bootstrap, config.seed)
+    evaluation = Evaluation(prompts, fixed, sft, policy, comparisons)
+    metrics = evaluation.metrics(world)
+    _write(evaluation, metrics, judges[-1].name, config.bad_cases, outputs)
+    tracker.log_artifact(outputs.comparisons, "samples")
+    tracker.log_artifact(outputs.bad_cases, "samples")
+    return metrics
+
+
+def _sides(
+    config: EvaluateConfig, inputs: Paths, prompts: Sequence[Prompt], fixed: Sequence[Prompt]
+) -> tuple[Side, Side]:
+    reference, reference_tokenizer = load_policy(inputs.sft)
+    model, tokenizer = load_policy(inputs.policy)
+    with progress(2 * (len(prompts) + len(fixed)), "evaluate") as shown:
+        sft = _side(config, reference, reference_tokenizer, reference, prompts, fixed, shown)
+        policy = _side(config, model, tokenizer, reference, prompts, fixed, shown)
+    return sft, policy
+
+
+def _side(
+    config: EvaluateConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    reference: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    fixed: Sequence[Prompt],
+    shown: Progress,
+) -> Side:
+    """Replies of one model; both models get the same random numbers."""
+    model.eval()
+    reference.eval()
+    messages = [row.prompt for row in prompts]
+    replies = judged_replies(model, tokenizer, messages, config.sampling, config.seed, shown.advance)
+    again = [row.prompt for row in fixed]
+    fixed_replies = judged_replies(model, tokenizer, again, config.sampling, config.seed, shown.advance)
+    free = unfiltered_replies(model, tokenizer, messages[: config.kl_samples], config.max_new_tokens, config.seed + 1)
+    return Side(replies, fixed_replies, measure_drift(free, reference))
+
+
+def _write(evaluation: Evaluation, metrics: dict[str, Any], judge: str, limit: int, outputs: Paths) -> None:
+    """``judge`` is the best one there is: gold in the embedded world, else the referee."""
+    write_table(outputs.comparisons, pa.Table.from_pylist(evaluation.rows()))
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in evaluation.bad_cases(judge, limit)]
+    atomic_write_text(outputs.bad_cases, "".join(lines))
+    atomic_write_json(outputs.metrics, metrics)

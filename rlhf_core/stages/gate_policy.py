@@ -1,0 +1,30 @@
+"""The gate between evaluation and the registry: no policy is registered unless its conditions hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_core.config.gates import GatesConfig
+from rlhf_core.gates import decide, load_metrics, settle
+from rlhf_core.stages.base import Paths, Stage
+from rlhf_core.tracking import Tracker
+
+STAGE = Stage(
+    name="gate-policy",
+    section="gates",
+    config=GatesConfig,
+    inputs={"metrics": "metrics/evaluation.json", "ppo_metrics": "metrics/ppo.json"},
+    outputs={"evidence": "gates/policy.json", "pass_": "gates/policy.pass"},
+)
+
+
+def run(config: GatesConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
+    """Check ``gates.policy`` against the evaluation; metrics of the PPO run answer to ``ppo.NAME``.
+
+    Raises :class:`GateFailed` (exit code 3) with the table when enforced and failed; the evidence is written before.
+    """
+    metrics, evidence = load_metrics(inputs.metrics, ppo=inputs.ppo_metrics)
+    decision = decide("policy", config.policy, metrics, mode=config.mode, evidence=evidence)
+    settle(decision, outputs.evidence, outputs.pass_)
+    tracker.set_tags({"rlhf.gate.policy": "passed" if decision.passed else "failed"})
+    return {"passed": float(decision.passed), "conditions": float(len(decision.conditions))}

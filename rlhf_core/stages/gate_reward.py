@@ -1,0 +1,30 @@
+"""The gate between reward model and PPO: critic and ppo do not run unless it opens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_core.config.gates import GatesConfig
+from rlhf_core.gates import decide, load_metrics, settle
+from rlhf_core.stages.base import Paths, Stage
+from rlhf_core.tracking import Tracker
+
+STAGE = Stage(
+    name="gate-reward",
+    section="gates",
+    config=GatesConfig,
+    inputs={"metrics": "metrics/reward.json", "referee_metrics": "metrics/referee.json"},
+    outputs={"evidence": "gates/reward.json", "pass_": "gates/reward.pass"},
+)
+
+
+def run(config: GatesConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
+    """Check ``gates.reward`` against the reward model's metrics; the referee's answer to ``referee.NAME``.
+
+    Raises :class:`GateFailed` (exit code 3) with the table when enforced and failed; the evidence is written before.
+    """
+    metrics, evidence = load_metrics(inputs.metrics, referee=inputs.referee_metrics)
+    decision = decide("reward", config.reward, metrics, mode=config.mode, evidence=evidence)
+    settle(decision, outputs.evidence, outputs.pass_)
+    tracker.set_tags({"rlhf.gate.reward": "passed" if decision.passed else "failed"})
+    return {"passed": float(decision.passed), "conditions": float(len(decision.conditions))}
