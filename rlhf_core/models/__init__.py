@@ -1,0 +1,1 @@
+"""Language models, scalar heads on them, and their folders on disk."""

@@ -1,0 +1,153 @@
+"""Causal language models: a tokenizer and a tiny Llama made from nothing, or any folder or hub id loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.models.io import probe_ids, reading, require_equal, save_folder
+
+PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
+BYTES = 256
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int = 512) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of at most ``vocab_size`` entries: any text can be written, and comes back unchanged.
+
+    The same texts give the same tokenizer. ``ConfigError`` when ``vocab_size`` has no room for the bytes.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    special = [PAD, USER, ASSISTANT, SYSTEM, END]
+    if vocab_size < BYTES + len(special):
+        raise ConfigError(f"base.vocab_size {vocab_size} is too small; at least {BYTES + len(special)} are needed")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=PAD,
+        eos_token=END,
+        extra_special_tokens=[USER, ASSISTANT, SYSTEM],
+        padding_side="left",
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def new_model(config: BaseConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
+    """A tied Llama with random weights, a function of ``config``, the vocabulary's size and ``seed`` alone.
+
+    The process's own random state is left as it was.
+    """
+    if config.hidden_size % (2 * config.heads):
+        raise ConfigError(f"base.hidden_size {config.hidden_size} must be a multiple of 2 * heads = {2 * config.heads}")
+    shape = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.heads,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        attn_implementation="sdpa",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(shape).to(getattr(torch, config.dtype))
+
+
+def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub id; it pads on the left, as generation needs."""
+    with reading(path):
+        return AutoTokenizer.from_pretrained(str(path), revision=revision, padding_side="left", trust_remote_code=False)
+
+
+def load_policy(
+    path: str | Path, dtype: torch.dtype | None = None, revision: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model in evaluation mode, and its tokenizer.
+
+    ``dtype`` is the one it was saved in unless given. Safetensors only, never remote code. ``ModelError`` says what is
+    missing or broken.
+    """
+    tokenizer = load_tokenizer(path, revision)
+    with reading(path):
+        model = AutoModelForCausalLM.from_pretrained(
+            str(path),
+            revision=revision,
+            dtype=dtype if dtype is not None else "auto",
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    entries = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > entries:
+        raise ModelError(f"{path}: the tokenizer has {len(tokenizer)} entries, the model only {entries}; they differ")
+    return model.eval(), tokenizer
+
+
+def save_policy(
+    path: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    weights: dict[str, Tensor] | None = None,
+) -> None:
+    """Save a causal language model as a Hugging Face folder, reload it, and publish it only if it computes the same.
+
+    ``weights`` are an engine's gathered ones; with them the comparison is of the saved weights instead of logits.
+    """
+    ids = probe_ids(len(tokenizer))
+
+    def verify(folder: Path) -> None:
+        copy, _ = load_policy(folder)
+        if weights is None:
+            require_equal(path, _probe(copy, ids), _probe(model, ids))
+            return
+        parameters = dict(copy.named_parameters())
+        for name, expected in weights.items():
+            if name in parameters:
+                require_equal(path, parameters[name], expected.to(parameters[name]))
+
+    save_folder(path, model, tokenizer, weights=weights, verify=verify)
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Logits on the probe, without drop-out."""
+    training = model.training
+    logits = model.eval()(input_ids=ids.to(model.device), use_cache=False).logits.cpu()
+    model.train(training)
+    return logits

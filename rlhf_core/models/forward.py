@@ -1,0 +1,47 @@
+"""Forward passes that do no more than is asked: positions from masks, and the unembedding at chosen positions only."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+# Settings by which some architectures change logits after the unembedding; with one of them the model's own forward
+# is the only true one.
+LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
+    """Positions counted from the first real token, (B, L) -> (B, L), so that the padding side never changes a number."""
+    return (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+
+
+def last_token_indices(attention_mask: Tensor) -> Tensor:
+    """Column of the last real token of each row, whichever side is padded: (B, L) -> (B,)."""
+    columns = attention_mask.new_ones(attention_mask.shape).cumsum(dim=1)
+    return (columns * attention_mask).argmax(dim=1)
+
+
+def hidden_states(
+    backbone: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None
+) -> Tensor:
+    """Last hidden states of a backbone without its head: (B, L) -> (B, L, H)."""
+    if position_ids is None:
+        position_ids = position_ids_from_mask(attention_mask)
+    output = backbone(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+    return output.last_hidden_state
+
+
+def selected_logits(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, select: Tensor) -> Tensor:
+    """Next-token logits of a causal LM at the positions where ``select`` (bool, B, L) holds: (N, V), row-major order.
+
+    Only the N selected hidden states are unembedded: with prompts masked that is a third to a half of the work of a
+    small model with a large vocabulary.
+    """
+    head = model.get_output_embeddings()
+    if head is None or any(getattr(model.config, name, None) for name in LOGIT_SETTINGS):
+        positions = position_ids_from_mask(attention_mask)
+        logits: Tensor = model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
+        ).logits
+        return logits[select]
+    return head(hidden_states(model.base_model, input_ids, attention_mask)[select])

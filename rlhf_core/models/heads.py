@@ -1,0 +1,125 @@
+"""A backbone with one scalar per position: reward model, referee and critic. On disk a plain HF classification folder."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf_core.errors import ModelError
+from rlhf_core.models.forward import hidden_states, last_token_indices
+from rlhf_core.models.io import probe_ids, reading, require_equal, save_folder
+
+
+class ScalarModel(nn.Module):
+    """``model`` is an HF sequence-classification model with one label. Shapes: B sequences, L positions, H hidden.
+
+    ``unembedding`` (V, H) is kept for the imitation loss where the language model it came from had one of its own; with
+    tied embeddings the input embedding serves. It is trained and checkpointed, but not part of the saved folder.
+    """
+
+    def __init__(self, model: PreTrainedModel, unembedding: Tensor | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.unembedding = nn.Parameter(unembedding.clone()) if unembedding is not None else None
+
+    @classmethod
+    def from_causal_lm(cls, path: str | Path, seed: int, dtype: torch.dtype | None = None) -> ScalarModel:
+        """The backbone of a causal LM and a small random head (std 1/sqrt(H + 1), a function of ``seed``)."""
+        with reading(path):
+            source = AutoModelForCausalLM.from_pretrained(str(path), **_loading(dtype))
+            source.config.num_labels = 1
+            with torch.device("meta"):
+                model = AutoModelForSequenceClassification.from_config(source.config, attn_implementation="sdpa")
+        if type(model.base_model) is not type(source.base_model) or not hasattr(model, "score"):
+            raise ModelError(f"{path}: {type(source).__name__} has no sequence-classification form with a score head")
+        setattr(model, model.base_model_prefix, source.base_model)
+        width = model.score.in_features
+        generator = torch.Generator().manual_seed(seed)
+        model.score = nn.Linear(width, 1, bias=False, device=source.device, dtype=source.dtype)
+        with torch.no_grad():
+            model.score.weight.copy_(torch.randn(1, width, generator=generator) / math.sqrt(width + 1))
+        output = source.get_output_embeddings().weight
+        tied = output is source.get_input_embeddings().weight
+        return cls(model.eval(), None if tied else output.detach())
+
+    @classmethod
+    def load(cls, path: str | Path, dtype: torch.dtype | None = None) -> ScalarModel:
+        """A folder written by :meth:`save`, or any HF sequence-classification folder with one label."""
+        with reading(path):
+            model = AutoModelForSequenceClassification.from_pretrained(str(path), **_loading(dtype))
+        if model.config.num_labels != 1 or not hasattr(model, "score"):
+            raise ModelError(
+                f"{path} is not a scalar model (num_labels {model.config.num_labels}); one label is needed"
+            )
+        return cls(model.eval())
+
+    def hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Last hidden states (B, L, H)."""
+        return hidden_states(self.model.base_model, input_ids, attention_mask, position_ids)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """The scalar of each hidden state in float32: (..., H) -> (...)."""
+        return self.model.score(hidden).squeeze(-1).float()
+
+    def token_scores(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """The scalar at every position: (B, L) -> (B, L). Positions default to those of the mask."""
+        return self.scores(self.hidden(input_ids, attention_mask, position_ids))
+
+    def last_token_scores(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The scalar at each row's last real token, the end-of-sequence that closes the reply: (B, L) -> (B,)."""
+        return self.scores(last_hidden(self.hidden(input_ids, attention_mask), attention_mask))
+
+    def lm_logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits of hidden states, for the imitation loss: (..., H) -> (..., V)."""
+        weight = self.unembedding
+        return functional.linear(hidden, weight if weight is not None else self.model.get_input_embeddings().weight)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Same as :meth:`token_scores`."""
+        return self.token_scores(input_ids, attention_mask, position_ids)
+
+    def save(self, path: Path, tokenizer: PreTrainedTokenizerBase, json_files: dict[str, Any] | None = None) -> None:
+        """Write the folder, reload it, and publish it only if it computes the same. ``json_files``: name -> value."""
+        self.model.config.pad_token_id = tokenizer.pad_token_id
+        ids = probe_ids(len(tokenizer)).to(self.model.device)
+        expected = _probe(self, ids)
+
+        def verify(folder: Path) -> None:
+            require_equal(path, _probe(ScalarModel.load(folder).to(ids.device), ids), expected)
+
+        save_folder(path, self.model, tokenizer, json_files, verify=verify)
+
+
+def last_hidden(hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """The hidden state of each row's last real token: (B, L, H), (B, L) -> (B, H)."""
+    rows = torch.arange(hidden.shape[0], device=hidden.device)
+    return hidden[rows, last_token_indices(attention_mask)]
+
+
+def _loading(dtype: torch.dtype | None) -> dict[str, Any]:
+    return {
+        "dtype": dtype if dtype is not None else "auto",
+        "attn_implementation": "sdpa",
+        "use_safetensors": True,
+        "trust_remote_code": False,
+    }
+
+
+@torch.no_grad()
+def _probe(model: ScalarModel, ids: Tensor) -> Tensor:
+    """Scores on the probe, without drop-out."""
+    training = model.training
+    scores = model.eval().token_scores(ids, torch.ones_like(ids)).cpu()
+    model.train(training)
+    return scores

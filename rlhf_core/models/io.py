@@ -1,0 +1,135 @@
+"""Hugging Face folders on disk: read with clear refusals, written whole or not at all, and compared after writing."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from rlhf_core.errors import ModelError
+from rlhf_core.files import atomic_dir, atomic_write_json
+
+# What a tokenizer may be kept in; a folder needs one of them.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+REPAIR = "run the stage that writes it again, or point to a complete Hugging Face folder"
+
+
+def check_folder(path: Path) -> None:
+    """``ModelError`` unless ``path`` is a folder with config.json, readable safetensors weights and a tokenizer."""
+    path = Path(path)
+    if not path.is_dir():
+        raise ModelError(f"no model folder at {path}; {REPAIR}")
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path} has no config.json; {REPAIR}")
+    weights = sorted(path.glob("*.safetensors"))
+    if not weights:
+        others = sorted(file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")))
+        kept = f" (only {', '.join(others)}: pickled weights are never read; convert them)" if others else ""
+        raise ModelError(f"{path} has no .safetensors weights{kept}; {REPAIR}")
+    for file in weights:
+        _check_safetensors(file)
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(f"{path} has no tokenizer ({TOKENIZER_FILES[0]}); {REPAIR}")
+
+
+def _check_safetensors(file: Path) -> None:
+    """Reading the header finds truncated and foreign files before a slow load does."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            opened.keys()
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} is not a readable safetensors file ({error}); {REPAIR}") from error
+
+
+def is_local(source: str | Path) -> bool:
+    """Whether ``source`` names a folder rather than a hub id such as ``owner/name``."""
+    if isinstance(source, Path):
+        return True
+    return Path(source).exists() or source.startswith((".", "/", "~")) or source.count("/") > 1
+
+
+@contextmanager
+def reading(source: str | Path) -> Iterator[None]:
+    """Check a local folder first, silence progress bars, and turn what loading raises into ``ModelError``."""
+    if is_local(source):
+        check_folder(Path(source))
+    try:
+        with quiet():
+            yield
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, AttributeError) as error:
+        first_line = str(error).strip().split("\n", 1)[0]
+        kind = "folder" if is_local(source) else "hub id (is it spelt right, and is the hub reachable?)"
+        raise ModelError(f"cannot load the model {kind} {source}: {first_line}; {REPAIR}") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No loading bars and no warnings of libraries inside the block; the settings before it are restored."""
+    disabled = logging.root.manager.disable
+    bars = transformers_logging.is_progress_bar_enabled()
+    logging.disable(logging.WARNING)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def save_folder(
+    path: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    json_files: Mapping[str, Any] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+    verify: Callable[[Path], None] | None = None,
+) -> None:
+    """Write model, tokenizer and ``json_files`` (name -> value) as one Hugging Face folder that appears when complete.
+
+    ``weights`` replaces the model's own (an engine that shards them hands over the gathered ones). ``verify`` sees the
+    folder before it takes the place of ``path``; what it raises leaves the old folder as it was.
+    """
+    with atomic_dir(Path(path)) as folder:
+        with quiet():
+            model.save_pretrained(folder, state_dict=dict(weights) if weights is not None else None)
+            tokenizer.save_pretrained(folder)
+        for name, value in (json_files or {}).items():
+            atomic_write_json(folder / name, value)
+        if verify is not None:
+            verify(folder)
+        _flush(folder)
+
+
+def _flush(folder: Path) -> None:
+    """On disk before the rename: after a power cut a folder that exists is a folder that is complete."""
+    for file in (*folder.rglob("*"), folder):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def probe_ids(vocabulary: int, rows: int = 2, width: int = 8) -> Tensor:
+    """Fixed token ids (rows, width) spread over the vocabulary, for comparing a model with its saved copy."""
+    return (torch.arange(rows * width) * 7919 % vocabulary).view(rows, width)
+
+
+def require_equal(path: Path, saved: Tensor, expected: Tensor) -> None:
+    """``ModelError`` unless what the saved model computes is what the model in memory computed."""
+    if saved.shape != expected.shape or not torch.allclose(saved.float(), expected.float(), atol=1e-5, rtol=1e-4):
+        raise ModelError(
+            f"the model saved at {path} does not compute what the trained one did; "
+            "nothing was published: check free disk space and, for sharded training, how weights are gathered"
+        )
