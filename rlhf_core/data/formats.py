@@ -1,0 +1,162 @@
+"""From any known file (or hub id) to rows of a kind. What cannot be taken is returned with its reason."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.data.hub import PREFIX, load_hub_records
+from rlhf_core.data.readers.containers import Record, load_records
+from rlhf_core.data.readers.shapes import FORMATS, Format, Parsed
+from rlhf_core.data.readers.turns import Refusal, Turn, text_of
+from rlhf_core.data.schema import content_id
+from rlhf_core.errors import DataError
+from rlhf_core.files import sha256_file
+
+# The format of a file is that of the first record that has one, looked for among the first so many.
+PROBE = 50
+
+
+@dataclass
+class FileRows:
+    """Rows of one source file. ``refused`` has ``{source, position, reason, row}``, the row as JSON text."""
+
+    source: str
+    format: str
+    sha256: str
+    records: int
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    refused: list[dict[str, Any]] = field(default_factory=list)
+
+
+def expand(spec: str, base: Path) -> list[Path]:
+    """Files that a path or glob means, sorted; relative ones lie under ``base``. ``DataError`` when there are none."""
+    pattern = Path(spec).expanduser()
+    if (base / pattern).is_file():
+        return [base / pattern]
+    full = str(pattern) if pattern.is_absolute() else f"{glob.escape(str(base))}/{pattern}"
+    found = sorted(glob.glob(full, recursive=True))
+    files = [Path(path) for path in found if Path(path).is_file()]
+    if files:
+        return files
+    if found:
+        raise DataError(f"{spec} is a folder; name its files, for example {spec.rstrip('/')}/*.jsonl")
+    raise DataError(f"no file matches {spec!r} (looked in {base}); correct the path in collect.files")
+
+
+def read_sources(specs: Sequence[str], kind: str, base: Path, limit: int | None = None) -> Iterator[FileRows]:
+    """Read every file or hub id of ``specs`` as rows of ``kind``. ``limit`` bounds what is taken from the hub."""
+    for spec in specs:
+        if spec.startswith(PREFIX):
+            yield read_records(load_hub_records(spec, limit), kind, spec, "")
+            continue
+        for path in expand(spec, base):
+            yield read_records(load_records(path), kind, path.name, sha256_file(path), str(path))
+
+
+def read_records(records: Sequence[Record], kind: str, source: str, sha256: str, where: str = "") -> FileRows:
+    """Records as rows of ``kind``; ``where`` names the file in messages.
+
+    Raises ``DataError`` when no known format fits, or when the format carries nothing of this kind.
+    """
+    where = where or source
+    shape = detect(records, where)
+    if kind not in shape.carries:
+        raise DataError(
+            f"{where} is of format {shape.name}, which holds no {kind}; "
+            f"it can serve as {', '.join(sorted(shape.carries))}"
+        )
+    result = FileRows(source, shape.name, sha256, len(records))
+    for record in records:
+        try:
+            result.rows.append(_row(record, shape, kind, source))
+        except Refusal as refusal:
+            row = record.value if isinstance(record.value, str) else json.dumps(record.value, default=str)
+            # A lone surrogate in raw text would not fit into a parquet string.
+            row = row.encode("utf-8", errors="replace").decode()
+            result.refused.append({"source": source, "position": record.position, "reason": str(refusal), "row": row})
+    return result
+
+
+def detect(records: Sequence[Record], where: str) -> Format:
+    """The format of the first record that has one; ``DataError`` naming file, row, keys and the known formats."""
+    readable = [record for record in records[:PROBE] if not record.problem]
+    for record in readable:
+        for shape in FORMATS:
+            if shape.matches(record.value):
+                return shape
+    known = "\n".join(f"  {shape.name}: {shape.example}" for shape in FORMATS)
+    if not readable:
+        problem = records[0].problem if records else "there are no rows"
+        raise DataError(f"{where}, row {records[0].position if records else 0}: {problem}; known formats:\n{known}")
+    first = readable[0]
+    looks = f"keys {', '.join(map(str, first.value))}" if isinstance(first.value, dict) else type(first.value).__name__
+    raise DataError(f"{where}, row {first.position} ({looks}) is of no known format; known formats:\n{known}")
+
+
+def _row(record: Record, shape: Format, kind: str, source: str) -> dict[str, Any]:
+    if record.problem:
+        raise Refusal(record.problem)
+    if not shape.matches(record.value):
+        raise Refusal(f"not of the file's format {shape.name}: expected {shape.example}")
+    parsed = shape.parse(record.value)
+    labels = record.value if isinstance(record.value, dict) else {}
+    row: dict[str, Any] = _content(parsed, kind)
+    if kind == "preferences":
+        row["margin"] = _margin(labels.get("margin"))
+    origin = labels.get("source")
+    row["source"] = text_of(origin, "source") if isinstance(origin, str) and origin else source
+    category = labels.get("category") or origin
+    row["category"] = text_of(category, "category") if isinstance(category, str) and category else "general"
+    row["id"] = content_id(kind, row)
+    row["group"] = prompt_group(parsed.prompt) if parsed.prompt is not None else row["id"]
+    return row
+
+
+def _content(parsed: Parsed, kind: str) -> dict[str, Any]:
+    """The columns that make up a row of ``kind``, or a refusal naming what is missing."""
+    if kind == "pretrain":
+        return {"text": parsed.text if parsed.text is not None else dialogue_text(parsed.prompt or [], _reply(parsed))}
+    if parsed.prompt is None:
+        raise Refusal("there is no prompt")
+    if kind == "prompts":
+        return {"prompt": parsed.prompt}
+    if kind == "demonstrations":
+        return {"prompt": parsed.prompt, "reply": _reply(parsed)}
+    if parsed.chosen is None or parsed.rejected is None:
+        raise Refusal("there is no pair of replies")
+    return {"prompt": parsed.prompt, "chosen": parsed.chosen, "rejected": parsed.rejected}
+
+
+def _reply(parsed: Parsed) -> str:
+    reply = parsed.reply if parsed.reply is not None else parsed.chosen
+    if reply is None:
+        raise Refusal("the dialogue ends with the user's turn: there is no reply")
+    return reply
+
+
+def _margin(value: Any) -> float | None:
+    if value is None or value == "":
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise Refusal(f"margin {value!r} is not a number") from None
+
+
+def prompt_group(prompt: Sequence[Turn]) -> str:
+    """The key that rows are split by: the prompt's turns, casefolded, with whitespace collapsed.
+
+    System turns do not count: the same question under another system prompt is the same question.
+    """
+    turns = (turn["content"] for turn in prompt if turn["role"] != "system")
+    return " | ".join(" ".join(turn.casefold().split()) for turn in turns)
+
+
+def dialogue_text(prompt: Sequence[Turn], reply: str) -> str:
+    """A dialogue as plain text for pretraining: its turns, one paragraph each."""
+    return "\n".join([*(turn["content"] for turn in prompt), reply])

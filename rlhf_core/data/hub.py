@@ -1,0 +1,38 @@
+"""Data sets from the Hugging Face hub, by ``hub:owner/name[:split]``."""
+
+from __future__ import annotations
+
+from rlhf_core.data.readers.containers import Record
+from rlhf_core.errors import DataError
+
+PREFIX = "hub:"
+
+
+def parse_hub_id(spec: str) -> tuple[str, str]:
+    """``(owner/name, split)`` of ``hub:owner/name[:split]``; the split is ``train`` where none is given."""
+    name, _, split = spec.removeprefix(PREFIX).partition(":")
+    if not name or name.count("/") > 1 or name.startswith("/") or name.endswith("/"):
+        raise DataError(f"{spec!r} is not a hub id; write hub:owner/name or hub:owner/name:split")
+    return name, split or "train"
+
+
+def load_hub_records(spec: str, limit: int | None = None) -> list[Record]:
+    """Records of a hub data set (the cached copy where there is one and ``HF_HUB_OFFLINE=1``).
+
+    Only data is loaded, never a repository's own code. ``DataError`` when the id, the split or the network fails.
+    """
+    name, split = parse_hub_id(spec)
+    from datasets import Dataset, load_dataset
+
+    try:
+        data = load_dataset(name, split=split)
+    except Exception as error:  # The library raises many unrelated types for "cannot be had".
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(
+            f"{spec}: cannot load the data set ({reason}); check the id, the split and the network"
+        ) from error
+    if not isinstance(data, Dataset) or len(data) == 0:
+        raise DataError(f"{spec} has no rows; name a split that has: hub:{name}:SPLIT")
+    if limit is not None:
+        data = data.select(range(min(limit, len(data))))
+    return [Record(position, row) for position, row in enumerate(data.to_list(), 1)]

@@ -1,0 +1,66 @@
+"""Rows that do not enter training, each with every reason: nothing is dropped in silence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from rlhf_core.data.schema import read_table, write_table
+
+REFUSED_SCHEMA = pa.schema(
+    [
+        ("kind", pa.string()),
+        ("source", pa.string()),
+        ("position", pa.int64()),
+        ("reason", pa.string()),
+        ("row", pa.string()),
+    ]
+)
+QUARANTINE_SCHEMA = pa.schema(
+    [("kind", pa.string()), ("id", pa.string()), ("reasons", pa.list_(pa.string())), ("row", pa.string())]
+)
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """One refused row: its kind, id (or ``FILE:POSITION`` where it never became a row), reasons, and content as JSON."""
+
+    kind: str
+    id: str
+    reasons: list[str]
+    row: str
+
+
+def write_refused(path: Path, refused: Sequence[Mapping[str, Any]]) -> None:
+    """Write what readers could not take (``kind, source, position, reason, row``)."""
+    write_table(path, pa.Table.from_pylist([dict(row) for row in refused], schema=REFUSED_SCHEMA))
+
+
+def read_refused(path: Path) -> list[Quarantined]:
+    """What readers could not take, as quarantined rows. A missing file means that nothing was refused."""
+    if not path.exists():
+        return []
+    return [
+        Quarantined(row["kind"], f"{row['source']}:{row['position']}", [row["reason"]], row["row"])
+        for row in read_table(path).to_pylist()
+    ]
+
+
+def quarantine_rows(kind: str, table: pa.Table, reasons: Mapping[int, Sequence[str]]) -> list[Quarantined]:
+    """The rows of ``table`` at the positions in ``reasons``."""
+    positions = sorted(reasons)
+    rows = table.take(pa.array(positions, pa.int64())).to_pylist()
+    return [
+        Quarantined(kind, str(row.get("id")), list(reasons[position]), json.dumps(row, ensure_ascii=False, default=str))
+        for position, row in zip(positions, rows, strict=True)
+    ]
+
+
+def write_quarantine(path: Path, rows: Sequence[Quarantined]) -> None:
+    """Write ``data/quarantine.parquet`` (``kind, id, reasons, row``); an empty file when nothing was refused."""
+    write_table(path, pa.Table.from_pylist([vars(row) for row in rows], schema=QUARANTINE_SCHEMA))

@@ -1,0 +1,120 @@
+"""Files to records: json, jsonl, csv (each also as .gz) and parquet. A broken line is a record with a problem."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlhf_core.errors import DataError
+
+CONTAINERS = (".json", ".jsonl", ".ndjson", ".csv", ".parquet", "and .gz of all but parquet")
+# The csv module refuses fields over 128 KiB by default; a long transcript is no mistake.
+CSV_FIELD_LIMIT = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row as it lies in the file. ``position`` counts from 1 (lines in jsonl, rows elsewhere).
+
+    ``problem`` says why the row could not be parsed; ``value`` is its raw text then.
+    """
+
+    position: int
+    value: Any
+    problem: str = ""
+
+
+def load_records(path: Path) -> list[Record]:
+    """Every record of a file; ``DataError`` when it is missing, empty, not what its name says, or of no known kind."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    kind = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
+    if kind == ".parquet":
+        return _parquet(path)
+    readers = {".json": _json, ".jsonl": _json_lines, ".ndjson": _json_lines, ".csv": _csv}
+    if kind not in readers:
+        raise DataError(f"{path}: unknown kind of file {kind or 'without suffix'!r}; known are {', '.join(CONTAINERS)}")
+    content = _bytes(path)
+    if not content.strip():
+        raise DataError(f"{path} is empty; give a file with rows, or take it out of the sources")
+    return list(readers[kind](path, content))
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if path.suffix.lower() == ".gz" else content
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist; correct the path in collect.files") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path} is not a whole gzip file ({error}); copy or download it again") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _json(path: Path, content: bytes) -> Iterator[Record]:
+    """A list of records, or ``{"data": [...]}``; a file of lines named .json is read as lines."""
+    try:
+        value = json.loads(content)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from error
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            yield from _json_lines(path, content)
+            return
+        raise DataError(f"{path} is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise DataError(f"{path} is not usable JSON: nested too deeply") from error
+    if isinstance(value, dict) and isinstance(value.get("data"), list):
+        value = value["data"]
+    if not isinstance(value, list):
+        raise DataError(f"{path} holds a single JSON {type(value).__name__}; a list of rows is expected")
+    yield from (Record(position, row) for position, row in enumerate(value, 1))
+
+
+def _json_lines(path: Path, content: bytes) -> Iterator[Record]:
+    # Split on \n only: other line separators of Unicode are legal inside JSON strings.
+    for position, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield Record(position, json.loads(line))
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            yield Record(position, line.decode("utf-8", errors="replace"), f"the line is not valid JSON: {error}")
+
+
+def _csv(path: Path, content: bytes) -> Iterator[Record]:
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from error
+    csv.field_size_limit(CSV_FIELD_LIMIT)
+    try:
+        for position, row in enumerate(csv.DictReader(io.StringIO(text, newline="")), 1):
+            extra = row.pop(None, None) if None in row else None
+            short = [name for name, value in row.items() if value is None]
+            problem = "more fields than the header" if extra else "fewer fields than the header" if short else ""
+            yield Record(position, row, problem)
+    except csv.Error as error:
+        raise DataError(f"{path} is not readable CSV: {error}") from error
+
+
+def _parquet(path: Path) -> list[Record]:
+    try:
+        table = pq.read_table(path)
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist; correct the path in collect.files") from error
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path} is not a readable parquet file ({error})") from error
+    if table.num_rows == 0:
+        raise DataError(f"{path} is empty; give a file with rows, or take it out of the sources")
+    return [Record(position, row) for position, row in enumerate(table.to_pylist(), 1)]

@@ -1,0 +1,230 @@
+"""The known formats: what a record of each looks like, and how it becomes a prompt with replies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core.data.readers.turns import (
+    TRANSCRIPT_TURN,
+    Refusal,
+    Turn,
+    prompt_of,
+    reply_of,
+    split_reply,
+    split_transcript,
+    text_of,
+    transcript_turns,
+    turns_of,
+)
+
+PAIRS = frozenset({"preferences", "demonstrations", "prompts", "pretrain"})
+REPLIES = frozenset({"demonstrations", "prompts", "pretrain"})
+PROMPTS = frozenset({"prompts"})
+TEXTS = frozenset({"pretrain"})
+REPLY_NAMES = ("reply", "completion", "response", "output")
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a record carries; the parts that it lacks are None."""
+
+    prompt: list[Turn] | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    reply: str | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Format:
+    """``matches`` looks at keys and types only; ``parse`` raises :class:`Refusal` for a row it cannot take."""
+
+    name: str
+    example: str
+    carries: frozenset[str]
+    matches: Callable[[Any], bool]
+    parse: Callable[[Any], Parsed]
+
+
+def _has(record: Any, **types: type | tuple[type, ...]) -> bool:
+    return isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in types.items())
+
+
+def _is_hh(record: Any) -> bool:
+    return (
+        _has(record, chosen=str, rejected=str)
+        and record.get("prompt") is None
+        and any(TRANSCRIPT_TURN.match(record[name]) for name in ("chosen", "rejected"))
+    )
+
+
+def _hh(record: Any) -> Parsed:
+    prompt, chosen = split_transcript(record["chosen"], "chosen")
+    other, rejected = split_transcript(record["rejected"], "rejected")
+    if prompt.split() != other.split():
+        raise Refusal("the prompts of the two replies differ")
+    return Parsed(transcript_turns(prompt), chosen, rejected)
+
+
+def _sharegpt_ranking(record: Any) -> Parsed:
+    prompt = [*_system(record), *turns_of(record["conversations"])]
+    return Parsed(prompt, reply_of(record["chosen"], "chosen"), reply_of(record["rejected"], "rejected"))
+
+
+def _explicit(record: Any) -> Parsed:
+    prompt = prompt_of(record["prompt"])
+    return Parsed(prompt, reply_of(record["chosen"], "chosen"), reply_of(record["rejected"], "rejected"))
+
+
+def _implicit(record: Any) -> Parsed:
+    prompt, chosen = split_reply(turns_of(record["chosen"]))
+    other, rejected = split_reply(turns_of(record["rejected"]))
+    if prompt != other:
+        raise Refusal("the prompts of the two replies differ")
+    return Parsed(prompt, chosen, rejected)
+
+
+def _has_implicit_prompt(record: Any) -> bool:
+    """Both replies are lists of turns, and they bring the prompt along (a ``prompt`` string beside them repeats it)."""
+    if not _has(record, chosen=list, rejected=list) or isinstance(record.get("prompt"), list):
+        return False
+    return record.get("prompt") is None or len(record["chosen"]) > 1
+
+
+def _alpaca_prompt(record: Any) -> list[Turn]:
+    """Instruction and input as one user turn; ``history`` (pairs of question and answer) goes before it."""
+    turns = _system(record)
+    for pair in record.get("history") or []:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise Refusal("history is not a list of [question, answer]")
+        turns.append({"role": "user", "content": text_of(pair[0], "history")})
+        turns.append({"role": "assistant", "content": text_of(pair[1], "history")})
+    parts = [text_of(record.get(name) or "", name) for name in ("instruction", "input")]
+    return [*turns, {"role": "user", "content": "\n\n".join(part for part in parts if part.strip())}]
+
+
+def _system(record: Any) -> list[Turn]:
+    system = record.get("system")
+    return [{"role": "system", "content": text_of(system, "system")}] if system else []
+
+
+def _alpaca_ranking(record: Any) -> Parsed:
+    replies = (reply_of(record[name], name) for name in ("chosen", "rejected"))
+    return Parsed(_alpaca_prompt(record), *replies)
+
+
+def _alpaca(record: Any) -> Parsed:
+    return Parsed(_alpaca_prompt(record), reply=text_of(record["output"], "output"))
+
+
+def _dialogue(turns: list[Turn]) -> Parsed:
+    """A dialogue that ends with the user is a prompt, any other a demonstration."""
+    if turns[-1]["role"] == "user":
+        return Parsed(turns)
+    prompt, reply = split_reply(turns)
+    return Parsed(prompt, reply=reply)
+
+
+def _messages(record: Any) -> Parsed:
+    name = "messages" if isinstance(record.get("messages"), list) else "conversations"
+    return _dialogue([*_system(record), *turns_of(record[name])])
+
+
+def _is_turn_list(record: Any) -> bool:
+    return isinstance(record, list) and bool(record) and all(isinstance(turn, str) for turn in record)
+
+
+def _turn_list(record: Any) -> Parsed:
+    roles = ("user", "assistant")
+    return _dialogue([{"role": roles[i % 2], "content": text_of(turn, "a turn")} for i, turn in enumerate(record)])
+
+
+def _reply_name(record: Any) -> str | None:
+    return next((name for name in REPLY_NAMES if record.get(name) is not None), None)
+
+
+def _is_prompt_reply(record: Any) -> bool:
+    return _has(record, prompt=(str, list)) and isinstance(record.get(_reply_name(record) or ""), str | list)
+
+
+def _prompt_reply(record: Any) -> Parsed:
+    name = str(_reply_name(record))
+    return Parsed(prompt_of(record["prompt"]), reply=reply_of(record[name], name))
+
+
+# The first that matches wins, so the richer shapes come first.
+FORMATS = (
+    Format("hh-rlhf", '{"chosen": "\\n\\nHuman: … \\n\\nAssistant: …", "rejected": …}', PAIRS, _is_hh, _hh),
+    Format(
+        "sharegpt-ranking",
+        '{"conversations": [{"from": "human", "value": …}], "chosen": {"from": "gpt", "value": …}, "rejected": …}',
+        PAIRS,
+        lambda r: _has(r, conversations=list, chosen=(dict, str, list), rejected=(dict, str, list)),
+        _sharegpt_ranking,
+    ),
+    Format(
+        "conversational-implicit",
+        '{"chosen": [{"role": …, "content": …}, …], "rejected": […]}',
+        PAIRS,
+        _has_implicit_prompt,
+        _implicit,
+    ),
+    Format(
+        "conversational",
+        '{"prompt": [{"role": …, "content": …}], "chosen": […], "rejected": […]}',
+        PAIRS,
+        lambda r: (
+            _has(r, prompt=list, chosen=(list, str), rejected=(list, str))
+            or _has(r, chosen=list, rejected=list, prompt=str)
+        ),
+        _explicit,
+    ),
+    Format(
+        "standard",
+        '{"prompt": "…", "chosen": "…", "rejected": "…"}',
+        PAIRS,
+        lambda r: _has(r, prompt=str, chosen=str, rejected=str),
+        _explicit,
+    ),
+    Format(
+        "alpaca-ranking",
+        '{"instruction": "…", "input": "…", "chosen": "…", "rejected": "…"}',
+        PAIRS,
+        lambda r: _has(r, instruction=str, chosen=(str, dict), rejected=(str, dict)),
+        _alpaca_ranking,
+    ),
+    Format(
+        "alpaca",
+        '{"instruction": "…", "input": "…", "output": "…"}',
+        REPLIES,
+        lambda r: _has(r, instruction=str, output=str),
+        _alpaca,
+    ),
+    Format(
+        "messages",
+        '{"messages": [{"role": …, "content": …}, …]} (or "conversations": ShareGPT)',
+        REPLIES,
+        lambda r: _has(r, messages=list) or _has(r, conversations=list),
+        _messages,
+    ),
+    Format("turn-list", '["user says", "assistant says", …] (MOSS-RLHF)', REPLIES, _is_turn_list, _turn_list),
+    Format(
+        "prompt-reply",
+        '{"prompt": …, "reply": "…"} (or completion, response)',
+        REPLIES,
+        _is_prompt_reply,
+        _prompt_reply,
+    ),
+    Format(
+        "prompt",
+        '{"prompt": …}',
+        PROMPTS,
+        lambda r: _has(r, prompt=(str, list)),
+        lambda r: Parsed(prompt_of(r["prompt"])),
+    ),
+    Format(
+        "text", '{"text": "…"}', TEXTS, lambda r: _has(r, text=str), lambda r: Parsed(text=text_of(r["text"], "text"))
+    ),
+)

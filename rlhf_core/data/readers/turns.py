@@ -1,0 +1,112 @@
+"""Turns of a dialogue in the spellings that data sets use, as ``{"role", "content"}`` dicts."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+Turn = dict[str, str]
+ROLE_NAMES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
+TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")
+LAST_REPLY = "\n\nAssistant:"
+
+
+class Refusal(Exception):
+    """Why one row cannot be taken. It ends in the quarantine, never in silence."""
+
+
+def text_of(value: Any, name: str) -> str:
+    """``value`` when it is text that UTF-8 can carry, else :class:`Refusal`."""
+    if not isinstance(value, str):
+        raise Refusal(f"{name} is not text but {type(value).__name__}")
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise Refusal(
+                f"{name} holds half of a surrogate pair at character {error.start}: not valid Unicode"
+            ) from error
+    return value
+
+
+def turn_of(value: Any) -> Turn:
+    """One turn from ``{"role", "content"}`` or ``{"from", "value"}``."""
+    if not isinstance(value, dict):
+        raise Refusal(f"a turn is not an object but {type(value).__name__}")
+    role = value.get("role", value.get("from"))
+    known = ROLE_NAMES.get(role.lower()) if isinstance(role, str) else None
+    if known is None:
+        raise Refusal(f"unknown role {role!r}; known are {', '.join(ROLE_NAMES)}")
+    return {"role": known, "content": text_of(value.get("content", value.get("value")), f"the {known} turn")}
+
+
+def turns_of(value: Any) -> list[Turn]:
+    """A list of turns; :class:`Refusal` when it is none or empty."""
+    if not isinstance(value, list) or not value:
+        raise Refusal("the list of turns is empty" if value == [] else "the turns are not a list")
+    return [turn_of(turn) for turn in value]
+
+
+def prompt_of(value: Any) -> list[Turn]:
+    """A prompt from a string (one user turn, or an HH-RLHF transcript) or a list of turns."""
+    if isinstance(value, list):
+        return turns_of(value)
+    text = text_of(value, "the prompt")
+    if TRANSCRIPT_TURN.match(text):
+        return transcript_turns(text.rstrip().removesuffix("\n\nAssistant:"))
+    return [{"role": "user", "content": text}]
+
+
+def reply_of(value: Any, name: str) -> str:
+    """A reply from a string, a single turn, or a list of one assistant turn."""
+    if isinstance(value, list):
+        if len(value) != 1:
+            raise Refusal(f"{name} has {len(value)} turns; beside an explicit prompt it is one assistant turn")
+        value = value[0]
+    if isinstance(value, dict):
+        # In ranking data some exporters write the answers with the human's name; the place says who speaks.
+        return turn_of(value)["content"]
+    return text_of(value, name)
+
+
+def split_reply(turns: list[Turn]) -> tuple[list[Turn], str]:
+    """``(prompt, reply)`` of a dialogue that ends with the assistant."""
+    if turns[-1]["role"] != "assistant":
+        raise Refusal(f"the dialogue ends with the {turns[-1]['role']}'s turn: there is no reply")
+    if len(turns) == 1:
+        raise Refusal("the dialogue has a reply but no prompt")
+    return turns[:-1], turns[-1]["content"]
+
+
+def split_transcript(text: str, name: str) -> tuple[str, str]:
+    """``(prompt text, reply)`` of an HH-RLHF transcript, split at the last assistant's turn."""
+    place = text_of(text, name).rfind(LAST_REPLY)
+    if place < 0:
+        raise Refusal(f"{name} has no assistant's turn")
+    reply = text[place + len(LAST_REPLY) :]
+    if "\n\nHuman:" in reply:
+        raise Refusal(f"{name} ends with a human turn: there is no reply to judge")
+    if not reply.strip():
+        raise Refusal(f"the final reply of {name} is empty")
+    return text[:place], reply.strip()
+
+
+def transcript_turns(text: str) -> list[Turn]:
+    """Turns of an HH-RLHF transcript (``\\n\\nHuman: … \\n\\nAssistant: …``)."""
+    head, *parts = TRANSCRIPT_TURN.split(text)
+    if head.strip():
+        raise Refusal("the transcript does not begin with a marked turn")
+    if not parts:
+        raise Refusal("the transcript has no turns")
+    names = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": names[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]

@@ -1,0 +1,157 @@
+"""Collect: rows of four kinds from the embedded world, or from files and hub ids of any known format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.collect import CollectConfig
+from rlhf_core.data.formats import FileRows, dialogue_text, read_sources
+from rlhf_core.data.quarantine import write_refused
+from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
+from rlhf_core.errors import DataError
+from rlhf_core.files import atomic_dir, atomic_write_json, sha256_file
+from rlhf_core.progress import progress
+from rlhf_core.stages.base import Paths, Stage
+from rlhf_core.tracking import Tracker
+from rlhf_core.world import corpus
+
+STAGE = Stage(name="collect", section="collect", config=CollectConfig, outputs={"raw": "data/raw"})
+KINDS = tuple(ROW_TYPES)
+Rows = dict[str, list[dict[str, Any]]]
+
+
+def run(config: CollectConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, float]:
+    """Write ``data/raw/KIND/data.parquet``, what readers refused, and a manifest of where everything came from.
+
+    Relative sources lie under the workspace. Raises ``DataError`` for a missing or unknown file, or no preferences.
+    """
+    workspace = outputs.raw.parents[1]
+    files: dict[str, list[FileRows]] = {kind: [] for kind in KINDS}
+    if config.source == "world":
+        rows, derived = _from_world(config), dict.fromkeys(KINDS, "")
+    else:
+        files = _read_files(config, workspace)
+        rows, derived = derive_missing({kind: _all_rows(files[kind]) for kind in KINDS})
+    rows = {kind: listed[: config.limit] for kind, listed in rows.items()}
+    with atomic_dir(outputs.raw) as folder:
+        for kind in KINDS:
+            write_dicts(folder / kind / "data.parquet", kind, rows[kind])
+        write_refused(folder / "refused.parquet", _refused(files))
+        atomic_write_json(folder / "manifest.json", _manifest(config, rows, derived, files, folder))
+    refused = float(sum(len(file.refused) for listed in files.values() for file in listed))
+    return {**{f"{kind}_rows": float(len(rows[kind])) for kind in KINDS}, "refused_rows": refused}
+
+
+def _from_world(config: CollectConfig) -> Rows:
+    """All kinds from the world, with ids by the schema's rule."""
+    world, seed = config.world, config.seed
+
+    def size(n: int) -> int:
+        return min(n, config.limit) if config.limit else n
+
+    rows: Rows = {}
+    with progress(len(KINDS), "making the world's data") as shown:
+        rows["preferences"] = corpus.preferences(
+            seed,
+            size(world.preferences),
+            contrast_share=world.contrast_share,
+            sharpness=world.label_sharpness,
+            length_bias=world.length_bias,
+        )
+        shown.advance()
+        rows["demonstrations"] = corpus.demonstrations(seed, size(world.demonstrations))
+        shown.advance()
+        rows["prompts"] = corpus.prompts(seed)
+        shown.advance()
+        rows["pretrain"] = corpus.pretrain(seed, size(world.pretrain))
+        shown.advance()
+    return {kind: [row | {"id": content_id(kind, row)} for row in listed] for kind, listed in rows.items()}
+
+
+def _read_files(config: CollectConfig, workspace: Path) -> dict[str, list[FileRows]]:
+    specs = {kind: getattr(config.files, kind) for kind in KINDS}
+    if not specs["preferences"]:
+        raise DataError(
+            "collect.source is files, but collect.files.preferences is empty: name files with pairs of replies"
+        )
+    read: dict[str, list[FileRows]] = {}
+    with progress(sum(map(len, specs.values())), "reading data files") as shown:
+        for kind in KINDS:
+            read[kind] = []
+            for spec in specs[kind]:
+                read[kind] += read_sources([spec], kind, workspace, config.limit)
+                shown.advance()
+    return read
+
+
+def _all_rows(files: Sequence[FileRows]) -> list[dict[str, Any]]:
+    return [row for file in files for row in file.rows]
+
+
+def derive_missing(rows: Rows) -> tuple[Rows, dict[str, str]]:
+    """Fill empty kinds and tell from what: demonstrations from preferred replies, prompts from every prompt there is,
+    pretraining text from demonstrations. Derived rows are distinct, and keep the group of the row they come from."""
+    derived = dict.fromkeys(KINDS, "")
+    full = {kind: list(listed) for kind, listed in rows.items()}
+    if not full["demonstrations"]:
+        derived["demonstrations"] = "preferences"
+        full["demonstrations"] = _distinct(
+            "demonstrations",
+            [_about(row) | {"prompt": row["prompt"], "reply": row["chosen"]} for row in full["preferences"]],
+        )
+    if not full["prompts"]:
+        derived["prompts"] = "preferences, demonstrations"
+        asked = [*full["preferences"], *full["demonstrations"]]
+        full["prompts"] = _distinct("prompts", [_about(row) | {"prompt": row["prompt"]} for row in asked])
+    if not full["pretrain"]:
+        derived["pretrain"] = "demonstrations"
+        told = full["demonstrations"]
+        full["pretrain"] = _distinct(
+            "pretrain", [_about(row) | {"text": dialogue_text(row["prompt"], row["reply"])} for row in told]
+        )
+    return full, derived
+
+
+def _about(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in ("category", "source", "group")}
+
+
+def _distinct(kind: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with ids, the first of each content."""
+    kept: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        key = content_id(kind, row)
+        kept.setdefault(key, row | {"id": key})
+    return list(kept.values())
+
+
+def _refused(files: dict[str, list[FileRows]]) -> list[dict[str, Any]]:
+    return [{"kind": kind, **row} for kind, listed in files.items() for file in listed for row in file.refused]
+
+
+def _manifest(
+    config: CollectConfig, rows: Rows, derived: dict[str, str], files: dict[str, list[FileRows]], folder: Path
+) -> dict[str, Any]:
+    """Where each kind comes from: source files with hashes, formats and counts, or what it was derived from."""
+    kinds = {}
+    for kind in KINDS:
+        listed = [
+            {
+                "source": file.source,
+                "sha256": file.sha256,
+                "format": file.format,
+                "records": file.records,
+                "rows": len(file.rows),
+                "refused": len(file.refused),
+            }
+            for file in files[kind]
+        ]
+        kinds[kind] = {
+            "rows": len(rows[kind]),
+            "sha256": sha256_file(folder / kind / "data.parquet"),
+            "derived_from": derived[kind],
+            "files": listed,
+        }
+    return {"source": config.source, "seed": config.seed, "limit": config.limit, "kinds": kinds}
