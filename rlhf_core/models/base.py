@@ -19,6 +19,7 @@ from transformers import (
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.models.forward import embedding_weight
 from rlhf_core.models.io import probe_ids, reading, require_equal, save_folder
 
 PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
@@ -82,7 +83,6 @@ def new_model(config: BaseConfig, tokenizer: PreTrainedTokenizerBase, seed: int)
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
-        attn_implementation="sdpa",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -113,7 +113,7 @@ def load_policy(
             use_safetensors=True,
             trust_remote_code=False,
         )
-    entries = model.get_input_embeddings().weight.shape[0]
+    entries = embedding_weight(model).shape[0]
     if len(tokenizer) > entries:
         raise ModelError(f"{path}: the tokenizer has {len(tokenizer)} entries, the model only {entries}; they differ")
     return model.eval(), tokenizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 # Settings by which some architectures change logits after the unembedding; with one of them the model's own forward
@@ -10,8 +10,13 @@ from transformers import PreTrainedModel
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
+def embedding_weight(model: PreTrainedModel) -> Tensor:
+    """The input embedding's weight (V, H)."""
+    return model.get_input_embeddings().get_parameter("weight")
+
+
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
-    """Positions counted from the first real token, (B, L) -> (B, L), so that the padding side never changes a number."""
+    """Positions counted from the first real token, so that the padding side changes nothing: (B, L) -> (B, L)."""
     return (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
 
 
@@ -22,7 +27,7 @@ def last_token_indices(attention_mask: Tensor) -> Tensor:
 
 
 def hidden_states(
-    backbone: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None
+    backbone: nn.Module, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None
 ) -> Tensor:
     """Last hidden states of a backbone without its head: (B, L) -> (B, L, H)."""
     if position_ids is None:

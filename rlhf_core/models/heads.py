@@ -1,4 +1,4 @@
-"""A backbone with one scalar per position: reward model, referee and critic. On disk a plain HF classification folder."""
+"""A backbone with one scalar per position: reward model, referee, critic. On disk a plain HF classification folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from rlhf_core.errors import ModelError
-from rlhf_core.models.forward import hidden_states, last_token_indices
+from rlhf_core.models.forward import embedding_weight, hidden_states, last_token_indices
 from rlhf_core.models.io import probe_ids, reading, require_equal, save_folder
 
 
@@ -50,7 +50,7 @@ class ScalarModel(nn.Module):
         with torch.no_grad():
             model.score.weight.copy_(torch.randn(1, width, generator=generator) / math.sqrt(width + 1))
         output = source.get_output_embeddings().weight
-        tied = output is source.get_input_embeddings().weight
+        tied = output is embedding_weight(source)
         return cls(model.eval(), None if tied else output.detach())
 
     @classmethod
@@ -59,9 +59,7 @@ class ScalarModel(nn.Module):
         with reading(path):
             model = AutoModelForSequenceClassification.from_pretrained(str(path), **_loading(dtype))
         if model.config.num_labels != 1 or not hasattr(model, "score"):
-            raise ModelError(
-                f"{path} is not a scalar model (num_labels {model.config.num_labels}); one label is needed"
-            )
+            raise ModelError(f"{path} is not a scalar model ({model.config.num_labels} labels); exactly one is needed")
         return cls(model.eval())
 
     def hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -70,7 +68,9 @@ class ScalarModel(nn.Module):
 
     def scores(self, hidden: Tensor) -> Tensor:
         """The scalar of each hidden state in float32: (..., H) -> (...)."""
-        return self.model.score(hidden).squeeze(-1).float()
+        head: nn.Module = self.model.get_submodule("score")
+        scores: Tensor = head(hidden)
+        return scores.squeeze(-1).float()
 
     def token_scores(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """The scalar at every position: (B, L) -> (B, L). Positions default to those of the mask."""
@@ -83,7 +83,7 @@ class ScalarModel(nn.Module):
     def lm_logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits of hidden states, for the imitation loss: (..., H) -> (..., V)."""
         weight = self.unembedding
-        return functional.linear(hidden, weight if weight is not None else self.model.get_input_embeddings().weight)
+        return functional.linear(hidden, weight if weight is not None else embedding_weight(self.model))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Same as :meth:`token_scores`."""

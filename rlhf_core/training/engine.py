@@ -24,7 +24,7 @@ OPTIMIZER_SLOTS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True)
 class StepResult:
-    """``grad_norm`` is the global norm before clipping, non-finite in a skipped step. ``lr`` is the rate of the step."""
+    """``grad_norm`` is the global norm before clipping, non-finite in a skipped step. ``lr`` is that step's rate."""
 
     grad_norm: float
     skipped: bool

@@ -1,4 +1,4 @@
-"""AdamW and learning-rate schedules. A rate is a pure function of the step, so a resumed run needs no schedule state."""
+"""AdamW and learning-rate schedules. A rate is a pure function of the step, so resuming needs no schedule state."""
 
 from __future__ import annotations
 
