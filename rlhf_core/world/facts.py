@@ -54,7 +54,7 @@ def story_things() -> tuple[Thing, ...]:
     """The things of the stories; their facts stand in the prompt."""
     words = _STORIES.split()
     rows = [words[i : i + 5] for i in range(0, len(words), 5)]
-    return tuple(Thing(*row[1:], row[0]) for row in rows)
+    return tuple(Thing(name, color, size, place, owner) for owner, name, color, size, place in rows)
 
 
 def attribute_of(value: str) -> str:

@@ -22,7 +22,7 @@ class Draws:
 
     def __init__(self, seed: int, purpose: str, index: int) -> None:
         key = np.array([seed & _WORD, PURPOSES[purpose]], dtype=np.uint64)
-        # The highest counter word holds the item, the lowest counts draws inside it: streams cannot run into each other.
+        # The highest counter word holds the item, the lowest counts draws inside it: no stream runs into another.
         counter = np.array([0, 0, 0, index], dtype=np.uint64)
         self._bits = np.random.Philox(key=key, counter=counter)
         self._block: list[int] = []

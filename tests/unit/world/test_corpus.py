@@ -1,0 +1,178 @@
+"""The datasets: pure in the seed, cut anywhere, split cleanly, labelled by honest and imperfect annotators."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from statistics import correlation, fmean
+from typing import Any
+
+import pytest
+
+from rlhf_core.errors import DataError
+from rlhf_core.world import corpus, gold
+from rlhf_core.world.annotators import Temper, preference_probability
+from rlhf_core.world.phrases import PREFIXES
+from rlhf_core.world.questions import all_questions
+from rlhf_core.world.replies import MAX_WORDS, MODES, draw_draft
+from rlhf_core.world.streams import Draws
+
+Row = dict[str, Any]
+MAKERS = [corpus.demonstrations, corpus.preferences, corpus.pretrain]
+
+
+@pytest.fixture(scope="module")
+def demonstrations() -> list[Row]:
+    return corpus.demonstrations(7, 4000)
+
+
+@pytest.fixture(scope="module")
+def preferences() -> list[Row]:
+    return corpus.preferences(7, 6000)
+
+
+def text(row: Row) -> str:
+    return str(row["prompt"][-1]["content"])
+
+
+def split_of(group: str, seed: int) -> str:
+    share = int(hashlib.sha256(f"split|{seed}|{group}".encode()).hexdigest()[:16], 16) / 2**64
+    return "test" if share < 0.2 else "validation" if share < 0.3 else "train"
+
+
+def without_prefix(prompt: str) -> str:
+    prefix = max((prefix for prefix in PREFIXES if prompt.startswith(prefix)), key=len)
+    return prompt[len(prefix) :].strip()
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_pure_and_stable_under_slicing(make: Any) -> None:
+    whole = make(3, 60)
+    assert make(3, 60) == whole
+    assert make(3, 20, start=25) == whole[25:45]
+    assert make(4, 60) != whole
+
+
+def test_prompts_are_the_same_set_in_another_order() -> None:
+    one, other = corpus.prompts(1), corpus.prompts(2)
+    assert one == corpus.prompts(1)
+    assert one != other
+    assert {row["id"] for row in one} == {row["id"] for row in other}
+    assert len({text(row) for row in one}) == len(one) == len(all_questions()) * len(PREFIXES)
+
+
+def test_streams_are_independent_of_each_other() -> None:
+    first = {
+        Draws(0, purpose, index).uniform() for purpose in ("demonstrations", "preferences") for index in range(500)
+    }
+    assert len(first) == 1000
+    assert fmean(first) == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 11, 42, 1234, 99991])
+def test_enough_held_out_prompts_and_none_of_them_in_training(seed: int) -> None:
+    parts: dict[str, set[str]] = defaultdict(set)
+    for row in corpus.prompts(seed):
+        parts[split_of(row["group"], seed)].add(text(row))
+    assert len(parts["test"]) >= 256
+    assert len(parts["validation"]) >= 128
+    bare = {name: {without_prefix(prompt) for prompt in prompts} for name, prompts in parts.items()}
+    assert not bare["train"] & bare["test"]
+    assert not bare["train"] & bare["validation"]
+    assert not bare["validation"] & bare["test"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nearly_every_held_out_content_is_asked_for_in_training(seed: int) -> None:
+    asked = [q for q in all_questions() if q.category != "context"]  # context questions bring their facts along
+    trained = {q.content for q in asked if split_of(q.group, seed) == "train"}
+    assert len({q.content for q in asked} - trained) <= 1
+
+
+def test_columns_and_ids(demonstrations: list[Row], preferences: list[Row]) -> None:
+    assert list(demonstrations[0]) == ["id", "prompt", "reply", "category", "source", "group"]
+    names = ["id", "prompt", "chosen", "rejected", "margin", "category", "source", "group"]
+    assert list(preferences[0]) == names
+    assert list(corpus.prompts(0)[0]) == ["id", "prompt", "category", "source", "group"]
+    assert list(corpus.pretrain(0, 1)[0]) == ["id", "text", "category", "source", "group"]
+    assert len(demonstrations[0]["id"]) == 16
+    for rows in (demonstrations, preferences, corpus.pretrain(0, 4000)):
+        assert len({row["id"] for row in rows}) > 0.97 * len(rows)
+    assert {row["category"] for row in preferences} == {"fact", "context", "howto", "harmful"}
+
+
+def test_allowed_groups_restrict_the_prompts() -> None:
+    groups = {question.group for question in all_questions()[::50]}
+    for rows in (
+        corpus.demonstrations(0, 100, allowed_groups=groups),
+        corpus.preferences(0, 100, allowed_groups=groups),
+    ):
+        assert {row["group"] for row in rows} <= groups
+    with pytest.raises(DataError, match="allowed groups"):
+        corpus.demonstrations(0, 1, allowed_groups={"nothing"})
+
+
+def test_one_allowed_group_is_enough_for_pairs() -> None:
+    for question in all_questions()[::120]:
+        rows = corpus.preferences(0, 50, allowed_groups=[question.group])
+        assert all(row["chosen"] != row["rejected"] for row in rows)
+
+
+def test_pretraining_text_holds_no_question() -> None:
+    texts = "\n".join(row["text"] for row in corpus.pretrain(0, 2000))
+    assert "?" not in texts
+    assert not [question.text for question in all_questions() if question.text in texts]
+
+
+def test_sizes(demonstrations: list[Row]) -> None:
+    words = [len(row["reply"].split()) for row in demonstrations]
+    assert 14 <= fmean(words) <= 20
+    assert max(words) <= MAX_WORDS
+    assert 9 <= fmean(len(text(row).split()) for row in demonstrations) <= 12
+    vocabulary = {word.strip(".,?:") for row in demonstrations for word in f"{text(row)} {row['reply']}".split()}
+    assert len(vocabulary) < 280
+
+
+def test_quality_is_mixed_in_the_stated_order(demonstrations: list[Row]) -> None:
+    means = {}
+    for mode, _ in MODES:
+        scores = []
+        for index in range(600):
+            draws = Draws(5, "demonstrations", index)
+            question = draws.pick(all_questions())
+            scores.append(gold.score(question.text, draw_draft(question, mode, draws).text(), True))
+        means[mode] = fmean(scores)
+    assert means["good"] > 0.8
+    assert means["rambling"] < 0.4
+    assert means["rude"] < 0.0
+    assert means["evasive"] < 0.0
+    assert means["wrong"] < -0.3
+    scores = [gold.score(text(row), row["reply"], True) for row in demonstrations]
+    assert 0.1 < fmean(scores) < 0.4
+    words = [float(len(row["reply"].split())) for row in demonstrations]
+    assert 0.05 < correlation(scores, words) < 0.25
+
+
+def test_annotators_agree_with_gold_75_to_85_percent(preferences: list[Row]) -> None:
+    gaps = [
+        gold.score(text(row), row["chosen"], True) - gold.score(text(row), row["rejected"], True) for row in preferences
+    ]
+    decided = [gap > 0 for gap in gaps if abs(gap) > 1e-9]
+    assert 0.75 <= fmean(decided) <= 0.85
+    assert len(decided) > 0.9 * len(gaps)
+
+
+def test_contrast_share(preferences: list[Row]) -> None:
+    shares = Counter(row["source"] for row in preferences)
+    assert shares["world:contrast"] / len(preferences) == pytest.approx(0.35, abs=0.02)
+    assert {row["source"] for row in corpus.preferences(0, 50, contrast_share=0.0)} == {"world:samples"}
+
+
+def test_preference_probability_by_hand() -> None:
+    prompt, right, wrong = "what is the color of the lamp?", "the lamp is red.", "the lamp is quite blue."
+    # Δgold = (1 + .4) / 1.4 = 1 (an unreadable sentence costs .4), Δwords = -1: σ(4 · (1 - .02)) = σ(3.92)
+    temper = Temper(sharpness=4.0, length_bias=0.02)
+    assert preference_probability(prompt, right, wrong, temper) == pytest.approx(0.980544, abs=1e-6)
+    assert preference_probability(prompt, wrong, right, temper) == pytest.approx(1 - 0.980544, abs=1e-6)
+    assert preference_probability(prompt, right, wrong, Temper(1e6, 0.0)) == 1.0
+    assert preference_probability(prompt, right, right, temper) == 0.5
