@@ -127,7 +127,7 @@ class PpoUnits(Strict):
 
 
 class PpoConfig(StageConfig):
-    """All of PPO. ``micro_batch_size`` bounds the sequences of one forward pass and never changes a gradient.
+    """All of PPO. ``micro_batch_size`` bounds the sequences of one pass (null: 16) and never changes a gradient.
 
     ``warmup_iterations`` raises both learning rates linearly; it replaces the optimisers' own ``warmup`` share.
     ``target_kl_early_stop`` ends an update before a step whose minibatch shows a mean KL(old || new) above it, in nats

@@ -1,0 +1,104 @@
+"""Scoring response positions: log-probabilities, entropies, values. Shapes: B sequences, P prompt width (left-padded),
+T response width (right-padded), V vocabulary. The state before response token t is the hidden state at P + t - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_core.models.forward import position_ids_from_mask
+from rlhf_core.ppo.sampling import Sampling, log_distribution
+
+MICRO_BATCH = 16
+
+
+class TokenScorer(Protocol):
+    """A model with one scalar at every position: a critic."""
+
+    def token_scores(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        """(B, L) three times -> scalar at every position (B, L)."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a model needs to see of a batch."""
+
+    tokens: Tensor  # (B, P+T)
+    attention_mask: Tensor  # (B, P+T)
+    response_mask: Tensor  # (B, T)
+
+    @property
+    def width(self) -> int:
+        """T."""
+        return self.response_mask.shape[1]
+
+    @property
+    def response(self) -> Tensor:
+        """Response token ids (B, T)."""
+        return self.tokens[:, self.tokens.shape[1] - self.width :]
+
+    @property
+    def position_ids(self) -> Tensor:
+        """(B, P+T), counted from the first real token, so that padding never changes a number."""
+        return position_ids_from_mask(self.attention_mask)
+
+    def part(self, rows: Tensor) -> Tokens:
+        """The given rows, with the padding that they do not need cut off on both sides."""
+        attention, mask = self.attention_mask[rows], self.response_mask[rows]
+        width = max(int(mask.sum(dim=1).max()), 1)
+        prompt = attention.shape[1] - self.width
+        start = prompt - max(int(attention[:, :prompt].sum(dim=1).max()), 1)
+        span = slice(start, prompt + width)
+        return Tokens(self.tokens[rows][:, span], attention[:, span], mask[:, :width])
+
+
+def micro_batches(attention_mask: Tensor, size: int | None) -> Iterator[Tensor]:
+    """Row numbers in parts of at most ``size`` (16 for ``None``), rows of similar length together.
+
+    Sorted small parts carry little padding, which makes them faster than one large batch.
+    """
+    order = attention_mask.sum(dim=1).argsort(stable=True)
+    yield from order.split(size or MICRO_BATCH)
+
+
+def response_log_distribution(model: PreTrainedModel, batch: Tokens, sampling: Sampling) -> Tensor:
+    """Log-probabilities of the training distribution at every response position: (B, T, V).
+
+    The unembedding runs at response positions only.
+    """
+    logits = model(
+        input_ids=batch.tokens,
+        attention_mask=batch.attention_mask,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        logits_to_keep=batch.width + 1,
+    ).logits[:, :-1]
+    return log_distribution(logits, sampling)
+
+
+def chosen(log_probabilities: Tensor, response: Tensor) -> Tensor:
+    """Log-probability of each response token: (B, T, V), (B, T) -> (B, T)."""
+    return log_probabilities.gather(-1, response.unsqueeze(-1)).squeeze(-1)
+
+
+def entropy(log_probabilities: Tensor) -> Tensor:
+    """Entropy of each next-token distribution in nats: log-distribution (B, T, V) -> (B, T)."""
+    return -(log_probabilities.exp() * log_probabilities).sum(dim=-1)
+
+
+def response_values(critic: TokenScorer, batch: Tokens) -> Tensor:
+    """Value of the state *before* each response token: (B, T)."""
+    scores = critic.token_scores(batch.tokens, batch.attention_mask, batch.position_ids)
+    prompt = batch.tokens.shape[1] - batch.width
+    return scores[:, prompt - 1 : -1].float()
+
+
+def pad_columns(values: Tensor, width: int) -> Tensor:
+    """Zeros appended to reach ``width`` columns: (b, t) -> (b, width)."""
+    return torch.nn.functional.pad(values, (0, width - values.shape[1]))

@@ -1,0 +1,52 @@
+"""Divergence from the reference policy: estimators and the controllers of its coefficient (ALGORITHMS section 4.5).
+
+Shapes: B sequences, T response positions, V vocabulary. All divergences are in nats.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlhf_core.config.ppo import KlConfig
+
+SampledEstimator = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: SampledEstimator) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from sampled tokens, (B, T) -> (B, T).
+
+    With d = log p - log q: ``k1`` d (unbiased, signed), ``k2`` d^2/2 (biased), ``k3`` exp(-d) - 1 + d (unbiased,
+    never negative). Source: Schulman, "Approximating KL divergence" (2020).
+    """
+    difference = logprobs - ref_logprobs
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference.square() / 2
+    return torch.expm1(-difference) + difference
+
+
+def full_kl(log_probabilities: Tensor, ref_log_probabilities: Tensor) -> Tensor:
+    """Exact KL over the vocabulary at every position: two (B, T, V) log-distributions -> (B, T)."""
+    return (log_probabilities.exp() * (log_probabilities - ref_log_probabilities)).sum(dim=-1)
+
+
+class KlController:
+    """Coefficient of the KL penalty: constant, or steered to a target.
+
+    Adaptive form of Ziegler et al. (2019): ``beta <- beta * (1 + clip(KL/target - 1, -0.2, 0.2) * sequences/horizon)``.
+    """
+
+    def __init__(self, config: KlConfig) -> None:
+        self.config = config
+        self.value = config.coefficient
+
+    def update(self, kl_per_sequence: float, sequences: int) -> None:
+        """Take in one rollout's KL (nats per sequence). A non-finite figure leaves the coefficient alone."""
+        if self.config.controller == "constant" or kl_per_sequence != kl_per_sequence:
+            return
+        error = min(max(kl_per_sequence / self.config.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * sequences / self.config.horizon

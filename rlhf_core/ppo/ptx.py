@@ -1,0 +1,64 @@
+"""PPO-ptx: cross-entropy on pretraining or demonstration texts in every policy update (Ouyang et al. 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_core.data.batching import batch_at
+from rlhf_core.data.chat import right_pad
+from rlhf_core.errors import DataError
+from rlhf_core.models.forward import selected_logits
+from rlhf_core.training.engine import Engine
+
+SEED_OFFSET = 7_919
+
+
+@dataclass(frozen=True)
+class PtxData:
+    """Sequences as ``(context ids, target ids)``; only the targets count. Plain text has an empty context."""
+
+    sequences: Sequence[tuple[list[int], list[int]]]
+    batch_size: int
+    seed: int
+    pad_id: int
+
+    def __post_init__(self) -> None:
+        if not any(context or len(target) > 1 for context, target in self.sequences):
+            raise DataError("there is no text for the ptx loss; set ppo.ptx.weight to 0 or ppo.ptx.data to another set")
+
+    def batch(self, step: int) -> list[tuple[list[int], list[int]]]:
+        """The texts of optimiser step ``step``, a function of (seed, step) alone."""
+        rows = batch_at(len(self.sequences), self.batch_size, self.seed + SEED_OFFSET, step)
+        return [self.sequences[row] for row in rows]
+
+
+def accumulate_ptx_gradient(
+    engine: Engine, model: PreTrainedModel, data: PtxData, step: int, weight: float, micro_batch_size: int | None
+) -> float:
+    """Backward pass of ``weight * CE`` on one batch; returns CE in nats per target token of the batch."""
+    batch = sorted(data.batch(step), key=lambda pair: len(pair[0]) + len(pair[1]))
+    # The first token of a plain text has nothing before it to be predicted from.
+    total = sum(len(target) - (not context) for context, target in batch)
+    loss_sum = 0.0
+    size = micro_batch_size or len(batch)
+    for start in range(0, len(batch), size):
+        loss = ptx_loss_sum(model, batch[start : start + size], data.pad_id) / max(total, 1)
+        engine.backward(weight * loss)
+        loss_sum += float(loss.detach())
+    return loss_sum
+
+
+def ptx_loss_sum(model: PreTrainedModel, pairs: Sequence[tuple[list[int], list[int]]], pad_id: int) -> torch.Tensor:
+    """Summed cross-entropy of the target tokens, a scalar. No sampling temperature: this is language modelling."""
+    ids, mask = right_pad([context + target for context, target in pairs], pad_id)
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    contexts = torch.tensor([len(context) for context, _ in pairs], device=ids.device).unsqueeze(1)
+    positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+    counted = (mask.bool() & (positions >= contexts))[:, 1:]
+    select = torch.nn.functional.pad(counted, (0, 1))
+    logits = selected_logits(model, ids, mask, select).float()
+    return torch.nn.functional.cross_entropy(logits, ids[:, 1:][counted], reduction="sum")

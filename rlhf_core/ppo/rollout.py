@@ -1,0 +1,189 @@
+"""Collecting experience: sample, score, value, reward, advantage. Shapes: B sequences, T response positions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_core.config.ppo import PpoUnits
+from rlhf_core.errors import RlhfError
+from rlhf_core.ppo.advantages import gae, monte_carlo_returns
+from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.forward import (
+    Tokens,
+    TokenScorer,
+    chosen,
+    entropy,
+    micro_batches,
+    pad_columns,
+    response_log_distribution,
+    response_values,
+)
+from rlhf_core.ppo.generation import Rollout, generate
+from rlhf_core.ppo.kl import full_kl, kl_estimate
+from rlhf_core.ppo.rewards import RunningMoments, shape_scores, token_rewards, transform_scores
+from rlhf_core.ppo.sampling import Sampling, philox_uniforms
+
+Scorer = Callable[[Rollout], Tensor]  # raw score of every reply (B,)
+# Sampler and trainer run different shapes through different kernels: the last digits differ, no more.
+TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}
+LOW_PRECISION_TOLERANCE = 0.2
+
+
+@dataclass(frozen=True)
+class Actors:
+    """The models of a rollout. ``reference`` is frozen; ``critic`` and ``score`` may be anything of their shape."""
+
+    policy: PreTrainedModel
+    reference: PreTrainedModel
+    critic: TokenScorer
+    score: Scorer
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One pass of policy, reference and critic over a batch; every field (B, T), zeros at masked positions."""
+
+    policy_logprobs: Tensor
+    ref_logprobs: Tensor
+    full_kl: Tensor
+    entropy: Tensor
+    values: Tensor
+
+
+def collect(
+    actors: Actors,
+    prompt_ids: Sequence[Sequence[int]],
+    streams: Sequence[int],
+    seed: int,
+    sampling: Sampling,
+    units: PpoUnits,
+    moments: RunningMoments,
+    coefficient: float,
+    fixed_reference: bool = False,
+    seconds: dict[str, float] | None = None,
+) -> Experience:
+    """Roll out one batch and turn it into experience (ALGORITHMS sections 3 to 5), updating ``moments`` in place.
+
+    ``streams`` name the random stream of each prompt; ``coefficient`` is the KL weight of now. ``fixed_reference``
+    makes the reference the behaviour policy of the ratio (the paper's importance-sampling ablation). ``seconds``
+    receives the time spent by phase. ``RlhfError`` when the sampler and the trainer disagree about probabilities.
+    """
+    started = time.perf_counter()
+    uniforms = philox_uniforms(seed, streams, sampling.max_new_tokens)
+    rollout = generate(actors.policy, prompt_ids, uniforms, sampling)
+    generated = time.perf_counter()
+    scored = score_tokens(actors, rollout, sampling, units.micro_batch_size)
+    check_sampler(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, actors.policy.dtype)
+    with torch.inference_mode():
+        scores = actors.score(rollout).float()
+    # Inference tensors cannot take part in autograd later, so plain copies go on.
+    experience = assemble(_plain(rollout), scored, scores.clone(), units, moments, coefficient, fixed_reference)
+    if seconds is not None:
+        seconds["seconds_generation"] = generated - started
+        seconds["seconds_forward"] = time.perf_counter() - generated
+    return experience
+
+
+def score_tokens(actors: Actors, rollout: Rollout, sampling: Sampling, micro_batch_size: int | None) -> Scored:
+    """Policy, reference and critic over all replies, in micro-batches of similar length."""
+    batch = Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
+    columns = [torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for _ in range(5)]
+    for rows in micro_batches(rollout.attention_mask, micro_batch_size):
+        part = batch.part(rows)
+        for column, values in zip(columns, _score_part(actors, part, sampling), strict=True):
+            column[rows] = pad_columns(torch.where(part.response_mask, values, 0.0).to(column.dtype), batch.width)
+    return Scored(*columns)
+
+
+@torch.inference_mode()
+def _score_part(actors: Actors, part: Tokens, sampling: Sampling) -> tuple[Tensor, ...]:
+    policy = response_log_distribution(actors.policy, part, sampling)
+    reference = response_log_distribution(actors.reference, part, sampling)
+    return (
+        chosen(policy, part.response),
+        chosen(reference, part.response),
+        full_kl(policy, reference),
+        entropy(policy),
+        response_values(actors.critic, part),
+    )
+
+
+def check_sampler(sampler: Tensor, trainer: Tensor, mask: Tensor, dtype: torch.dtype) -> float:
+    """Largest difference of log-probabilities between sampler and trainer, which is rho = 1 before any update.
+
+    ``RlhfError`` when it is beyond the rounding of ``dtype``: then PPO's ratios would be wrong from the first step on.
+    """
+    gap = float((sampler - trainer)[mask].abs().max()) if bool(mask.any()) else 0.0
+    limit = TOLERANCE.get(dtype, LOW_PRECISION_TOLERANCE)
+    if not gap <= limit:
+        raise RlhfError(
+            f"the sampler's log-probabilities differ from the trainer's by {gap:.3g} (at most {limit:g} is rounding): "
+            "the distribution that samples is not the one that is scored; check that the model handles left padding, "
+            "position ids and a key-value cache, and that its weights are finite"
+        )
+    return gap
+
+
+def assemble(
+    rollout: Rollout,
+    scored: Scored,
+    scores: Tensor,
+    units: PpoUnits,
+    moments: RunningMoments,
+    coefficient: float,
+    fixed_reference: bool = False,
+) -> Experience:
+    """Rewards, advantages and returns of scored replies, in the order of ALGORITHMS section 4."""
+    mask = rollout.response_mask
+    moments.update(scores)
+    shaped = transform_scores(scores, moments, units.reward)
+    shaped = shape_scores(shaped, rollout.lengths, rollout.finished, units.reward, units.max_new_tokens)
+    kl = kl_estimate(scored.policy_logprobs, scored.ref_logprobs, "k1")
+    rewards = token_rewards(shaped, mask, kl, coefficient if units.kl.placement == "reward" else 0.0)
+    advantages, returns = gae(rewards, scored.values, mask, units.advantage.gamma, units.advantage.lam)
+    return Experience(
+        tokens=rollout.tokens,
+        attention_mask=rollout.attention_mask,
+        response_mask=mask,
+        finished=rollout.finished,
+        sampler_logprobs=rollout.logprobs,
+        policy_logprobs=scored.policy_logprobs,
+        old_logprobs=scored.ref_logprobs if fixed_reference else scored.policy_logprobs,
+        ref_logprobs=scored.ref_logprobs,
+        full_kl=scored.full_kl,
+        entropy=scored.entropy,
+        values=scored.values,
+        scores=scores,
+        shaped_scores=shaped,
+        token_rewards=rewards,
+        advantages=advantages,
+        returns=returns,
+        monte_carlo=monte_carlo_returns(rewards, mask, units.advantage.gamma),
+    )
+
+
+def _plain(rollout: Rollout) -> Rollout:
+    """Copies made outside inference mode."""
+    return Rollout(
+        rollout.tokens.clone(),
+        rollout.attention_mask.clone(),
+        rollout.response_mask.clone(),
+        rollout.logprobs.clone(),
+        rollout.finished.clone(),
+    )
+
+
+def sequence_figures(experience: Experience) -> dict[str, float]:
+    """KL and treated reward of a rollout. ``kl_full`` is exact over the vocabulary, in nats per sequence."""
+    mask = experience.response_mask
+    return {
+        "kl_full": float(torch.where(mask, experience.full_kl, 0.0).sum(dim=1).mean()),
+        "reward_treated": float(experience.shaped_scores.mean()),
+        "sampler_gap": float((experience.sampler_logprobs - experience.policy_logprobs)[mask].abs().max()),
+    }

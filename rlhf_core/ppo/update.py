@@ -1,0 +1,207 @@
+"""One PPO update: epochs of minibatch steps of policy and critic on one rollout (ALGORITHMS section 6)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_core.config.ppo import EntropyConfig, PpoConfig
+from rlhf_core.ppo.advantages import treat_advantages
+from rlhf_core.ppo.aggregation import StepSize, aggregate, masked_mean, masked_sum
+from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.forward import Tokens, TokenScorer, chosen, entropy, micro_batches, response_log_distribution
+from rlhf_core.ppo.kl import full_kl, kl_estimate
+from rlhf_core.ppo.objectives import clipped_share, old_policy_kl, ratios, surrogate
+from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
+from rlhf_core.ppo.sampling import Sampling
+from rlhf_core.ppo.value import ValueSettings, accumulate_value_gradient
+from rlhf_core.training.engine import Engine, joint_step
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Everything that stays the same from update to update. ``reference`` is read only for an exact KL in the loss."""
+
+    config: PpoConfig
+    sampling: Sampling
+    policy: PreTrainedModel
+    policy_engine: Engine
+    critic: TokenScorer
+    critic_engine: Engine
+    reference: PreTrainedModel
+    ptx: PtxData | None
+
+    @property
+    def value_settings(self) -> ValueSettings:
+        """How this run's value loss is formed."""
+        config = self.config
+        return ValueSettings(
+            config.value_clip, config.vf_loss_weight, config.surrogate.aggregation, config.micro_batch_size
+        )
+
+
+@dataclass
+class Figures:
+    """Means over the optimiser steps of one update; maxima under names that end in ``_max``; counts."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=lambda: {"steps": 0, "skipped_steps": 0, "early_stopped": 0})
+
+    def add(self, values: dict[str, float]) -> None:
+        """Take in one minibatch."""
+        self.counts["steps"] += 1
+        for name, value in values.items():
+            if name.endswith("_max"):
+                self.maxima[name] = max(self.maxima.get(name, value), value)
+            else:
+                self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def result(self) -> dict[str, float]:
+        """Flat, ready for the history."""
+        steps = max(self.counts["steps"], 1)
+        return {name: value / steps for name, value in self.sums.items()} | self.maxima | self.counts
+
+
+def update(learner: Learner, experience: Experience, coefficient: float, iteration: int) -> dict[str, float]:
+    """All optimiser steps on one rollout; ``iteration`` counts from 0 and fixes every order and ptx batch.
+
+    Returns the figures of the update. A step whose gradient is not finite is skipped by the engine and counted here;
+    the engine raises ``TrainingPaused`` after three in a row.
+    """
+    config, figures = learner.config, Figures()
+    for epoch in range(config.epochs):
+        number = iteration * config.epochs + epoch
+        for part, minibatch in enumerate(experience.minibatches(config.minibatches, config.seed, number)):
+            step = number * config.minibatches + part
+            if not _step(learner, minibatch, coefficient, step, figures):
+                figures.counts["early_stopped"] = 1
+                return figures.result()
+    return figures.result()
+
+
+def _step(learner: Learner, minibatch: Experience, coefficient: float, step: int, figures: Figures) -> bool:
+    """One optimiser step of policy and critic. False when the target KL ended the update before it."""
+    config, limit = learner.config, learner.config.target_kl_early_stop
+    before = survey(learner, minibatch) if limit is not None or config.entropy.kind == "target" else None
+    if limit is not None and before is not None and before.old_policy_kl > limit:
+        return False
+    direction = _entropy_direction(config.entropy, before)
+    found = accumulate_policy_gradient(learner, minibatch, coefficient, direction)
+    if learner.ptx is not None and config.ptx.weight > 0:
+        found["ptx_loss"] = accumulate_ptx_gradient(
+            learner.policy_engine, learner.policy, learner.ptx, step, config.ptx.weight, config.micro_batch_size
+        )
+    found |= accumulate_value_gradient(learner.critic_engine, learner.critic, minibatch, learner.value_settings)
+    engines = (learner.policy_engine, learner.critic_engine)
+    if config.gradient_norm == "joint":
+        results = joint_step(engines, config.policy_optimizer.max_grad_norm)
+    else:
+        results = [engine.step() for engine in engines]
+    figures.counts["skipped_steps"] += sum(result.skipped for result in results)
+    figures.add(found | {"policy_grad_norm": results[0].grad_norm, "critic_grad_norm": results[1].grad_norm,
+                         "policy_lr": results[0].lr, "critic_lr": results[1].lr})  # fmt: skip
+    return True
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What the current policy looks like on a minibatch, found by a pass without gradient."""
+
+    old_policy_kl: float  # nats per token
+    entropy: float  # nats per token
+
+
+@torch.no_grad()
+def survey(learner: Learner, minibatch: Experience) -> Survey:
+    """Figures of a whole minibatch that decide about its step before any micro-batch of it is differentiated."""
+    kl_sum, entropy_sum = 0.0, 0.0
+    for rows in micro_batches(minibatch.attention_mask, learner.config.micro_batch_size):
+        batch = minibatch.batch.part(rows)
+        log_probabilities = response_log_distribution(learner.policy, batch, learner.sampling)
+        logprobs = chosen(log_probabilities, batch.response)
+        ratio = ratios(logprobs, minibatch.old_logprobs[rows, : batch.width], batch.response_mask)
+        kl_sum += float(masked_sum(old_policy_kl(ratio), batch.response_mask))
+        entropy_sum += float(masked_sum(entropy(log_probabilities), batch.response_mask))
+    tokens = StepSize.of(minibatch.response_mask).tokens
+    return Survey(kl_sum / tokens, entropy_sum / tokens)
+
+
+def _entropy_direction(settings: EntropyConfig, before: Survey | None) -> float:
+    """Sign of the entropy in the loss: -1 for a bonus, that of (mean entropy - target) for a target.
+
+    |H - target| is a function of the mean over the whole step, so its sign must be known before the micro-batches.
+    """
+    if settings.kind == "target" and before is not None:
+        return 1.0 if before.entropy > settings.target else -1.0
+    return -1.0 if settings.kind == "bonus" else 0.0
+
+
+def accumulate_policy_gradient(
+    learner: Learner, minibatch: Experience, coefficient: float, entropy_direction: float
+) -> dict[str, float]:
+    """Backward pass of the policy's loss over a minibatch, in micro-batches that never change the gradient."""
+    config = learner.config
+    size = StepSize.of(minibatch.response_mask)
+    advantages = treat_advantages(minibatch.advantages, minibatch.response_mask, config.advantage)
+    found: dict[str, float] = {"ratio_max": 0.0}
+    for rows in micro_batches(minibatch.attention_mask, config.micro_batch_size):
+        batch = minibatch.batch.part(rows)
+        log_probabilities = response_log_distribution(learner.policy, batch, learner.sampling)
+        logprobs = chosen(log_probabilities, batch.response)
+        mask, width = batch.response_mask, batch.width
+        ratio = ratios(logprobs, minibatch.old_logprobs[rows, :width], mask)
+        terms = surrogate(ratio, advantages[rows, :width], config.surrogate)
+        if config.kl.placement == "loss" and coefficient > 0:
+            terms = terms + coefficient * _kl_term(learner, minibatch.ref_logprobs[rows, :width], batch,
+                                                   log_probabilities, logprobs)  # fmt: skip
+        loss = aggregate(terms, mask, size, config.surrogate.aggregation)
+        learner.policy_engine.backward(
+            loss + _entropy_term(log_probabilities, mask, size, entropy_direction * config.entropy.weight)
+        )
+        _collect(found, loss, ratio.detach(), advantages[rows, :width], mask, size, config)
+    return found
+
+
+def _entropy_term(log_probabilities: Tensor, mask: Tensor, size: StepSize, weight: float) -> Tensor | float:
+    """``weight * H`` of this micro-batch, with H the mean over the tokens of the step."""
+    return weight * masked_sum(entropy(log_probabilities), mask) / size.tokens if weight else 0.0
+
+
+def _kl_term(
+    learner: Learner, ref_logprobs: Tensor, batch: Tokens, log_probabilities: Tensor, logprobs: Tensor
+) -> Tensor:
+    """KL of the current policy to the reference as a loss term (B, T); masked positions may hold anything."""
+    estimator = learner.config.kl.estimator
+    if estimator != "full":
+        return kl_estimate(torch.where(batch.response_mask, logprobs, ref_logprobs), ref_logprobs, estimator)
+    with torch.no_grad():
+        reference = response_log_distribution(learner.reference, batch, learner.sampling)
+    return full_kl(log_probabilities, reference)
+
+
+def _collect(
+    found: dict[str, float], loss: Tensor, ratio: Tensor, advantages: Tensor, mask: Tensor, size: StepSize,
+    config: PpoConfig,
+) -> None:  # fmt: skip
+    """Add one micro-batch's share of the step's figures."""
+    clip = config.surrogate.clip if config.surrogate.kind == "clip" else None
+    shares = {
+        "policy_loss": float(loss.detach()),
+        "ratio_mean": float(masked_sum(ratio, mask)) / size.tokens,
+        "old_policy_kl": float(masked_sum(old_policy_kl(ratio), mask)) / size.tokens,
+    }
+    if clip is not None:
+        shares["clip_fraction"] = float(masked_sum(clipped_share(ratio, advantages, clip).float(), mask)) / size.tokens
+    for name, value in shares.items():
+        found[name] = found.get(name, 0.0) + value
+    found["ratio_max"] = max(found["ratio_max"], float(ratio.max()))
+
+
+def first_ratio(experience: Experience) -> float:
+    """Mean ratio before any step: 1 up to rounding, except with the fixed reference as behaviour policy."""
+    ratio = ratios(experience.policy_logprobs, experience.old_logprobs, experience.response_mask)
+    return float(masked_mean(ratio, experience.response_mask))

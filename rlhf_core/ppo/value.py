@@ -1,0 +1,64 @@
+"""The critic's objective and its share of an update (ALGORITHMS section 6). Shapes: B sequences, T response positions.
+
+It stands apart from the policy's objectives, so that a change to those leaves critic pre-training as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_core.ppo.aggregation import Aggregation, StepSize, aggregate, masked_sum
+from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.forward import TokenScorer, micro_batches, response_values
+from rlhf_core.training.engine import Engine
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """``max((V-R)^2, (clip(V, V_old-eps, V_old+eps)-R)^2) / 2``, unclipped with ``clip=None``: (B, T) -> (B, T)."""
+    squared = (values - returns).square()
+    if clip is not None:
+        near = old_values + (values - old_values).clamp(-clip, clip)
+        squared = torch.maximum(squared, (near - returns).square())
+    return squared / 2
+
+
+def value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """Where the clipped branch of the value loss is the larger one, so that it has no gradient: bool (B, T)."""
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    return (near - returns).square() > (values - returns).square()
+
+
+@dataclass(frozen=True)
+class ValueSettings:
+    """How the value loss is formed. ``weight`` only matters where the gradient norm is shared with the policy."""
+
+    clip: float | None
+    weight: float = 1.0
+    aggregation: Aggregation = "token"
+    micro_batch_size: int | None = None
+
+
+def accumulate_value_gradient(
+    engine: Engine, critic: TokenScorer, minibatch: Experience, settings: ValueSettings
+) -> dict[str, float]:
+    """Backward pass of the value loss over a minibatch, in micro-batches that never change the gradient.
+
+    Returns ``value_loss`` (unweighted) and ``value_clip_fraction``.
+    """
+    size = StepSize.of(minibatch.response_mask)
+    loss_sum, clipped = 0.0, 0.0
+    for rows in micro_batches(minibatch.attention_mask, settings.micro_batch_size):
+        part = minibatch.batch.part(rows)
+        mask, width = part.response_mask, part.width
+        old, returns = minibatch.values[rows, :width], minibatch.returns[rows, :width]
+        values = response_values(critic, part)
+        loss = aggregate(value_loss(values, old, returns, settings.clip), mask, size, settings.aggregation)
+        engine.backward(settings.weight * loss)
+        loss_sum += float(loss.detach())
+        if settings.clip is not None:
+            hit = value_clipped(values.detach(), old, returns, settings.clip)
+            clipped += float(masked_sum(hit.float(), mask)) / size.tokens
+    return {"value_loss": loss_sum, "value_clip_fraction": clipped}
