@@ -28,7 +28,7 @@ QUARANTINE_SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Quarantined:
-    """One refused row: its kind, id (or ``FILE:POSITION`` where it never became a row), reasons, and content as JSON."""
+    """One refused row: kind, id (``FILE:POSITION`` where it never became a row), reasons, and content as JSON."""
 
     kind: str
     id: str

@@ -33,7 +33,7 @@ def run(config: CollectConfig, inputs: Paths, outputs: Paths, tracker: Tracker) 
         rows, derived = _from_world(config), dict.fromkeys(KINDS, "")
     else:
         files = _read_files(config, workspace)
-        rows, derived = derive_missing({kind: _all_rows(files[kind]) for kind in KINDS})
+        rows, derived = derive_missing({kind: _all_rows(files[kind]) for kind in KINDS if files[kind]})
     rows = {kind: listed[: config.limit] for kind, listed in rows.items()}
     with atomic_dir(outputs.raw) as folder:
         for kind in KINDS:
@@ -91,21 +91,22 @@ def _all_rows(files: Sequence[FileRows]) -> list[dict[str, Any]]:
 
 
 def derive_missing(rows: Rows) -> tuple[Rows, dict[str, str]]:
-    """Fill empty kinds and tell from what: demonstrations from preferred replies, prompts from every prompt there is,
-    pretraining text from demonstrations. Derived rows are distinct, and keep the group of the row they come from."""
+    """Add the kinds that ``rows`` lacks and tell from what: demonstrations from preferred replies, prompts from every
+    prompt there is, pretraining text from demonstrations. Derived rows are distinct, and keep the group of the row they
+    come from. A kind that was given but has no usable row stays empty: the data gate reports it."""
     derived = dict.fromkeys(KINDS, "")
     full = {kind: list(listed) for kind, listed in rows.items()}
-    if not full["demonstrations"]:
+    if "demonstrations" not in full:
         derived["demonstrations"] = "preferences"
         full["demonstrations"] = _distinct(
             "demonstrations",
             [_about(row) | {"prompt": row["prompt"], "reply": row["chosen"]} for row in full["preferences"]],
         )
-    if not full["prompts"]:
+    if "prompts" not in full:
         derived["prompts"] = "preferences, demonstrations"
         asked = [*full["preferences"], *full["demonstrations"]]
         full["prompts"] = _distinct("prompts", [_about(row) | {"prompt": row["prompt"]} for row in asked])
-    if not full["pretrain"]:
+    if "pretrain" not in full:
         derived["pretrain"] = "demonstrations"
         told = full["demonstrations"]
         full["pretrain"] = _distinct(

@@ -1,0 +1,150 @@
+"""What a row must satisfy, as columns: numbers with bounds, and flags that are 1 where a row is in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.data.schema import ROLES
+
+REPLIES = {"preferences": ("chosen", "rejected"), "demonstrations": ("reply",), "prompts": (), "pretrain": ("text",)}
+# Control characters other than tab and newlines, the C1 block (UTF-8 read as Latin-1), and the replacement character.
+CONTROL = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x{9f}\x{fffd}\x{fffe}\x{ffff}]"
+# UTF-8 read as Windows-1252: the lead byte of a two-, three- or four-byte character, seen with what follows it.
+MOJIBAKE = r"Ã[\x{a0}-\x{bf}\x{192}\x{201a}\x{201e}\x{2020}\x{2030}]|Â[\x{a0}-\x{bf}]|â€|ï¿½|ðŸ"
+SECRETS = "|".join(
+    (
+        r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY-----",
+        r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
+        r"\bsk-(?:[a-z]+-)*[A-Za-z0-9_-]{20,}",
+        r"\bgh[pousr]_[A-Za-z0-9]{36,}",
+        r"\bgithub_pat_[A-Za-z0-9_]{50,}",
+        r"\bglpat-[A-Za-z0-9_-]{20,}",
+        r"\bhf_[A-Za-z0-9]{30,}",
+        r"\bxox[abprs]-[A-Za-z0-9-]{10,}",
+        r"\bAIza[0-9A-Za-z_-]{35}",
+        r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",
+    )
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One expectation of a column, and the reason a row is refused for. Without bounds the column is a flag."""
+
+    column: str
+    reason: str
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether the column holds 1 for rows in order and 0 for others."""
+        return self.low is None and self.high is None
+
+
+def checks_for(kind: str, config: ValidateConfig) -> list[Check]:
+    """The checks of a kind, in the order in which reasons are listed."""
+    checks = [Check("complete", "a required column is null")]
+    if kind != "pretrain":
+        checks += [
+            Check("prompt_not_empty", "a turn of the prompt is empty"),
+            Check("roles", "roles do not alternate between user and assistant, or the last turn is not the user's"),
+            Check("turns", f"more than {config.max_turns} turns", 1, config.max_turns),
+            Check(
+                "prompt_chars", f"the prompt is over {config.max_prompt_chars} characters", 0, config.max_prompt_chars
+            ),
+        ]
+    for name in REPLIES[kind]:
+        checks.append(Check(f"{name}_not_empty", f"{name} is empty"))
+        if kind != "pretrain":
+            limit = config.max_reply_chars
+            checks.append(Check(f"{name}_chars", f"{name} is over {limit} characters", 0, limit))
+    if kind == "preferences":
+        checks += [
+            Check("replies_differ", "chosen and rejected are the same text"),
+            Check("not_contradicted", "the same pair is also labelled the other way round"),
+            Check("margin_finite", "the margin is not a finite number"),
+        ]
+    checks += [
+        Check("not_duplicate", "an exact copy of an earlier row"),
+        Check("no_control_characters", "control or replacement characters"),
+        Check("no_mojibake", "text decoded with the wrong encoding (mojibake)"),
+    ]
+    return [*checks, Check("no_secrets", "looks like an access key or a private key")] if config.secrets else checks
+
+
+def check_frame(kind: str, table: pa.Table, config: ValidateConfig) -> pd.DataFrame:
+    """A frame with ``row_id`` (position in ``table``), ``id`` and every column that :func:`checks_for` names."""
+    frame = pd.DataFrame({"row_id": np.arange(table.num_rows), "id": table.column("id").to_pylist()})
+    required = [name for name in table.column_names if name != "margin"]
+    complete = np.ones(table.num_rows, dtype=bool)
+    for name in required:
+        complete &= ~table.column(name).is_null().to_numpy()
+    frame["complete"] = complete.astype(int)
+    texts = {name: pc.fill_null(table.column(name), "") for name in REPLIES[kind]}
+    keys: list[list[Any]] = [text.to_pylist() for text in texts.values()]
+    if kind != "pretrain":
+        prompts = table.column("prompt").to_pylist()
+        texts["prompt"] = pa.chunked_array([_prompt_columns(frame, prompts)])
+        keys.insert(0, texts["prompt"].to_pylist())
+    for name in REPLIES[kind]:
+        frame[f"{name}_not_empty"] = _flag(pc.match_substring_regex(texts[name], r"\S"))
+        frame[f"{name}_chars"] = pc.utf8_length(texts[name]).to_numpy()
+    _text_flags(frame, texts, config)
+    frame["not_duplicate"] = (~pd.DataFrame(dict(enumerate(keys))).duplicated()).astype(int).to_numpy()
+    if kind == "preferences":
+        _pair_flags(frame, table, keys)
+    return frame
+
+
+def _flag(values: pa.ChunkedArray) -> np.ndarray:
+    return values.to_numpy().astype(int)
+
+
+def _prompt_columns(frame: pd.DataFrame, prompts: list[list[dict[str, str | None]] | None]) -> pa.Array:
+    """Add the prompt's columns; return each prompt as one text in which roles count (the key of equal prompts)."""
+    turns = [[(turn["role"] or "", turn["content"] or "") for turn in prompt or [] if turn] for prompt in prompts]
+    frame["turns"] = [len(prompt) for prompt in turns]
+    frame["prompt_chars"] = [sum(len(content) for _, content in prompt) for prompt in turns]
+    frame["prompt_not_empty"] = [int(bool(p) and all(content.strip() for _, content in p)) for p in turns]
+    frame["roles"] = [int(roles_in_order([role for role, _ in prompt])) for prompt in turns]
+    return pa.array(["\n\n".join(f"{role}: {content}" for role, content in prompt) for prompt in turns], pa.string())
+
+
+def roles_in_order(roles: list[str]) -> bool:
+    """Optional system turn first, then user and assistant in turn, the user last."""
+    spoken = roles[1:] if roles[:1] == ["system"] else roles
+    known = all(role in ROLES and role != "system" for role in spoken)
+    return known and spoken[:1] == ["user"] and spoken[-1:] == ["user"] and all(a != b for a, b in pairwise(spoken))
+
+
+def _text_flags(frame: pd.DataFrame, texts: dict[str, pa.ChunkedArray], config: ValidateConfig) -> None:
+    """Patterns that no text of a row may match."""
+    patterns = {"no_control_characters": CONTROL, "no_mojibake": MOJIBAKE}
+    if config.secrets:
+        patterns["no_secrets"] = SECRETS
+    for column, pattern in patterns.items():
+        found = np.zeros(len(frame), dtype=bool)
+        for text in texts.values():
+            found |= pc.match_substring_regex(text, pattern).to_numpy().astype(bool)
+        frame[column] = (~found).astype(int)
+
+
+def _pair_flags(frame: pd.DataFrame, table: pa.Table, keys: list[list[Any]]) -> None:
+    """What concerns the two replies of a pair together. A pair labelled both ways is refused on both sides."""
+    prompts, chosen, rejected = keys
+    frame["replies_differ"] = [int(a.split() != b.split()) for a, b in zip(chosen, rejected, strict=True)]
+    labelled = set(zip(prompts, chosen, rejected, strict=True))
+    swapped = zip(prompts, rejected, chosen, strict=True)
+    same = (a == b for a, b in zip(chosen, rejected, strict=True))
+    frame["not_contradicted"] = [int(equal or pair not in labelled) for equal, pair in zip(same, swapped, strict=True)]
+    margin = table.column("margin").to_pandas().astype(float)
+    frame["margin_finite"] = (table.column("margin").is_null().to_numpy() | np.isfinite(margin.to_numpy())).astype(int)

@@ -1,0 +1,103 @@
+"""The clean data set: which table goes into which file, and what there is to say about it in numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rlhf_core.config.validate import SplitConfig
+from rlhf_core.data.schema import write_table
+from rlhf_core.data.splits import assign, is_referee, overlap
+from rlhf_core.data.validation import Validated
+
+Tables = dict[str, pa.Table]
+Numbers = dict[str, float]
+
+
+def split_tables(clean: Mapping[str, pa.Table], seed: int, config: SplitConfig) -> Tables:
+    """Tables by ``FOLDER/SPLIT`` as they lie under ``data/clean``.
+
+    ``preferences`` and ``preferences_referee`` share no train or validation group; the test pairs are common.
+    Pretraining text of test groups is left out: it may hold the very replies that are tested.
+    """
+    files: Tables = {}
+    for kind, table in clean.items():
+        groups = table.column("group").to_pylist()
+        splits = np.array(assign(groups, seed, config), dtype=object)
+        for split in ("train", "validation") if kind == "pretrain" else ("train", "validation", "test"):
+            files[f"{kind}/{split}"] = table.filter(pa.array(splits == split))
+    for split in ("train", "validation"):
+        table = files[f"preferences/{split}"]
+        theirs = np.array([is_referee(g, seed, config) for g in table.column("group").to_pylist()], dtype=bool)
+        files[f"preferences_referee/{split}"] = table.filter(pa.array(theirs))
+        files[f"preferences/{split}"] = table.filter(pa.array(~theirs))
+    return files
+
+
+def write_splits(folder: Path, files: Tables) -> None:
+    """Write ``FOLDER/SPLIT.parquet`` files."""
+    for name, table in files.items():
+        write_table(folder / f"{name}.parquet", table)
+
+
+def group_overlap(files: Tables) -> int:
+    """Groups in more than one split, counted over all kinds, plus groups shared by reward model and referee."""
+    by_split: dict[str, set[str]] = {}
+    groups = {name: set(table.column("group").to_pylist()) for name, table in files.items()}
+    for name, found in groups.items():
+        by_split.setdefault(name.split("/")[1], set()).update(found)
+    halves = [
+        set().union(*(groups[f"{half}/{split}"] for split in ("train", "validation")))
+        for half in ("preferences", "preferences_referee")
+    ]
+    return overlap(by_split.values()) + overlap(halves)
+
+
+def data_metrics(validated: Validated, files: Tables) -> dict[str, Numbers | float]:
+    """Rows, shares and mean lengths by kind; one level deep, all finite."""
+    quarantined = Counter(row.kind for row in validated.quarantined)
+    metrics: dict[str, Numbers | float] = {"group_overlap": float(group_overlap(files))}
+    for kind, table in validated.clean.items():
+        raw = validated.raw_rows[kind]
+        numbers = {
+            "raw": float(raw),
+            "clean": float(table.num_rows),
+            "quarantined": float(quarantined[kind]),
+            "quarantined_share": quarantined[kind] / raw if raw else 0.0,
+            "groups": float(pc.count_distinct(table.column("group")).as_py()),
+        }
+        for name, part in files.items():
+            folder, split = name.split("/")
+            if folder == kind:
+                numbers[split] = float(part.num_rows)
+            elif kind == "preferences" and folder == "preferences_referee":
+                numbers[f"referee_{split}"] = float(part.num_rows)
+        numbers |= _lengths(kind, table)
+        numbers |= {f"failed_{check}": float(n) for check, n in sorted(validated.failed_checks[kind].items())}
+        metrics[kind] = numbers
+    pretrain = validated.clean["pretrain"].num_rows
+    held_out = pretrain - sum(files[f"pretrain/{split}"].num_rows for split in ("train", "validation"))
+    return metrics | {"pretrain_held_out": float(held_out)}
+
+
+def _lengths(kind: str, table: pa.Table) -> Numbers:
+    """Mean characters of each text column, and how often the preferred reply is the longer one."""
+    if not table.num_rows:
+        return {}
+    numbers: Numbers = {}
+    if "prompt" in table.column_names:
+        turns = [len(message["content"]) for prompt in table.column("prompt").to_pylist() for message in prompt]
+        numbers["mean_prompt_chars"] = sum(turns) / table.num_rows
+    for name in ("chosen", "rejected", "reply", "text"):
+        if name in table.column_names:
+            numbers[f"mean_{name}_chars"] = float(pc.mean(pc.utf8_length(table.column(name))).as_py())
+    if kind == "preferences":
+        lengths = [pc.utf8_length(table.column(name)).to_numpy() for name in ("chosen", "rejected")]
+        numbers["chosen_longer_share"] = float(np.mean(lengths[0] > lengths[1]))
+        numbers["margin_known_share"] = 1.0 - table.column("margin").null_count / table.num_rows
+    return numbers

@@ -1,0 +1,75 @@
+"""Raw tables in; clean tables, quarantined rows and counts out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.data.checks import check_frame, checks_for
+from rlhf_core.data.expectations import run_suites
+from rlhf_core.data.quarantine import Quarantined, quarantine_rows, read_refused
+from rlhf_core.data.schema import ROW_TYPES, arrow_schema, read_table
+from rlhf_core.errors import DataError
+
+
+@dataclass
+class Validated:
+    """Clean tables by kind, every quarantined row, and how many rows there were and failed which check."""
+
+    clean: dict[str, pa.Table]
+    quarantined: list[Quarantined]
+    raw_rows: dict[str, int]
+    failed_checks: dict[str, Counter[str]] = field(default_factory=dict)
+
+
+def read_raw(raw: Path) -> dict[str, pa.Table]:
+    """``data/raw/KIND/data.parquet`` of every kind; ``DataError`` when one is missing or its columns are not ours."""
+    tables = {}
+    for kind in ROW_TYPES:
+        path = raw / kind / "data.parquet"
+        table, schema = read_table(path), arrow_schema(kind)
+        missing = [name for name in schema.names if name not in table.column_names]
+        if missing:
+            raise DataError(f"{path} lacks the column {', '.join(missing)}; collect the data again")
+        try:
+            tables[kind] = table.select(schema.names).cast(schema).combine_chunks()
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
+            raise DataError(f"{path} has columns of other types than the schema's: {error}") from error
+    return tables
+
+
+def validate(
+    tables: Mapping[str, pa.Table], refused: Sequence[Quarantined], config: ValidateConfig, docs: Path
+) -> Validated:
+    """Check every row of every kind and write the data docs to the folder ``docs``.
+
+    A row that fails any check goes to the quarantine with all its reasons; ``refused`` (what readers could not take)
+    is put before them.
+    """
+    filled = {kind: table for kind, table in tables.items() if table.num_rows}
+    checks = {kind: checks_for(kind, config) for kind in filled}
+    frames = {kind: check_frame(kind, table, config) for kind, table in filled.items()}
+    failures = run_suites(frames, checks, docs) if frames else {}
+    refused_rows = Counter(row.kind for row in refused)
+    result = Validated({}, list(refused), {kind: table.num_rows + refused_rows[kind] for kind, table in tables.items()})
+    for kind, table in tables.items():
+        failed = failures.get(kind, {})
+        reason = {check.column: check.reason for check in checks.get(kind, [])}
+        named = {row: [reason[column] for column in columns] for row, columns in failed.items()}
+        result.quarantined += quarantine_rows(kind, table, named)
+        result.failed_checks[kind] = Counter(column for columns in failed.values() for column in columns)
+        keep = np.ones(table.num_rows, dtype=bool)
+        keep[list(failed)] = False
+        result.clean[kind] = table.filter(pa.array(keep, pa.bool_()))
+    return result
+
+
+def validate_raw(raw: Path, config: ValidateConfig, docs: Path) -> Validated:
+    """:func:`validate` of the folder that collect wrote."""
+    return validate(read_raw(raw), read_refused(raw / "refused.parquet"), config, docs)

@@ -1,0 +1,102 @@
+"""Validate: check every row, quarantine what fails, split by prompt group, and open or shut the data gate."""
+
+from __future__ import annotations
+
+import shutil
+
+from rlhf_core.config.gates import Condition
+from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.data.dataset import Numbers, Tables, data_metrics, split_tables, write_splits
+from rlhf_core.data.quarantine import write_quarantine
+from rlhf_core.data.validation import validate_raw
+from rlhf_core.errors import DataError
+from rlhf_core.files import atomic_dir, atomic_write_json, sha256_file
+from rlhf_core.gates import GateDecision, decide
+from rlhf_core.stages.base import Paths, Stage
+from rlhf_core.tracking import Tracker
+
+STAGE = Stage(
+    name="validate",
+    section="validate",
+    config=ValidateConfig,
+    inputs={"raw": "data/raw"},
+    outputs={
+        "clean": "data/clean",
+        "quarantine": "data/quarantine.parquet",
+        "docs": "data/docs",
+        "metrics": "metrics/data.json",
+        "gate": "gates/data.json",
+    },
+)
+
+
+def run(config: ValidateConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Numbers | float]:
+    """Write clean splits, quarantine, data docs, metrics and the gate's evidence.
+
+    Raises ``DataError`` when the data gate fails; everything but the clean data is written then, as the evidence.
+    """
+    with atomic_dir(outputs.docs) as docs:
+        validated = validate_raw(inputs.raw, config, docs)
+    files = split_tables(validated.clean, config.seed, config.split)
+    metrics = data_metrics(validated, files)
+    write_quarantine(outputs.quarantine, validated.quarantined)
+    atomic_write_json(outputs.metrics, metrics)
+    decision = decide(
+        "data", gate_conditions(config, files), metrics, evidence={"metrics/data.json": sha256_file(outputs.metrics)}
+    )
+    decision.save(outputs.gate)
+    if not decision.passed:
+        # Clean data of an earlier run must not be taken for this one's.
+        shutil.rmtree(outputs.clean, ignore_errors=True)
+        raise DataError(_failure(decision, metrics))
+    with atomic_dir(outputs.clean) as folder:
+        write_splits(folder, files)
+    return metrics
+
+
+def gate_conditions(config: ValidateConfig, files: Tables) -> list[Condition]:
+    """The data gate: enough rows of each kind, few in quarantine, no empty split, no group in two splits."""
+    conditions = [
+        Condition(metric="group_overlap", at_most=0, why="a prompt in two splits makes every held-out number a lie")
+    ]
+    for kind in ("preferences", "demonstrations", "prompts", "pretrain"):
+        least = 1 if kind == "pretrain" else config.min_rows
+        conditions += [
+            Condition(metric=f"{kind}.clean", at_least=least, why="too few rows to learn or to judge from"),
+            Condition(
+                metric=f"{kind}.quarantined_share",
+                at_most=config.max_quarantined,
+                why="so many bad rows mean that the source, or how it is read, is wrong",
+            ),
+        ]
+    for name in files:
+        folder, split = name.split("/")
+        metric = f"preferences.referee_{split}" if folder == "preferences_referee" else f"{folder}.{split}"
+        conditions.append(Condition(metric=metric, at_least=1, why="a stage reads this split"))
+    return conditions
+
+
+def _failure(decision: GateDecision, metrics: dict[str, Numbers | float]) -> str:
+    """One line: the failed conditions, the commonest reason where the quarantine is the trouble, and where to look."""
+    failed = [condition for condition in decision.conditions if not condition.passed]
+    parts = []
+    for condition in failed[:4]:
+        value = "missing" if condition.value is None else f"{condition.value:.4g}"
+        parts.append(f"{condition.metric} is {value}, must be {condition.bound}{_commonest(condition.metric, metrics)}")
+    more = f" and {len(failed) - 4} more" if len(failed) > 4 else ""
+    return (
+        f"the data gate failed: {'; '.join(parts)}{more}. Reasons by row are in data/quarantine.parquet and data/docs, "
+        "all conditions in gates/data.json; mend or add data, or change the limits in section validate"
+    )
+
+
+def _commonest(metric: str, metrics: dict[str, Numbers | float]) -> str:
+    kind, _, name = metric.partition(".")
+    numbers = metrics.get(kind)
+    if name != "quarantined_share" or not isinstance(numbers, dict):
+        return ""
+    failed = {key.removeprefix("failed_"): count for key, count in numbers.items() if key.startswith("failed_")}
+    if not failed:
+        return " (refused by the reader)"
+    worst = max(failed, key=lambda key: failed[key])
+    return f" (most often check {worst}: {failed[worst]:.0f} rows)"
