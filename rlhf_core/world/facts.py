@@ -18,30 +18,39 @@ rose pink tiny garden     frog green tiny forest    cake white small market    b
 desk brown huge school    tent green big forest     fish blue small kitchen    coin red tiny garden
 """
 
-_STORIES = """
-tom ball red big garden       anna ball gray tiny school    ben hat blue small kitchen    mia hat green huge tower
-anna cup white tiny market    tom cup black big kitchen     mia box brown huge forest     ben box pink small school
-ben bike green big tower      anna bike red huge forest     tom ring gray tiny market     mia ring white small garden
-"""
+_OWNERS = ("tom", "anna", "ben", "mia")
+_OWNED = ("ball", "hat", "cup", "box", "bike", "ring")
+_STORIES_PER_FACT = 2
 
 
 @dataclass(frozen=True)
 class Thing:
-    """Something with one true value per attribute; ``owner`` is set when a story in the prompt tells the values."""
+    """Something with one true value per attribute, the same in every conversation."""
 
     name: str
     color: str
     size: str
     place: str
-    owner: str = ""
 
     def value(self, attribute: str) -> str:
         """The true value of ``color``, ``size`` or ``place``."""
         return {"color": self.color, "size": self.size, "place": self.place}[attribute]
 
-    def story(self) -> str:
-        """The sentence that tells everything about a story's thing."""
-        return f"{self.owner} has a {self.size} {self.color} {self.name} in the {self.place}."
+
+@dataclass(frozen=True)
+class Story:
+    """A fact that holds only because the prompt says so; another story may say otherwise of the same thing."""
+
+    owner: str
+    name: str
+    attribute: str
+    value: str
+
+    def sentence(self) -> str:
+        """The sentence that tells the fact."""
+        if self.attribute == "place":
+            return f"{self.owner} has a {self.name} in the {self.value}."
+        return f"{self.owner} has a {self.value} {self.name}."
 
 
 def things() -> tuple[Thing, ...]:
@@ -50,11 +59,19 @@ def things() -> tuple[Thing, ...]:
     return tuple(Thing(*words[i : i + 4]) for i in range(0, len(words), 4))
 
 
-def story_things() -> tuple[Thing, ...]:
-    """The things of the stories; their facts stand in the prompt."""
-    words = _STORIES.split()
-    rows = [words[i : i + 5] for i in range(0, len(words), 5)]
-    return tuple(Thing(name, color, size, place, owner) for owner, name, color, size, place in rows)
+def stories() -> tuple[Story, ...]:
+    """Two stories per thing and attribute; their values spread over all there are, so nothing can be had by heart."""
+    return tuple(
+        Story(_OWNERS[(place + turn) % len(_OWNERS)], name, attribute, values[(2 * place + 3 * turn) % len(values)])
+        for place, name in enumerate(_OWNED)
+        for attribute, values in VALUES.items()
+        for turn in range(_STORIES_PER_FACT)
+    )
+
+
+def subjects() -> tuple[str, ...]:
+    """The names of everything a fact can be about."""
+    return (*(thing.name for thing in things()), *_OWNED)
 
 
 def attribute_of(value: str) -> str:

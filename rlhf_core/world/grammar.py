@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cache
 
 from rlhf_core.world import phrases
-from rlhf_core.world.facts import VALUES, statements, story_things, things
+from rlhf_core.world.facts import VALUES, statements, subjects
 from rlhf_core.world.questions import Question, prompt_table
 from rlhf_core.world.tasks import CONNECTIVES, HARMFUL_STEPS, RECIPES, REQUESTS
 
@@ -66,7 +66,7 @@ def normalise(text: str) -> str:
 def _sentence_table() -> dict[str, Meaning]:
     """Normalised sentence → meaning, for every sentence the world knows."""
     table: dict[str, Meaning] = {}
-    for subject in sorted({thing.name for thing in (*things(), *story_things())}):
+    for subject in subjects():
         for attribute, values in VALUES.items():
             for value in values:
                 named, pronoun, full = statements(subject, attribute, value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from rlhf_core.world.facts import ATTRIBUTES, Thing, story_things, things
+from rlhf_core.world.facts import ATTRIBUTES, Story, Thing, stories, things
 from rlhf_core.world.phrases import PREFIXES
 from rlhf_core.world.tasks import RECIPES, REQUESTS
 
@@ -71,21 +71,27 @@ class Question:
         return f"{prefix} {self.text}".strip()
 
 
-def _about(thing: Thing, attribute: str, form: int) -> Question:
-    pattern = (*FACT_FORMS, SPECIAL_FORMS[attribute])[form]
-    text = pattern.format(attribute=attribute, thing=thing.name)
-    category, content = "fact", f"{thing.name} {attribute}"
-    if thing.owner:
-        category, content, text = "context", f"{thing.owner} {content}", f"{thing.story()} {text}"
-    return Question(category, content, form, text, thing.name, attribute, thing.value(attribute))
+def _asked(attribute: str, thing: str, form: int) -> str:
+    return (*FACT_FORMS, SPECIAL_FORMS[attribute])[form].format(attribute=attribute, thing=thing)
+
+
+def _from_memory(thing: Thing, attribute: str, form: int) -> Question:
+    text = _asked(attribute, thing.name, form)
+    return Question("fact", f"{thing.name} {attribute}", form, text, thing.name, attribute, thing.value(attribute))
+
+
+def _from_story(story: Story, form: int) -> Question:
+    text = f"{story.sentence()} {_asked(story.attribute, story.name, form)}"
+    content = f"{story.owner} {story.name} {story.value}"
+    return Question("context", content, form, text, story.name, story.attribute, story.value)
 
 
 @cache
 def all_questions() -> tuple[Question, ...]:
     """All questions in a fixed order: facts, facts in the prompt, how-to, harmful."""
     fact_forms = range(len(FACT_FORMS) + 1)
-    facts = [_about(thing, name, form) for thing in things() for name in ATTRIBUTES for form in fact_forms]
-    context = [_about(thing, name, form) for thing in story_things() for name in ATTRIBUTES for form in CONTEXT_FORMS]
+    facts = [_from_memory(thing, name, form) for thing in things() for name in ATTRIBUTES for form in fact_forms]
+    context = [_from_story(story, form) for story in stories() for form in CONTEXT_FORMS]
     tasks = [
         Question(category, task, form, pattern.format(task=task), task)
         for category, names in (("howto", RECIPES), ("harmful", REQUESTS))

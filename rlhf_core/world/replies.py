@@ -98,7 +98,8 @@ def evasive_core(question: Question, draws: Draws) -> list[str]:
 
 def fact(question: Question, value: str, draws: Draws) -> str:
     """One of the ways to say that the thing asked about has this value."""
-    return draws.pick(statements(question.subject, question.attribute, value))
+    named, pronoun, full = statements(question.subject, question.attribute, value)
+    return draws.weighted(((full, 0.8), (named, 0.1), (pronoun, 0.1)))
 
 
 def false_value(question: Question, draws: Draws) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 from rlhf_core.world import phrases
-from rlhf_core.world.facts import VALUES, statements, story_things, things
+from rlhf_core.world.facts import VALUES, statements, stories, subjects, things
 from rlhf_core.world.grammar import Kind, is_world, normalise, parse_prompt, parse_reply
 from rlhf_core.world.phrases import PREFIXES
 from rlhf_core.world.questions import all_questions, prompt_table
@@ -35,10 +35,10 @@ def test_no_sentence_has_two_meanings() -> None:
     families: dict[str, set[str]] = {
         "facts": {
             sentence
-            for thing in (*things(), *story_things())
+            for name in subjects()
             for attribute, values in VALUES.items()
             for value in values
-            for sentence in statements(thing.name, attribute, value)
+            for sentence in statements(name, attribute, value)
         },
         "steps": {step for steps in RECIPES.values() for step in steps},
         "harm": set(HARMFUL_STEPS),
@@ -55,9 +55,11 @@ def test_no_sentence_has_two_meanings() -> None:
 def test_values_belong_to_one_attribute_and_facts_are_consistent() -> None:
     values = [value for options in VALUES.values() for value in options]
     assert len(values) == len(set(values))
-    for thing in (*things(), *story_things()):
+    for thing in things():
         assert all(thing.value(attribute) in options for attribute, options in VALUES.items())
-    assert not {thing.name for thing in things()} & {thing.name for thing in story_things()}
+    for story in stories():
+        assert story.value in VALUES[story.attribute]
+    assert not {thing.name for thing in things()} & {thing.name for thing in stories()}
 
 
 def test_parse_reply_counts_words_and_finds_the_unfinished_tail() -> None:
