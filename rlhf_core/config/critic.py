@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from rlhf_core.config.model import OptimizerConfig, StageConfig
+from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig
 from rlhf_core.config.ppo import PpoConfig
 
 
@@ -27,6 +27,7 @@ class CriticConfig(StageConfig):
     plateau: PositiveInt = 8
     value_clip: PositiveFloat | None = None
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3, schedule="constant", warmup=0.0)
+    checkpoint: CheckpointConfig = CheckpointConfig(every=5)
 
 
 class CriticStageConfig(CriticConfig):

@@ -14,8 +14,6 @@ from rlhf_core.errors import DataError
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.training.engine import Engine
 
-SEED_OFFSET = 7_919
-
 
 @dataclass(frozen=True)
 class PtxData:
@@ -32,7 +30,7 @@ class PtxData:
 
     def batch(self, step: int) -> list[tuple[list[int], list[int]]]:
         """The texts of optimiser step ``step``, a function of (seed, step) alone."""
-        rows = batch_at(len(self.sequences), self.batch_size, self.seed + SEED_OFFSET, step)
+        rows = batch_at(len(self.sequences), self.batch_size, self.seed, step)
         return [self.sequences[row] for row in rows]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from rlhf_core.ppo.kl import full_kl, kl_estimate
 from rlhf_core.ppo.rewards import RunningMoments, shape_scores, token_rewards, transform_scores
 from rlhf_core.ppo.sampling import Sampling, philox_uniforms
 
-Scorer = Callable[[Rollout], Tensor]  # raw score of every reply (B,)
+Scorer = Callable[[Tokens], Tensor]  # raw score of every reply (B,)
 # Sampler and trainer run different shapes through different kernels: the last digits differ, no more.
 TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}
 LOW_PRECISION_TOLERANCE = 0.2
@@ -80,10 +81,9 @@ def collect(
     generated = time.perf_counter()
     scored = score_tokens(actors, rollout, sampling, units.micro_batch_size)
     check_sampler(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, actors.policy.dtype)
-    with torch.inference_mode():
-        scores = actors.score(rollout).float()
+    scores = actors.score(Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask))
     # Inference tensors cannot take part in autograd later, so plain copies go on.
-    experience = assemble(_plain(rollout), scored, scores.clone(), units, moments, coefficient, fixed_reference)
+    experience = assemble(_plain(rollout), scored, scores, units, moments, coefficient, fixed_reference)
     if seconds is not None:
         seconds["seconds_generation"] = generated - started
         seconds["seconds_forward"] = time.perf_counter() - generated
@@ -104,7 +104,8 @@ def score_tokens(actors: Actors, rollout: Rollout, sampling: Sampling, micro_bat
 @torch.inference_mode()
 def _score_part(actors: Actors, part: Tokens, sampling: Sampling) -> tuple[Tensor, ...]:
     policy = response_log_distribution(actors.policy, part, sampling)
-    reference = response_log_distribution(actors.reference, part, sampling)
+    same = actors.reference is actors.policy
+    reference = policy if same else response_log_distribution(actors.reference, part, sampling)
     return (
         chosen(policy, part.response),
         chosen(reference, part.response),
@@ -112,6 +113,27 @@ def _score_part(actors: Actors, part: Tokens, sampling: Sampling) -> tuple[Tenso
         entropy(policy),
         response_values(actors.critic, part),
     )
+
+
+class LastTokenModel(Protocol):
+    """A reward model or referee."""
+
+    def last_token_scores(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """(B, L) twice -> scalar at each row's last real token (B,)."""
+
+
+def model_scorer(model: LastTokenModel, micro_batch_size: int | None) -> Scorer:
+    """A scorer that reads ``model`` at the last response token of each reply."""
+
+    def score(batch: Tokens) -> Tensor:
+        scores = torch.zeros(len(batch.tokens), device=batch.tokens.device)
+        with torch.inference_mode():
+            for rows in micro_batches(batch.attention_mask, micro_batch_size):
+                part = batch.part(rows)
+                scores[rows] = model.last_token_scores(part.tokens, part.attention_mask).float()
+        return scores
+
+    return score
 
 
 def check_sampler(sampler: Tensor, trainer: Tensor, mask: Tensor, dtype: torch.dtype) -> float:

@@ -19,6 +19,7 @@ from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
 from rlhf_core.ppo.sampling import Sampling
 from rlhf_core.ppo.value import ValueSettings, accumulate_value_gradient
 from rlhf_core.training.engine import Engine, joint_step
+from rlhf_core.training.rng import derive_seed
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,10 @@ def update(learner: Learner, experience: Experience, coefficient: float, iterati
     the engine raises ``TrainingPaused`` after three in a row.
     """
     config, figures = learner.config, Figures()
+    seed = derive_seed(config.seed, "ppo", "minibatches")
     for epoch in range(config.epochs):
         number = iteration * config.epochs + epoch
-        for part, minibatch in enumerate(experience.minibatches(config.minibatches, config.seed, number)):
+        for part, minibatch in enumerate(experience.minibatches(config.minibatches, seed, number)):
             step = number * config.minibatches + part
             if not _step(learner, minibatch, coefficient, step, figures):
                 figures.counts["early_stopped"] = 1

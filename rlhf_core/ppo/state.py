@@ -1,0 +1,122 @@
+"""The partial state of a PPO or critic run on disk, complete enough that a resumed run equals an uninterrupted one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlhf_core.files import atomic_dir, atomic_write_json, read_json
+from rlhf_core.training import checkpoint
+from rlhf_core.training.engine import Engine, EngineState
+from rlhf_core.training.rng import rng_state, set_rng_state
+
+
+class Lines:
+    """A file of JSON lines that can be taken back to an earlier length, so that replayed rows do not appear twice."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return self.path.stat().st_size
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one row. Numbers that are not finite become null, which every JSON reader takes."""
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")
+
+    def truncate(self, size: int) -> None:
+        """Forget what was written after the first ``size`` bytes."""
+        with self.path.open("r+b") as stream:
+            stream.truncate(size)
+
+    def flush(self) -> None:
+        """On disk, before a checkpoint relies on it."""
+        with self.path.open("rb") as stream:
+            os.fsync(stream.fileno())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows."""
+        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+
+
+def finite(value: Any) -> Any:
+    """``value`` with every number that is not finite replaced by None, in mappings and lists too."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The engines and line files of a run, by name, and where its checkpoints go."""
+
+    directory: Path
+    engines: Mapping[str, Engine]
+    lines: Mapping[str, Lines]
+    keep: int
+
+    def save(self, iteration: int, meta: Mapping[str, Any]) -> None:
+        """Checkpoint after ``iteration`` iterations: engines, generators, line offsets and ``meta`` (JSON)."""
+        tensors, generators = rng_state()
+        engines: dict[str, Any] = {}
+        for name, engine in self.engines.items():
+            state = engine.state()
+            engines[name] = state.meta
+            tensors |= {f"{name}/{key}": tensor for key, tensor in state.tensors.items()}
+        for lines in self.lines.values():
+            lines.flush()
+        sizes = {name: lines.size for name, lines in self.lines.items()}
+        content = {"run": dict(meta), "rng": generators, "engines": engines, "lines": sizes}
+        checkpoint.save(self.directory, iteration, tensors, content, self.keep)
+
+    def load(self) -> tuple[int, dict[str, Any]] | None:
+        """Restore the newest sound checkpoint; its iteration and ``meta``, or None for a fresh start.
+
+        A fresh start clears the line files of a run that ended before its first checkpoint.
+        """
+        found = checkpoint.load_latest(self.directory)
+        for name, lines in self.lines.items():
+            lines.truncate(int(found.meta["lines"][name]) if found else 0)
+        if found is None:
+            return None
+        for name, engine in self.engines.items():
+            engine.load_state(EngineState(_under(found.tensors, f"{name}/"), found.meta["engines"][name]))
+        set_rng_state(found.tensors, found.meta["rng"])
+        return found.step, found.meta["run"]
+
+
+def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+
+
+def save_best(folder: Path, iteration: int, weights: dict[str, Tensor]) -> None:
+    """Keep the weights of the best checkpoint so far, in place of the one before."""
+    from safetensors.torch import save_file
+
+    with atomic_dir(folder) as building:
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, building / "weights.safetensors")
+        atomic_write_json(building / "meta.json", {"iteration": iteration})
+
+
+def load_best(folder: Path) -> tuple[int, dict[str, Tensor]]:
+    """Iteration and weights that :func:`save_best` kept."""
+    from safetensors.torch import load_file
+
+    meta = read_json(folder / "meta.json")
+    return int(meta["iteration"]), load_file(folder / "weights.safetensors")

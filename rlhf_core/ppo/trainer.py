@@ -1,0 +1,219 @@
+"""The PPO loop: roll out, look, update, select, record (ALGORITHMS sections 4 to 8). Thin on purpose."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_core.data.batching import batch_at
+from rlhf_core.errors import TrainingPaused
+from rlhf_core.ppo.advantages import explained_variance
+from rlhf_core.ppo.diagnosis import Finding, Monitor
+from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.health import signals
+from rlhf_core.ppo.kl import KlController
+from rlhf_core.ppo.rewards import RunningMoments
+from rlhf_core.ppo.rollout import Actors, Scorer, collect, sequence_figures
+from rlhf_core.ppo.state import Lines, RunFiles, save_best
+from rlhf_core.ppo.update import Learner, first_ratio, update
+from rlhf_core.progress import Progress, progress
+from rlhf_core.tracking import Tracker
+from rlhf_core.training.rng import derive_seed
+
+SAMPLES = 8
+# Of the selection's figures these are signals of their own; the others would collide with those of the rollout.
+SELECTION_SIGNALS = ("win_rate", "win_rate_low95", "win_rate_high95", "referee_gap")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the selector says of one checkpoint: its figures, and whether it is the one to keep so far."""
+
+    figures: dict[str, float]
+    keep: bool
+
+
+class Selector(Protocol):
+    """Judges checkpoints on fixed prompts. The trainer knows neither judges nor limits."""
+
+    def consider(self, iteration: int, policy: PreTrainedModel) -> Verdict:
+        """Evaluate the policy after ``iteration`` (from 1)."""
+
+    def state(self) -> dict[str, Any]:
+        """What later verdicts depend on, as JSON."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Training prompts as tokens and text, and how replies become text."""
+
+    ids: Sequence[Sequence[int]]
+    texts: Sequence[str]
+    decode: Callable[[list[int]], str]
+
+
+@dataclass
+class Trainer:
+    """Everything of one run. ``moments`` come from critic pre-training and go on being updated here."""
+
+    learner: Learner
+    actors: Actors
+    prompts: Prompts
+    moments: RunningMoments
+    monitor: Monitor
+    selector: Selector
+    tracker: Tracker
+    work: Path
+    referee: Scorer | None = None
+    findings: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        config = self.learner.config
+        self.config = config
+        self.controller = KlController(config.kl)
+        self.history, self.samples = Lines(self.work / "history.jsonl"), Lines(self.work / "samples.jsonl")
+        engines = {"policy": self.learner.policy_engine, "critic": self.learner.critic_engine}
+        lines = {"history": self.history, "samples": self.samples}
+        self.files = RunFiles(self.work / "checkpoints", engines, lines, config.checkpoint.keep)
+        self.done = 0
+
+    def run(self) -> None:
+        """Train to the configured number of iterations, resuming where an earlier process stopped.
+
+        ``TrainingPaused`` when a health rule stops the run (mode ``enforce``) or steps keep being non-finite; the
+        last checkpoint before that is kept, so the same run pauses again at the same place.
+        """
+        self._resume()
+        total = self.config.iterations
+        with progress(total, "ppo") as shown:
+            if self.done:
+                shown.advance(self.done)
+            while self.done < total:
+                self._iterate(shown)
+
+    def _iterate(self, shown: Progress) -> None:
+        iteration = self.done
+        seconds: dict[str, float] = {}
+        rows, experience = self._collect(iteration, seconds)
+        coefficient = self.controller.value
+        started = time.perf_counter()
+        figures = update(self.learner, experience, coefficient, iteration)
+        seconds["seconds_update"] = time.perf_counter() - started
+        texts = [self.prompts.decode(ids) for ids in _replies(experience)]
+        row = self._signals(experience, texts, figures) | {"kl_coefficient": coefficient}
+        self.controller.update(row["kl"], len(experience))
+        self.done += 1
+        if self._due(self.config.selection.every):
+            started = time.perf_counter()
+            row |= self._select()
+            seconds["seconds_selection"] = time.perf_counter() - started
+            self._sample(rows, texts, experience.scores)
+        findings = self.monitor.observe(self.done, row)
+        self._record(row, seconds, findings)
+        shown.advance(1, reward=row["reward_mean"], kl=row["kl"], length=row["length"])
+        self._pause_if_told(findings)
+        if self._due(self.config.checkpoint.every):
+            self._save()
+
+    def _due(self, every: int) -> bool:
+        return self.done % every == 0 or self.done == self.config.iterations
+
+    def _collect(self, iteration: int, seconds: dict[str, float]) -> tuple[list[int], Experience]:
+        config, size = self.config, self.config.batch_size
+        rows = batch_at(len(self.prompts.ids), size, derive_seed(config.seed, "ppo", "prompts"), iteration)
+        experience = collect(
+            self.actors,
+            [self.prompts.ids[row] for row in rows],
+            range(iteration * size, (iteration + 1) * size),
+            derive_seed(config.seed, "ppo", "rollout"),
+            self.learner.sampling,
+            config.units,
+            self.moments,
+            self.controller.value,
+            config.surrogate.fixed_reference,
+            seconds,
+        )
+        return rows, experience
+
+    def _signals(self, experience: Experience, texts: list[str], figures: dict[str, float]) -> dict[str, float]:
+        mask = experience.response_mask
+        found = signals(
+            scores=experience.scores,
+            response_mask=mask,
+            logprobs=experience.policy_logprobs,
+            ref_logprobs=experience.ref_logprobs,
+            replies=texts,
+            finished=experience.finished,
+            entropies=experience.entropy,
+            referee_scores=self.referee(experience.batch) if self.referee is not None else None,
+            update=figures,
+        )
+        return found | sequence_figures(experience) | {
+            "explained_variance": explained_variance(experience.values, experience.monte_carlo, mask),
+            "first_ratio": first_ratio(experience),
+            "moments_mean": self.moments.mean,
+            "moments_std": self.moments.std,
+        }  # fmt: skip
+
+    def _select(self) -> dict[str, float]:
+        verdict = self.selector.consider(self.done, self.learner.policy)
+        if verdict.keep:
+            save_best(self.work / "best", self.done, self.learner.policy_engine.full_weights())
+        return {
+            name if name in SELECTION_SIGNALS else f"selection_{name}": value for name, value in verdict.figures.items()
+        }
+
+    def _record(self, row: dict[str, float], seconds: dict[str, float], findings: list[Finding]) -> None:
+        self.tracker.log_metrics(row | seconds, step=self.done)
+        listed = [finding.as_dict() for finding in findings]
+        self.findings += listed
+        self.history.append({"iteration": self.done} | row | seconds | {"findings": [f["rule"] for f in listed]})
+
+    def _sample(self, rows: list[int], texts: list[str], scores: Tensor) -> None:
+        for row, text, score in list(zip(rows, texts, scores.tolist(), strict=True))[:SAMPLES]:
+            self.samples.append(
+                {"iteration": self.done, "prompt": self.prompts.texts[row], "reply": text, "score": score}
+            )
+
+    def _pause_if_told(self, findings: list[Finding]) -> None:
+        stopping = [finding for finding in findings if finding.stops]
+        if stopping and self.config.health.mode == "enforce":
+            others = f" (and {len(stopping) - 1} more)" if len(stopping) > 1 else ""
+            raise TrainingPaused(f"ppo paused: {stopping[0]}{others} The last checkpoint before it is kept.")
+
+    def _save(self) -> None:
+        meta = {
+            "moments": self.moments.to_dict(),
+            "coefficient": self.controller.value,
+            "monitor": self.monitor.state(),
+            "selector": self.selector.state(),
+            "findings": self.findings,
+        }
+        self.files.save(self.done, meta)
+
+    def _resume(self) -> None:
+        found = self.files.load()
+        if found is None:
+            return
+        self.done, meta = found
+        for name, value in RunningMoments.from_dict(meta["moments"]).to_dict().items():
+            setattr(self.moments, name, value)
+        self.controller.value = float(meta["coefficient"])
+        self.monitor.load_state(meta["monitor"])
+        self.selector.load_state(meta["selector"])
+        self.findings = list(meta["findings"])
+
+
+def _replies(experience: Experience) -> list[list[int]]:
+    """Token ids of each reply, its end marker included."""
+    return [row[:length] for row, length in zip(experience.batch.response.tolist(), experience.lengths.tolist(),
+                                                strict=True)]  # fmt: skip

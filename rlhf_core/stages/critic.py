@@ -1,0 +1,62 @@
+"""Critic pre-training: from the reward model (or SFT with a random head) to a value function in PPO's units."""
+
+from __future__ import annotations
+
+import shutil
+
+from rlhf_core.config.critic import CriticStageConfig
+from rlhf_core.models.base import load_policy
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.ppo.critic_pretraining import CriticTrainer
+from rlhf_core.ppo.rollout import Actors, model_scorer
+from rlhf_core.ppo.starting import load_scalar, read_prompts, require_room, sampling_for
+from rlhf_core.stages.base import Paths, Stage
+from rlhf_core.tracking import Tracker
+from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.rng import derive_seed, seed_everything
+
+STAGE = Stage(
+    name="critic",
+    section="critic",
+    config=CriticStageConfig,
+    inputs={"clean": "data/clean", "sft": "models/sft", "reward": "models/reward", "pass_": "gates/reward.pass"},
+    outputs={"model": "models/critic", "metrics": "metrics/critic.json", "history": "history/critic.jsonl"},
+)
+
+
+def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, float]:
+    """Roll out the frozen SFT policy and regress values on returns until explained variance holds."""
+    seed_everything(config.seed)
+    policy, tokenizer = load_policy(inputs.sft)
+    policy.requires_grad_(False)
+    critic = initial_critic(config, inputs)
+    units = config.ppo.units
+    _, prompt_ids = read_prompts(inputs.clean / "prompts" / "train.parquet", tokenizer)
+    require_room(prompt_ids, units.max_new_tokens, getattr(policy.config, "max_position_embeddings", None))
+    reward = load_scalar(inputs.reward)
+    steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
+    trainer = CriticTrainer(
+        config=config,
+        units=units,
+        actors=Actors(policy, policy, critic, model_scorer(reward, units.micro_batch_size)),
+        critic=critic,
+        engine=LocalEngine(critic, config.optimizer, steps, "critic"),
+        sampling=sampling_for(tokenizer, units),
+        prompt_ids=prompt_ids,
+        tracker=tracker,
+        work=outputs.work,
+    )
+    metrics = trainer.run()
+    critic.save(outputs.model, tokenizer, {"reward_moments.json": trainer.moments.to_dict()})
+    shutil.copyfile(trainer.history.path, outputs.history)
+    return metrics
+
+
+def initial_critic(config: CriticStageConfig, inputs: Paths) -> ScalarModel:
+    """The critic before pre-training. A kept unembedding is of no use to it and is dropped."""
+    if config.init == "reward":
+        critic = ScalarModel.load(inputs.reward)
+    else:
+        critic = ScalarModel.from_causal_lm(inputs.sft, derive_seed(config.seed, "critic", "head"))
+    critic.unembedding = None
+    return critic

@@ -1,0 +1,243 @@
+"""PPO: from SFT, reward model and pre-trained critic to the policy that the referee chose under limits."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.config.ppo import PpoConfig, SelectionConfig
+from rlhf_core.data.chat import decode_reply, encode_dialogue, encode_reply, pad_id
+from rlhf_core.data.schema import Demonstration, PretrainText, Prompt, read_rows
+from rlhf_core.errors import DataError, TrainingPaused
+from rlhf_core.evaluation.model_judge import ModelJudge
+from rlhf_core.evaluation.replies import unfiltered_replies
+from rlhf_core.evaluation.selection import Candidate, Choice, SelectionEvaluator, candidate, choose
+from rlhf_core.files import atomic_write_json, read_json
+from rlhf_core.models.base import load_policy, save_policy
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.ppo.diagnosis import Monitor
+from rlhf_core.ppo.ptx import PtxData
+from rlhf_core.ppo.rewards import RunningMoments
+from rlhf_core.ppo.rollout import Actors, model_scorer
+from rlhf_core.ppo.starting import load_scalar, read_prompts, require_room, sampling_for
+from rlhf_core.ppo.state import finite, load_best
+from rlhf_core.ppo.trainer import Prompts, Trainer, Verdict
+from rlhf_core.ppo.update import Learner
+from rlhf_core.stages.base import Paths, Stage
+from rlhf_core.tracking import Tracker
+from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.rng import derive_seed, seed_everything
+
+STAGE = Stage(
+    name="ppo",
+    section="ppo",
+    config=PpoConfig,
+    inputs={
+        "clean": "data/clean",
+        "base": "models/base",
+        "sft": "models/sft",
+        "reward": "models/reward",
+        "referee": "models/referee",
+        "critic": "models/critic",
+        "pass_": "gates/reward.pass",
+    },
+    outputs={
+        "model": "models/policy",
+        "metrics": "metrics/ppo.json",
+        "history": "history/ppo.jsonl",
+        "samples": "samples/ppo.jsonl",
+    },
+)
+
+
+@dataclass
+class CheckpointSelector:
+    """Wires the referee's evaluation into the trainer; ``last`` keeps every newest checkpoint instead."""
+
+    evaluate: SelectionEvaluator
+    limits: SelectionConfig
+    candidates: list[Candidate] = field(default_factory=list)
+
+    def consider(self, iteration: int, policy: PreTrainedModel) -> Verdict:
+        """Evaluate, and say whether this is now the checkpoint to keep."""
+        figures = self.evaluate(policy)
+        self.candidates.append(candidate(iteration, figures))
+        return Verdict(figures, self.choice().candidate.iteration == iteration)
+
+    def choice(self) -> Choice:
+        """The checkpoint to keep of those seen so far."""
+        if self.limits.method == "last":
+            last = self.candidates[-1]
+            return Choice(
+                last, not last.broken_limits(self.limits), "the last checkpoint, as ppo.selection.method says"
+            )
+        return choose(self.candidates, self.limits)
+
+    def state(self) -> dict[str, Any]:
+        """The candidates as JSON, numbers that are not finite as null."""
+        return {"candidates": [finite(asdict(seen)) for seen in self.candidates]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        self.candidates = [
+            Candidate(**{name: math.nan if value is None else value for name, value in row.items()})
+            for row in state["candidates"]
+        ]
+
+
+def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
+    """Train, choose a checkpoint, save it, and describe the run."""
+    seed_everything(config.seed)
+    reference, tokenizer = load_policy(inputs.sft)
+    policy, _ = load_policy(inputs.sft if config.policy_init == "sft" else inputs.base)
+    reference.requires_grad_(False)
+    selector = make_selector(config, inputs, reference, tokenizer)
+    trainer = make_trainer(config, inputs, outputs.work, tracker, policy, reference, tokenizer, selector)
+    trainer.run()
+    choice = selector.choice()
+    require_admissible(choice, config)
+    iteration, weights = load_best(outputs.work / "best")
+    load_weights(policy, weights)
+    save_policy(outputs.model, policy, tokenizer)
+    for source, target in ((trainer.history, outputs.history), (trainer.samples, outputs.samples)):
+        shutil.copyfile(source.path, target)
+    tracker.log_artifact(outputs.samples, "samples")
+    metrics = summary(trainer, choice, iteration)
+    atomic_write_json(outputs.metrics, metrics)
+    return metrics
+
+
+def make_trainer(
+    config: PpoConfig,
+    inputs: Paths,
+    work: Path,
+    tracker: Tracker,
+    policy: PreTrainedModel,
+    reference: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    selector: CheckpointSelector,
+) -> Trainer:
+    """All parts of one run, loaded and connected."""
+    units = config.units
+    rows, prompt_ids = read_prompts(inputs.clean / "prompts" / "train.parquet", tokenizer)
+    positions = getattr(policy.config, "max_position_embeddings", None)
+    require_room(prompt_ids, units.max_new_tokens, positions)
+    critic = ScalarModel.load(inputs.critic)
+    learner = make_learner(config, inputs, policy, critic, reference, tokenizer)
+    reward, referee = load_scalar(inputs.reward), load_scalar(inputs.referee)
+    return Trainer(
+        learner=learner,
+        actors=Actors(policy, reference, critic, model_scorer(reward, units.micro_batch_size)),
+        prompts=Prompts(prompt_ids, [row.prompt[-1].content for row in rows], lambda ids: decode(tokenizer, ids)),
+        moments=RunningMoments.from_dict(read_json(inputs.critic / "reward_moments.json")),
+        monitor=Monitor({"kl": config.selection.max_kl, "max_new_tokens": config.max_new_tokens}),
+        selector=selector,
+        tracker=tracker,
+        work=work,
+        referee=model_scorer(referee, units.micro_batch_size),
+    )
+
+
+def make_learner(
+    config: PpoConfig,
+    inputs: Paths,
+    policy: PreTrainedModel,
+    critic: ScalarModel,
+    reference: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Learner:
+    """Engines with their schedules, and the ptx texts."""
+    per_iteration = config.epochs * config.minibatches
+    steps = config.iterations * per_iteration
+    warmup = config.warmup_iterations * per_iteration or None
+    return Learner(
+        config=config,
+        sampling=sampling_for(tokenizer, config.units),
+        policy=policy,
+        policy_engine=LocalEngine(policy, config.policy_optimizer, steps, "policy", warmup),
+        critic=critic,
+        critic_engine=LocalEngine(critic, config.critic_optimizer, steps, "critic", warmup),
+        reference=reference,
+        ptx=ptx_data(config, inputs.clean, tokenizer, getattr(policy.config, "max_position_embeddings", None)),
+    )
+
+
+def ptx_data(
+    config: PpoConfig, clean: Path, tokenizer: PreTrainedTokenizerBase, positions: int | None
+) -> PtxData | None:
+    """Texts of the ptx loss; those longer than the model's positions are left out, never cut."""
+    if config.ptx.weight == 0:
+        return None
+    if config.ptx.data == "demonstrations":
+        rows = read_rows(clean / "demonstrations" / "train.parquet", Demonstration)
+        pairs = [encode_dialogue(tokenizer, row.prompt, row.reply) for row in rows]
+    else:
+        texts = read_rows(clean / "pretrain" / "train.parquet", PretrainText)
+        pairs = [([], encode_reply(tokenizer, row.text)) for row in texts]
+    fitting = [pair for pair in pairs if positions is None or len(pair[0]) + len(pair[1]) <= positions]
+    return PtxData(fitting, config.ptx.batch_size, derive_seed(config.seed, "ppo", "ptx"), pad_id(tokenizer))
+
+
+def make_selector(
+    config: PpoConfig, inputs: Paths, reference: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> CheckpointSelector:
+    """The referee on fixed validation prompts; ids are content hashes, so the first of them are a fixed sample."""
+    path = inputs.clean / "prompts" / "validation.parquet"
+    rows = sorted(read_rows(path, Prompt), key=lambda row: row.id)[: config.selection.prompts]
+    if not rows:
+        raise DataError(f"{path} has no rows; raise validate.split.validation")
+    prompts = [row.prompt for row in rows]
+    seed = derive_seed(config.seed, "ppo", "selection")
+
+    def sample(model: PreTrainedModel) -> Any:
+        return unfiltered_replies(model, tokenizer, prompts, config.max_new_tokens, seed)
+
+    referee, reward = ModelJudge(inputs.referee, "referee"), ModelJudge(inputs.reward, "reward")
+    return CheckpointSelector(SelectionEvaluator(reference, prompts, referee, sample, reward), config.selection)
+
+
+def require_admissible(choice: Choice, config: PpoConfig) -> None:
+    """``TrainingPaused`` when no checkpoint keeps the limits; with health mode ``report`` the choice stands, marked."""
+    if config.selection.method == "referee" and not choice.admissible and config.health.mode == "enforce":
+        raise TrainingPaused(
+            f"ppo produced no admissible policy: {choice.reason}. Raise ppo.kl.coefficient or lower "
+            "ppo.policy_optimizer.lr; or, to take it all the same, loosen ppo.selection or set its method to last"
+        )
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """Text of a reply without its end marker."""
+    return decode_reply(tokenizer, ids)[0]
+
+
+def load_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
+    """Put an engine's gathered weights into the model, in place."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+
+
+def summary(trainer: Trainer, choice: Choice, iteration: int) -> dict[str, Any]:
+    """``metrics/ppo.json``: the selected checkpoint, the last iteration, and what the monitor found."""
+    rows = trainer.history.rows()
+    last = {name: value for name, value in rows[-1].items() if isinstance(value, int | float)}
+    selected = {name: value for name, value in choice.as_dict().items() if isinstance(value, int | float)}
+    return {
+        "iterations": trainer.done,
+        "selected_iteration": iteration,
+        "selection_reason": choice.reason,
+        "admissible": int(choice.admissible),
+        "skipped_steps": sum(row["skipped_steps"] for row in rows),
+        "findings": len(trainer.findings),
+        "pauses": sum(finding["action"] != "warn" for finding in trainer.findings),
+        "reward_gain": last["reward_mean"] - rows[0]["reward_mean"],
+        "selected": finite({name: value for name, value in selected.items() if not isinstance(value, bool)}),
+        "last": last,
+    }
