@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from rlhf_core.config.model import Strict
 
@@ -22,7 +22,13 @@ class TrackingConfig(Strict):
 
 
 class FlowConfig(Strict):
-    """Retries of a stage after a crash; a failed gate, a paused run or a user's mistake is never retried."""
+    """Retries of a stage after a crash; a failed gate, a paused run or a user's mistake is never retried.
+
+    ``parallel`` is how many stages may run at the same time where the graph allows it. ``stop_grace_seconds`` is the
+    time a stage has to save its state when the run is stopped, before it is killed.
+    """
 
     retries: NonNegativeInt = 1
     retry_delay_seconds: NonNegativeInt = 5
+    parallel: PositiveInt = 2
+    stop_grace_seconds: PositiveInt = 5

@@ -1,0 +1,1 @@
+"""Orchestration: what runs when and where, and what is left behind when something dies."""

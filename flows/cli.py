@@ -1,0 +1,178 @@
+"""The ``rlhf`` command: running and operating the pipeline, with the core's commands beside. Heavy imports wait."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlhf_core import cli as core
+from rlhf_core.errors import EXIT_INTERRUPTED, RlhfError
+
+DEBUG = "--debug"
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="""From preference data to a promoted policy.
+
+    Start with [bold]rlhf run[/bold]: it brings the whole pipeline up to date and tells where the report is. Run it again
+    and only what changed is computed. A trial that leaves the recipe alone: [bold]rlhf run --profile smoke[/bold].
+    Exit codes: 0 done, 1 crashed, 2 wrong input or settings, 3 a gate failed, 4 training paused, 130 stopped.
+    Add [bold]--debug[/bold] to any command for a traceback.""",
+)
+Workspace = Annotated[
+    Path | None, typer.Option("--workspace", "-w", help="Folder with params.yaml and dvc.yaml; default: the one you are in.")
+]
+Profile = Annotated[str | None, typer.Option("--profile", "-p", help="Overlay on params.yaml, such as smoke or vanilla.")]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", "-s", help="section.key=value over params.yaml; may be repeated.")
+]
+Reason = Annotated[str | None, typer.Option("--reason", help="Why; it is recorded with the decision.")]
+
+
+@app.command()
+def run(
+    profile: Profile = None,
+    sets: Sets = None,
+    workspace: Workspace = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for a run that is under way instead of refusing.")] = False,
+    promote: Annotated[bool, typer.Option(help="Let the new policy meet the champion at the end.")] = True,
+    port: Annotated[int | None, typer.Option(help="Port of the embedded Prefect server; default: a free one.")] = None,
+) -> None:
+    """Run the whole pipeline: what is up to date is skipped, what was interrupted goes on.
+
+    With --profile or --set the run gets a workspace of its own under workspaces/ (the same for the same settings).
+
+    Examples: rlhf run | rlhf run --profile smoke | rlhf run --set ppo.kl.coefficient=0.1 --set seed=2
+    """
+    from flows.initialise import trial_workspace
+    from flows.run_command import RunOptions, check_options
+    from flows.run_command import run as run_pipeline
+    from flows.workspace import find_workspace
+
+    options = RunOptions(promote=promote, wait=wait, port=port)
+    check_options(options)
+    folder = find_workspace(workspace)
+    if profile or sets:
+        folder = trial_workspace(folder, profile, sets or [])
+        typer.echo(f"workspace {folder}")
+    raise typer.Exit(run_pipeline(folder, options))
+
+
+@app.command()
+def up(
+    workspace: Workspace = None,
+    port: Annotated[int | None, typer.Option(help="Port of the Prefect server; default: a free one.")] = None,
+    mlflow_port: Annotated[int | None, typer.Option(help="Port of the MLflow UI; default: a free one.")] = None,
+) -> None:
+    """Keep the Prefect server, its workers and the MLflow UI running until Ctrl-C, so that schedules fire.
+
+    Example: rlhf up --port 4200 --mlflow-port 5000
+    """
+    from flows.up import UpOptions
+    from flows.up import up as stay_up
+    from flows.workspace import find_workspace
+
+    raise typer.Exit(stay_up(find_workspace(workspace), UpOptions(port, mlflow_port)))
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="The folder to make; it may exist.")],
+    profile: Profile = None,
+    sets: Sets = None,
+    cache: Annotated[Path | None, typer.Option(help="A DVC cache to share with other workspaces.")] = None,
+) -> None:
+    """Make a workspace: params.yaml with its comments, dvc.yaml, a DVC root.
+
+    Example: rlhf init my-trial --profile smoke --set collect.source=files
+    """
+    from flows.initialise import initialise, show_path
+
+    made = show_path(initialise(folder, profile, sets or [], cache=cache))
+    typer.echo(f"{made} is ready; next: rlhf run --workspace {made}")
+
+
+@app.command()
+def promote(
+    workspace: Workspace = None,
+    force: Annotated[bool, typer.Option("--force", help="Promote whatever the match says; needs --reason.")] = False,
+    reason: Reason = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Decide and change nothing.")] = False,
+) -> None:
+    """Let the challenger meet the champion; it takes the title only if it is better beyond doubt.
+
+    Examples: rlhf promote --dry-run | rlhf promote --force --reason "champion was trained on leaked data"
+    """
+    from flows.promotion import promote as decide
+    from flows.workspace import find_workspace
+
+    if force and not (reason or "").strip():
+        raise RlhfError("a forced promotion needs a reason; add --reason TEXT, it is recorded")
+    decision = decide(find_workspace(workspace), force_reason=reason if force else None, dry_run=dry_run)
+    typer.echo(f"{'promoted' if decision['promoted'] else 'not promoted'}: {decision['reason']}")
+
+
+@app.command()
+def rollback(reason: Annotated[str, typer.Option("--reason", help="Why; it is recorded.")], workspace: Workspace = None) -> None:
+    """Give the title back to the previous champion.
+
+    Example: rlhf rollback --reason "rude replies seen in production"
+    """
+    from flows.promotion import rollback as swap
+    from flows.workspace import find_workspace
+
+    decision = swap(find_workspace(workspace), reason)
+    typer.echo(f"champion is version {decision['champion']} again (was {decision['previous']})")
+
+
+@app.command()
+def status(workspace: Workspace = None) -> None:
+    """Show what the workspace has: stages, gates, champion and challenger."""
+    from flows.status import status as describe
+    from flows.workspace import find_workspace
+
+    describe(find_workspace(workspace))
+
+
+@app.command()
+def doctor(workspace: Workspace = None) -> None:
+    """Check the installation and the workspace, and say what is missing or misconfigured."""
+    from flows.doctor import doctor as check
+    from flows.workspace import find_workspace
+
+    raise typer.Exit(check(find_workspace(workspace)))
+
+
+for command in core.app.registered_commands:
+    app.registered_commands.append(command)
+
+
+def main() -> None:
+    """Entry point: one line for a user's mistake, a hint for anything else, a traceback only with ``--debug``."""
+    debug = DEBUG in sys.argv
+    arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
+    try:
+        app(args=arguments, prog_name="rlhf")
+    except RlhfError as error:
+        _fail(f"rlhf: {' '.join(str(error).split())}", error.exit_code, error, debug)
+    except KeyboardInterrupt as error:
+        _fail("rlhf: stopped", EXIT_INTERRUPTED, error, debug)
+    except Exception as error:  # the last resort: nobody is shown a traceback who did not ask for one
+        text = " ".join(str(error).split())[:500]
+        _fail(f"rlhf: {type(error).__name__}: {text} (add {DEBUG} for the traceback)", 1, error, debug)
+
+
+def _fail(text: str, code: int, error: BaseException, debug: bool) -> None:
+    if debug:
+        raise error
+    sys.stderr.write(f"{text}\n")
+    raise SystemExit(code) from None
+
+
+if __name__ == "__main__":
+    main()

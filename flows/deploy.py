@@ -1,0 +1,114 @@
+"""What the server must know: pools, and for each pool in use a deployment of the job that runs a stage there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import WorkerStatus
+from prefect.exceptions import ObjectNotFound
+from prefect.utilities.callables import parameter_schema
+
+from flows.environment import child_environment
+from rlhf_core.errors import RlhfError
+
+PIPELINES_POOL = "pipelines"
+GPU_POOL = "gpu-pool"
+JOB_FLOW = "rlhf-stage"
+JOB_ENTRYPOINT = "flows.gpu_pool.stage_job"
+PREFECT_FILE = "prefect.yaml"
+
+
+def job_name(pool: str) -> str:
+    """Name of the job's deployment for ``pool``."""
+    return "gpu-job" if pool == GPU_POOL else f"job-{pool}"
+
+
+def job_deployment(pool: str) -> str:
+    """What ``run_deployment`` is given: ``flow/deployment``."""
+    return f"{JOB_FLOW}/{job_name(pool)}"
+
+
+def ensure_pool(client: SyncPrefectClient, pool: str, limit: int | None = None) -> str:
+    """Create a process pool unless there is a pool of that name already. Returns the pool's type."""
+    try:
+        return client.read_work_pool(pool).type
+    except ObjectNotFound:
+        return client.create_work_pool(WorkPoolCreate(name=pool, type="process", concurrency_limit=limit)).type
+
+
+def has_worker(client: SyncPrefectClient, pool: str) -> bool:
+    """Whether a worker of ``pool`` has been heard of lately."""
+    return any(worker.status == WorkerStatus.ONLINE for worker in client.read_workers_for_work_pool(pool))
+
+
+def deploy_jobs(workspace: Path, pools: Iterable[str]) -> None:
+    """Pools and job deployments on the server of this process's settings; both may be there already."""
+    from flows.gpu_pool import stage_job
+
+    with get_client(sync_client=True) as client:
+        flow_id = client.create_flow_from_name(JOB_FLOW)
+        for pool in pools:
+            ensure_pool(client, pool, limit=1)
+            client.create_deployment(
+                flow_id,
+                job_name(pool),
+                entrypoint=JOB_ENTRYPOINT,
+                pull_steps=[{"prefect.deployments.steps.set_working_directory": {"directory": str(workspace)}}],
+                work_pool_name=pool,
+                parameter_openapi_schema=parameter_schema(stage_job).model_dump_for_openapi(),
+                enforce_parameter_schema=False,
+                description="One stage of the pipeline on this pool",
+            )
+
+
+def prefect_file(workspace: Path) -> Path:
+    """The workspace's own prefect.yaml, else the one that comes with this project."""
+    from flows.initialise import recipe_root
+
+    own = workspace / PREFECT_FILE
+    return own if own.is_file() else recipe_root() / PREFECT_FILE
+
+
+def deploy_all(workspace: Path) -> None:
+    """Every deployment of prefect.yaml, schedules included, with Prefect's own command; ``RlhfError`` if it refuses."""
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    answer = subprocess.run(
+        [*command, "--prefect-file", str(prefect_file(workspace))],
+        cwd=workspace,
+        env={**child_environment(workspace), "PWD": str(workspace), **_api_settings()},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    if answer.returncode:
+        lines = [line.strip() for line in (answer.stderr + answer.stdout).splitlines() if line.strip()]
+        raise RlhfError(f"`prefect deploy --all` of {prefect_file(workspace)} failed: {lines[-1] if lines else 'no message'}")
+
+
+def _api_settings() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key.startswith("PREFECT_")}
+
+
+def needs_worker(pool: str) -> bool:
+    """Whether a worker must be started here for ``pool``; ``RlhfError`` if it has none and is not of process type."""
+    with get_client(sync_client=True) as client:
+        if has_worker(client, pool):
+            return False
+        kind = client.read_work_pool(pool).type
+    if kind != "process":
+        raise RlhfError(f"no worker serves the work pool {pool} (type {kind}); start one where its jobs can run")
+    return True
+
+
+def ensure_pools(pools: Iterable[str]) -> None:
+    """Create the process pools that do not exist yet."""
+    with get_client(sync_client=True) as client:
+        for pool in pools:
+            ensure_pool(client, pool)

@@ -1,0 +1,117 @@
+"""A stage on a work pool: the job that runs there, and submitting and awaiting it.
+
+The pool's workers share the workspace (one machine, or NFS): the job runs in place, and its outcome is read from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect import flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.deployments import run_deployment
+from prefect.states import Cancelled, Cancelling, Completed, Failed, State
+
+from flows import signals
+from flows.deploy import JOB_FLOW
+from flows.outcome import Outcome, clear_outcome, load_outcome
+from flows.stage_task import run_stage
+from rlhf_core.errors import EXIT_INTERRUPTED
+
+POLL_SECONDS = 0.5
+CANCEL_SECONDS = 6.0
+
+
+@flow(name=JOB_FLOW, flow_run_name="{stage}", persist_result=False, validate_parameters=True)
+def stage_job(
+    workspace: str, stage: str, outputs: list[str], environment: dict[str, str], grace: float = 5.0
+) -> State[Any]:
+    """One stage on a pool's worker. Fails, by name, when the stage does; a cancelled job stops the stage first."""
+    signals.install()
+    outcome = run_stage(Path(workspace), stage, tuple(outputs), environment, grace)
+    if outcome.ok:
+        return Completed(message=f"{stage}: {outcome.action}")
+    if outcome.action == "stopped":
+        return Cancelled(message=f"{stage}: stopped")
+    return Failed(message=f"{stage}: {outcome.message}")
+
+
+def run_on_pool(
+    workspace: Path,
+    stage: str,
+    outputs: tuple[str, ...],
+    environment: Mapping[str, str],
+    grace: float,
+    key: str,
+    deployment: str,
+    watch: Callable[[], None],
+) -> Outcome:
+    """Submit ``stage`` to the pool of ``deployment`` and wait; never raises for a failing stage.
+
+    ``key`` makes the submission idempotent (one per attempt). ``watch`` is called while waiting.
+    """
+    clear_outcome(workspace, stage)
+    started = time.time()
+    job = run_deployment(
+        deployment,
+        parameters={
+            "workspace": str(workspace),
+            "stage": stage,
+            "outputs": list(outputs),
+            "environment": dict(environment),
+            "grace": grace,
+        },
+        timeout=0,
+        as_subflow=True,
+        idempotency_key=key,
+        flow_run_name=stage,
+    )
+    assert isinstance(job, FlowRun)
+    with get_client(sync_client=True) as client:
+        state = _await_end(client, job.id, watch)
+    return _outcome_of(workspace, stage, state, started)
+
+
+def _await_end(client: SyncPrefectClient, job: UUID, watch: Callable[[], None]) -> State[Any] | None:
+    """The job's final state; after a stop signal its cancellation is waited for briefly."""
+    while True:
+        state = client.read_flow_run(job).state
+        if state is not None and state.is_final():
+            return state
+        if signals.STOP.wait(POLL_SECONDS):
+            return cancel_and_wait(client, job)
+        watch()
+
+
+def cancel_and_wait(client: SyncPrefectClient, job: UUID, seconds: float = CANCEL_SECONDS) -> State[Any] | None:
+    """Cancel a job: at once if no worker has it, else by asking its worker. Its state after at most ``seconds``."""
+    state = client.read_flow_run(job).state
+    if state is not None and state.is_scheduled():
+        client.set_flow_run_state(job, Cancelled(message="the pipeline run was stopped"))
+    elif state is not None and not state.is_final():
+        client.set_flow_run_state(job, Cancelling(message="the pipeline run was stopped"))
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        state = client.read_flow_run(job).state
+        if state is not None and state.is_final():
+            break
+        time.sleep(0.2)
+    return state
+
+
+def _outcome_of(workspace: Path, stage: str, state: State[Any] | None, started: float) -> Outcome:
+    """What the job wrote; if it died before that, what the server says of it."""
+    ended = time.time()
+    if signals.STOP.is_set():
+        return Outcome(stage, "stopped", EXIT_INTERRUPTED, "stopped", started, ended, 0.0)
+    written = load_outcome(workspace, stage)
+    if written is not None and (written.ok == (state is not None and state.is_completed())):
+        return written
+    name = state.name if state else "lost"
+    message = f"its job on the pool ended as {name}" + (f": {state.message}" if state and state.message else "")
+    return Outcome(stage, "failed", 1, message, started, ended, ended - started)

@@ -1,0 +1,237 @@
+"""The pipeline as a Prefect flow: a task per stage, in the order DVC's graph gives, gates as named failures."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, get_run_logger, task
+from prefect.context import TaskRunContext, get_run_context
+from prefect.states import Cancelled, Completed, Failed, State
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from flows import signals
+from flows.artifacts import StageProgress, gate_tables, report_link, stage_table
+from flows.deploy import job_deployment
+from flows.events import EVENTS_VARIABLE, Events
+from flows.gpu_pool import run_on_pool
+from flows.graph import StageNode, read_graph
+from flows.hooks import cancel_orphans
+from flows.outcome import Outcome
+from flows.processes import OWNER_VARIABLE, owner_mark
+from flows.schedule import Schedule, final_name
+from flows.stage_task import StageFailed, run_stage
+from flows.sweep import sweep
+from flows.workspace import LOCK_HELD_VARIABLE, locked_unless_inherited
+from rlhf_core.config.load import load_params
+from rlhf_core.config.operations import FlowConfig
+
+PIPELINE_FLOW = "rlhf-pipeline"
+REPORT_STAGE = "report"
+REGISTERED_EVIDENCE = "gates/policy.json"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every stage task of a run needs to know."""
+
+    workspace: Path
+    pools: Mapping[str, str]
+    flow: FlowConfig
+    environment: Mapping[str, str]
+    events: Events
+
+
+@flow(
+    name=PIPELINE_FLOW,
+    persist_result=False,
+    task_runner=ThreadPoolTaskRunner(max_workers=16),
+    on_failure=[cancel_orphans],
+    on_cancellation=[cancel_orphans],
+    on_crashed=[cancel_orphans],
+)
+def rlhf_pipeline(workspace: str = ".", promote: bool = True) -> State[Any]:
+    """Bring every stage of the workspace up to date, then register and promote what passed its gates.
+
+    Ends Completed, Cancelled, or Failed under a name that says why: GateFailed, TrainingPaused, UserError, StageFailed.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signals.install()
+    place = Path(workspace).resolve()
+    with locked_unless_inherited(place):
+        if not os.environ.get(LOCK_HELD_VARIABLE):
+            os.environ[OWNER_VARIABLE] = owner_mark(place)
+            sweep(place)
+        return _run(place, promote)
+
+
+def _run(workspace: Path, promote: bool) -> State[Any]:
+    params = load_params(workspace)
+    graph = read_graph(workspace)
+    recorded = any(REGISTERED_EVIDENCE in node.outputs for node in graph.values())
+    events = Events(os.environ.get(EVENTS_VARIABLE))
+    environment = _open_record(workspace) if recorded else {}
+    setting = Setting(workspace, params.pools, params.flow, environment, events)
+    events.tell("plan", stages=list(graph))
+    outcomes = _run_stages(graph, setting)
+    failed = next((o for o in outcomes.values() if o.action == "failed"), None)
+    if failed and REPORT_STAGE in graph and not signals.STOP.is_set():
+        outcomes[REPORT_STAGE] = write_report.with_options(task_run_name=REPORT_STAGE)(setting, graph[REPORT_STAGE])
+    state = _final_state(outcomes, failed)
+    if state.is_completed() and recorded:
+        state = _register(workspace, promote, events, state)
+    _publish(workspace, list(outcomes.values()))
+    if environment:
+        _close_record(workspace, environment["RLHF_PARENT_RUN_ID"], state)
+    events.tell("end", state=state.name, message=state.message or "")
+    return state
+
+
+def _run_stages(graph: Mapping[str, StageNode], setting: Setting) -> dict[str, Outcome]:
+    """Run every stage as soon as those before it are done; at most ``flow.parallel`` beside the flow at a time."""
+    schedule = Schedule(graph, setting.flow.parallel)
+    running: dict[str, Any] = {}
+    while not schedule.finished:
+        for name in schedule.take(stopping=signals.STOP.is_set()):
+            running[name] = _submit(graph[name], setting)
+        for name in [n for n, future in running.items() if future.wrapped_future.done()]:
+            outcome = _collect(name, running.pop(name))
+            schedule.done(outcome)
+            setting.events.tell("stage", **_summary(outcome))
+        if running:
+            signals.STOP.wait(0.05) if not signals.STOP.is_set() else threading.Event().wait(0.05)
+    return schedule.outcomes
+
+
+def _submit(node: StageNode, setting: Setting) -> Any:
+    pool = setting.pools.get(node.name)
+    setting.events.tell("start", stage=node.name, pool=pool)
+    options = stage_task.with_options(
+        name=node.name,
+        task_run_name=node.name,
+        retries=setting.flow.retries,
+        retry_delay_seconds=setting.flow.retry_delay_seconds,
+    )
+    return options.submit(setting, node, pool)
+
+
+def _may_retry(_: Any, run: Any, state: State[Any]) -> bool:
+    """A crash is tried again; a failed gate, a pause, a user's mistake or a stopped run is not."""
+    error = state.result(raise_on_failure=False)
+    return isinstance(error, StageFailed) and error.outcome.retryable and not signals.STOP.is_set()
+
+
+@task(persist_result=False, retry_condition_fn=_may_retry, cache_policy=None)
+def stage_task(setting: Setting, node: StageNode, pool: str | None) -> Outcome:
+    """One stage, here or on its pool. Raises ``StageFailed`` with the outcome."""
+    context = get_run_context()
+    assert isinstance(context, TaskRunContext)
+    attempt = context.task_run.run_count
+    if signals.STOP.is_set():
+        raise StageFailed(stopped(node.name))
+    progress = StageProgress(setting.workspace, node.name)
+    grace = float(setting.flow.stop_grace_seconds)
+    if pool is None:
+        outcome = run_stage(setting.workspace, node.name, node.outputs, setting.environment, grace)
+    else:
+        key = f"{context.task_run.id}:{attempt}"
+        deployment = job_deployment(pool)
+        outcome = run_on_pool(
+            setting.workspace, node.name, node.outputs, setting.environment, grace, key, deployment, progress.update
+        )
+        progress.update()
+    get_run_logger().info("%s: %s %s", node.name, outcome.action, outcome.message)
+    if not outcome.ok:
+        if outcome.retryable and attempt <= setting.flow.retries:
+            delay = setting.flow.retry_delay_seconds
+            setting.events.tell("retry", stage=node.name, message=outcome.message, delay=delay)
+        raise StageFailed(outcome)
+    return outcome
+
+
+@task(persist_result=False, cache_policy=None)
+def write_report(setting: Setting, node: StageNode) -> Outcome:
+    """The report of a run that failed: the stage's command itself, since not all that DVC asks for exists."""
+    setting.events.tell("start", stage=node.name, pool=None)
+    command = ["/bin/sh", "-c", node.command]
+    outcome = run_stage(setting.workspace, node.name, node.outputs, setting.environment, command=command)
+    setting.events.tell("stage", **_summary(outcome))
+    return outcome
+
+
+def stopped(stage: str) -> Outcome:
+    """The outcome of a stage that a stopped run did not begin."""
+    return Outcome(stage, "stopped", 130, "stopped", 0.0, 0.0, 0.0)
+
+
+def _collect(name: str, future: Any) -> Outcome:
+    """The outcome behind a finished future; an error of the engine itself is a failure of the stage."""
+    try:
+        result = future.result(raise_on_failure=False)
+    except Exception as error:
+        result = error
+    if isinstance(result, Outcome):
+        return result
+    if isinstance(result, StageFailed):
+        return result.outcome
+    return Outcome(name, "failed", 1, f"{type(result).__name__}: {result}", 0.0, 0.0, 0.0)
+
+
+def _summary(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "stage": outcome.stage,
+        "action": outcome.action,
+        "exit_code": outcome.exit_code,
+        "message": outcome.message,
+        "started": outcome.started,
+        "ended": outcome.ended,
+        "work": outcome.work,
+    }
+
+
+def _final_state(outcomes: Mapping[str, Outcome], failed: Outcome | None) -> State[Any]:
+    if signals.STOP.is_set():
+        return Cancelled(message="stopped by a signal; the next run goes on from here")
+    if failed is None:
+        return Completed(message=f"{sum(o.action == 'ran' for o in outcomes.values())} stages ran")
+    return Failed(name=final_name(failed.exit_code), message=f"{failed.stage}: {failed.message}")
+
+
+def _publish(workspace: Path, outcomes: list[Outcome]) -> None:
+    """Artifacts of the run; a server that is gone by now does not change the result."""
+    if signals.STOP.is_set():
+        return
+    stage_table(outcomes)
+    gate_tables(workspace)
+    report_link(workspace)
+
+
+def _open_record(workspace: Path) -> dict[str, str]:
+    from flows.record import start_pipeline_run
+
+    return {"RLHF_PARENT_RUN_ID": start_pipeline_run(workspace)}
+
+
+def _close_record(workspace: Path, run_id: str, state: State[Any]) -> None:
+    from flows.record import end_pipeline_run, log_final_artifacts
+
+    if not signals.STOP.is_set():
+        log_final_artifacts(workspace, run_id)
+    end_pipeline_run(run_id, str(state.type.value), workspace)
+
+
+def _register(workspace: Path, promote: bool, events: Events, state: State[Any]) -> State[Any]:
+    """Register what passed, then promote it if params allow; a refusal is a result, an error fails the run."""
+    from flows.registration import promote_task, register_task
+
+    try:
+        events.tell("registry", text=register_task(workspace))
+        if promote and load_params(workspace).registry.auto_promote:
+            events.tell("registry", text=promote_task(workspace))
+    except Exception as error:
+        return Failed(name="RegistrationFailed", message=f"registration: {error}")
+    return state

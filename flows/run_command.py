@@ -1,0 +1,195 @@
+"""``rlhf run``: lock, sweep, services, the flow in a child process, a summary, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flows import signals
+from flows.display import Display
+from flows.environment import child_environment
+from flows.events import EVENTS_VARIABLE, EventReader, new_events_file
+from flows.initialise import ensure_dvc
+from flows.processes import OWNER_VARIABLE, Guarded, owner_mark, start_guarded
+from flows.services import Services, start_server, use_server_of_environment, wait_for_server, worker_name
+from flows.summary import exit_code, summary
+from flows.sweep import sweep
+from flows.workspace import LOCK_HELD_VARIABLE, locked, private, running_services, unwritable
+from rlhf_core.config.load import Params, load_params
+from rlhf_core.errors import EXIT_INTERRUPTED, RlhfError
+
+FLOW_GRACE = 8.0
+WORKER_RESTARTS = 3
+TICK_SECONDS = 0.1
+
+
+@dataclass
+class RunOptions:
+    """What the command line says about one run."""
+
+    promote: bool = True
+    wait: bool = False
+    port: int | None = None
+
+
+def run(workspace: Path, options: RunOptions) -> int:
+    """Run the pipeline of ``workspace``; returns the exit status. ``RlhfError`` before anything has begun."""
+    started = time.time()
+    signals.install()
+    params = load_params(workspace)
+    display = Display(workspace)
+    display.started = started
+    try:
+        with locked(workspace, wait=options.wait, on_wait=display.line):
+            os.environ[OWNER_VARIABLE] = os.environ[LOCK_HELD_VARIABLE] = owner_mark(workspace)
+            ensure_dvc(workspace)
+            for line in sweep(workspace):
+                display.line(line)
+            return _Run(workspace, params, options, display).execute()
+    except OSError as error:
+        if isinstance(error, PermissionError) or error.errno in (28, 30):  # no space, read-only
+            raise unwritable(workspace, error) from error
+        raise
+
+
+class _Run:
+    """One run: what it has started and what it has heard."""
+
+    def __init__(self, workspace: Path, params: Params, options: RunOptions, display: Display) -> None:
+        self.workspace, self.params, self.options, self.display = workspace, params, options, display
+        self.pools = sorted(set(params.pools.values()))
+        self.events: list[dict[str, Any]] = []
+        self.restarts = 0
+        self.reader = EventReader(new_events_file(workspace))
+        self.flow: Guarded | None = None
+        self.problem: str | None = None
+
+    def execute(self) -> int:
+        services = self._services()
+        try:
+            self._prepare(services)
+            self.flow = self._start_flow()
+            self._watch(services)
+        except KeyboardInterrupt:
+            signals.STOP.set()
+        finally:
+            stopped = signals.STOP.is_set()
+            self._stop(services, stopped)
+        return self._conclude(stopped)
+
+    def _services(self) -> Services:
+        url = use_server_of_environment()
+        if url is None and (url := running_services(self.workspace)) is not None:
+            os.environ["PREFECT_API_URL"] = url
+            use_server_of_environment()
+        if url is not None:
+            self.display.line(f"Prefect server {url}")
+            return Services(self.workspace, url, embedded=False)
+        services = start_server(self.workspace, self.options.port)
+        self.display.line(f"Prefect UI {services.api_url.removesuffix('/api')} (while this runs)")
+        return services
+
+    def _prepare(self, services: Services) -> None:
+        """Wait for the server; pools, deployments and, where nobody else serves a pool, a worker."""
+        from flows import admin, deploy  # takes a second, in which the server starts
+
+        if services.embedded:
+            wait_for_server(services, signals.STOP.is_set)
+            if swept := admin.sweep_runs():
+                self.display.line(f"marked {swept} unfinished flow run{'s' if swept > 1 else ''} of an earlier run as ended")
+        deploy.deploy_jobs(self.workspace, self.pools)
+        for pool in self.pools:
+            if services.embedded or deploy.needs_worker(pool):
+                services.start_worker(pool)
+
+    def _start_flow(self) -> Guarded:
+        command = [sys.executable, "-m", "flows.run_flow", str(self.workspace)]
+        held = {LOCK_HELD_VARIABLE: os.environ[LOCK_HELD_VARIABLE], EVENTS_VARIABLE: str(self.reader.path)}
+        return start_guarded(
+            command if self.options.promote else [*command, "--no-promote"],
+            name="flow",
+            cwd=self.workspace,
+            env=child_environment(self.workspace, **held),
+            log=private(self.workspace, "logs", "flow.log"),
+            grace=FLOW_GRACE,
+        )
+
+    def _watch(self, services: Services) -> None:
+        """Until the flow ends or must be stopped."""
+        assert self.flow is not None
+        while self.flow.poll() is None and not signals.STOP.wait(TICK_SECONDS):
+            self._hear()
+            self.display.tick()
+            for service in services.dead():
+                self._replace(services, service)
+            if self.problem:
+                return
+        self._hear()
+
+    def _hear(self) -> None:
+        for event in self.reader.new():
+            self.events.append(event)
+            self.display.event(event)
+
+    def _replace(self, services: Services, service: Guarded) -> None:
+        """A dead worker took its job along: say so, free the slot, start another. A dead server ends the run."""
+        from flows import admin
+
+        status = service.poll()
+        pool = next((pool for pool in self.pools if worker_name(pool) == service.name), None)
+        if pool is None or self.restarts >= WORKER_RESTARTS:
+            self.problem = f"{service.name} ended (status {status}); see {private(self.workspace, 'logs')}"
+            return
+        self.restarts += 1
+        self.display.line(f"the worker of {pool} ended (status {status}), its job with it; starting another worker")
+        admin.crash_pool_runs(pool, "the worker and its job were killed")
+        services.start_worker(pool)
+
+    def _stop(self, services: Services, stopped: bool) -> None:
+        if stopped:
+            self.display.line("stopping")
+        try:
+            if self.flow is not None:
+                killed = self.flow.stop()
+                self._hear()
+                if not stopped and not self.problem and not any(e["kind"] == "end" for e in self.events):
+                    log = private(self.workspace, "logs", "flow.log")
+                    self.problem = f"the pipeline process ended without a result (status {killed}); see {log}"
+                if services.embedded and "server" not in [s.name for s in services.dead()]:
+                    self._rest(stopped)
+        finally:
+            services.stop()
+            sweep(self.workspace)
+
+    def _rest(self, stopped: bool) -> None:
+        from flows import admin
+
+        try:
+            admin.end_active_runs(stopped, "stopped by a signal" if stopped else "the pipeline process has ended")
+        except Exception as error:  # the next start sweeps; the end of this run is not held up
+            self.display.line(f"could not tell the Prefect server about the end ({type(error).__name__})")
+
+    def _conclude(self, stopped: bool) -> int:
+        for line in summary(self.workspace, self.events, self.display.started, time.time()):
+            print(line, flush=True)
+        if stopped:
+            print("cancelled; the next `rlhf run` goes on from here", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        if self.problem:
+            print(f"rlhf: {self.problem}; `rlhf run` goes on from the last checkpoint", file=sys.stderr)
+            return 1
+        end = next(e for e in reversed(self.events) if e["kind"] == "end")
+        code = exit_code(end["state"])
+        words = f"{end['state']}: {end['message']}"
+        print(words if code == 0 else f"rlhf: {words}", file=sys.stdout if code == 0 else sys.stderr)
+        return code
+
+
+def check_options(options: RunOptions) -> None:
+    """``RlhfError`` for a port that goes with somebody else's server."""
+    if options.port is not None and os.environ.get("PREFECT_API_URL"):
+        raise RlhfError("--port is for the embedded server, but PREFECT_API_URL names another; use one of the two")

@@ -1,0 +1,126 @@
+"""The embedded Prefect server and process workers, on loopback, as guarded children; or somebody's own server."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flows.environment import QUIET, child_environment, without_proxy
+from flows.ports import LOOPBACK, claim_port
+from flows.processes import Guarded, start_guarded
+from flows.workspace import private
+from rlhf_core.errors import RlhfError
+
+START_SECONDS = 90.0
+STOP_GRACE = 3.0
+
+
+@dataclass
+class Services:
+    """What this process has started, in order. ``api_url`` is the server that all of it talks to."""
+
+    workspace: Path
+    api_url: str
+    embedded: bool
+    running: dict[str, Guarded] = field(default_factory=dict)
+
+    def start(self, name: str, command: list[str], grace: float = STOP_GRACE, **env: str) -> Guarded:
+        """Start a service under the guard, its output in ``.rlhf/logs/NAME.log``."""
+        service = start_guarded(
+            command,
+            name=name,
+            cwd=self.workspace,
+            env=child_environment(self.workspace, **env),
+            log=private(self.workspace, "logs", f"{name}.log"),
+            grace=grace,
+            stop_signal="INT",
+        )
+        self.running[name] = service
+        return service
+
+    def start_worker(self, pool: str) -> Guarded:
+        """A process worker for ``pool`` that takes one job at a time and installs nothing."""
+        command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
+        return self.start(worker_name(pool), [*command, "--limit", "1", "--install-policy", "never"])
+
+    def dead(self) -> list[Guarded]:
+        """Services that have ended though nobody stopped them."""
+        return [service for service in self.running.values() if service.poll() is not None]
+
+    def stop(self) -> None:
+        """Stop everything, workers and server at the same time."""
+        for service in reversed(self.running.values()):
+            service.request_stop()
+        for service in self.running.values():
+            service.stop()
+        self.running.clear()
+
+
+def worker_name(pool: str) -> str:
+    """The service name of the worker of ``pool``."""
+    return f"worker-{pool}"
+
+
+def use_server_of_environment() -> str | None:
+    """``PREFECT_API_URL`` if it is set and answers, None if it is not set; ``RlhfError`` if it does not answer."""
+    url = os.environ.get("PREFECT_API_URL", "").strip().rstrip("/")
+    if not url:
+        return None
+    problem = _problem(url)
+    if problem:
+        raise RlhfError(f"no Prefect server answers at PREFECT_API_URL={url} ({problem}); start it, or unset the variable")
+    os.environ.update(QUIET, NO_PROXY=without_proxy(), no_proxy=without_proxy())
+    return url
+
+
+def start_server(workspace: Path, port: int | None = None) -> Services:
+    """Start the embedded server (not waiting for it) and point this process's Prefect settings at it."""
+    port = claim_port(port, "the Prefect server")
+    home = private(workspace, "prefect", "home")
+    url = f"http://{LOOPBACK}:{port}/api"
+    os.environ.update(
+        QUIET,
+        NO_PROXY=without_proxy(),
+        no_proxy=without_proxy(),
+        PREFECT_HOME=str(home),
+        PREFECT_API_URL=url,
+        PREFECT_API_DATABASE_CONNECTION_URL=f"sqlite+aiosqlite:///{home.parent / 'prefect.db'}",
+        PREFECT_LOGGING_LEVEL=os.environ.get("PREFECT_LOGGING_LEVEL", "INFO"),
+    )
+    for name in ("PREFECT_API_KEY", "PREFECT_PROFILE", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"):
+        os.environ.pop(name, None)
+    services = Services(workspace, url, embedded=True)
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", LOOPBACK, "--port", str(port)]
+    services.start("server", command)
+    return services
+
+
+def wait_for_server(services: Services, stopping: Callable[[], bool]) -> None:
+    """Until the server answers; ``RlhfError`` with the place of its log if it ends or is too slow."""
+    log = private(services.workspace, "logs", "server.log")
+    deadline = time.monotonic() + START_SECONDS
+    while _problem(services.api_url, seconds=1.0):
+        if stopping():
+            raise KeyboardInterrupt
+        if services.dead():
+            raise RlhfError(f"the Prefect server ended as it started; see {log}")
+        if time.monotonic() > deadline:
+            raise RlhfError(f"the Prefect server did not answer within {START_SECONDS:.0f} s; see {log}")
+        time.sleep(0.1)
+
+
+def _problem(url: str, seconds: float = 5.0) -> str | None:
+    """Why ``url`` does not answer as a server does; None if it does (an HTTP refusal is an answer)."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=seconds):
+            return None
+    except urllib.error.HTTPError as error:
+        return None if error.code in (401, 403, 404) else f"HTTP {error.code}"
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error)) or type(error).__name__

@@ -1,0 +1,109 @@
+"""One stage, run by ``dvc repro --single-item`` under the guard. The same code runs beside the flow and on a pool."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from flows.environment import child_environment
+from flows.outcome import Outcome, clear_outcome, failed_conditions, gate_report, verdict
+from flows.processes import Guarded, start_guarded
+from flows.signals import STOP
+from flows.workspace import private
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR
+
+POLL_SECONDS = 0.1
+
+
+class StageFailed(Exception):
+    """Carries the outcome of a stage that did not succeed through the engine."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.message)
+        self.outcome = outcome
+
+
+def stage_log(workspace: Path, stage: str) -> Path:
+    """Where the output of a stage goes."""
+    return private(workspace, "logs", f"{stage}.log")
+
+
+def dvc_command(stage: str) -> list[str]:
+    """The flag before ``repro`` matters: without it a stage that ends while another caches an output is lost."""
+    return [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", stage]
+
+
+def run_stage(
+    workspace: Path,
+    stage: str,
+    outputs: tuple[str, ...] = (),
+    extra_env: Mapping[str, str] | None = None,
+    grace: float = 5.0,
+    command: list[str] | None = None,
+) -> Outcome:
+    """Bring one stage up to date; never raises for a failing stage. A raised stop flag ends it.
+
+    ``command`` replaces DVC's (the report of a failed run is written without DVC, whose dependencies are not all there).
+    """
+    clear_outcome(workspace, stage)
+    log = stage_log(workspace, stage)
+    offset = log.stat().st_size if log.exists() else 0
+    started = time.time()
+    guarded = start_guarded(
+        command or dvc_command(stage),
+        name=stage,
+        cwd=workspace,
+        env=child_environment(workspace, **(extra_env or {})),
+        log=log,
+        grace=grace,
+    )
+    code = _wait(guarded)
+    text = log.read_bytes()[offset:].decode("utf-8", errors="replace")
+    outcome = _judge(workspace, stage, outputs, code, text, started)
+    outcome.save(workspace)
+    return outcome
+
+
+def _wait(guarded: Guarded) -> int:
+    """Exit status of the guarded command; whatever happens here, it does not outlive this call."""
+    try:
+        while (code := guarded.poll()) is None and not STOP.wait(POLL_SECONDS):
+            pass
+        return code if code is not None else guarded.stop()
+    except BaseException:
+        guarded.stop()
+        raise
+
+
+def _judge(workspace: Path, stage: str, outputs: tuple[str, ...], code: int, text: str, started: float) -> Outcome:
+    ended = time.time()
+    spoken = verdict(workspace, stage)
+    work = float((spoken or {}).get("seconds", ended - started))
+
+    def outcome(action: str, exit_code: int, message: str) -> Outcome:
+        return Outcome(stage, action, exit_code, message, started, ended, 0.0 if action == "cached" else work)
+
+    if code == 0:
+        ran = f"Running stage '{stage}'" in text or spoken is not None
+        return outcome("ran" if ran else "cached", 0, "")
+    if STOP.is_set():
+        return outcome("stopped", EXIT_INTERRUPTED, "stopped")
+    gate = gate_report(workspace, outputs, since=started)
+    if spoken and spoken.get("exit_code") == EXIT_GATE_FAILED or (not spoken and gate and gate.get("passed") is False):
+        return outcome("failed", EXIT_GATE_FAILED, str((spoken or {}).get("message") or failed_conditions(gate or {})))
+    if spoken and spoken.get("exit_code"):
+        return outcome("failed", int(spoken["exit_code"]), str(spoken.get("message", "")))
+    return outcome("failed", *_explain(code, text))
+
+
+def _explain(code: int, text: str) -> tuple[int, str]:
+    """Exit code and message for an end without a verdict: a kill, or an error of DVC's own."""
+    if code - 128 in set(signal.Signals):
+        return code, f"dvc was killed ({signal.Signals(code - 128).name})"
+    errors = [line.removeprefix("ERROR: ") for line in text.splitlines() if line.startswith("ERROR: ")]
+    message = errors[-1] if errors else f"ended with status {code}"
+    crashed = any("failed to run" in line or "is busy" in line for line in errors) or not errors
+    return (1 if crashed else EXIT_USER_ERROR), message

@@ -1,0 +1,132 @@
+"""``rlhf up``: server, workers and the MLflow UI in the foreground, for schedules and for looking around."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows import signals
+from flows.display import Display
+from flows.initialise import ensure_dvc
+from flows.ports import LOOPBACK, claim_port
+from flows.processes import OWNER_VARIABLE, Guarded, end_leftovers, owner_mark
+from flows.services import Services, start_server, use_server_of_environment, wait_for_server, worker_name
+from flows.workspace import forget_services, locked, record_services
+from rlhf_core.config.load import load_params
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
+
+MLFLOW = "mlflow"
+RESTARTS = 10
+
+
+@dataclass
+class UpOptions:
+    """Ports; None for any free one."""
+
+    port: int | None = None
+    mlflow_port: int | None = None
+
+
+def up(workspace: Path, options: UpOptions) -> int:
+    """Start everything, say where it is, and stay until a signal or until something essential ends."""
+    signals.install()
+    params = load_params(workspace)
+    display = Display(workspace)
+    mlflow_port = claim_port(options.mlflow_port, "the MLflow UI", "--mlflow-port")
+    ensure_dvc(workspace)
+    with _alone(workspace):
+        os.environ[OWNER_VARIABLE] = owner_mark(workspace)
+        pools = sorted(set(params.pools.values()))
+        services = _server(workspace, options, display)
+        try:
+            _start_rest(services, pools, mlflow_port, display)
+            return _watch(services, display)
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
+        finally:
+            display.line("stopping")
+            forget_services(workspace)
+            _rest(services)
+            services.stop()
+            end_leftovers(workspace, patience=1.0)
+
+
+def _alone(workspace: Path):  # type: ignore[no-untyped-def]
+    """The lock of the services: one embedded server per workspace. A run that is under way has its own: wait it out."""
+    with locked(workspace):
+        end_leftovers(workspace)
+    return locked(workspace, "services.lock")
+
+
+def _server(workspace: Path, options: UpOptions, display: Display) -> Services:
+    url = use_server_of_environment()
+    if url is None:
+        return start_server(workspace, options.port)
+    if options.port is not None:
+        raise RlhfError("--port is for the embedded server, but PREFECT_API_URL names another; use one of the two")
+    display.line(f"Prefect server {url}")
+    return Services(workspace, url, embedded=False)
+
+
+def _start_rest(services: Services, pools: list[str], mlflow_port: int, display: Display) -> None:
+    from flows import admin, deploy, hooks
+    from flows.record import prepare_tracking
+
+    workspace = services.workspace
+    uri = prepare_tracking(workspace)
+    command = [sys.executable, "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(mlflow_port)]
+    services.start(MLFLOW, [*command, "--backend-store-uri", uri, "--workers", "1"])
+    if services.embedded:
+        wait_for_server(services, signals.STOP.is_set)
+        admin.sweep_runs()
+    deploy.deploy_jobs(workspace, pools)
+    deploy.ensure_pools([deploy.PIPELINES_POOL])
+    deploy.deploy_all(workspace)
+    hooks.ensure_zombie_automation()
+    for pool in [*pools, deploy.PIPELINES_POOL]:
+        services.start_worker(pool)
+    ui = services.api_url.removesuffix("/api")
+    mlflow_ui = f"http://{LOOPBACK}:{mlflow_port}"
+    record_services(workspace, services.api_url, {"prefect": ui, "mlflow": mlflow_ui})
+    display.line(f"Prefect UI {ui}")
+    display.line(f"MLflow UI  {mlflow_ui}")
+    display.line("up: scheduled runs start by themselves, `rlhf run` here uses this server; Ctrl-C stops everything")
+
+
+def _watch(services: Services, display: Display) -> int:
+    """Until a signal. Dead workers are started again; without its server there is nothing to keep up."""
+    restarts = 0
+    while not signals.STOP.wait(0.3):
+        for service in services.dead():
+            if service.name in ("server",) or restarts >= RESTARTS:
+                raise RlhfError(f"{service.name} ended (status {service.poll()}); see .rlhf/logs/{service.name}.log")
+            restarts += 1
+            time.sleep(1.0)
+            _restart(services, service, display)
+    return EXIT_OK if signals.last() == 15 else EXIT_INTERRUPTED
+
+
+def _restart(services: Services, service: Guarded, display: Display) -> None:
+    from flows import admin
+
+    del services.running[service.name]
+    display.line(f"{service.name} ended (status {service.poll()}), what it ran with it; starting it again")
+    if service.name == MLFLOW:
+        return
+    pool = service.name.removeprefix(worker_name(""))
+    admin.crash_pool_runs(pool, "the worker and its job were killed")
+    services.start_worker(pool)
+
+
+def _rest(services: Services) -> None:
+    if not services.embedded or any(service.name == "server" for service in services.dead()):
+        return
+    from flows import admin
+
+    try:
+        admin.end_active_runs(True, "rlhf up was stopped")
+    except Exception:  # the next start sweeps
+        return
