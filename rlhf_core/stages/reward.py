@@ -1,0 +1,61 @@
+"""Reward: the model of human preference that PPO optimises against, judged by more than accuracy."""
+
+from __future__ import annotations
+
+import json
+
+from rlhf_core.config.reward import RewardConfig
+from rlhf_core.files import atomic_dir, atomic_write_json, atomic_write_text
+from rlhf_core.models.base import load_tokenizer
+from rlhf_core.stages.base import Paths, Stage
+from rlhf_core.tracking import Tracker
+from rlhf_core.training.reward_baselines import bag_of_words_accuracy
+from rlhf_core.training.reward_plots import draw_reward_plots
+from rlhf_core.training.reward_run import (
+    read_split,
+    score_split,
+    split_categories,
+    split_figures,
+    train_scalar,
+    training_figures,
+)
+
+STAGE = Stage(
+    name="reward",
+    section="reward",
+    config=RewardConfig,
+    inputs={"clean": "data/clean", "sft": "models/sft", "base": "models/base"},
+    outputs={
+        "model": "models/reward",
+        "metrics": "metrics/reward.json",
+        "history": "history/reward.jsonl",
+        "plots": "plots/reward",
+    },
+)
+
+
+def run(config: RewardConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, object]:
+    """Write ``models/reward``, metrics of the validation (plain names) and test split (``test_``), history, plots."""
+    init = inputs[config.init]
+    tokenizer = load_tokenizer(init)
+    folder = inputs.clean / "preferences"
+    names = ("train", "validation", "test")
+    splits = {name: read_split(folder / f"{name}.parquet", tokenizer, config.max_tokens) for name in names}
+    trained = train_scalar(config, "reward", init, splits["train"], splits["validation"], outputs.work, tracker)
+    trained.model.save(outputs.model, tokenizer)
+    atomic_write_text(outputs.history, "".join(json.dumps(record) + "\n" for record in trained.result.history))
+
+    held_out = {name: splits[name] for name in names[1:]}
+    scores = {name: score_split(trained.model, split, tokenizer) for name, split in held_out.items()}
+    words = bag_of_words_accuracy(splits["train"].rows, {name: split.rows for name, split in held_out.items()})
+    metrics: dict[str, object] = dict(training_figures(trained, splits["train"]))
+    for name, prefix in (("validation", ""), ("test", "test_")):
+        figures = split_figures(scores[name], held_out[name]) | {"baseline_bow": words[name]}
+        metrics |= {f"{prefix}{key}": value for key, value in figures.items()}
+        metrics[f"{prefix}category"] = split_categories(scores[name], held_out[name])
+    with atomic_dir(outputs.plots) as plots:
+        draw_reward_plots(plots, {name: scored.margins for name, scored in scores.items()}, trained.result.history)
+    for plot in sorted(outputs.plots.glob("*.png")):
+        tracker.log_artifact(plot, "plots")
+    atomic_write_json(outputs.metrics, metrics)
+    return metrics

@@ -1,0 +1,93 @@
+"""Demonstrations as tokens, and their batches: which rows a step sees is a function of the seed and the step alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.data.batching import epoch_order
+from rlhf_core.data.chat import encode_dialogue, right_pad
+from rlhf_core.data.schema import Demonstration
+
+# Batches whose rows are sorted by length together. More saves padding but makes batches of one kind of text.
+WINDOW = 4
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids of a prompt and its reply; the reply ends with end-of-sequence."""
+
+    prompt: list[int]
+    reply: list[int]
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and reply."""
+        return len(self.prompt) + len(self.reply)
+
+
+@dataclass(frozen=True)
+class ReplyBatch:
+    """``select`` (bool, B, L) marks the positions that predict a reply token; ``targets`` (N,) are those tokens."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    select: Tensor
+    targets: Tensor
+
+
+def tokenised_examples(
+    tokenizer: PreTrainedTokenizerBase, demonstrations: Iterable[Demonstration], max_tokens: int
+) -> tuple[list[Example], int]:
+    """Examples of at most ``max_tokens``, and how many were dropped: a reply is never cut."""
+    examples = [Example(*encode_dialogue(tokenizer, row.prompt, row.reply)) for row in demonstrations]
+    kept = [example for example in examples if example.length <= max_tokens]
+    return kept, len(examples) - len(kept)
+
+
+def collate(prompts: Sequence[list[int]], replies: Sequence[list[int]], pad: int) -> ReplyBatch:
+    """Right-padded rows with the reply positions marked. Prompt, padding and what follows the reply have no target."""
+    ids, mask = right_pad([[*p, *r] for p, r in zip(prompts, replies, strict=True)], pad)
+    starts = torch.tensor([len(p) for p in prompts]).unsqueeze(1)
+    ends = starts + torch.tensor([len(r) for r in replies]).unsqueeze(1)
+    columns = torch.arange(ids.shape[1]).unsqueeze(0)
+    # Position i predicts token i + 1.
+    select = (columns >= starts - 1) & (columns < ends - 1)
+    targets = torch.tensor([token for reply in replies for token in reply])
+    return ReplyBatch(ids, mask, select, targets)
+
+
+def by_length(lengths: Sequence[int]) -> list[int]:
+    """Indices from the shortest to the longest; equal lengths keep their order."""
+    return sorted(range(len(lengths)), key=lambda i: lengths[i])
+
+
+class BatchPlan:
+    """Fixed-size batches of rows of similar length. An epoch leaves out the rows that do not fill a batch."""
+
+    def __init__(self, lengths: Sequence[int], size: int, seed: int, window: int = WINDOW) -> None:
+        """``window`` batches are drawn at random, sorted by length together, cut and shuffled."""
+        self.lengths, self.size, self.seed, self.window = lengths, min(size, len(lengths)), seed, window
+        self.per_epoch = len(lengths) // self.size
+        self._epoch, self._batches = -1, list[list[int]]()
+
+    def at(self, step: int) -> list[int]:
+        """Row numbers of optimiser step ``step``, shortest first."""
+        epoch, position = divmod(step, self.per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._batches = epoch, list(self._epoch_batches(epoch))
+        return self._batches[position]
+
+    def _epoch_batches(self, epoch: int) -> Iterator[list[int]]:
+        order = epoch_order(len(self.lengths), self.seed, epoch)[: self.per_epoch * self.size]
+        batches = []
+        for start in range(0, len(order), self.size * self.window):
+            rows = sorted(order[start : start + self.size * self.window], key=lambda i: (self.lengths[i], i))
+            batches += [rows[at : at + self.size] for at in range(0, len(rows), self.size)]
+        shuffle = np.random.Generator(np.random.Philox(key=[self.seed, (1 << 32) + epoch])).permutation(len(batches))
+        return (batches[i] for i in shuffle)

@@ -1,0 +1,159 @@
+"""The resumable loop under supervised training: steps, records, evaluations and checkpoints, and nothing else.
+
+Everything that happens at a step is a function of the step number, the seed and the restored state, so a run killed at
+any moment and started again ends with the same weights and history, bit for bit on a CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhf_core.config.model import CheckpointConfig
+from rlhf_core.errors import TrainingPaused
+from rlhf_core.progress import Progress, progress
+from rlhf_core.tracking import Tracker
+from rlhf_core.training.checkpoint import load_latest, save
+from rlhf_core.training.engine import Engine, EngineState
+from rlhf_core.training.history import CLOCK_FIELDS, Block, History
+from rlhf_core.training.rng import derive_seed, rng_state, seed_everything, set_rng_state
+
+RECORD_EVERY = 10
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What a task reports of one step: named ``figures`` to average over a block, and the tokens it trained on."""
+
+    figures: dict[str, float]
+    tokens: int
+
+
+class Task(Protocol):
+    """What is trained."""
+
+    def train_step(self, step: int) -> StepFigures:
+        """Put the gradients of optimiser step ``step`` (from 0) into the engine."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out figures of the model as it is."""
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """``name`` seeds the run's random streams and titles its progress; evaluations also come first and last."""
+
+    name: str
+    seed: int
+    steps: int
+    eval_every: int
+    checkpoint: CheckpointConfig
+
+
+@dataclass(frozen=True)
+class LoopResult:
+    """The whole history (also of the part before a resume), and the speed over all training steps."""
+
+    history: list[dict[str, Any]]
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens trained on per second of training; evaluations and checkpoints are not in it."""
+        return self.tokens / max(self.seconds, 1e-9)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The records that carry held-out figures, first to last."""
+        return [record for record in self.history if any(name.startswith("validation_") for name in record)]
+
+
+class Loop:
+    """One run. ``work`` holds its checkpoints and history and may hold those of a killed run, which then goes on."""
+
+    def __init__(self, engine: Engine, task: Task, settings: LoopSettings, work: Path, tracker: Tracker) -> None:
+        self.engine, self.task, self.settings, self.tracker = engine, task, settings, tracker
+        self.checkpoints = work / "checkpoints"
+        self.history = History(work / "history.jsonl")
+        self.block = Block()
+        self.done = self.tokens = 0
+        self.seconds = 0.0
+
+    def run(self) -> LoopResult:
+        """Train to the last step. ``TrainingPaused`` after repeated non-finite steps, with the history written."""
+        self._restore()
+        if self.done == 0:
+            self._record(self._evaluation())
+        with progress(self.settings.steps, self.settings.name) as shown:
+            shown.advance(self.done)
+            while self.done < self.settings.steps:
+                self._step(shown)
+        return LoopResult(self.history.records, self.tokens, self.seconds)
+
+    def _step(self, shown: Progress) -> None:
+        started = time.perf_counter()
+        self.engine.model.train()
+        report = self.task.train_step(self.done)
+        try:
+            result = self.engine.step()
+        except TrainingPaused as paused:
+            self._record({"skipped_steps": self.engine.skipped_steps})
+            raise TrainingPaused(f"{paused} ({self.history.path})") from paused
+        # Read before the optimiser changed anything, so that loss and norm belong to the same weights.
+        self.block.add(report.figures | {"grad_norm": result.grad_norm})
+        self.done += 1
+        self.tokens += report.tokens
+        self.seconds += time.perf_counter() - started
+        self._after_step(result.lr)
+        shown.advance(loss=report.figures["loss"], tokens_s=self.tokens / self.seconds)
+
+    def _after_step(self, rate: float) -> None:
+        """Record, evaluate and save where the step number says so."""
+        last = self.done == self.settings.steps
+        evaluating = last or self.done % self.settings.eval_every == 0
+        saving = last or self.done % self.settings.checkpoint.every == 0
+        if evaluating or saving or self.done % RECORD_EVERY == 0:
+            # A record closes its block, so a checkpoint never falls inside one.
+            figures = {"lr": rate, "skipped_steps": self.engine.skipped_steps}
+            self._record(figures | (self._evaluation() if evaluating else {}))
+        if saving:
+            self._save()
+
+    def _evaluation(self) -> dict[str, float]:
+        self.engine.model.eval()
+        return {f"validation_{name}": value for name, value in self.task.evaluate().items()}
+
+    def _record(self, figures: Mapping[str, float]) -> None:
+        record: dict[str, Any] = {"step": self.done, **self.block.means(), **figures, "tokens": self.tokens}
+        if self.seconds:
+            record |= dict(zip(CLOCK_FIELDS, (self.seconds, self.tokens / self.seconds), strict=True))
+        self.history.append(record)
+        self._track(self.history.records[-1])
+
+    def _track(self, record: Mapping[str, Any]) -> None:
+        self.tracker.log_metrics({k: float(v) for k, v in record.items() if k != "step"}, step=int(record["step"]))
+
+    def _save(self) -> None:
+        state = self.engine.state()
+        random_tensors, random_meta = rng_state()
+        meta = {"engine": state.meta, "rng": random_meta, "tokens": self.tokens, "seconds": self.seconds}
+        tensors = {f"engine.{name}": tensor for name, tensor in state.tensors.items()} | random_tensors
+        save(self.checkpoints, self.done, tensors, meta, self.settings.checkpoint.keep)
+
+    def _restore(self) -> None:
+        """Continue from the newest sound checkpoint, or start from step 0."""
+        found = load_latest(self.checkpoints)
+        self.history.resume_at(found.step if found else None)
+        if found is None:
+            seed_everything(derive_seed(self.settings.seed, self.settings.name, "process"))
+            return
+        weights = {k.removeprefix("engine."): v for k, v in found.tensors.items() if k.startswith("engine.")}
+        self.engine.load_state(EngineState(weights, found.meta["engine"]))
+        set_rng_state(found.tensors, found.meta["rng"])
+        self.done, self.tokens, self.seconds = found.step, int(found.meta["tokens"]), float(found.meta["seconds"])
+        # The tracked run is a new one; it gets the whole history.
+        for record in self.history.records:
+            self._track(record)

@@ -1,0 +1,31 @@
+"""Losses of supervised fine-tuning and of the reward model (ALGORITHMS sections 1 and 2).
+
+Each takes the ``total`` of the whole optimiser step to divide by, so that the losses of its micro-batches add up to the
+loss of the full batch. Shapes: N tokens, V vocabulary, B pairs.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+
+def token_cross_entropy(logits: Tensor, targets: Tensor, total: int) -> Tensor:
+    """Cross-entropy in nats summed over N tokens, divided by ``total`` tokens: (N, V), (N,) -> ().
+
+    Supervised fine-tuning's loss, and the reward model's imitation term on the preferred reply (weight beta_rm).
+    """
+    return functional.cross_entropy(logits.float(), targets, reduction="sum") / total
+
+
+def pairwise_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None, total: int) -> Tensor:
+    """``-logsigmoid(r_w - r_l - margin)`` summed over pairs, divided by ``total`` pairs: (B,) three times -> ()."""
+    difference = chosen - rejected
+    if margin is not None:
+        difference = difference - margin
+    return -functional.logsigmoid(difference).sum() / total
+
+
+def centring_loss(chosen: Tensor, rejected: Tensor, total: int) -> Tensor:
+    """``(r_w + r_l)^2`` summed over pairs, divided by ``total``: keeps rewards around zero without touching margins."""
+    return (chosen + rejected).square().sum() / total

@@ -1,0 +1,94 @@
+"""What a reward model is worth beyond accuracy: margins, calibration, length, categories (ALGORITHMS section 2).
+
+Pure functions of arrays over B pairs; ``margins`` is ``r_w - r_l``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+CALIBRATION_BINS = 10
+PERCENTILES = (5, 25, 50, 75, 95)
+SMALLEST_CATEGORY = 10
+
+
+def accuracy(margins: np.ndarray) -> float:
+    """Share of pairs ranked as people did; an exact tie counts half."""
+    return float(((margins > 0) + 0.5 * (margins == 0)).mean())
+
+
+def calibration_bins(margins: np.ndarray, bins: int = CALIBRATION_BINS) -> list[tuple[float, float, int]]:
+    """``(mean confidence, share correct, pairs)`` of each non-empty bin.
+
+    The model says that the reply it scores higher is preferred with probability ``sigma(|margin|)``, which lies in
+    [0.5, 1]; the bins divide that range evenly.
+    """
+    confidence = 1.0 / (1.0 + np.exp(-np.abs(margins)))
+    correct = (margins > 0) + 0.5 * (margins == 0)
+    which = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
+    held = [which == i for i in range(bins)]
+    return [(float(confidence[k].mean()), float(correct[k].mean()), int(k.sum())) for k in held if k.any()]
+
+
+def expected_calibration_error(margins: np.ndarray, bins: int = CALIBRATION_BINS) -> float:
+    """Mean over pairs of |confidence - share correct| of their bin: 0 when margins mean what they say."""
+    return sum(abs(c - a) * n for c, a, n in calibration_bins(margins, bins)) / len(margins)
+
+
+def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
+    """Spearman's rank correlation (ties share their mean rank); 0 when one of the two is constant."""
+    from scipy.stats import rankdata
+
+    return linear_correlation(rankdata(first), rankdata(second))
+
+
+def linear_correlation(first: np.ndarray, second: np.ndarray) -> float:
+    """Pearson's correlation; 0 when one of the two is constant."""
+    a, b = first - first.mean(), second - second.mean()
+    scale = float(np.sqrt((a * a).sum() * (b * b).sum()))
+    return float((a * b).sum() / scale) if scale > 0 else 0.0
+
+
+def evaluate_scores(
+    chosen: np.ndarray,
+    rejected: np.ndarray,
+    chosen_lengths: np.ndarray,
+    rejected_lengths: np.ndarray,
+) -> dict[str, float]:
+    """All figures of one split: rewards and reply lengths in tokens, each (B,).
+
+    ``accuracy_shorter_preferred`` is left out where no preferred reply is the shorter one.
+    """
+    margins = chosen - rejected
+    rewards = np.concatenate([chosen, rejected])
+    figures = {
+        "pairs": float(len(margins)),
+        "accuracy": accuracy(margins),
+        "loss": float(np.logaddexp(0.0, -margins).mean()),
+        "margin_mean": float(margins.mean()),
+        "margin_std": float(margins.std()),
+        "ece": expected_calibration_error(margins),
+        "length_correlation": rank_correlation(rewards, np.concatenate([chosen_lengths, rejected_lengths])),
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "baseline_longer": accuracy((chosen_lengths - rejected_lengths).astype(float)),
+    }
+    figures |= {f"margin_p{p:02d}": float(np.percentile(margins, p)) for p in PERCENTILES}
+    shorter = chosen_lengths < rejected_lengths
+    if shorter.any():
+        figures["accuracy_shorter_preferred"] = accuracy(margins[shorter])
+    return figures
+
+
+def accuracy_by_category(margins: np.ndarray, categories: Sequence[str]) -> dict[str, float]:
+    """Accuracy of each category with at least ten pairs (fewer say nothing)."""
+    names = np.asarray(categories)
+    groups = {name: names == name for name in sorted(set(categories))}
+    return {name: accuracy(margins[k]) for name, k in groups.items() if k.sum() >= SMALLEST_CATEGORY}
+
+
+def agreement(first: np.ndarray, second: np.ndarray) -> float:
+    """Share of pairs that two models rank the same way, from the margins of each."""
+    return float((np.sign(first) == np.sign(second)).mean())

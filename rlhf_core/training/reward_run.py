@@ -1,0 +1,100 @@
+"""One training of a scalar model on preference pairs, from files to scored splits: the reward model and the referee."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.config.reward import RewardConfig
+from rlhf_core.data.chat import pad_id
+from rlhf_core.data.pairs import TokenisedPair, tokenised_pairs
+from rlhf_core.data.schema import Preference, read_rows
+from rlhf_core.errors import DataError
+from rlhf_core.models.base import load_tokenizer
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.tracking import Tracker
+from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.loop import Loop, LoopResult, LoopSettings
+from rlhf_core.training.reward import PairScores, RewardTask, score_pairs
+from rlhf_core.training.reward_evaluation import accuracy_by_category, evaluate_scores
+from rlhf_core.training.rng import derive_seed
+
+
+@dataclass(frozen=True)
+class Split:
+    """The usable pairs of one file: rows and their tokens, in the same order, and how many were dropped and why."""
+
+    rows: list[Preference]
+    pairs: list[TokenisedPair]
+    dropped: dict[str, int]
+
+
+@dataclass(frozen=True)
+class TrainedScalar:
+    """A trained model with its tokenizer and the course of its training."""
+
+    model: ScalarModel
+    tokenizer: PreTrainedTokenizerBase
+    result: LoopResult
+    skipped_steps: int
+
+
+def read_split(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Split:
+    """Pairs of a parquet file as tokens; ``DataError`` when none is usable."""
+    rows = read_rows(path, Preference)
+    pairs, dropped = tokenised_pairs(tokenizer, rows, max_tokens)
+    if not pairs:
+        raise DataError(
+            f"{path} has no usable pair: {dropped['over_long']} of {len(rows)} are longer than max_tokens {max_tokens}, "
+            f"{dropped['identical']} have two equal replies; raise max_tokens or look at the data"
+        )
+    return Split([rows[pair.row] for pair in pairs], pairs, dropped)
+
+
+def train_scalar(
+    config: RewardConfig, name: str, init: Path, train: Split, validation: Split, work: Path, tracker: Tracker
+) -> TrainedScalar:
+    """Train a scalar model from the causal LM at ``init``. ``name`` sets its random streams apart from other models'."""
+    tokenizer = load_tokenizer(init)
+    model = ScalarModel.from_causal_lm(init, derive_seed(config.seed, name, "head"))
+    engine = LocalEngine(model, config.optimizer, config.steps, name)
+    margins = [row.margin or 0.0 for row in train.rows] if config.use_margin else None
+    task = RewardTask(engine, model, train.pairs, validation.pairs, config, pad_id(tokenizer), name, margins)
+    settings = LoopSettings(name, config.seed, config.steps, config.eval_every, config.checkpoint)
+    result = Loop(engine, task, settings, work, tracker).run()
+    return TrainedScalar(model, tokenizer, result, engine.skipped_steps)
+
+
+def score_split(trained: ScalarModel, split: Split, tokenizer: PreTrainedTokenizerBase) -> PairScores:
+    """Rewards of a split's pairs."""
+    return score_pairs(trained, split.pairs, pad_id(tokenizer))
+
+
+def split_figures(scores: PairScores, split: Split) -> dict[str, float]:
+    """All flat figures of one split."""
+    return evaluate_scores(scores.chosen, scores.rejected, *reply_lengths(split.pairs))
+
+
+def split_categories(scores: PairScores, split: Split) -> dict[str, float]:
+    """Accuracy by category of one split."""
+    return accuracy_by_category(scores.margins, [row.category for row in split.rows])
+
+
+def reply_lengths(pairs: Sequence[TokenisedPair]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of the chosen and of the rejected replies, end-of-sequence included."""
+    return np.array([len(pair.chosen) for pair in pairs]), np.array([len(pair.rejected) for pair in pairs])
+
+
+def training_figures(trained: TrainedScalar, train: Split) -> dict[str, float]:
+    """Size, speed and losses of rows of a training run."""
+    return {
+        "train_pairs": float(len(train.pairs)),
+        "dropped_over_long": float(train.dropped["over_long"]),
+        "dropped_identical": float(train.dropped["identical"]),
+        "tokens_per_second": trained.result.tokens_per_second,
+        "skipped_steps": float(trained.skipped_steps),
+    }

@@ -1,0 +1,122 @@
+"""Supervised fine-tuning: cross-entropy on the assistant's tokens, end-of-sequence included (ALGORITHMS section 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.sft import SftConfig
+from rlhf_core.data.chat import decode_reply, encode_prompt, left_pad, pad_id
+from rlhf_core.data.schema import Demonstration
+from rlhf_core.models.forward import position_ids_from_mask, selected_logits
+from rlhf_core.training.engine import Engine
+from rlhf_core.training.examples import BatchPlan, Example, ReplyBatch, by_length, collate
+from rlhf_core.training.loop import StepFigures
+from rlhf_core.training.objectives import token_cross_entropy
+from rlhf_core.training.rng import derive_seed
+
+EVALUATION_ROWS = 64
+
+
+class SftTask:
+    """Demonstrations to imitate, and held-out ones to measure perplexity on."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: PreTrainedModel,
+        train: Sequence[Example],
+        validation: Sequence[Example],
+        config: SftConfig,
+        pad: int,
+    ) -> None:
+        self.engine, self.model, self.train, self.validation, self.pad = engine, model, train, validation, pad
+        self.micro = config.micro_batch_size or config.batch_size
+        order = derive_seed(config.seed, "sft", "order")
+        self.plan = BatchPlan([example.length for example in train], config.batch_size, order)
+
+    def train_step(self, step: int) -> StepFigures:
+        """One optimiser step: the sum over reply tokens divided by their number in all micro-batches."""
+        rows = self.plan.at(step)
+        total = sum(len(self.train[row].reply) for row in rows)
+        loss = 0.0
+        for start in range(0, len(rows), self.micro):
+            part = reply_loss(self.model, self._batch(self.train, rows[start : start + self.micro]), total)
+            self.engine.backward(part)
+            loss += float(part.detach())
+        return StepFigures({"loss": loss}, sum(self.train[row].length for row in rows))
+
+    def evaluate(self) -> dict[str, float]:
+        """``loss`` per token and ``perplexity`` on the held-out demonstrations."""
+        loss = mean_reply_loss(self.model, self.validation, self.pad)
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+
+    def _batch(self, examples: Sequence[Example], rows: Sequence[int]) -> ReplyBatch:
+        return example_batch([examples[row] for row in rows], self.pad, self.model.device)
+
+
+def example_batch(examples: Sequence[Example], pad: int, device: torch.device) -> ReplyBatch:
+    """Examples as one padded batch on ``device``."""
+    batch = collate([e.prompt for e in examples], [e.reply for e in examples], pad)
+    return ReplyBatch(*(tensor.to(device) for tensor in vars(batch).values()))
+
+
+def reply_loss(model: PreTrainedModel, batch: ReplyBatch, total: int) -> Tensor:
+    """Cross-entropy of the batch's reply tokens, summed and divided by ``total``: a scalar with gradient."""
+    logits = selected_logits(model, batch.input_ids, batch.attention_mask, batch.select)
+    return token_cross_entropy(logits, batch.targets, total)
+
+
+@torch.no_grad()
+def mean_reply_loss(model: PreTrainedModel, examples: Sequence[Example], pad: int) -> float:
+    """Nats per reply token over all examples, in batches of similar length."""
+    order = by_length([example.length for example in examples])
+    nats = 0.0
+    for start in range(0, len(order), EVALUATION_ROWS):
+        rows = [examples[row] for row in order[start : start + EVALUATION_ROWS]]
+        nats += float(reply_loss(model, example_batch(rows, pad, model.device), 1))
+    return nats / sum(len(example.reply) for example in examples)
+
+
+@torch.no_grad()
+def sample_replies(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Demonstration],
+    sampling: SamplingConfig,
+    seed: int,
+) -> list[dict[str, object]]:
+    """Replies to the prompts of ``rows`` for a reader's eye: ``prompt, reply, finished, reference, category``.
+
+    The process's own random state is left as it was.
+    """
+    ids, mask = left_pad([encode_prompt(tokenizer, row.prompt) for row in rows], pad_id(tokenizer))
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        generated = model.eval().generate(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=position_ids_from_mask(mask),
+            do_sample=True,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=0,
+            repetition_penalty=sampling.repetition_penalty,
+            max_new_tokens=sampling.max_new_tokens,
+            pad_token_id=pad_id(tokenizer),
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    samples: list[dict[str, object]] = []
+    for row, tokens in zip(rows, generated[:, ids.shape[1] :].tolist(), strict=True):
+        reply, finished = decode_reply(tokenizer, tokens)
+        prompt = [{"role": m.role, "content": m.content} for m in row.prompt]
+        samples.append(
+            {"prompt": prompt, "reply": reply, "finished": finished, "reference": row.reply, "category": row.category}
+        )
+    return samples
