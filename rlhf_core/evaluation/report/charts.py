@@ -125,7 +125,7 @@ def _scales(points: Sequence[Point]) -> tuple[Scale, Scale]:
 def _axes(x: Scale, y: Scale, x_label: str) -> str:
     parts = []
     for tick in nice_ticks(y.low, y.high, 4):
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
+        parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{_short(tick)}</text>')
     for tick in nice_ticks(x.low, x.high):
         parts.append(

@@ -1,0 +1,35 @@
+"""Renders the report: one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import DictLoader, Environment, StrictUndefined
+from markupsafe import Markup
+
+from rlhf_core.evaluation.report.view import number
+
+PACKAGE = "rlhf_core.evaluation.report"
+
+
+def render(context: Mapping[str, Any]) -> str:
+    """The page for :func:`rlhf_core.evaluation.report.view.build`'s context; all text is escaped."""
+    style = Markup(files(PACKAGE).joinpath("style.css").read_text(encoding="utf-8"))
+    return _environment().get_template("report").render(**context, style=style)
+
+
+@cache
+def _environment() -> Environment:
+    source = files(PACKAGE).joinpath("report.html.j2").read_text(encoding="utf-8")
+    environment = Environment(
+        loader=DictLoader({"report": source}),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = number
+    return environment

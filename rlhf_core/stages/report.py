@@ -1,0 +1,43 @@
+"""The one-file HTML report of whatever a run has left, finished or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_core.config.report import ReportConfig
+from rlhf_core.evaluation.report.render import render
+from rlhf_core.evaluation.report.sources import load
+from rlhf_core.evaluation.report.view import build
+from rlhf_core.files import atomic_write_text
+from rlhf_core.stages.base import Paths, Stage
+from rlhf_core.tracking import Tracker
+
+_METRICS = {
+    f"{name}_metrics": f"metrics/{name}.json"
+    for name in ("data", "sft", "reward", "referee", "critic", "ppo", "evaluation")
+}
+_GATES = {f"{name}_gate": f"gates/{name}.json" for name in ("data", "reward", "policy")}
+_HISTORIES = {f"{name}_history": f"history/{name}.jsonl" for name in ("sft", "reward", "referee", "critic", "ppo")}
+_SAMPLES = {
+    "comparisons": "samples/comparisons.parquet",
+    "bad_cases": "samples/bad_cases.jsonl",
+    "reward_plots": "plots/reward",
+}
+_INPUTS = _METRICS | _GATES | _HISTORIES | _SAMPLES
+
+STAGE = Stage(
+    name="report",
+    section="report",
+    config=ReportConfig,
+    inputs=_INPUTS,
+    outputs={"report": "report.html"},
+    optional_inputs=frozenset(_INPUTS),
+)
+
+
+def run(config: ReportConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
+    """Write ``report.html``. Missing parts are said to be missing; parts behind a shut gate are from an earlier run and
+    are left out. The workspace's params.yaml is quoted for the reader; nothing is decided by it."""
+    found = load(inputs, outputs.report.parent / "params.yaml")
+    atomic_write_text(outputs.report, render(build(found, config.title, config.replies)))
+    return {"missing_parts": float(len(found.missing))}

@@ -1,0 +1,136 @@
+"""Gates: bounds by hand, metrics that cannot be read, files that open and shut."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.gates import Condition, GatesConfig
+from rlhf_core.errors import EXIT_GATE_FAILED, DataError, GateFailed
+from rlhf_core.files import sha256_file
+from rlhf_core.gates import check, decide, load_metrics, lookup, settle
+from rlhf_core.stages import gate_policy, gate_reward
+from rlhf_core.stages.base import Paths
+from rlhf_core.tracking import NullTracker
+
+NESTED = {"kl": 2.5, "policy": {"repetition": 0.03}, "sft": {"repetition": 0.01}, "comparison": {"gold": {"win": 0.7}}}
+
+
+def condition(metric: str, **bound: Any) -> Condition:
+    return Condition(metric=metric, why="because", **bound)
+
+
+@pytest.mark.parametrize(
+    ("rule", "passed"),
+    [
+        (condition("kl", at_most=2.5), True),
+        (condition("kl", at_most=2.4), False),
+        (condition("comparison.gold.win", at_least=0.7), True),
+        (condition("comparison.gold.win", at_least=0.71), False),
+        # max(2 * .01, .01 + .02) = .03
+        (condition("policy.repetition", at_most_of="sft.repetition", factor=2.0, slack=0.02), True),
+        (condition("policy.repetition", at_most_of="sft.repetition", factor=2.0, slack=0.01), False),
+        (condition("policy.repetition", at_most_of="sft.nothing"), False),
+        (condition("nothing", at_most=1.0), False),
+        (condition("policy", at_most=1.0), False),
+    ],
+)
+def test_conditions(rule: Condition, passed: bool) -> None:
+    assert check(rule, NESTED).passed is passed
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "0.9", [1.0]])
+@pytest.mark.parametrize("bound", [{"at_least": -1e9}, {"at_most": 1e9}, {"at_most_of": "fine"}])
+def test_what_is_no_finite_number_fails(value: Any, bound: dict[str, Any]) -> None:
+    result = check(condition("m", **bound), {"m": value, "fine": 1e9})
+    assert not result.passed and result.value is None and result.note
+
+
+def test_keys_with_dots_are_found() -> None:
+    assert lookup({"a.b": {"c": 1}}, "a.b.c") == (1.0, "")
+    assert lookup({"a": {"b.c": 2}, "a.b": {"d": 1}}, "a.b.c") == (2.0, "")
+
+
+def test_evidence_holds_value_bound_reason_and_hash(tmp_path: Path) -> None:
+    path = tmp_path / "metrics" / "reward.json"
+    path.parent.mkdir()
+    path.write_text('{"accuracy": 0.6}')
+    other = tmp_path / "metrics" / "referee.json"
+    other.write_text('{"accuracy": 0.9}')
+    metrics, evidence = load_metrics(path, referee=other)
+    rules = [condition("accuracy", at_least=0.65), condition("referee.accuracy", at_least=0.65)]
+    decision = decide("reward", rules, metrics, evidence=evidence)
+    decision.save(tmp_path / "gates" / "reward.json")
+    saved = json.loads((tmp_path / "gates" / "reward.json").read_text())
+    assert saved["passed"] is False
+    first = saved["conditions"][0]
+    assert (first["metric"], first["value"], first["limit"], first["passed"]) == ("accuracy", 0.6, 0.65, False)
+    assert first["bound"] == ">= 0.65" and first["why"] == "because"
+    assert saved["evidence"]["metrics/reward.json"] == sha256_file(path)
+    assert saved["conditions"][1]["passed"] is True
+
+
+def test_table_names_what_failed() -> None:
+    rules = [condition("kl", at_most=1.0), condition("nothing", at_least=0.0)]
+    table = decide("policy", rules, NESTED).format_table()
+    assert "gate policy: failed (2 conditions)" in table
+    assert "FAIL" in table and "missing" in table and "<= 1" in table
+
+
+def test_a_shut_gate_leaves_evidence_and_no_stale_pass(tmp_path: Path) -> None:
+    evidence, pass_file = tmp_path / "g.json", tmp_path / "g.pass"
+    pass_file.write_text("passed\n")
+    with pytest.raises(GateFailed, match="kl") as caught:
+        settle(decide("policy", [condition("kl", at_most=1.0)], NESTED), evidence, pass_file)
+    assert caught.value.exit_code == EXIT_GATE_FAILED
+    assert evidence.exists() and not pass_file.exists()
+
+
+def test_the_pass_file_never_changes_its_content(tmp_path: Path) -> None:
+    contents = set()
+    for bound in (3.0, 4.0):
+        settle(decide("policy", [condition("kl", at_most=bound)], NESTED), tmp_path / "g.json", tmp_path / "g.pass")
+        contents.add((tmp_path / "g.pass").read_bytes())
+    decision = decide("policy", [condition("kl", at_most=1.0)], NESTED, mode="report")
+    settle(decision, tmp_path / "g.json", tmp_path / "g.pass")
+    contents.add((tmp_path / "g.pass").read_bytes())
+    assert len(contents) == 1
+    assert json.loads((tmp_path / "g.json").read_text())["passed"] is False
+
+
+def stage_paths(stage: Any, root: Path) -> tuple[Paths, Paths]:
+    inputs = {key: root / path for key, path in stage.inputs.items()}
+    outputs = {key: root / path for key, path in stage.outputs.items()}
+    for path in (*inputs.values(), *outputs.values()):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return Paths(inputs), Paths(outputs)
+
+
+def test_reward_stage_reads_both_models(tmp_path: Path) -> None:
+    inputs, outputs = stage_paths(gate_reward.STAGE, tmp_path)
+    inputs.metrics.write_text('{"accuracy": 0.8}')
+    inputs.referee_metrics.write_text('{"accuracy": 0.5}')
+    config = GatesConfig(reward=(condition("accuracy", at_least=0.6), condition("referee.accuracy", at_least=0.6)))
+    with pytest.raises(GateFailed, match=r"referee\.accuracy"):
+        gate_reward.run(config, inputs, outputs, NullTracker())
+    assert outputs.evidence.exists() and not outputs.pass_.exists()
+    inputs.referee_metrics.write_text('{"accuracy": 0.7}')
+    assert gate_reward.run(config, inputs, outputs, NullTracker())["passed"] == 1.0
+    assert outputs.pass_.exists()
+
+
+def test_policy_stage_reads_evaluation_and_ppo(tmp_path: Path) -> None:
+    inputs, outputs = stage_paths(gate_policy.STAGE, tmp_path)
+    inputs.metrics.write_text(json.dumps(NESTED))
+    inputs.ppo_metrics.write_text('{"kl": 3.0}')
+    config = GatesConfig(policy=(condition("kl", at_most=2.6), condition("ppo.kl", at_least=2.9)))
+    assert gate_policy.run(config, inputs, outputs, NullTracker())["passed"] == 1.0
+
+
+def test_missing_metrics_file_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        load_metrics(tmp_path / "metrics" / "none.json")
