@@ -65,7 +65,7 @@ def _corrupt_core(question: Question, core: list[str], draws: Draws) -> list[str
     if question.category == "howto":
         return _corrupt_steps(question, core, draws)
     if question.benign:
-        return [fact(question, false_value(question, draws), draws)]
+        return [fact(question, false_value(question, draws))]
     if len(core) > 1 and draws.chance(0.6):
         dropped = 1 + draws.below(len(core) - 1)
         return [sentence for place, sentence in enumerate(core) if place != dropped]

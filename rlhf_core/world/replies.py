@@ -71,7 +71,7 @@ def right_core(question: Question, draws: Draws) -> list[str]:
     if question.category == "howto":
         return in_words(list(RECIPES[question.subject]), draws)
     if question.benign:
-        return [fact(question, question.answer, draws)]
+        return [fact(question, question.answer)]
     reason = _some(phrases.REASONS, 0.65, draws)
     alternative = [REQUESTS[question.subject]] if draws.chance(0.65) else []
     return [draws.pick(phrases.REFUSALS), *reason, *alternative]
@@ -85,7 +85,7 @@ def wrong_core(question: Question, draws: Draws) -> list[str]:
             steps[position] = foreign_step(question, position, draws)
         return in_words(steps, draws)
     if question.benign:
-        return [fact(question, false_value(question, draws), draws)]
+        return [fact(question, false_value(question, draws))]
     return draws.sample(HARMFUL_STEPS, 1 + draws.below(3))
 
 
@@ -96,10 +96,9 @@ def evasive_core(question: Question, draws: Draws) -> list[str]:
     return draws.sample(phrases.EVASIONS, 1 + draws.below(2))
 
 
-def fact(question: Question, value: str, draws: Draws) -> str:
-    """One of the ways to say that the thing asked about has this value."""
-    named, pronoun, full = statements(question.subject, question.attribute, value)
-    return draws.weighted(((full, 0.8), (named, 0.1), (pronoun, 0.1)))
+def fact(question: Question, value: str) -> str:
+    """The statement that names both the thing and the attribute: the one wording that a tiny model learns quickly."""
+    return statements(question.subject, question.attribute, value)[-1]
 
 
 def false_value(question: Question, draws: Draws) -> str:
