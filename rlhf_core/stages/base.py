@@ -1,47 +1,76 @@
-"""What a stage declares about itself, and the paths it is given."""
+"""Base: the starting model. A tokenizer and a tiny Llama made from the clean training text, or any model loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf_core.config.model import StageConfig
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, read_rows
+from rlhf_core.errors import ModelError
+from rlhf_core.models.base import load_policy, new_model, save_policy, train_tokenizer
+from rlhf_core.stages.contract import Paths, Stage
+from rlhf_core.tracking import Tracker
+from rlhf_core.training.rng import derive_seed
+
+STAGE = Stage(
+    name="base", section="base", config=BaseConfig, inputs={"clean": "data/clean"}, outputs={"model": "models/base"}
+)
+
+# For loaded models that were never tuned for chat: plain roles, the reply closed by end-of-sequence.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+)
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A stage's name, its section of params.yaml with the model that checks it, and its files.
+def run(config: BaseConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, float]:
+    """Write ``models/base``. ``ModelError`` when a given source cannot be loaded."""
+    if config.source == "scratch":
+        tokenizer: PreTrainedTokenizerBase = train_tokenizer(
+            training_texts(inputs.clean), config.vocab_size, config.max_positions
+        )
+        model: PreTrainedModel = new_model(config, tokenizer, derive_seed(config.seed, "base", "weights"))
+    else:
+        model, tokenizer = load_policy(_source(config.source), getattr(torch, config.dtype), config.revision)
+        prepare_tokenizer(tokenizer, config.source)
+    save_policy(outputs.model, model, tokenizer)
+    return {"parameters": float(sum(p.numel() for p in model.parameters())), "vocabulary": float(len(tokenizer))}
 
-    ``inputs`` and ``outputs`` map the names used by ``run`` to paths relative to the workspace. An optional input may
-    be missing on disk. dvc.yaml lists the same paths; a contract test compares the two.
+
+def _source(source: str) -> str:
+    expanded = Path(source).expanduser()
+    return str(expanded) if expanded.exists() else source
+
+
+def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Give a loaded tokenizer a plain chat template where it has none; ``ModelError`` without end-of-sequence."""
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer of {source} has no end-of-sequence token; a reply could never end")
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = PLAIN_TEMPLATE
+
+
+def training_texts(clean: Path) -> Iterator[str]:
+    """Text of the train splits only: a tokenizer that had seen test text would flatter perplexity there.
+
+    A whole dialogue is given turn by turn, as the tokenizer will meet it between special tokens.
     """
+    for row in read_rows(clean / "demonstrations" / "train.parquet", Demonstration):
+        yield from _contents(row.prompt)
+        yield row.reply
+    for folder in ("preferences", "preferences_referee"):
+        for pair in read_rows(clean / folder / "train.parquet", Preference):
+            yield from _contents(pair.prompt)
+            yield pair.chosen
+            yield pair.rejected
+    for text in read_rows(clean / "pretrain" / "train.parquet", PretrainText):
+        yield text.text
 
-    name: str
-    section: str
-    config: type[StageConfig]
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    outputs: Mapping[str, str] = field(default_factory=dict)
-    optional_inputs: frozenset[str] = frozenset()
 
-
-class Paths(Mapping[str, Path]):
-    """Named paths with attribute access: ``inputs.clean``, ``outputs.model``."""
-
-    def __init__(self, paths: Mapping[str, Path]) -> None:
-        self._paths = dict(paths)
-
-    def __getattr__(self, name: str) -> Path:
-        try:
-            return self.__dict__["_paths"][name]
-        except KeyError:
-            raise AttributeError(f"no path named {name!r}; there are {', '.join(self._paths)}") from None
-
-    def __getitem__(self, name: str) -> Path:
-        return self._paths[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
+def _contents(messages: list[Message]) -> Iterator[str]:
+    return (message.content for message in messages)

@@ -10,7 +10,7 @@ from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.critic_pretraining import CriticTrainer
 from rlhf_core.ppo.rollout import Actors, model_scorer
 from rlhf_core.ppo.starting import load_scalar, read_prompts, require_room, sampling_for
-from rlhf_core.stages.base import Paths, Stage
+from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine import LocalEngine
 from rlhf_core.training.rng import derive_seed, seed_everything

@@ -30,7 +30,7 @@ from rlhf_core.ppo.starting import load_scalar, read_prompts, require_room, samp
 from rlhf_core.ppo.state import finite, load_best
 from rlhf_core.ppo.trainer import Prompts, Trainer, Verdict
 from rlhf_core.ppo.update import Learner
-from rlhf_core.stages.base import Paths, Stage
+from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine import LocalEngine
 from rlhf_core.training.rng import derive_seed, seed_everything
@@ -86,10 +86,12 @@ class CheckpointSelector:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state`."""
-        self.candidates = [
-            Candidate(**{name: math.nan if value is None else value for name, value in row.items()})
-            for row in state["candidates"]
-        ]
+        self.candidates = [_candidate(row) for row in state["candidates"]]
+
+
+def _candidate(row: Mapping[str, Any]) -> Candidate:
+    values: dict[str, Any] = {name: math.nan if value is None else value for name, value in row.items()}
+    return Candidate(**values)
 
 
 def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
@@ -109,6 +111,7 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> d
     for source, target in ((trainer.history, outputs.history), (trainer.samples, outputs.samples)):
         shutil.copyfile(source.path, target)
     tracker.log_artifact(outputs.samples, "samples")
+    tracker.set_tags({"rlhf.selection": choice.reason})
     metrics = summary(trainer, choice, iteration)
     atomic_write_json(outputs.metrics, metrics)
     return metrics
@@ -232,7 +235,6 @@ def summary(trainer: Trainer, choice: Choice, iteration: int) -> dict[str, Any]:
     return {
         "iterations": trainer.done,
         "selected_iteration": iteration,
-        "selection_reason": choice.reason,
         "admissible": int(choice.admissible),
         "skipped_steps": sum(row["skipped_steps"] for row in rows),
         "findings": len(trainer.findings),

@@ -8,7 +8,7 @@ from rlhf_core.config.reward import RefereeConfig
 from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.models.base import load_tokenizer
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.stages.base import Paths, Stage
+from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.reward import PairScores
 from rlhf_core.training.reward_evaluation import agreement, linear_correlation, rank_correlation

@@ -7,7 +7,7 @@ import json
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.files import atomic_dir, atomic_write_json, atomic_write_text
 from rlhf_core.models.base import load_tokenizer
-from rlhf_core.stages.base import Paths, Stage
+from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.reward_baselines import bag_of_words_accuracy
 from rlhf_core.training.reward_plots import draw_reward_plots

@@ -18,7 +18,7 @@ from rlhf_core.config.model import StageConfig
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, RlhfError
 from rlhf_core.files import atomic_write_json, sha256_tree
 from rlhf_core.fingerprint import fingerprint
-from rlhf_core.stages.base import Paths, Stage
+from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.stages.names import stage_module
 from rlhf_core.tracking import Tracker, stage_tracker
 

@@ -1,0 +1,155 @@
+"""Each check finds what it is for, and leaves ordinary text alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.data.checks import check_frame, checks_for, roles_in_order
+from rlhf_core.data.schema import arrow_schema
+
+BASE: dict[str, Any] = {"id": "i", "margin": None, "category": "c", "source": "s", "group": "g"}
+CONFIG = ValidateConfig(max_prompt_chars=20, max_reply_chars=60, max_turns=4)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def pair(**changes: Any) -> dict[str, Any]:
+    return BASE | {"prompt": [user("hello")], "chosen": "good", "rejected": "bad"} | changes
+
+
+def failed(*rows: dict[str, Any], kind: str = "preferences", config: ValidateConfig = CONFIG) -> list[set[str]]:
+    """The columns that each row fails, read as the suites read them."""
+    frame = check_frame(kind, pa.Table.from_pylist(list(rows), schema=arrow_schema(kind)), config)
+    found: list[set[str]] = [set() for _ in rows]
+    for check in checks_for(kind, config):
+        for position, value in enumerate(frame[check.column]):
+            good = value == 1 if check.is_flag else check.low <= value <= check.high
+            if not good:
+                found[position].add(check.column)
+    return found
+
+
+def test_ordinary_text_passes() -> None:
+    texts = [
+        "tab\tand\r\nnewline",
+        "Ça va? École, Âge, Ãgua, naïve",
+        "你好，世界",
+        "emoji 👍🏽 ok",
+        "25 °C, £5, “quoted”",
+        "risk-free task-based",
+    ]
+    assert failed(*(pair(chosen=text) for text in texts)) == [set()] * len(texts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "column"),
+    [
+        ({"chosen": " \n"}, "chosen_not_empty"),
+        ({"rejected": ""}, "rejected_not_empty"),
+        ({"chosen": None}, "complete"),
+        ({"prompt": [user(" ")]}, "prompt_not_empty"),
+        ({"prompt": []}, "roles"),
+        ({"prompt": None}, "complete"),
+        ({"prompt": [user("a"), user("b")]}, "roles"),
+        ({"prompt": [user("x" * 21)]}, "prompt_chars"),
+        ({"chosen": "x" * 61}, "chosen_chars"),
+        ({"rejected": "x" * 61}, "rejected_chars"),
+        ({"chosen": "a  b", "rejected": " a\nb"}, "replies_differ"),
+        ({"margin": float("nan")}, "margin_finite"),
+        ({"margin": float("inf")}, "margin_finite"),
+        ({"chosen": "a\x00b"}, "no_control_characters"),
+        ({"chosen": "a\x1b[0m"}, "no_control_characters"),
+        ({"chosen": "broken \ufffd"}, "no_control_characters"),
+        ({"chosen": "Ã©cole"}, "no_mojibake"),
+        ({"prompt": [user("donâ€™t")]}, "no_mojibake"),
+        ({"chosen": "25 Â°C"}, "no_mojibake"),
+    ],
+)
+def test_bad_rows(changes: dict[str, Any], column: str) -> None:
+    good, bad = failed(pair(), pair(id="j", **changes))
+    assert good == set()
+    assert column in bad
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "-----BEGIN RSA PRIVATE " + "KEY-----",
+        "AKIA" + "Q" * 16,
+        "sk-" + "a1" * 16,
+        "sk-proj-" + "a1" * 16,
+        "ghp_" + "a" * 36,
+        "hf_" + "a" * 34,
+        "xoxb-" + "1" * 12,
+        "AIza" + "b" * 35,
+    ],
+)
+def test_secrets_are_found_when_asked(secret: str) -> None:
+    assert failed(pair(chosen=f"use {secret} now")) == [{"no_secrets"}]
+    off = ValidateConfig(secrets=False)
+    assert failed(pair(chosen=f"use {secret} now"), config=off) == [set()]
+
+
+def test_mojibake_of_every_accented_letter_is_found() -> None:
+    for letter in "éèüöñçàâêô’“—🙂":
+        garbled = letter.encode().decode("cp1252", errors="ignore")
+        if len(garbled) == len(letter.encode()):
+            assert failed(pair(chosen=garbled)) == [{"no_mojibake"}], letter
+
+
+def test_duplicates_keep_the_first_and_roles_count() -> None:
+    rows = [pair(), pair(id="other", source="t"), pair(prompt=[{"role": "system", "content": "s"}, user("hello")])]
+    assert failed(*rows) == [set(), {"not_duplicate"}, set()]
+
+
+def test_a_pair_labelled_both_ways_is_refused_on_both_sides() -> None:
+    rows = [pair(), pair(chosen="bad", rejected="good"), pair(prompt=[user("other")], chosen="bad", rejected="good")]
+    assert failed(*rows) == [{"not_contradicted"}, {"not_contradicted"}, set()]
+    assert failed(pair(chosen="x", rejected="x")) == [{"replies_differ"}], "equal replies are no contradiction"
+
+
+def test_margin_may_be_missing_or_any_finite_number() -> None:
+    assert failed(pair(), pair(margin=-2.5, chosen="better")) == [set(), set()]
+
+
+@pytest.mark.parametrize(
+    ("roles", "good"),
+    [
+        ("u", True),
+        ("su", True),
+        ("uau", True),
+        ("suau", True),
+        ("", False),
+        ("s", False),
+        ("a", False),
+        ("ua", False),
+        ("au", False),
+        ("uu", False),
+        ("usu", False),
+        ("ssu", False),
+        ("u?u", False),
+    ],
+)
+def test_roles(roles: str, good: bool) -> None:
+    names = {"u": "user", "a": "assistant", "s": "system", "?": "tool"}
+    assert roles_in_order([names[role] for role in roles]) is good
+
+
+def test_other_kinds() -> None:
+    demo = BASE | {"prompt": [user("hello")], "reply": "good"}
+    assert failed(demo, demo, demo | {"reply": ""}, kind="demonstrations") == [
+        set(),
+        {"not_duplicate"},
+        {"reply_not_empty"},
+    ]
+    assert failed(BASE | {"prompt": [user("a")]}, BASE | {"prompt": [user("b\x07")]}, kind="prompts") == [
+        set(),
+        {"no_control_characters"},
+    ]
+    assert failed(BASE | {"text": "t" * 100}, BASE | {"text": " "}, kind="pretrain") == [set(), {"text_not_empty"}]

@@ -1,0 +1,261 @@
+"""Every known format by hand, refusals with reasons, and clear errors for what is unknown."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_core.data.formats import FileRows, prompt_group, read_sources
+from rlhf_core.data.hub import parse_hub_id
+from rlhf_core.data.inspect import describe_sources
+from rlhf_core.errors import DataError
+
+SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
+USER = {"role": "user", "content": "Hi?"}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def read(tmp_path: Path, rows: Any, kind: str = "preferences", name: str = "x.json") -> FileRows:
+    text = "\n".join(json.dumps(row) for row in rows) if name.endswith("l") else json.dumps(rows)
+    (tmp_path / name).write_text(text)
+    (result,) = read_sources([name], kind, tmp_path)
+    return result
+
+
+PAIR_FORMATS = {
+    "conversational": {"prompt": [USER], "chosen": [said("yes")], "rejected": [said("no")]},
+    "conversational-implicit": {"chosen": [USER, said("yes")], "rejected": [USER, said("no")]},
+    "standard": {"prompt": "Hi?", "chosen": "yes", "rejected": "no"},
+    "hh-rlhf": {"chosen": "\n\nHuman: Hi?\n\nAssistant: yes", "rejected": "\n\nHuman: Hi?\n\nAssistant: no"},
+    "sharegpt-ranking": {
+        "conversations": [{"from": "human", "value": "Hi?"}],
+        "chosen": {"from": "gpt", "value": "yes"},
+        "rejected": {"from": "gpt", "value": "no"},
+    },
+    "alpaca-ranking": {"instruction": "Hi?", "input": "", "chosen": "yes", "rejected": "no"},
+}
+
+
+@pytest.mark.parametrize("name", PAIR_FORMATS)
+@pytest.mark.parametrize("file", ["x.json", "x.jsonl"])
+def test_every_pair_format_gives_the_same_row(name: str, file: str, tmp_path: Path) -> None:
+    result = read(tmp_path, [PAIR_FORMATS[name]], name=file)
+    assert result.format == name
+    (row,) = result.rows
+    assert (row["prompt"], row["chosen"], row["rejected"], row["margin"]) == ([USER], "yes", "no", None)
+    assert (row["group"], row["source"], row["category"]) == ("hi?", file, "general")
+
+
+@pytest.mark.parametrize("name", PAIR_FORMATS)
+def test_preferred_replies_serve_as_demonstrations(name: str, tmp_path: Path) -> None:
+    (row,) = read(tmp_path, [PAIR_FORMATS[name]], "demonstrations").rows
+    assert (row["prompt"], row["reply"]) == ([USER], "yes")
+
+
+@pytest.mark.parametrize(
+    ("name", "record"),
+    [
+        ("alpaca", {"instruction": "Hi?", "input": "", "output": "yes"}),
+        ("messages", {"messages": [USER, said("yes")]}),
+        ("messages", {"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "yes"}]}),
+        ("turn-list", ["Hi?", "yes"]),
+        ("prompt-reply", {"prompt": "Hi?", "reply": "yes"}),
+        ("prompt-reply", {"prompt": [USER], "completion": [said("yes")]}),
+    ],
+)
+def test_demonstration_formats(name: str, record: Any, tmp_path: Path) -> None:
+    result = read(tmp_path, [record], "demonstrations")
+    assert result.format == name
+    assert (result.rows[0]["prompt"], result.rows[0]["reply"]) == ([USER], "yes")
+    assert read(tmp_path, [record], "prompts").rows[0]["prompt"] == [USER]
+    assert read(tmp_path, [record], "pretrain").rows[0]["text"] == "Hi?\nyes"
+
+
+def test_alpaca_joins_input_system_and_history(tmp_path: Path) -> None:
+    record = {"instruction": "Add", "input": "1 2", "output": "3", "system": "Be brief", "history": [["Hi?", "yes"]]}
+    (row,) = read(tmp_path, [record], "demonstrations").rows
+    system = {"role": "system", "content": "Be brief"}
+    assert row["prompt"] == [system, USER, said("yes"), {"role": "user", "content": "Add\n\n1 2"}]
+
+
+def test_text_and_plain_prompts(tmp_path: Path) -> None:
+    assert read(tmp_path, [{"text": "Once."}], "pretrain").rows[0]["text"] == "Once."
+    assert read(tmp_path, [{"prompt": "Hi?"}], "prompts").rows[0]["prompt"] == [USER]
+    assert read(tmp_path, [["Hi?", "yes", "Hm?"]], "prompts").rows[0]["prompt"][-1]["content"] == "Hm?"
+
+
+def test_hh_is_split_at_the_last_assistant_turn(tmp_path: Path) -> None:
+    before = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
+    (row,) = read(tmp_path, [{"chosen": f"{before} d", "rejected": f"{before} e\n\nmore"}]).rows
+    assert [turn["content"] for turn in row["prompt"]] == ["a", "b", "c"]
+    assert (row["chosen"], row["rejected"]) == ("d", "e\n\nmore")
+
+
+GOOD_HH = PAIR_FORMATS["hh-rlhf"]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({**GOOD_HH, "rejected": "\n\nHuman: Other?\n\nAssistant: no"}, "prompts of the two replies differ"),
+        ({**GOOD_HH, "chosen": "\n\nHuman: Hi?\n\nAssistant: "}, "final reply of chosen is empty"),
+        ({**GOOD_HH, "chosen": "\n\nHuman: Hi?\n\nAssistant: a\n\nHuman: b"}, "ends with a human turn"),
+        ({**GOOD_HH, "chosen": "\n\nHuman: Hi?"}, "no assistant's turn"),
+        ({"wrong": 1}, "not of the file's format hh-rlhf"),
+        (7, "not of the file's format hh-rlhf"),
+    ],
+)
+def test_bad_hh_rows_are_refused_with_a_reason(record: Any, reason: str, tmp_path: Path) -> None:
+    result = read(tmp_path, [GOOD_HH, record])
+    assert len(result.rows) == 1 and result.records == 2
+    (refused,) = result.refused
+    assert reason in refused["reason"]
+    assert (refused["position"], json.loads(refused["row"])) == (2, record)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"prompt": [{"role": "tool", "content": "x"}], "chosen": "a", "rejected": "b"}, "unknown role 'tool'"),
+        ({"prompt": [{"role": "user", "content": None}], "chosen": "a", "rejected": "b"}, "not text but NoneType"),
+        ({"prompt": [], "chosen": "a", "rejected": "b"}, "list of turns is empty"),
+        ({"prompt": [USER], "chosen": [said("a"), said("b")], "rejected": "b"}, "chosen has 2 turns"),
+        ({"prompt": [USER], "chosen": "a", "rejected": "b", "margin": "big"}, "margin 'big' is not a number"),
+        ({"prompt": [USER], "chosen": "a\ud800", "rejected": "b"}, "not valid Unicode"),
+    ],
+)
+def test_bad_conversational_rows(record: Any, reason: str, tmp_path: Path) -> None:
+    result = read(tmp_path, [PAIR_FORMATS["conversational"], record])
+    assert [reason in row["reason"] for row in result.refused] == [True]
+    assert result.refused[0]["row"].encode("utf-8")
+
+
+def test_implicit_prompts_that_differ_are_refused(tmp_path: Path) -> None:
+    good = PAIR_FORMATS["conversational-implicit"]
+    result = read(tmp_path, [good, {**good, "chosen": [said("x"), USER, said("yes")]}])
+    assert "differ" in result.refused[0]["reason"]
+
+
+def test_a_broken_line_is_refused_and_the_rest_read(tmp_path: Path) -> None:
+    good = json.dumps(PAIR_FORMATS["standard"])
+    (tmp_path / "x.jsonl").write_bytes(f'{good}\n{{"prompt": \n\n{good}\n'.encode() + b"\xff\n")
+    (result,) = read_sources(["x.jsonl"], "preferences", tmp_path)
+    assert len(result.rows) == 2
+    assert [row["position"] for row in result.refused] == [2, 5]
+    assert all("not valid JSON" in row["reason"] for row in result.refused)
+
+
+def test_line_separators_of_unicode_do_not_split_a_line(tmp_path: Path) -> None:
+    row = {**PAIR_FORMATS["standard"], "chosen": "a\u2028b\x85c"}
+    (tmp_path / "x.jsonl").write_text(json.dumps(row, ensure_ascii=False), encoding="utf-8")
+    (result,) = read_sources(["x.jsonl"], "preferences", tmp_path)
+    assert result.rows[0]["chosen"] == "a\u2028b\x85c"
+
+
+def test_containers_hold_the_same_rows(tmp_path: Path) -> None:
+    record = {**PAIR_FORMATS["standard"], "margin": 0.5}
+    lines = json.dumps(record).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "c.json.gz").write_bytes(gzip.compress(b"[" + lines + b"]"))
+    (tmp_path / "d.json").write_bytes(lines + b"\n" + lines)
+    (tmp_path / "e.csv").write_text("prompt,chosen,rejected,margin\nHi?,yes,no,0.5\n", encoding="utf-8-sig")
+    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "f.parquet")
+    results = list(read_sources(["*"], "preferences", tmp_path))
+    assert [r.source for r in results] == ["a.jsonl", "b.jsonl.gz", "c.json.gz", "d.json", "e.csv", "f.parquet"]
+    assert [len(r.rows) for r in results] == [1, 1, 1, 2, 1, 1]
+    assert len({(row["id"], row["margin"]) for r in results for row in r.rows}) == 1
+
+
+def test_ragged_csv_rows_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("prompt,chosen,rejected\na,b,c\na,b\na,b,c,d\n")
+    (result,) = read_sources(["x.csv"], "preferences", tmp_path)
+    assert [row["reason"] for row in result.refused] == ["fewer fields than the header", "more fields than the header"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.json", b"", "is empty"),
+        ("x.json", b"[]", "no rows"),
+        ("x.json", b"{", "not valid JSON"),
+        ("x.json", b'{"a": 1}', "single JSON dict"),
+        ("x.json", b'[{"question": 1, "answer": 2}]', r"x.json, row 1 \(keys question, answer\).*hh-rlhf"),
+        ("x.jsonl", b"{{{\n", "row 1: the line is not valid JSON"),
+        ("x.jsonl.gz", b"plain", "not a whole gzip"),
+        ("x.jsonl.gz", gzip.compress(b'{"prompt": "a"}' * 99)[:40], "not a whole gzip"),
+        ("x.parquet", b"no", "not a readable parquet"),
+        ("x.txt", b"hello", "unknown kind of file"),
+        ("x.csv", b"\xff\xfe", "not UTF-8"),
+        ("x.json", b'[{"text": "a"}]', "format text, which holds no preferences"),
+    ],
+)
+def test_unusable_files_are_users_errors(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"(?s){message}"):
+        list(read_sources([name], "preferences", tmp_path))
+
+
+def test_missing_files_folders_and_odd_names(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no file matches 'none/"):
+        list(read_sources(["none/*.json"], "preferences", tmp_path))
+    with pytest.raises(DataError, match="is a folder"):
+        list(read_sources([str(tmp_path)], "preferences", tmp_path))
+    assert read(tmp_path, [PAIR_FORMATS["standard"]], name="[1].json").rows
+
+
+def test_group_ignores_case_spaces_and_system() -> None:
+    first = prompt_group([{"role": "system", "content": "x"}, {"role": "user", "content": " What  is\nIT? "}])
+    assert first == prompt_group([{"role": "user", "content": "what is it?"}]) == "what is it?"
+
+
+def test_hub_ids() -> None:
+    assert parse_hub_id("hub:owner/name") == ("owner/name", "train")
+    assert parse_hub_id("hub:owner/name:test") == ("owner/name", "test")
+    for bad in ("hub:", "hub:/name", "hub:a/b/c"):
+        with pytest.raises(DataError, match="not a hub id"):
+            parse_hub_id(bad)
+
+
+def test_hub_rows_go_through_the_same_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    made = datasets.Dataset.from_list([PAIR_FORMATS["conversational"]] * 3)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: made if split == "test" else 1 / 0)
+    (result,) = read_sources(["hub:owner/name:test"], "preferences", tmp_path, limit=2)
+    assert (result.format, result.source, len(result.rows)) == ("conversational", "hub:owner/name:test", 2)
+    with pytest.raises(DataError, match="hub:owner/name: cannot load"):
+        list(read_sources(["hub:owner/name"], "preferences", tmp_path))
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared sample data are not beside the repository")
+@pytest.mark.parametrize(
+    ("file", "kind", "shape", "rows", "refused"),
+    [
+        ("hh_rlhf_harmless.sample.jsonl.gz", "preferences", "hh-rlhf", 399, 1),
+        ("alpaca_eval_pairs.conversational.jsonl.gz", "preferences", "conversational", 10901, 0),
+        ("llama_factory_dpo_en.json", "preferences", "sharegpt-ranking", 300, 0),
+        ("llama_factory_dpo_zh.json", "preferences", "sharegpt-ranking", 300, 0),
+        ("alpaca_en.json", "demonstrations", "alpaca", 999, 0),
+        ("moss_rlhf_ppo.json", "prompts", "turn-list", 31, 0),
+    ],
+)
+def test_real_files(file: str, kind: str, shape: str, rows: int, refused: int) -> None:
+    (result,) = read_sources([file], kind, SHARED)
+    assert (result.format, len(result.rows), len(result.refused)) == (shape, rows, refused)
+
+
+def test_describe_tells_format_kinds_and_refusals(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps([GOOD_HH, {"wrong": 1}]))
+    text = describe_sources(["x.json"], 1, tmp_path)
+    assert "format   hh-rlhf" in text and "rows     1 as preferences, of 2" in text
+    assert "refused  1: not of the file's format" in text and '"chosen": "yes"' in text

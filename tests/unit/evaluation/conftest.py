@@ -1,0 +1,39 @@
+"""Tiny random models on disk, made once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.data.schema import Message, Prompt, content_id
+from rlhf_core.models.base import new_model, save_policy, train_tokenizer
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.world.questions import all_questions
+
+QUESTIONS = [q for q in all_questions() if q.category in ("fact", "harmful")][::37]
+
+
+def world_prompt(text: str, category: str) -> Prompt:
+    messages = [Message("user", text)]
+    row = {"prompt": [{"role": "user", "content": text}]}
+    return Prompt(content_id("prompts", row), messages, category, "world", text)
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[Prompt]:
+    return [world_prompt(question.text, question.category) for question in QUESTIONS]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``sft``, ``policy`` (other weights), ``reward`` and ``referee``."""
+    root = tmp_path_factory.mktemp("models")
+    tokenizer = train_tokenizer([question.text for question in QUESTIONS], 300)
+    shape = BaseConfig(vocab_size=300, hidden_size=16, intermediate_size=32, layers=1, heads=2, max_positions=256)
+    for seed, name in enumerate(("sft", "policy"), start=1):
+        save_policy(root / name, new_model(shape, tokenizer, seed), tokenizer)
+    for seed, name in enumerate(("reward", "referee"), start=1):
+        ScalarModel.from_causal_lm(root / "sft", seed).save(root / name, tokenizer)
+    return root

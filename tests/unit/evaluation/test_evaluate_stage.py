@@ -1,0 +1,81 @@
+"""The evaluate stage on tiny models: the files a user finds, and the numbers in them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.evaluate import EvaluateConfig
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.data.schema import Prompt, read_table, write_rows
+from rlhf_core.evaluation.comparison import compare
+from rlhf_core.evaluation.evaluator import Evaluation, Side
+from rlhf_core.evaluation.replies import Drift
+from rlhf_core.evaluation.text_metrics import Reply
+from rlhf_core.stages import evaluate
+from rlhf_core.stages.contract import Paths
+from rlhf_core.tracking import NullTracker
+
+from .conftest import world_prompt
+
+CONFIG = EvaluateConfig(
+    prompts=12, kl_samples=8, max_new_tokens=8, bootstrap=50, sampling=SamplingConfig(max_new_tokens=8)
+)
+
+
+def run_stage(root: Path, models: Path, rows: list[Prompt]) -> tuple[dict[str, Any], Paths]:
+    write_rows(root / "data/clean/prompts/test.parquet", rows)
+    inputs = {key: models / Path(path).name for key, path in evaluate.STAGE.inputs.items()}
+    outputs = Paths({key: root / path for key, path in evaluate.STAGE.outputs.items()})
+    evaluate.run(CONFIG, Paths(inputs | {"clean": root / "data/clean"}), outputs, NullTracker())
+    return json.loads(outputs.metrics.read_text()), outputs
+
+
+def finite(values: dict[str, Any]) -> bool:
+    return all(finite(v) if isinstance(v, dict) else math.isfinite(v) for v in values.values())
+
+
+def test_world_prompts_are_judged_by_all(tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
+    metrics, outputs = run_stage(tmp_path, models, prompts)
+    keys = {"gold", "reward", "referee", "length", "repetition", "missing_eos", "perplexity_reference", "distinct_2"}
+    assert keys <= metrics["sft"].keys() and keys <= metrics["policy"].keys()
+    assert set(metrics["comparison"]) == {"gold", "reward", "referee"} and finite(metrics)
+    gold = metrics["comparison"]["gold"]
+    assert gold["prompts"] == metrics["prompts"] == min(12, len(prompts))
+    assert gold["win"] + gold["tie"] / 2 == pytest.approx(gold["win_rate"])
+    assert gold["mean_difference"] == pytest.approx(metrics["policy"]["gold"] - metrics["sft"]["gold"])
+    rows = read_table(outputs.comparisons).to_pylist()
+    assert len({row["id"] for row in rows}) == gold["prompts"]
+    assert sum(row["policy_gold"] for row in rows) / len(rows) == pytest.approx(metrics["policy"]["gold"])
+    assert "refuses_harmful" in metrics["regression"]
+    assert sum(c["prompts"] for c in metrics["category"].values()) == gold["prompts"]
+
+
+def test_other_prompts_have_no_gold_judge(tmp_path: Path, models: Path) -> None:
+    rows = [world_prompt(f"what is {i} and {i}?", "sums") for i in range(6)]
+    metrics, _ = run_stage(tmp_path, models, rows)
+    assert set(metrics["comparison"]) == {"reward", "referee"} and "gold" not in metrics["policy"]
+    assert "refuses_harmful" not in metrics["regression"]
+
+
+def test_the_same_inputs_give_the_same_bytes(tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
+    files = []
+    for name in ("one", "two"):
+        _, outputs = run_stage(tmp_path / name, models, prompts[:5])
+        files.append([path.read_bytes() for path in outputs.values()])
+    assert files[0] == files[1]
+
+
+def test_bad_cases_are_where_reward_and_judge_disagree() -> None:
+    rows = [world_prompt(str(i), "c") for i in range(4)]
+    replies, drift = [Reply("x", True, 2)] * 4, Drift(0.0, 0.0, 1.0)
+    sft = Side(replies, [], drift, {"reward": [0.0] * 4, "referee": [0.0] * 4})
+    policy = Side(replies, [], drift, {"reward": [1.0, 3.0, -1.0, 2.0], "referee": [-1.0, -2.0, -3.0, 1.0]})
+    versus = {name: compare(policy.scores[name], sft.scores[name]) for name in ("reward", "referee")}
+    cases = Evaluation(rows, [], sft, policy, versus).bad_cases("referee", 10)
+    assert [case["prompt"] for case in cases] == ["user: 1", "user: 0"]
+    assert cases[0]["disagreement"] > cases[1]["disagreement"] > 0

@@ -1,0 +1,55 @@
+"""Judges: batches never matter, unfinished replies are read without an ending, gold reads text only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_core.data.chat import encode_dialogue
+from rlhf_core.data.schema import Prompt
+from rlhf_core.evaluation.judges import GOLD_TIE_MARGIN, GoldJudge
+from rlhf_core.evaluation.model_judge import ModelJudge
+from rlhf_core.evaluation.text_metrics import Reply, describe
+from rlhf_core.world.gold import score
+
+REPLIES = [
+    Reply("yes.", True, 3),
+    Reply("it is a rather long reply about nothing at all", True, 30),
+    Reply("no", False, 2),
+]
+
+
+def test_batching_and_order_change_no_score(models: Path, prompts: list[Prompt]) -> None:
+    rows = [row.prompt for row in prompts[:9]]
+    replies = REPLIES * 3
+    one, many = ModelJudge(models / "reward", "reward", batch_size=1), ModelJudge(models / "reward", "reward", 9)
+    alone = one.score(rows, replies)
+    assert many.score(rows, replies) == pytest.approx(alone, abs=1e-5)
+    assert many.score(rows[::-1], replies[::-1]) == pytest.approx(alone[::-1], abs=1e-5)
+
+
+def test_score_is_read_at_the_ending_of_finished_replies_only(models: Path, prompts: list[Prompt]) -> None:
+    judge, prompt = ModelJudge(models / "reward", "reward"), prompts[0].prompt
+    finished, cut = judge.score([prompt, prompt], [Reply("yes", True), Reply("yes", False)])
+    head, reply = encode_dialogue(judge.tokenizer, prompt, "yes")
+    for expected, ids in ((finished, [*head, *reply]), (cut, [*head, *reply[:-1]])):
+        with torch.inference_mode():
+            value = judge.model.last_token_scores(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.long))
+        assert float(value) == pytest.approx(expected, abs=1e-5)
+    assert finished != cut
+
+
+def test_gold_judges_the_last_turn(prompts: list[Prompt]) -> None:
+    judge = GoldJudge()
+    found = judge.score([prompts[0].prompt], [Reply("good question.", False)])
+    assert found == [score(prompts[0].prompt[-1].content, "good question.", False)]
+    assert judge.absolute_tie == GOLD_TIE_MARGIN < 0.02 / 1.4
+
+
+def test_describe_by_hand() -> None:
+    found = describe([Reply("a b a b a", True, 6), Reply("a", False, 2)])
+    assert found["length"] == 4.0 and found["missing_eos"] == 0.5 and found["short_replies"] == 0.5
+    assert found["repetition"] == pytest.approx(1 / 6)
+    assert found["distinct_2"] == 0.5 and found["words"] == 3.0

@@ -1,0 +1,153 @@
+"""The report: nothing from outside, every text escaped, whatever exists is shown, stale parts are not."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from rlhf_core.config.gates import Condition
+from rlhf_core.config.report import ReportConfig
+from rlhf_core.data.schema import write_table
+from rlhf_core.evaluation.comparison import compare
+from rlhf_core.evaluation.report.charts import Series, histogram, interval_chart, line_chart, nice_ticks
+from rlhf_core.evaluation.report.view import flatten, number, pick
+from rlhf_core.gates import decide
+from rlhf_core.stages import report
+from rlhf_core.stages.contract import Paths
+from rlhf_core.tracking import NullTracker
+
+ATTACK = "<script>alert('x')</script>"
+VOID = {"meta", "img", "br", "path", "rect", "circle", "line"}
+
+
+class Balanced(HTMLParser):
+    """Fails on tags that are not closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, tag
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def render(root: Path) -> str:
+    inputs = Paths({key: root / path for key, path in report.STAGE.inputs.items()})
+    report.run(ReportConfig(replies=4), inputs, Paths({"report": root / "report.html"}), NullTracker())
+    page = (root / "report.html").read_text()
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == [] and "script" not in parser.seen
+    assert not re.search(r"(src|href)=\"(?!data:|#)", page) and "http" not in page.replace("http-equiv", "")
+    return page
+
+
+def fill(root: Path, gate_mode: str = "enforce", reward_bound: float = 0.5) -> None:
+    versus = compare([1.0, 2.0, 0.5], [0.5, 0.1, 0.9], bootstrap=50).as_dict()
+    figures = {"gold": 0.5, "reward": 1.0, "referee": 0.2, "length": 20.0, "repetition": 0.01, "missing_eos": 0.0}
+    evaluation = {"sft": figures, "policy": figures, "kl": 2.5, "comparison": {"gold": versus, "referee": versus},
+                  "category": {ATTACK: {"prompts": 3}}, "regression": {"passed": 1.0}}  # fmt: skip
+    write(root / "metrics/evaluation.json", json.dumps(evaluation))
+    write(root / "metrics/reward.json", '{"accuracy": 0.8, "category": {"fact": 0.9}}')
+    rows = [{"iteration": i, "reward_mean": 0.1 * i, "reward_p05": -1.0, "reward_p95": 1.0, "kl": i, "findings": []}
+            for i in range(1, 6)]  # fmt: skip
+    rows[2]["findings"] = ["kl_over_budget"]
+    write(root / "history/ppo.jsonl", "\n".join(map(json.dumps, rows)) + '\n{"iteration": 6, "rew')
+    rule = Condition(metric="accuracy", at_least=reward_bound, why=ATTACK)
+    decide("reward", [rule], {"accuracy": 0.8}, mode=gate_mode).save(root / "gates/reward.json")
+    decide("policy", [Condition(metric="kl", at_most=6.0, why="far")], {"kl": 2.5}).save(root / "gates/policy.json")
+    case = {"category": "fact", "prompt": ATTACK, "sft_reply": "old", "policy_reply": "new & <b>bold</b>",
+            "sft_finished": True, "policy_finished": False, "sft_gold": 0.1, "policy_gold": 0.9}  # fmt: skip
+    write_table(root / "samples/comparisons.parquet", pa.Table.from_pylist([case]))
+    write(root / "plots/reward/margins.png", "not really a picture")
+    write(root / "params.yaml", f"seed: 1  # {ATTACK}\n")
+
+
+def test_an_empty_workspace_gives_a_page_that_says_so(tmp_path: Path) -> None:
+    page = render(tmp_path)
+    assert "Not finished" in page and "No gate has been reached yet" in page and "PPO has not run" in page
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    fill(tmp_path)
+    page = render(tmp_path)
+    assert "The policy passed its gate" in page
+    assert "kl_over_budget" in page and "further from the reference" in page
+    assert "data:image/png;base64," in page and page.count("<svg") >= 3
+    assert "new &amp; &lt;b&gt;bold&lt;/b&gt;" in page and "no end" in page
+    assert page.count("&lt;script&gt;") >= 4
+
+
+def test_behind_a_shut_gate_nothing_of_an_earlier_run_is_shown(tmp_path: Path) -> None:
+    fill(tmp_path, reward_bound=0.9)
+    page = render(tmp_path)
+    assert "Stopped at the reward gate: accuracy" in page
+    assert "not run: the reward gate failed" in page
+    assert "win rate by gold" not in page and "kl_over_budget" not in page and "bold" not in page
+
+
+def test_in_report_mode_the_run_goes_on(tmp_path: Path) -> None:
+    fill(tmp_path, gate_mode="report", reward_bound=0.9)
+    page = render(tmp_path)
+    assert "recorded, not enforced" in page and "win rate by gold" in page
+
+
+def test_damaged_files_are_reported_as_missing(tmp_path: Path) -> None:
+    fill(tmp_path)
+    write(tmp_path / "metrics/evaluation.json", '{"sft": ')
+    write(tmp_path / "samples/comparisons.parquet", "no parquet")
+    page = render(tmp_path)
+    assert "is not valid JSON" in page and "not a readable parquet file" in page
+
+
+def test_replies_are_spread_over_categories() -> None:
+    rows = [{"category": c, "n": i} for i, c in enumerate("aaabbc")]
+    assert [row["n"] for row in pick(rows, 4)] == [0, 3, 5, 1]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"), [(0.0, 1.0, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]), (-3.0, 4.0, [-2.0, 0.0, 2.0, 4.0])]
+)
+def test_ticks_are_round(low: float, high: float, ticks: list[float]) -> None:
+    assert nice_ticks(low, high) == pytest.approx(ticks)
+
+
+def test_charts_survive_odd_values() -> None:
+    nan = float("nan")
+    assert "no finite values" in line_chart([Series("x", [(1.0, nan)])])
+    assert line_chart([Series("x", [(1.0, 2.0)])]).count("<path") == 1
+    broken = line_chart([Series("x", [(1.0, 1.0), (2.0, nan), (3.0, 2.0)])])
+    assert re.search(r'd="M[^L"]*M', broken)
+    assert "&lt;i&gt;" in interval_chart([("<i>", 0.1, 0.2, 0.3)], 0.5)
+    assert histogram([-1.0, 1.0, 1.0], bins=2).count("<rect") == 2 and "no finite" in histogram([])
+
+
+def test_numbers_for_people() -> None:
+    assert [number(v) for v in (0.1234, 12.0, 24000, None, "text", True)] == [
+        "0.123",
+        "12",
+        "24,000",
+        "",
+        "text",
+        "True",
+    ]
+    assert flatten({"a": {"b": 1, "c": [1]}, "d": 2}) == [("a.b", 1), ("d", 2)]

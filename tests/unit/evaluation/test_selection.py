@@ -1,0 +1,95 @@
+"""Which checkpoint: limits before win rate, win rate before KL, never the reward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.ppo import SelectionConfig
+from rlhf_core.data.schema import Message, Prompt
+from rlhf_core.errors import DataError
+from rlhf_core.evaluation.replies import judged_replies, measure_drift, unfiltered_replies
+from rlhf_core.evaluation.selection import Candidate, SelectionEvaluator, candidate, choose
+from rlhf_core.evaluation.text_metrics import Reply
+from rlhf_core.models.base import load_policy
+
+LIMITS = SelectionConfig(max_kl=6.0, max_length_ratio=1.6, max_repetition_increase=0.02)
+
+
+def made(iteration: int, win_rate: float, kl: float = 2.0, length: float = 1.0, repetition: float = 0.0) -> Candidate:
+    return Candidate(iteration, win_rate, kl, length, repetition)
+
+
+def test_highest_win_rate_among_those_that_keep_the_limits() -> None:
+    rows = [
+        made(5, 0.6),
+        made(10, 0.9, kl=6.1),
+        made(15, 0.8, length=1.7),
+        made(20, 0.95, repetition=0.03),
+        made(25, 0.7),
+    ]
+    choice = choose(rows, LIMITS)
+    assert choice.candidate.iteration == 25 and choice.admissible
+
+
+def test_equal_win_rates_go_to_the_lower_kl_then_the_earlier() -> None:
+    assert choose([made(5, 0.7, 3.0), made(10, 0.7, 2.0), made(15, 0.7, 2.0)], LIMITS).candidate.iteration == 10
+
+
+def test_limits_themselves_are_kept() -> None:
+    assert made(1, 0.5, 6.0, 1.6, 0.02).broken_limits(LIMITS) == []
+
+
+def test_without_an_admissible_checkpoint_the_nearest_is_taken_and_marked() -> None:
+    choice = choose([made(5, 0.9, 12.0), made(10, 0.4, 7.0), made(15, 0.99, math.nan)], LIMITS)
+    assert choice.candidate.iteration == 10 and not choice.admissible
+    assert "KL 7.00 > 6" in choice.reason and choice.as_dict()["admissible"] is False
+
+
+def test_nothing_to_choose_from_is_said_clearly() -> None:
+    with pytest.raises(DataError, match=r"selection\.every"):
+        choose([], LIMITS)
+
+
+class LengthJudge:
+    """Prefers longer replies; counts its calls."""
+
+    name = "length"
+    absolute_tie = None
+    calls = 0
+
+    def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
+        self.calls += 1
+        return [float(reply.tokens) for reply in replies]
+
+
+def test_sft_against_itself_is_all_ties_at_no_distance(models: Path, prompts: list[Prompt]) -> None:
+    sft, tokenizer = load_policy(models / "sft")
+    policy, _ = load_policy(models / "policy")
+    messages, referee = [row.prompt for row in prompts[:8]], LengthJudge()
+    evaluator = SelectionEvaluator(
+        sft, messages, referee, lambda m: unfiltered_replies(m, tokenizer, messages, 12, 3), reward=LengthJudge()
+    )
+    same = evaluator(sft)
+    assert same["win_rate"] == 0.5 and same["kl"] == pytest.approx(0.0, abs=1e-4)
+    assert same["length_ratio"] == 1.0 and same["repetition_increase"] == 0.0 and same["referee_gap"] == 0.0
+    other = evaluator(policy)
+    assert other == evaluator(policy) and math.isfinite(other["kl"]) and other["kl"] != same["kl"]
+    assert referee.calls == 4  # SFT's replies once, then one per checkpoint
+    assert candidate(7, other).kl == other["kl"]
+
+
+def test_replies_do_not_depend_on_the_company(models: Path, prompts: list[Prompt]) -> None:
+    model, tokenizer = load_policy(models / "policy")
+    messages = [row.prompt for row in prompts[:6]]
+    config = SamplingConfig(max_new_tokens=10)
+    together = judged_replies(model, tokenizer, messages, config, seed=1)
+    assert judged_replies(model, tokenizer, messages[:2], config, seed=1) == together[:2]
+    free = unfiltered_replies(model, tokenizer, messages, 10, seed=1)
+    drift = measure_drift(free, model)
+    assert drift.kl == pytest.approx(0.0, abs=1e-4) and drift.perplexity > 1.0
+    assert all(len(reply.text) > 0 or reply.finished for reply in together)

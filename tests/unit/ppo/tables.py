@@ -1,0 +1,55 @@
+"""Models that are nothing but tables of logits and values, so that a test decides every number they give.
+
+Row numbers travel in the first prompt token; all prompts have the same length.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.training.engine import StepResult
+
+PROMPT = 2
+
+
+class TableLM(nn.Module):
+    """Logits (B, P+T, V) by row and position."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = nn.Parameter(table)
+
+    def forward(self, input_ids: Tensor, logits_to_keep: int = 0, **_: Any) -> SimpleNamespace:
+        logits = self.table[input_ids[:, 0]][:, : input_ids.shape[1]]
+        return SimpleNamespace(logits=logits[:, -logits_to_keep:])
+
+
+class TableCritic(nn.Module):
+    """Scalars (B, P+T) by row and position."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = nn.Parameter(table)
+
+    def token_scores(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        return self.table[input_ids[:, 0]][:, : input_ids.shape[1]]
+
+
+class RecordingEngine:
+    """Adds up losses and gradients, and never steps."""
+
+    name, steps, skipped_steps, max_grad_norm = "recorder", 0, 0, None
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.total = model, 0.0
+
+    def backward(self, loss: Tensor) -> None:
+        self.total += float(loss.detach())
+        loss.backward()
+
+    def step(self) -> StepResult:
+        return StepResult(0.0, False, 0.0)

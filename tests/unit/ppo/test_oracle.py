@@ -1,0 +1,225 @@
+"""The tensor code against an independent NumPy oracle in float64, over sampled combinations of the switches."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from unit.ppo import oracle
+from unit.ppo.tables import PROMPT, RecordingEngine, TableCritic, TableLM
+
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.generation import Rollout
+from rlhf_core.ppo.rewards import RunningMoments
+from rlhf_core.ppo.rollout import Scored, assemble
+from rlhf_core.ppo.sampling import Sampling
+from rlhf_core.ppo.update import Learner, accumulate_policy_gradient, survey
+from rlhf_core.ppo.update import _entropy_direction as entropy_direction
+from rlhf_core.ppo.value import accumulate_value_gradient
+
+VOCABULARY, WIDTH = 5, 6
+CHOICES = {
+    "transform": ["none", "scale", "normalize"],
+    "reward_clip": [None, 0.3, 2.0],
+    "missing_eos_penalty": [0.0, 0.7],
+    "length_penalty": [0.0, 0.4],
+    "beta": [0.0, 0.05, 0.5],
+    "placement": ["reward", "loss"],
+    "estimator": ["k1", "k2", "k3", "full"],
+    "gamma": [1.0, 0.9],
+    "lam": [0.0, 0.95, 1.0],
+    "normalize": [False, True],
+    "advantage_clip": [None, 0.5],
+    "kind": ["clip", "penalty"],
+    "clip": [None, 0.2],
+    "dual_clip": [None, 1.5],
+    "aggregation": ["token", "sequence"],
+    "fixed_reference": [False, True],
+    "entropy": ["off", "bonus", "target"],
+    "value_clip": [None, 0.2],
+}
+
+
+def config_of(s: oracle.Switches, micro_batch_size: int | None) -> PpoConfig:
+    return PpoConfig.model_validate(
+        {
+            "batch_size": 4,
+            "minibatches": 1,
+            "micro_batch_size": micro_batch_size,
+            "max_new_tokens": s.max_new_tokens,
+            "value_clip": s.value_clip,
+            "kl": {"coefficient": s.beta, "estimator": s.estimator, "placement": s.placement},
+            "reward": {
+                "transform": s.transform,
+                "clip": s.reward_clip,
+                "missing_eos_penalty": s.missing_eos_penalty,
+                "length_penalty": s.length_penalty,
+            },
+            "advantage": {"gamma": s.gamma, "lam": s.lam, "normalize": s.normalize, "clip": s.advantage_clip},
+            "surrogate": {
+                "kind": s.kind,
+                "clip": s.clip,
+                "dual_clip": s.dual_clip,
+                "penalty": s.penalty,
+                "aggregation": s.aggregation,
+                "fixed_reference": s.fixed_reference,
+            },
+            "entropy": {"kind": s.entropy, "weight": s.entropy_weight, "target": s.entropy_target},
+        }
+    )
+
+
+def allowed_switches(seed: int) -> oracle.Switches:
+    """A random combination that the parameters accept; contradictory ones are drawn again."""
+    draw = random.Random(seed)
+    while True:
+        s = oracle.Switches(**{name: draw.choice(values) for name, values in CHOICES.items()})  # type: ignore[arg-type]
+        if s.entropy != "off":
+            s.entropy_weight, s.entropy_target = 0.3, 1.2
+        try:
+            config_of(s, None)
+        except ValidationError:
+            continue
+        return s
+
+
+class Case:
+    """The same random batch for both sides: lists for the oracle, tensors for the project."""
+
+    def __init__(self, seed: int, s: oracle.Switches, micro_batch_size: int | None) -> None:
+        self.s, self.config = s, config_of(s, micro_batch_size)
+        g = np.random.default_rng(seed)
+        self.count = 4
+        self.lengths = g.integers(1, WIDTH + 1, self.count)
+        self.logits = g.normal(size=(self.count, PROMPT + WIDTH, VOCABULARY))
+        self.ref_logits = self.logits + 0.5 * g.normal(size=self.logits.shape)
+        self.old_logits = self.logits + 0.3 * g.normal(size=self.logits.shape)
+        self.values = g.normal(size=(self.count, PROMPT + WIDTH))
+        self.old_values = self.values + 0.4 * g.normal(size=self.values.shape)
+        self.response = g.integers(0, VOCABULARY, (self.count, WIDTH))
+        self.scores = g.normal(size=self.count) * 2
+        self.history = list(g.normal(size=7))
+        self.finished = g.random(self.count) < 0.6
+
+    def oracle_batch(self) -> list[oracle.Sequence]:
+        new, ref, old = (log_softmax(x) for x in (self.logits, self.ref_logits, self.old_logits))
+        batch = []
+        for b, n in enumerate(self.lengths):
+            at = range(PROMPT - 1, PROMPT - 1 + n)
+            token = [int(x) for x in self.response[b, :n]]
+            batch.append(
+                oracle.Sequence(
+                    old=[old[b, p, k] for p, k in zip(at, token, strict=True)],
+                    ref=[ref[b, p, k] for p, k in zip(at, token, strict=True)],
+                    new=[list(new[b, p]) for p in at],
+                    ref_dist=[list(ref[b, p]) for p in at],
+                    token=token,
+                    old_values=[self.old_values[b, p] for p in at],
+                    values=[self.values[b, p] for p in at],
+                    score=self.scores[b],
+                    finished=bool(self.finished[b]),
+                )
+            )
+        oracle.rewards(batch, self.history, self.s)
+        oracle.advantages(batch, self.s)
+        return batch
+
+    def experience(self) -> Experience:
+        lengths = torch.from_numpy(self.lengths)
+        mask = torch.arange(WIDTH).unsqueeze(0) < lengths.unsqueeze(1)
+        prompt = torch.stack([torch.arange(self.count), torch.ones(self.count, dtype=torch.long)], 1)
+        tokens = torch.cat([prompt, torch.from_numpy(self.response)], 1)
+        attention = torch.cat([torch.ones_like(prompt), mask.long()], 1)
+
+        def picked(logits: np.ndarray) -> torch.Tensor:
+            rows = torch.from_numpy(log_softmax(logits))[:, PROMPT - 1 : -1]
+            # Garbage at masked positions must not matter.
+            return rows.gather(-1, torch.from_numpy(self.response).unsqueeze(-1)).squeeze(-1).where(mask, 1e3)
+
+        zeros = torch.zeros(self.count, WIDTH, dtype=torch.float64)
+        values = torch.from_numpy(self.old_values)[:, PROMPT - 1 : -1].where(mask, -1e3)
+        rollout = Rollout(tokens, attention, mask, zeros, torch.from_numpy(self.finished))
+        scored = Scored(picked(self.old_logits), picked(self.ref_logits), zeros, zeros, values)
+        moments = RunningMoments()
+        moments.update(torch.tensor(self.history, dtype=torch.float64))
+        scores = torch.from_numpy(self.scores)
+        return assemble(
+            rollout, scored, scores, self.config.units, moments, self.s.beta, self.config.surrogate.fixed_reference
+        )
+
+    def learner(self) -> Learner:
+        policy, critic = TableLM(torch.from_numpy(self.logits)), TableCritic(torch.from_numpy(self.values))
+        return Learner(
+            config=self.config,
+            sampling=Sampling(0, 0, self.s.max_new_tokens),
+            policy=policy,  # type: ignore[arg-type]
+            policy_engine=RecordingEngine(policy),  # type: ignore[arg-type]
+            critic=critic,
+            critic_engine=RecordingEngine(critic),  # type: ignore[arg-type]
+            reference=TableLM(torch.from_numpy(self.ref_logits)),  # type: ignore[arg-type]
+            ptx=None,
+        )
+
+    def losses(self) -> tuple[float, float, Learner]:
+        """The project's policy and value loss, with gradients left on the tables."""
+        learner, experience = self.learner(), self.experience()
+        direction = entropy_direction(self.config.entropy, survey(learner, experience))
+        accumulate_policy_gradient(learner, experience, self.s.beta, direction)
+        accumulate_value_gradient(learner.critic_engine, learner.critic, experience, learner.value_settings)
+        # |H - target| has a constant that no gradient needs and the project leaves out.
+        constant = direction * self.s.entropy_weight * self.s.entropy_target if self.s.entropy == "target" else 0.0
+        return learner.policy_engine.total - constant, learner.critic_engine.total, learner  # type: ignore[attr-defined]
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_tensor_code_agrees_with_the_oracle(seed: int) -> None:
+    s = allowed_switches(seed)
+    case = Case(seed, s, [None, 1, 2, 3][seed % 4])
+    batch = case.oracle_batch()
+    experience = case.experience()
+    for b, q in enumerate(batch):
+        n = len(q.old)
+        for mine, theirs in ((experience.token_rewards, q.rewards), (experience.advantages, q.advantages),
+                             (experience.returns, q.returns)):  # fmt: skip
+            np.testing.assert_allclose(mine[b, :n].numpy(), theirs, atol=1e-6)
+    policy, value, _ = case.losses()
+    assert policy == pytest.approx(oracle.policy_loss(batch, s), abs=1e-6), s
+    assert value == pytest.approx(oracle.value_loss(batch, s), abs=1e-6), s
+
+
+@pytest.mark.parametrize("seed", range(200, 212))
+def test_gradient_agrees_with_finite_differences_of_the_oracle(seed: int) -> None:
+    """Central differences of the oracle's whole objective against the gradients that the engines received."""
+    s = allowed_switches(seed)
+    case = Case(seed, s, 2)
+    _, _, learner = case.losses()
+    step = 1e-6
+    draw = random.Random(seed)
+    for _ in range(8):
+        b, v = draw.randrange(case.count), draw.randrange(VOCABULARY)
+        p = PROMPT - 1 + draw.randrange(int(case.lengths[b]))
+        sides = []
+        for sign in (1, -1):
+            case.logits[b, p, v] += sign * step
+            case.values[b, p] += sign * step
+            batch = case.oracle_batch()
+            sides.append((oracle.policy_loss(batch, s), oracle.value_loss(batch, s)))
+            case.logits[b, p, v] -= sign * step
+            case.values[b, p] -= sign * step
+        numeric = [(up - down) / (2 * step) for up, down in zip(*sides, strict=True)]
+        assert float(learner.policy.table.grad[b, p, v]) == pytest.approx(numeric[0], abs=2e-6), s  # type: ignore
+        assert float(learner.critic.table.grad[b, p]) == pytest.approx(numeric[1], abs=2e-6), s  # type: ignore
+
+
+def test_every_switch_value_was_sampled() -> None:
+    seen = [allowed_switches(seed) for seed in range(120)]
+    for name, values in CHOICES.items():
+        assert {getattr(s, name) for s in seen} == set(values)

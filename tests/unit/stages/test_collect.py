@@ -1,0 +1,109 @@
+"""Collect writes four kinds from the world or from files, derives what is missing, and tells where all came from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_core.config.collect import CollectConfig, FileSources, WorldConfig
+from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_rows
+from rlhf_core.errors import DataError
+from rlhf_core.files import sha256_file, sha256_tree
+from rlhf_core.stages import collect
+from rlhf_core.stages.contract import Paths
+from rlhf_core.tracking import NullTracker
+
+WORLD = CollectConfig(world=WorldConfig(demonstrations=30, preferences=40, pretrain=20))
+
+
+def run(config: CollectConfig, workspace: Path) -> tuple[Path, dict[str, float]]:
+    raw = workspace / "data" / "raw"
+    return raw, collect.run(config, Paths({}), Paths({"raw": raw}), NullTracker())
+
+
+def pair(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def from_files(workspace: Path, rows: list[Any], **more: Any) -> CollectConfig:
+    workspace.mkdir(parents=True, exist_ok=True)
+    (workspace / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return CollectConfig(source="files", files=FileSources(preferences=("pairs.jsonl",), **more))
+
+
+def test_world_gives_every_kind_and_is_repeatable(tmp_path: Path) -> None:
+    raw, metrics = run(WORLD, tmp_path / "a")
+    assert (metrics["preferences_rows"], metrics["demonstrations_rows"], metrics["pretrain_rows"]) == (40, 30, 20)
+    assert metrics["prompts_rows"] > 1000 and metrics["refused_rows"] == 0
+    pairs = read_rows(raw / "preferences/data.parquet", Preference)
+    assert all(p.chosen != p.rejected and p.prompt[-1].role == "user" and p.group and p.category for p in pairs)
+    for kind, cls in (("demonstrations", Demonstration), ("prompts", Prompt), ("pretrain", PretrainText)):
+        assert all(len(row.id) == 16 for row in read_rows(raw / kind / "data.parquet", cls))
+    assert sha256_tree(run(WORLD, tmp_path / "b")[0]) == sha256_tree(raw)
+    assert sha256_tree(run(WORLD.model_copy(update={"seed": 2}), tmp_path / "c")[0]) != sha256_tree(raw)
+
+
+def test_limit_bounds_every_kind(tmp_path: Path) -> None:
+    _, metrics = run(WORLD.model_copy(update={"limit": 7}), tmp_path)
+    assert {name: n for name, n in metrics.items() if name != "refused_rows"} == {
+        f"{kind}_rows": 7.0 for kind in ("preferences", "demonstrations", "prompts", "pretrain")
+    }
+
+
+def test_missing_kinds_are_derived_without_copies(tmp_path: Path) -> None:
+    rows = [pair("Q1?", "a", "b"), pair("Q1?", "a", "c"), pair("Q2?", "d", "e")]
+    raw, _ = run(from_files(tmp_path, rows), tmp_path)
+    demonstrations = read_rows(raw / "demonstrations/data.parquet", Demonstration)
+    assert [(d.prompt[0].content, d.reply, d.group) for d in demonstrations] == [
+        ("Q1?", "a", "q1?"),
+        ("Q2?", "d", "q2?"),
+    ]
+    assert [p.prompt[0].content for p in read_rows(raw / "prompts/data.parquet", Prompt)] == ["Q1?", "Q2?"]
+    texts = read_rows(raw / "pretrain/data.parquet", PretrainText)
+    assert [(t.text, t.group) for t in texts] == [("Q1?\na", "q1?"), ("Q2?\nd", "q2?")]
+    manifest = json.loads((raw / "manifest.json").read_text())
+    assert {kind: about["derived_from"] for kind, about in manifest["kinds"].items()} == {
+        "preferences": "",
+        "demonstrations": "preferences",
+        "prompts": "preferences, demonstrations",
+        "pretrain": "demonstrations",
+    }
+
+
+def test_given_kinds_are_not_derived(tmp_path: Path) -> None:
+    (tmp_path / "texts.json").write_text(json.dumps([{"text": "Once upon a time."}]))
+    config = from_files(tmp_path, [pair("Q?", "a", "b")], pretrain=("texts.json",))
+    raw, _ = run(config, tmp_path)
+    assert [t.text for t in read_rows(raw / "pretrain/data.parquet", PretrainText)] == ["Once upon a time."]
+
+
+def test_manifest_and_refused_rows(tmp_path: Path) -> None:
+    raw, metrics = run(from_files(tmp_path, [pair("Q?", "a", "b"), {"bad": 1}]), tmp_path)
+    assert metrics["refused_rows"] == 1
+    (refused,) = pq.read_table(raw / "refused.parquet").to_pylist()
+    assert (refused["kind"], refused["source"], refused["position"]) == ("preferences", "pairs.jsonl", 2)
+    assert json.loads(refused["row"]) == {"bad": 1} and "standard" in refused["reason"]
+    about = json.loads((raw / "manifest.json").read_text())["kinds"]["preferences"]
+    assert about["sha256"] == sha256_file(raw / "preferences/data.parquet")
+    digest = sha256_file(tmp_path / "pairs.jsonl")
+    assert about["files"] == [
+        {"source": "pairs.jsonl", "sha256": digest, "format": "standard", "records": 2, "rows": 1, "refused": 1}
+    ]
+
+
+def test_a_failure_leaves_the_old_data_and_nothing_half_written(tmp_path: Path) -> None:
+    raw, _ = run(from_files(tmp_path, [pair("Q?", "a", "b")]), tmp_path)
+    before = sha256_tree(raw)
+    with pytest.raises(DataError, match="no file matches 'gone.jsonl'"):
+        run(CollectConfig(source="files", files=FileSources(preferences=("gone.jsonl",))), tmp_path)
+    assert sha256_tree(raw) == before
+    assert [path.name for path in raw.parent.iterdir()] == ["raw"]
+
+
+def test_files_without_preferences_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"collect\.files\.preferences is empty"):
+        run(CollectConfig(source="files"), tmp_path)

@@ -1,0 +1,150 @@
+"""Validate end to end: Great Expectations finds the bad rows, the quarantine names every reason, the gate decides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.data.formats import prompt_group
+from rlhf_core.data.quarantine import write_refused
+from rlhf_core.data.schema import ROW_TYPES, Preference, content_id, read_rows, write_dicts
+from rlhf_core.errors import DataError
+from rlhf_core.stages import validate
+from rlhf_core.stages.contract import Paths
+from rlhf_core.tracking import NullTracker
+
+Rows = dict[str, list[dict[str, Any]]]
+REFUSED = {"kind": "preferences", "source": "x.jsonl", "position": 9, "reason": "no prompt", "row": "{}"}
+
+
+def make_row(kind: str, i: int, **changes: Any) -> dict[str, Any]:
+    prompt = [{"role": "user", "content": f"Question {i}?"}]
+    row = {
+        "prompt": prompt,
+        "chosen": f"good {i}",
+        "rejected": f"bad {i}",
+        "reply": f"good {i}",
+        "text": f"text {i}",
+        "margin": None,
+        "category": "c",
+        "source": "s",
+        "group": prompt_group(prompt),
+    } | changes
+    return row | {"id": content_id(kind, row)}
+
+
+def good_rows(n: int = 120) -> Rows:
+    return {kind: [make_row(kind, i) for i in range(n)] for kind in ROW_TYPES}
+
+
+def run(rows: Rows, workspace: Path, refused: bool = False, **settings: Any) -> tuple[dict[str, Any], Paths]:
+    raw = workspace / "data" / "raw"
+    for kind, listed in rows.items():
+        names = [name for name in ROW_TYPES[kind].__dataclass_fields__ if name != "KIND"]
+        write_dicts(raw / kind / "data.parquet", kind, [{name: row[name] for name in names} for row in listed])
+    write_refused(raw / "refused.parquet", [REFUSED] if refused else [])
+    outputs = Paths({key: workspace / path for key, path in validate.STAGE.outputs.items()})
+    return validate.run(ValidateConfig(**settings), Paths({"raw": raw}), outputs, NullTracker()), outputs
+
+
+def test_bad_rows_are_quarantined_with_every_reason(tmp_path: Path) -> None:
+    rows = good_rows()
+    secret = "ghp_" + "a" * 36
+    rows["preferences"] += [
+        make_row("preferences", 1),
+        make_row("preferences", 500, chosen="", rejected=f"\x00 {secret}"),
+        make_row("preferences", 501, margin=float("nan")),
+        make_row("preferences", 2, chosen="bad 2", rejected="good 2"),
+    ]
+    rows["prompts"] += [make_row("prompts", 7, prompt=[{"role": "assistant", "content": "Hm?"}])]
+    metrics, outputs = run(rows, tmp_path, refused=True)
+    quarantined = pq.read_table(outputs.quarantine).to_pylist()
+    reasons = [(row["kind"], sorted(row["reasons"])) for row in quarantined]
+    swapped = ["the same pair is also labelled the other way round"]
+    assert reasons == [
+        ("preferences", ["no prompt"]),
+        ("preferences", swapped),
+        ("preferences", ["an exact copy of an earlier row"]),
+        (
+            "preferences",
+            ["chosen is empty", "control or replacement characters", "looks like an access key or a private key"],
+        ),
+        ("preferences", ["the margin is not a finite number"]),
+        ("preferences", swapped),
+        ("prompts", ["roles do not alternate between user and assistant, or the last turn is not the user's"]),
+    ]
+    assert quarantined[0]["id"] == "x.jsonl:9"
+    assert json.loads(quarantined[3]["row"])["prompt"][0]["content"] == "Question 500?"
+    numbers = metrics["preferences"]
+    assert (numbers["raw"], numbers["clean"], numbers["quarantined"]) == (125, 119, 6)
+    assert numbers["quarantined_share"] == pytest.approx(6 / 125)
+    assert numbers["failed_not_contradicted"] == 2 and numbers["failed_chosen_not_empty"] == 1
+
+
+def test_clean_data_metrics_docs_and_gate(tmp_path: Path) -> None:
+    metrics, outputs = run(good_rows(), tmp_path)
+    parts = ("train", "validation", "test", "referee_train", "referee_validation")
+    assert sum(metrics["preferences"][part] for part in parts) == metrics["preferences"]["clean"] == 120
+    assert metrics["group_overlap"] == 0
+    files = {str(p.relative_to(outputs.clean)) for p in outputs.clean.rglob("*.parquet")}
+    assert len(files) == 13
+    train = read_rows(outputs.clean / "preferences/train.parquet", Preference)
+    assert len(train) == metrics["preferences"]["train"]
+    # "good 10" has 7 characters and "bad 10" 6, so the longer reply is always the preferred one.
+    assert metrics["preferences"]["chosen_longer_share"] == 1.0
+    assert json.loads(outputs.metrics.read_text()) == metrics
+    gate = json.loads(outputs.gate.read_text())
+    assert gate["passed"] and set(gate["evidence"]) == {"metrics/data.json"}
+    assert {"metric", "value", "bound", "passed", "why"} <= set(gate["conditions"][0])
+    assert (outputs.docs / "index.html").is_file()
+    assert len(list(outputs.docs.rglob("validations/**/*.html"))) == 4
+
+
+def test_too_much_quarantine_shuts_the_gate_and_leaves_evidence(tmp_path: Path) -> None:
+    run(good_rows(), tmp_path)
+    rows = good_rows()
+    rows["demonstrations"] = [make_row("demonstrations", i, reply="" if i % 2 else "fine") for i in range(120)]
+    with pytest.raises(
+        DataError, match=r"demonstrations.quarantined_share is 0.5, must be <= 0.2 \(most often check reply_not"
+    ) as e:
+        run(rows, tmp_path)
+    assert "\n" not in str(e.value)
+    assert not (tmp_path / "data/clean").exists(), "clean data of the earlier run must not pass for this one's"
+    gate = json.loads((tmp_path / "gates/data.json").read_text())
+    assert [c["metric"] for c in gate["conditions"] if not c["passed"]] == ["demonstrations.quarantined_share"]
+    assert pq.read_table(tmp_path / "data/quarantine.parquet").num_rows == 60
+
+
+def test_empty_few_or_unsplittable_rows_shut_the_gate(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="pretrain.clean is 0"):
+        run(good_rows() | {"pretrain": []}, tmp_path)
+    with pytest.raises(DataError, match=r"preferences.clean is 120, must be >= 500"):
+        run(good_rows(), tmp_path, min_rows=500)
+    one_group = good_rows() | {"prompts": [make_row("prompts", i, group="g") for i in range(120)]}
+    with pytest.raises(DataError, match=r"prompts\.\w+ is 0, must be >= 1"):
+        run(one_group, tmp_path)
+    with pytest.raises(DataError, match=r"preferences.clean is 0"):
+        run({kind: [] for kind in ROW_TYPES}, tmp_path)
+
+
+def test_raw_data_of_another_shape_is_a_users_error(tmp_path: Path) -> None:
+    raw = tmp_path / "data" / "raw"
+    run(good_rows(), tmp_path)
+    write_dicts(raw / "preferences/data.parquet", "prompts", good_prompts())
+    with pytest.raises(DataError, match=r"preferences.data.parquet lacks the column chosen"):
+        validate.run(
+            ValidateConfig(),
+            Paths({"raw": raw}),
+            Paths({k: tmp_path / p for k, p in validate.STAGE.outputs.items()}),
+            NullTracker(),
+        )
+
+
+def good_prompts() -> list[dict[str, Any]]:
+    row = make_row("prompts", 1)
+    return [{name: row[name] for name in ("id", "prompt", "category", "source", "group")}]

@@ -1,0 +1,103 @@
+"""The conversation behind `rlhf chat`."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from rlhf_core.chat_session import HELP, ChatSession, converse
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.errors import DataError, ModelError
+from rlhf_core.models.base import train_tokenizer
+
+SAMPLING = SamplingConfig(max_new_tokens=6)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return train_tokenizer(["what colour is the sky? the sky is blue."] * 4, 280)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def session(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> ChatSession:
+    return ChatSession(model, tokenizer, SAMPLING, seed=5)
+
+
+def test_turns_accumulate_and_the_same_seed_repeats(session: ChatSession, model, tokenizer) -> None:
+    replies = [session.say("the sky"), session.say("blue?")]
+    assert [turn.role for turn in session.turns] == ["user", "assistant", "user", "assistant"]
+    again = ChatSession(model, tokenizer, SAMPLING, seed=5)
+    assert [again.say("the sky"), again.say("blue?")] == replies
+    other = ChatSession(model, tokenizer, SAMPLING, seed=6)
+    assert [other.say("the sky"), other.say("blue?")] != replies
+
+
+def test_reset_forgets_but_keeps_the_system_turn(model, tokenizer) -> None:
+    session = ChatSession(model, tokenizer, SAMPLING, system="be brief")
+    session.say("sky")
+    session.reset()
+    assert session.turns == [] and session.system[0].content == "be brief"
+
+
+def test_old_turns_give_way_in_pairs_when_the_context_is_full(session: ChatSession) -> None:
+    for _ in range(8):
+        session.say("what colour is the sky?")
+    assert session.forgotten > 0 and session.forgotten % 2 == 0
+    assert session.turns[0].role == "user"
+
+
+def test_a_turn_too_long_is_refused_and_changes_nothing(session: ChatSession) -> None:
+    session.say("sky")
+    before = list(session.turns)
+    with pytest.raises(DataError, match="the model's context has room for 58"):
+        session.say("x" * 100)
+    assert session.turns == before
+
+
+def test_a_pipe_gets_one_line_per_line(session: ChatSession) -> None:
+    sink = io.StringIO()
+    given = converse(session, io.StringIO("sky\n\n/reset\nblue\n/quit\nnever read\n"), sink)
+    assert given == 2 and sink.getvalue().count("\n") == 2
+    assert "you>" not in sink.getvalue() and len(session.turns) == 2
+
+
+def test_input_may_end_without_a_line_break_or_quit(session: ChatSession) -> None:
+    assert converse(session, io.StringIO("sky"), io.StringIO()) == 1
+
+
+def test_a_terminal_gets_prompts_and_a_refusal_does_not_end_the_talk(session: ChatSession) -> None:
+    sink = io.StringIO()
+    given = converse(session, Terminal("x" * 100 + "\nsky\n/help\n/quit\n"), sink)
+    assert given == 2
+    assert sink.getvalue().startswith(HELP + "\nyou> model> (that is ")
+    assert sink.getvalue().count(HELP) == 2
+
+
+def test_a_missing_folder_is_a_clear_refusal(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no model folder"):
+        ChatSession.open(tmp_path / "nothing")
