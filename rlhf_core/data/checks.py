@@ -23,7 +23,7 @@ SECRETS = "|".join(
     (
         r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY-----",
         r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
-        r"\bsk-(?:[a-z]+-)*[A-Za-z0-9_-]{20,}",
+        r"\bsk-(?:[A-Za-z0-9_]+-)*[A-Za-z0-9]{20,}",
         r"\bgh[pousr]_[A-Za-z0-9]{36,}",
         r"\bgithub_pat_[A-Za-z0-9_]{50,}",
         r"\bglpat-[A-Za-z0-9_-]{20,}",

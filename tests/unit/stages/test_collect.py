@@ -98,7 +98,7 @@ def test_manifest_and_refused_rows(tmp_path: Path) -> None:
 def test_a_failure_leaves_the_old_data_and_nothing_half_written(tmp_path: Path) -> None:
     raw, _ = run(from_files(tmp_path, [pair("Q?", "a", "b")]), tmp_path)
     before = sha256_tree(raw)
-    with pytest.raises(DataError, match="no file matches 'gone.jsonl'"):
+    with pytest.raises(DataError, match=r"no file matches 'gone.jsonl'"):
         run(CollectConfig(source="files", files=FileSources(preferences=("gone.jsonl",))), tmp_path)
     assert sha256_tree(raw) == before
     assert [path.name for path in raw.parent.iterdir()] == ["raw"]

@@ -121,7 +121,7 @@ def test_too_much_quarantine_shuts_the_gate_and_leaves_evidence(tmp_path: Path) 
 
 
 def test_empty_few_or_unsplittable_rows_shut_the_gate(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="pretrain.clean is 0"):
+    with pytest.raises(DataError, match=r"pretrain.clean is 0"):
         run(good_rows() | {"pretrain": []}, tmp_path)
     with pytest.raises(DataError, match=r"preferences.clean is 120, must be >= 500"):
         run(good_rows(), tmp_path, min_rows=500)
