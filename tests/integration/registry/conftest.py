@@ -1,0 +1,144 @@
+"""A workspace as a finished run leaves it, made in seconds: real DVC, tiny real models, gates with true hashes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerBase
+
+from rlhf_core.data.schema import Message, Prompt, write_rows
+from rlhf_core.files import sha256_file
+from rlhf_core.models.base import train_tokenizer
+
+DVC_YAML = """
+stages:
+  validate: {cmd: "true", outs: [data/clean]}
+  reward: {cmd: "true", deps: [data/clean], outs: [models/reward], metrics: [metrics/reward.json]}
+  referee: {cmd: "true", deps: [data/clean], outs: [models/referee], metrics: [metrics/referee.json]}
+  gate-reward: {cmd: "true", deps: [metrics/reward.json, metrics/referee.json], outs: [gates/reward.json]}
+  ppo: {cmd: "true", deps: [models/reward], outs: [models/policy], metrics: [metrics/ppo.json]}
+  evaluate: {cmd: "true", deps: [models/policy, models/referee], metrics: [metrics/evaluation.json]}
+  gate-policy: {cmd: "true", deps: [metrics/evaluation.json, metrics/ppo.json], outs: [gates/policy.json]}
+"""
+PARAMS = "seed: 1\nevaluate: {prompts: 8, bootstrap: 100, sampling: {max_new_tokens: 8}}\n"
+
+
+def save_model(folder: Path, tokenizer: PreTrainedTokenizerBase, kind: type, seed: int) -> None:
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        num_labels=1,
+    )
+    torch.manual_seed(seed)
+    kind(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_gate(workspace: Path, gate: str, evidence: list[str], passed: bool = True, mode: str = "enforce") -> None:
+    condition = {
+        "metric": "kl",
+        "value": 1.0,
+        "bound": "<= 6",
+        "limit": 6.0,
+        "passed": passed,
+        "why": "test",
+        "note": "",
+    }
+    hashes = {name: sha256_file(workspace / name) for name in evidence}
+    report = {"gate": gate, "passed": passed, "mode": mode, "conditions": [condition], "evidence": hashes}
+    (workspace / "gates").mkdir(exist_ok=True)
+    (workspace / "gates" / f"{gate}.json").write_text(json.dumps(report))
+
+
+def commit(workspace: Path) -> None:
+    """Let dvc.lock record the files as they are."""
+    subprocess.run(
+        [sys.executable, "-m", "dvc", "commit", "--force", "--quiet"], cwd=workspace, check=True, capture_output=True
+    )
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The workspace that tests copy. Its name has a space, because users' folders do."""
+    workspace = tmp_path_factory.mktemp("registry") / "my workspace"
+    workspace.mkdir()
+    (workspace / "params.yaml").write_text(PARAMS)
+    (workspace / "dvc.yaml").write_text(DVC_YAML)
+    tokenizer = train_tokenizer(["what colour is the sky? the sky is blue."] * 4, 280)
+    save_model(workspace / "models" / "policy", tokenizer, LlamaForCausalLM, 1)
+    save_model(workspace / "models" / "reward", tokenizer, LlamaForSequenceClassification, 2)
+    save_model(workspace / "models" / "referee", tokenizer, LlamaForSequenceClassification, 3)
+    rows = [Prompt(f"{i:016x}", [Message("user", f"question {i}?")], "other", "test", str(i)) for i in range(8)]
+    write_rows(workspace / "data" / "clean" / "prompts" / "test.parquet", rows)
+    (workspace / "metrics").mkdir()
+    for name in ("reward", "referee", "ppo", "evaluation"):
+        (workspace / "metrics" / f"{name}.json").write_text('{"kl": 1.0, "nested": {"win_rate": 0.7}}')
+    write_gate(workspace, "reward", ["metrics/reward.json", "metrics/referee.json"])
+    write_gate(workspace, "policy", ["metrics/evaluation.json", "metrics/ppo.json"])
+    subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=workspace, check=True)
+    commit(workspace)
+    previous = dict(os.environ)
+    from flows.record import prepare_tracking
+
+    prepare_tracking(workspace)
+    assert dict(os.environ).get("MLFLOW_TRACKING_URI") == previous.get("MLFLOW_TRACKING_URI")
+    return workspace
+
+
+@pytest.fixture
+def workspace(finished: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change, with a record of its own."""
+    target = tmp_path / "my workspace"
+    shutil.copytree(finished, target, ignore=shutil.ignore_patterns("mlflow.db", "mlartifacts"))
+    shutil.copy(finished / "mlflow.db", target / "mlflow.db")
+    _point_experiment_at(target)
+    return target
+
+
+def _point_experiment_at(workspace: Path) -> None:
+    """The copied database spares every test the creation of the schema; its artifacts must go to the copy."""
+    import sqlite3
+
+    with sqlite3.connect(workspace / "mlflow.db") as database:
+        place = (workspace / "mlartifacts").as_uri()
+        database.execute("UPDATE experiments SET artifact_location = ? WHERE name = 'rlhf-pipeline'", (place,))
+
+
+@pytest.fixture
+def new_policy() -> Callable[[Path, int], None]:
+    """Put another policy into the workspace, with everything recorded as a run would."""
+
+    def make(workspace: Path, seed: int) -> None:
+        from rlhf_core.models.base import load_tokenizer
+
+        save_model(
+            workspace / "models" / "policy", load_tokenizer(workspace / "models" / "reward"), LlamaForCausalLM, seed
+        )
+        commit(workspace)
+
+    return make
+
+
+@pytest.fixture(name="write_gate")
+def write_gate_fixture() -> Callable[..., None]:
+    return write_gate
+
+
+@pytest.fixture(name="commit")
+def commit_fixture() -> Callable[[Path], None]:
+    return commit

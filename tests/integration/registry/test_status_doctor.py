@@ -1,0 +1,83 @@
+"""``rlhf status`` and ``rlhf doctor`` say what is so."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from flows.checks import FAIL, OK
+from flows.checks.machine import check_package
+from flows.doctor import doctor
+from flows.ports import free_port
+from flows.promotion import promote
+from flows.record import end_pipeline_run, start_pipeline_run
+from flows.registry import register
+from flows.status import status
+
+
+def test_status_shows_stages_gates_run_registry_and_partial_work(workspace: Path) -> None:
+    run_id = start_pipeline_run(workspace)
+    register(workspace, run_id)
+    promote(workspace)
+    (workspace / "work" / "ppo" / "abc" / "step-000005").mkdir(parents=True)
+    (workspace / "metrics" / "ppo.json").write_text("{}")
+    screen = status(workspace)
+    assert "in use by: nobody" in screen
+    assert "reward       up to date" in screen
+    assert "ppo          stale: metrics/ppo.json modified" in screen
+    assert "policy  passed, mode enforce" in screen
+    assert "ppo: step-000005 (work/ppo/abc)" in screen
+    assert f"interrupted (its process is gone; the next run goes on)  (MLflow run {run_id})" in screen
+    assert "rlhf-policy: 1 version; @champion v1, @challenger v1" in screen
+    end_pipeline_run(run_id, "completed", workspace)
+    assert "finished after" in status(workspace)
+
+
+def test_status_of_a_new_workspace_creates_nothing(workspace: Path) -> None:
+    (workspace / "mlflow.db").unlink()
+    (workspace / "dvc.lock").unlink()
+    screen = status(workspace)
+    assert "ppo          not run yet" in screen and "last run\n  none" in screen
+    assert not (workspace / "mlflow.db").exists()
+
+
+def test_status_names_the_holder_of_the_lock(workspace: Path) -> None:
+    (workspace / ".rlhf").mkdir(exist_ok=True)
+    record = {"pid": os.getpid(), "since": "2026-01-01T00:00:00", "command": "rlhf run"}
+    (workspace / ".rlhf" / "lock").write_text(json.dumps(record))
+    assert f"in use by: `rlhf run` (pid {os.getpid()}" in status(workspace)
+
+
+def test_a_healthy_machine_passes(workspace: Path) -> None:
+    text, code = doctor(workspace)
+    assert code == 0, text
+    assert "every parameter is known and in range" in text
+
+
+def test_doctor_names_what_is_wrong_and_what_to_do(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("PREFECT_API_URL", f"{dead}/api")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", dead)
+    (workspace / "params.yaml").write_text("collect: {source: files, files: {preferences: [no/such/*.jsonl]}}\n")
+    text, code = doctor(workspace)
+    assert code == 2
+    assert "no/such/*.jsonl matches no file" in text
+    assert "unset PREFECT_API_URL" in text and "unset MLFLOW_TRACKING_URI" in text
+    (workspace / "params.yaml").write_text("ppo: {iterations: many}\n")
+    text, code = doctor(workspace)
+    assert code == 2 and "FAIL  params.yaml" in text and "ppo.iterations" in text
+
+
+def test_a_folder_that_is_no_workspace_is_only_a_warning(tmp_path: Path) -> None:
+    text, code = doctor(tmp_path)
+    assert code == 0 and "is none (no params.yaml) → make one with `rlhf init DIR`" in text
+
+
+def test_a_version_outside_its_pins_fails() -> None:
+    assert check_package("pytest>=1").level == OK
+    wrong = check_package("pytest<1", "it breaks")
+    assert wrong.level == FAIL and "(it breaks)" in wrong.finding
+    assert check_package("no-such-package-here>=1").finding == "not installed"
