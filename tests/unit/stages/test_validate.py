@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.data.dataset import data_metrics, split_tables
 from rlhf_core.data.formats import prompt_group
 from rlhf_core.data.quarantine import write_refused
-from rlhf_core.data.schema import ROW_TYPES, Preference, content_id, read_rows, write_dicts
+from rlhf_core.data.schema import ROW_TYPES, Preference, arrow_schema, content_id, read_rows, write_dicts
+from rlhf_core.data.validation import Validated
 from rlhf_core.errors import DataError
+from rlhf_core.gates import decide
 from rlhf_core.stages import validate
 from rlhf_core.stages.contract import Paths
 from rlhf_core.tracking import NullTracker
@@ -106,7 +111,7 @@ def test_clean_data_metrics_docs_and_gate(tmp_path: Path) -> None:
 
 
 def test_too_much_quarantine_shuts_the_gate_and_leaves_evidence(tmp_path: Path) -> None:
-    run(good_rows(), tmp_path)
+    (tmp_path / "data/clean").mkdir(parents=True)
     rows = good_rows()
     rows["demonstrations"] = [make_row("demonstrations", i, reply="" if i % 2 else "fine") for i in range(120)]
     with pytest.raises(
@@ -120,21 +125,39 @@ def test_too_much_quarantine_shuts_the_gate_and_leaves_evidence(tmp_path: Path) 
     assert pq.read_table(tmp_path / "data/quarantine.parquet").num_rows == 60
 
 
-def test_empty_few_or_unsplittable_rows_shut_the_gate(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"pretrain.clean is 0"):
-        run(good_rows() | {"pretrain": []}, tmp_path)
-    with pytest.raises(DataError, match=r"preferences.clean is 120, must be >= 500"):
-        run(good_rows(), tmp_path, min_rows=500)
-    one_group = good_rows() | {"prompts": [make_row("prompts", i, group="g") for i in range(120)]}
-    with pytest.raises(DataError, match=r"prompts\.\w+ is 0, must be >= 1"):
-        run(one_group, tmp_path)
-    with pytest.raises(DataError, match=r"preferences.clean is 0"):
+def test_no_rows_at_all_shut_the_gate(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"preferences.clean is 0, must be >= 50; .* and \d+ more"):
         run({kind: [] for kind in ROW_TYPES}, tmp_path)
+    assert not json.loads((tmp_path / "gates/data.json").read_text())["passed"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "failed"),
+    [
+        ({}, {}, set()),
+        ({}, {"min_rows": 121}, {"preferences.clean", "demonstrations.clean", "prompts.clean"}),
+        ({"pretrain": []}, {}, {"pretrain.clean", "pretrain.train", "pretrain.validation"}),
+        (
+            {"prompts": [make_row("prompts", i, group="g") for i in range(60)]},
+            {},
+            {"prompts.train", "prompts.validation"},
+        ),
+    ],
+)
+def test_gate_conditions(changes: Rows, settings: dict[str, Any], failed: set[str]) -> None:
+    config = ValidateConfig(**settings)
+    rows = good_rows() | changes
+    clean = {kind: pa.Table.from_pylist(listed, schema=arrow_schema(kind)) for kind, listed in rows.items()}
+    files = split_tables(clean, config.seed, config.split)
+    counts = {kind: table.num_rows for kind, table in clean.items()}
+    metrics = data_metrics(Validated(clean, [], counts, {kind: Counter() for kind in clean}), files)
+    decision = decide("data", validate.gate_conditions(config, files), metrics)
+    assert {c.metric for c in decision.conditions if not c.passed} == failed
+    assert decision.passed is (not failed)
 
 
 def test_raw_data_of_another_shape_is_a_users_error(tmp_path: Path) -> None:
     raw = tmp_path / "data" / "raw"
-    run(good_rows(), tmp_path)
     write_dicts(raw / "preferences/data.parquet", "prompts", good_prompts())
     with pytest.raises(DataError, match=r"preferences.data.parquet lacks the column chosen"):
         validate.run(
