@@ -96,7 +96,7 @@ def response_values(critic: TokenScorer, batch: Tokens) -> Tensor:
     """Value of the state *before* each response token: (B, T)."""
     scores = critic.token_scores(batch.tokens, batch.attention_mask, batch.position_ids)
     prompt = batch.tokens.shape[1] - batch.width
-    return scores[:, prompt - 1 : -1].float()
+    return scores[:, prompt - 1 : -1]
 
 
 def pad_columns(values: Tensor, width: int) -> Tensor:
