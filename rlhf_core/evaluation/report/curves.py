@@ -35,16 +35,15 @@ class Chart:
 
 
 PLANS = (
-    Plan("sft", "Loss", {"training": ("loss", "train_loss"), "validation": ("validation_loss", "val_loss")}),
-    Plan("sft", "Learning rate", {"learning rate": ("lr", "learning_rate")}),
-    Plan("reward", "Loss", {"pairwise": ("pairwise_loss", "loss"), "imitation": ("imitation_loss", "imitation")}),
-    Plan("reward", "Accuracy", {"training": ("accuracy", "train_accuracy"),
-                                "validation": ("validation_accuracy", "val_accuracy")},
+    Plan("sft", "Loss", {"training": ("loss",), "validation": ("validation_loss",)}),
+    Plan("sft", "Perplexity", {"held-out demonstrations": ("validation_perplexity",)}),
+    Plan("sft", "Learning rate", {"learning rate": ("lr",)}),
+    Plan("reward", "Loss", {"ranking": ("ranking_loss",), "ranking, validation": ("validation_loss",),
+                             "imitation": ("imitation_loss",)}),
+    Plan("reward", "Accuracy", {"training": ("accuracy",), "validation": ("validation_accuracy",)},
          "Accuracy alone is not enough: see margins and calibration below."),
-    Plan("reward", "Margin", {"training": ("margin", "margin_mean"),
-                              "validation": ("validation_margin_mean", "validation_margin", "val_margin")}),
-    Plan("referee", "Accuracy", {"training": ("accuracy", "train_accuracy"),
-                                 "validation": ("validation_accuracy", "val_accuracy")}),
+    Plan("reward", "Margin", {"training": ("margin",), "validation": ("validation_margin",)}),
+    Plan("referee", "Accuracy", {"training": ("accuracy",), "validation": ("validation_accuracy",)}),
     Plan("critic", "Value loss", {"value loss": ("value_loss", "loss")}),
     Plan("critic", "Explained variance", {"explained variance": ("explained_variance",)}, "PPO starts once high."),
     Plan("ppo", "Reward (raw score)", {"mean": ("reward_mean",), "median": ("reward_p50",)},
@@ -53,7 +52,7 @@ PLANS = (
     Plan("ppo", "KL to the reference", {"KL, nats per sequence": ("kl",)},
          "What separates a healthy run from a collapsed one first."),
     Plan("ppo", "Win rate against SFT by the referee",
-         {"win rate": ("win_rate", "selection_win_rate", "selection.win_rate")},
+         {"win rate": ("win_rate",)},
          "On fixed validation prompts; it chooses the checkpoint.",
          {"95 %": ("win_rate_low95", "win_rate_high95")}),
     Plan("ppo", "Reply length", {"mean tokens": ("length",), "95th percentile": ("length_p95",)}),
@@ -69,7 +68,7 @@ PLANS = (
     Plan("ppo", "Clipped share", {"policy": ("clip_fraction",), "value": ("value_clip_fraction",)}),
     Plan("ppo", "Reward's correlation", {"with length": ("reward_length_correlation",),
                                          "with the referee": ("reward_referee_correlation",)}),
-    Plan("ppo", "KL coefficient", {"β": ("kl_coefficient", "beta")}),
+    Plan("ppo", "KL coefficient", {"β": ("kl_coefficient",)}),
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from markupsafe import Markup
@@ -10,6 +11,7 @@ from markupsafe import Markup
 from rlhf_core.evaluation.report.charts import interval_chart
 from rlhf_core.evaluation.report.curves import draw
 from rlhf_core.evaluation.report.sources import Sources, shut_gate
+from rlhf_core.ppo.default_rules import DEFAULT_RULES
 
 SIDE_FIGURES = (
     ("gold", "Gold score"), ("reward", "Reward model's score"), ("referee", "Referee's score"),
@@ -114,12 +116,17 @@ def _regression(evaluation: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
 
 
 def findings(found: Sources) -> list[dict[str, Any]]:
-    """Findings of the health monitor, from the PPO metrics or, where they are not there, its history."""
-    given = found.metrics.get("ppo", {}).get("findings")
-    if isinstance(given, list):
-        return [f for f in given if isinstance(f, dict)]
-    rows = (row.get("findings") or [] for row in found.histories.get("ppo", []))
-    return [finding for row in rows if isinstance(row, list) for finding in row if isinstance(finding, dict)]
+    """Findings of the health monitor in PPO's history: whole, or a rule's name, which the rule book explains."""
+    rules = {rule.name: rule for rule in DEFAULT_RULES}
+    shown = []
+    for place, row in enumerate(found.histories.get("ppo", []), start=1):
+        for finding in row.get("findings") or []:
+            if isinstance(finding, dict):
+                shown.append(finding)
+            elif finding in rules:
+                rule, iteration = rules[finding], row.get("iteration", place)
+                shown.append(asdict(rule) | {"rule": rule.name, "iteration": iteration, "evidence": ()})
+    return shown
 
 
 def pick(rows: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
