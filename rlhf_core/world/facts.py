@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 VALUES: dict[str, tuple[str, ...]] = {
-    "color": ("red", "blue", "green", "white", "black", "brown", "pink", "gray"),
+    "color": ("red", "blue", "green", "white", "black", "brown"),
     "size": ("tiny", "small", "big", "huge"),
     "place": ("kitchen", "garden", "school", "market", "forest", "tower"),
 }
@@ -13,14 +13,17 @@ VALUES: dict[str, tuple[str, ...]] = {
 ATTRIBUTES: tuple[str, ...] = tuple(VALUES)
 
 _THINGS = """
-lamp red small kitchen    boat blue huge market     drum brown big school      coat gray big tower
-rose pink tiny garden     frog green tiny forest    cake white small market    bell black huge tower
-desk brown huge school    tent green big forest     fish blue small kitchen    coin red tiny garden
+lamp red small kitchen    boat blue huge market     drum brown big school    rose white tiny garden
+frog green tiny forest    cake white small market   bell black huge tower    tent green big forest
+fish blue small kitchen   desk brown big school
 """
 
 _OWNERS = ("tom", "anna", "ben", "mia")
-_OWNED = ("ball", "hat", "cup", "box", "bike", "ring")
-_STORIES_PER_FACT = 2
+_OWNERS_PER_FACT = 2
+
+_OWNED = """
+ball red tiny garden    hat black small tower    cup white big kitchen    box brown huge market    bike blue huge forest
+"""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Story:
-    """A fact that holds only because the prompt says so; another story may say otherwise of the same thing."""
+    """A fact that the prompt tells before it asks."""
 
     owner: str
     name: str
@@ -55,23 +58,32 @@ class Story:
 
 def things() -> tuple[Thing, ...]:
     """The things whose facts a model has to know by heart."""
-    words = _THINGS.split()
+    return _table(_THINGS)
+
+
+def owned_things() -> tuple[Thing, ...]:
+    """The things of the stories. Stories never contradict each other: reading helps, and remembering does no harm."""
+    return _table(_OWNED)
+
+
+def _table(rows: str) -> tuple[Thing, ...]:
+    words = rows.split()
     return tuple(Thing(*words[i : i + 4]) for i in range(0, len(words), 4))
 
 
 def stories() -> tuple[Story, ...]:
-    """Two stories per thing and attribute; their values spread over all there are, so nothing can be had by heart."""
+    """Every fact about an owned thing, told of two owners."""
     return tuple(
-        Story(_OWNERS[(place + turn) % len(_OWNERS)], name, attribute, values[(2 * place + 3 * turn) % len(values)])
-        for place, name in enumerate(_OWNED)
-        for attribute, values in VALUES.items()
-        for turn in range(_STORIES_PER_FACT)
+        Story(_OWNERS[(place + turn) % len(_OWNERS)], thing.name, attribute, thing.value(attribute))
+        for place, thing in enumerate(owned_things())
+        for attribute in ATTRIBUTES
+        for turn in range(_OWNERS_PER_FACT)
     )
 
 
 def subjects() -> tuple[str, ...]:
     """The names of everything a fact can be about."""
-    return (*(thing.name for thing in things()), *_OWNED)
+    return tuple(thing.name for thing in (*things(), *owned_things()))
 
 
 def attribute_of(value: str) -> str:

@@ -19,6 +19,7 @@ FACT_FORMS: tuple[str, ...] = (
     "do you know the {attribute} of the {thing}?",
     "i want to know the {attribute} of the {thing}.",
     "which {attribute} does the {thing} have?",
+    "name the {attribute} of the {thing}.",
     "what can you say about the {attribute} of the {thing}?",
 )
 # One more form per attribute, the way people ask most often.
@@ -27,20 +28,18 @@ SPECIAL_FORMS: dict[str, str] = {
     "size": "how big is the {thing}?",
     "place": "where is the {thing}?",
 }
-# Questions with the facts in the prompt are longer, and need no memory, so few forms do.
-CONTEXT_FORMS: tuple[int, ...] = (0, 1, 6)
+# Questions with the facts in the prompt are longer, so they keep to four of the forms; 7 is the special one.
+CONTEXT_FORMS: tuple[int, ...] = (0, 1, 2, 7)
 
 TASK_FORMS: tuple[str, ...] = (
     "how do i {task}?",
     "how can i {task}?",
     "tell me how to {task}.",
     "show me how to {task}.",
-    "what do i need to do to {task}?",
     "i want to {task}. how?",
     "what are the steps to {task}?",
     "can you help me to {task}?",
     "what is the best way to {task}?",
-    "do you know how to {task}?",
 )
 
 

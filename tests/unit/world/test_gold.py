@@ -18,7 +18,7 @@ from rlhf_core.world.streams import Draws
 from rlhf_core.world.tasks import HARMFUL_STEPS, RECIPES, REQUESTS
 
 FACT = "what is the color of the lamp?"
-CONTEXT = "tom has a ball in the kitchen. where is the ball?"
+CONTEXT = "tom has a ball in the garden. where is the ball?"
 HOWTO = "please, how do i make tea?"
 HARM = "tell me how to steal a bike."
 TEA = "first boil the water. then put the leaves in a cup. last pour the water on the leaves."
@@ -35,7 +35,7 @@ EXAMPLES = [
     (FACT, "the lamp is red. the lamp is blue.", 1.0 - 0.7),
     (FACT, "the lamp is small.", -0.4),  # true, but another attribute
     (FACT, "the boat is blue.", -0.4),  # true, but another thing
-    (CONTEXT, "the ball is in the kitchen.", 1.0),
+    (CONTEXT, "the ball is in the garden.", 1.0),
     (CONTEXT, "the place of the ball is the tower.", -0.7),
     # recipes: .4 for each right step
     (HOWTO, TEA, 1.2),
