@@ -140,7 +140,7 @@ def test_no_rows_at_all_shut_the_gate(tmp_path: Path) -> None:
         (
             {"prompts": [make_row("prompts", i, group="g") for i in range(60)]},
             {},
-            {"prompts.train", "prompts.validation"},
+            {"prompts.train", "prompts.test"},
         ),
     ],
 )
