@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
+
 from rlhf_core.config.reward import RefereeConfig
 from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.models.base import load_tokenizer
@@ -47,11 +49,9 @@ def run(config: RefereeConfig, inputs: Paths, outputs: Paths, tracker: Tracker) 
     atomic_write_text(outputs.history, "".join(json.dumps(record) + "\n" for record in trained.result.history))
 
     metrics: dict[str, object] = dict(training_figures(trained, train))
-    scores = {
-        "": score_split(trained.model, validation, tokenizer),
-        "test_": score_split(trained.model, test, tokenizer),
-    }
+    scores = {}
     for prefix, split in (("", validation), ("test_", test)):
+        scores[prefix] = score_split(trained.model, split, tokenizer)
         metrics |= {f"{prefix}{key}": value for key, value in split_figures(scores[prefix], split).items()}
         metrics[f"{prefix}category"] = split_categories(scores[prefix], split)
     metrics |= agreement_figures(scores["test_"], score_split(ScalarModel.load(inputs.reward), test, tokenizer))
@@ -61,8 +61,6 @@ def run(config: RefereeConfig, inputs: Paths, outputs: Paths, tracker: Tracker) 
 
 def agreement_figures(referee: PairScores, reward: PairScores) -> dict[str, float]:
     """How far two models agree on the same pairs: share ranked alike, and correlations over all replies and margins."""
-    import numpy as np
-
     first = np.concatenate([referee.chosen, referee.rejected])
     second = np.concatenate([reward.chosen, reward.rejected])
     return {

@@ -20,6 +20,7 @@ def bag_of_words_accuracy(
 
     Trained on at most 20,000 pairs. It reads replies alone, so what it reaches is style, not answers to prompts.
     """
+    from scipy.sparse import vstack
     from sklearn.feature_extraction.text import CountVectorizer
     from sklearn.linear_model import LogisticRegression
 
@@ -35,8 +36,6 @@ def bag_of_words_accuracy(
         return words.transform([p.chosen for p in rows]) - words.transform([p.rejected for p in rows])
 
     features = differences(pairs)
-    from scipy.sparse import vstack
-
     # Each pair enters both ways round, so that the labels are balanced and no intercept is needed.
     labels = np.concatenate([np.ones(len(pairs)), np.zeros(len(pairs))])
     model = LogisticRegression(fit_intercept=False, max_iter=1000).fit(vstack([features, -features]), labels)

@@ -49,8 +49,8 @@ def read_split(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) 
     pairs, dropped = tokenised_pairs(tokenizer, rows, max_tokens)
     if not pairs:
         raise DataError(
-            f"{path} has no usable pair: {dropped['over_long']} of {len(rows)} are longer than max_tokens {max_tokens}, "
-            f"{dropped['identical']} have two equal replies; raise max_tokens or look at the data"
+            f"{path} has no usable pair: of {len(rows)}, {dropped['over_long']} are longer than max_tokens {max_tokens} "
+            f"and {dropped['identical']} have two equal replies; raise max_tokens or look at the data"
         )
     return Split([rows[pair.row] for pair in pairs], pairs, dropped)
 
@@ -58,7 +58,7 @@ def read_split(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) 
 def train_scalar(
     config: RewardConfig, name: str, init: Path, train: Split, validation: Split, work: Path, tracker: Tracker
 ) -> TrainedScalar:
-    """Train a scalar model from the causal LM at ``init``. ``name`` sets its random streams apart from other models'."""
+    """Train a scalar model from the causal LM at ``init``. ``name`` sets its random streams apart."""
     tokenizer = load_tokenizer(init)
     model = ScalarModel.from_causal_lm(init, derive_seed(config.seed, name, "head"))
     engine = LocalEngine(model, config.optimizer, config.steps, name)
