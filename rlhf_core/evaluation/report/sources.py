@@ -52,7 +52,8 @@ def load(inputs: Mapping[str, Path], params: Path | None = None) -> Sources:
     for name in HISTORIES:
         path = None if name in stale else inputs.get(f"{name}_history")
         found.histories[name] = _lines(path)
-    if "policy" in stale and found.gates.pop("policy", None):
+    if "policy" in stale and "policy" in found.gates:
+        del found.gates["policy"]
         found.missing["policy gate"] = stale["policy"]
     if "evaluation" not in stale:
         found.comparisons = _rows(found, inputs.get("comparisons"))

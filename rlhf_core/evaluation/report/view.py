@@ -41,7 +41,8 @@ def build(found: Sources, title: str, replies: int) -> dict[str, Any]:
         "images": found.images,
         "replies": [reply(row) for row in pick(found.comparisons, replies)],
         "bad_cases": [reply(row) for row in found.bad_cases],
-        "tables": {name: flatten(found.metrics[name]) for name in found.metrics if name != "evaluation"},
+        "tables": {name: flatten(found.metrics[name]) for name in found.metrics if name not in ("evaluation", "data")},
+        "data": data_table(found.metrics.get("data", {})),
         "params": found.params,
         "hashes": found.hashes,
         "missing": found.missing,
@@ -155,6 +156,15 @@ def reply(row: Mapping[str, Any]) -> dict[str, Any]:
         "policy_finished": row.get("policy_finished", True),
         "scores": [(name, row[f"sft_{name}"], row[f"policy_{name}"]) for name in judges],
     }
+
+
+def data_table(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures by kind of data (``kinds`` as columns, ``rows`` of (figure, one value per kind)), and the ``rest``."""
+    kinds = [name for name, values in metrics.items() if isinstance(values, Mapping)]
+    figures = dict.fromkeys(key for kind in kinds for key in metrics[kind])
+    rows = [(key.replace("_", " "), [metrics[kind].get(key) for kind in kinds]) for key in figures]
+    rest = flatten({key: value for key, value in metrics.items() if key not in kinds})
+    return {"kinds": kinds, "rows": rows, "rest": rest}
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
