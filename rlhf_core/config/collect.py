@@ -16,7 +16,7 @@ class WorldConfig(Strict):
     preferences: PositiveInt = 24000
     pretrain: PositiveInt = 4000
     contrast_share: float = Field(default=0.35, ge=0, le=1)
-    label_sharpness: float = Field(default=4.0, gt=0)
+    label_sharpness: float = Field(default=2.5, gt=0)
     length_bias: float = 0.02
 
 
