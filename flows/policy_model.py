@@ -1,7 +1,7 @@
 """The policy as MLflow serves it: chat in, chat completion out.
 
 MLflow copies this file into the model ("models from code") and runs it where the project may not be installed, so it
-imports transformers, torch and mlflow only.
+imports pandas, transformers, torch and mlflow only.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlflow
+import pandas
 import torch
 from mlflow.pyfunc import PythonModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,15 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 DEFAULTS = {"max_new_tokens": 64, "temperature": 0.8, "top_p": 0.9, "seed": -1}
 
 
-def conversations(model_input: Any) -> list[list[dict[str, str]]]:
-    """The conversations in a request: a dict or a list of dicts with ``messages``, or a table with that column."""
-    if isinstance(model_input, dict):
-        rows = [model_input["messages"]]
-    elif isinstance(model_input, list):
-        rows = [row["messages"] for row in model_input]
-    else:
-        rows = list(model_input["messages"])
-    return [[{"role": m["role"], "content": m["content"]} for m in row] for row in rows]
+def conversations(table: pandas.DataFrame) -> list[list[dict[str, str]]]:
+    """The conversations in a request; MLflow makes a table with the column ``messages`` of every form it accepts."""
+    return [[{"role": m["role"], "content": m["content"]} for m in row] for row in table["messages"]]
 
 
 class PolicyModel(PythonModel):
@@ -36,9 +31,8 @@ class PolicyModel(PythonModel):
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
 
-    # A type hint on model_input would make MLflow derive a schema from it in place of the signature.
-    def predict(  # type: ignore[no-untyped-def]
-        self, context: Any, model_input, params: dict[str, Any] | None = None
+    def predict(
+        self, context: Any, model_input: pandas.DataFrame, params: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
         """One chat completion (``choices``, ``usage``) per conversation of ``model_input``."""
         settings = {**DEFAULTS, **(params or {})}

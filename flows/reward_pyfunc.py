@@ -1,7 +1,7 @@
 """The reward model as MLflow serves it: a conversation that ends with the assistant's reply in, its score out.
 
 MLflow copies this file into the model ("models from code") and runs it where the project may not be installed, so it
-imports transformers, torch and mlflow only.
+imports pandas, transformers, torch and mlflow only.
 """
 
 from __future__ import annotations
@@ -9,20 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import mlflow
+import pandas
 import torch
 from mlflow.pyfunc import PythonModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 
-def conversations(model_input: Any) -> list[list[dict[str, str]]]:
-    """The conversations in a request: a dict or a list of dicts with ``messages``, or a table with that column."""
-    if isinstance(model_input, dict):
-        rows = [model_input["messages"]]
-    elif isinstance(model_input, list):
-        rows = [row["messages"] for row in model_input]
-    else:
-        rows = list(model_input["messages"])
-    return [[{"role": m["role"], "content": m["content"]} for m in row] for row in rows]
+def conversations(table: pandas.DataFrame) -> list[list[dict[str, str]]]:
+    """The conversations in a request; MLflow makes a table with the column ``messages`` of every form it accepts."""
+    return [[{"role": m["role"], "content": m["content"]} for m in row] for row in table["messages"]]
 
 
 class RewardModel(PythonModel):
@@ -37,9 +32,8 @@ class RewardModel(PythonModel):
         # that is not padding, and skip the closing one where the two are the same.
         self.model.config.pad_token_id = None
 
-    # A type hint on model_input would make MLflow derive a schema from it in place of the signature.
-    def predict(  # type: ignore[no-untyped-def]
-        self, context: Any, model_input, params: dict[str, Any] | None = None
+    def predict(
+        self, context: Any, model_input: pandas.DataFrame, params: dict[str, Any] | None = None
     ) -> list[dict[str, float]]:
         """``{"score": float}`` per conversation of ``model_input``; each must end with an assistant turn."""
         with torch.inference_mode():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,11 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerBase
 
 from rlhf_core.data.schema import Message, Prompt, write_rows
 from rlhf_core.files import sha256_file
-from rlhf_core.models.base import train_tokenizer
+from rlhf_core.models.base import load_tokenizer, train_tokenizer
 
 DVC_YAML = """
 stages:
@@ -103,35 +105,51 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def workspace(finished: Path, tmp_path: Path) -> Path:
     """A copy that a test may change, with a record of its own."""
-    target = tmp_path / "my workspace"
-    shutil.copytree(finished, target, ignore=shutil.ignore_patterns("mlflow.db", "mlartifacts"))
-    shutil.copy(finished / "mlflow.db", target / "mlflow.db")
-    _point_experiment_at(target)
-    return target
+    return copy_workspace(finished, tmp_path / "my workspace")
 
 
-def _point_experiment_at(workspace: Path) -> None:
-    """The copied database spares every test the creation of the schema; its artifacts must go to the copy."""
-    import sqlite3
+@pytest.fixture(scope="session")
+def champion_and_challenger(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from flows.promotion import promote
+    from flows.registry import register
 
-    with sqlite3.connect(workspace / "mlflow.db") as database:
-        place = (workspace / "mlartifacts").as_uri()
-        database.execute("UPDATE experiments SET artifact_location = ? WHERE name = 'rlhf-pipeline'", (place,))
+    workspace = copy_workspace(finished, tmp_path_factory.mktemp("contest") / "my workspace")
+    register(workspace)
+    assert promote(workspace)["reason"] == "there is no champion yet"
+    make_policy(workspace, 7)
+    assert register(workspace)["registered"]["rlhf-policy"]["version"] == "2"
+    return workspace
 
 
 @pytest.fixture
-def new_policy() -> Callable[[Path, int], None]:
-    """Put another policy into the workspace, with everything recorded as a run would."""
+def contest(champion_and_challenger: Path, tmp_path: Path) -> Path:
+    """A workspace whose registry has version 1 as champion and version 2 as challenger."""
+    return copy_workspace(champion_and_challenger, tmp_path / "contest")
 
-    def make(workspace: Path, seed: int) -> None:
-        from rlhf_core.models.base import load_tokenizer
 
-        save_model(
-            workspace / "models" / "policy", load_tokenizer(workspace / "models" / "reward"), LlamaForCausalLM, seed
-        )
-        commit(workspace)
+def copy_workspace(source: Path, target: Path) -> Path:
+    """The folder with its record; MLflow keeps absolute places of artifacts, so these are moved along."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("mlflow.db-*"))
+    places = {
+        "experiments": ("artifact_location",),
+        "runs": ("artifact_uri",),
+        "logged_models": ("artifact_location",),
+        "model_versions": ("source", "storage_location"),
+    }
+    # MLflow remembers the place of a run's artifacts by the run's id, which the copy shares.
+    _artifact_repos_cache.clear()
+    with sqlite3.connect(target / "mlflow.db") as database:
+        for table, columns in places.items():
+            for column in columns:
+                for old, new in ((source.as_uri(), target.as_uri()), (str(source), str(target))):
+                    database.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", (old, new))
+    return target
 
-    return make
+
+def make_policy(workspace: Path, seed: int) -> None:
+    tokenizer = load_tokenizer(workspace / "models" / "reward")
+    save_model(workspace / "models" / "policy", tokenizer, LlamaForCausalLM, seed)
+    commit(workspace)
 
 
 @pytest.fixture(name="write_gate")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ from flows.promotion import decline, promote, rollback, verdict
 from flows.record import connect
 from flows.registry import register
 from rlhf_core.errors import RlhfError
-
-NewPolicy = Callable[[Path, int], None]
 
 
 class Referee:
@@ -32,16 +29,6 @@ class Referee:
 def aliases(workspace: Path, name: str = "rlhf-policy") -> dict[str, str]:
     found = connect(workspace).get_registered_model(name).aliases
     return {alias: str(version) for alias, version in found.items()}
-
-
-@pytest.fixture
-def contest(workspace: Path, new_policy: NewPolicy) -> Path:
-    """Version 1 is champion, version 2 challenger."""
-    register(workspace)
-    assert promote(workspace)["reason"] == "there is no champion yet"
-    new_policy(workspace, 7)
-    assert register(workspace)["registered"]["rlhf-policy"]["version"] == "2"
-    return workspace
 
 
 def test_every_judge_must_be_sure() -> None:
@@ -149,3 +136,25 @@ def test_a_match_that_cannot_be_played_is_one_line(contest: Path) -> None:
     with pytest.raises(RlhfError, match=r"the match ended with code .*log: .*match.log"):
         promote(contest)
     assert aliases(contest)["champion"] == "1"
+
+
+@pytest.mark.parametrize(("approve", "champion"), [(True, "2"), (False, "1")])
+def test_the_flow_asks_a_person_before_it_acts(
+    contest: Path, monkeypatch: pytest.MonkeyPatch, approve: bool, champion: str
+) -> None:
+    from prefect.logging import disable_run_logger
+
+    from flows import promotion_flow as flow
+
+    referee, asked = Referee(referee=0.9), []
+
+    def answer(**options: Any) -> flow.Approval:
+        asked.append(aliases(contest)["champion"])
+        return flow.Approval(approve=approve, reason="seen it")
+
+    monkeypatch.setattr(flow, "pause_flow_run", answer)
+    monkeypatch.setattr(flow, "promote", lambda folder, **options: promote(folder, play=referee, **options))
+    with disable_run_logger():
+        decision = flow.promotion_flow.fn(str(contest), approval=True)
+    assert asked == ["1"] and referee.played == 1
+    assert decision["promoted"] is approve and aliases(contest)["champion"] == champion
