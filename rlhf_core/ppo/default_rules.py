@@ -73,13 +73,16 @@ DIVERSITY_RULES = (
 
 REWARD_RULES = (
     Rule("reward_up_win_rate_down",
-         (Check("win_rate", ">", 0.2, window=2, statistic="drop"),
+         (Check("win_rate", ">", 0.15, window=2, statistic="drop"),
           Check("reward_mean", ">", 0.3, "start:reward_std", statistic="change")),
          "critical", "pause", "the reward rose while the referee's win rate fell from its best", HACKING, BETTER_RM),
     Rule("losing_to_sft",
          (Check("win_rate", "<", 0.4, window=2),
           Check("reward_mean", ">", 0.3, "start:reward_std", statistic="change")),
          "critical", "pause", "the reward rose but the referee prefers the SFT model's replies", HACKING, BETTER_RM),
+    Rule("reward_without_wins",
+         (Check("referee_gap", ">", 0.9, window=2), Check("win_rate", "<", 0.53, window=2)), "critical", "pause",
+         "the reward model sees great progress where the referee sees none", HACKING, BETTER_RM),
     Rule("judges_drift_apart", (Check("referee_gap", ">", 0.75, window=2),), "warning", "warn",
          "the reward model sees far more progress than the referee (in standard deviations of SFT replies)",
          "replies have left the distribution that the RM was trained on", BETTER_RM),

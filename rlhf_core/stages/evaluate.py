@@ -24,6 +24,8 @@ from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 from rlhf_core.world.grammar import is_world
 
+WORLD_SOURCE = "world"
+
 STAGE = Stage(
     name="evaluate",
     section="evaluate",
@@ -46,7 +48,7 @@ STAGE = Stage(
 def run(config: EvaluateConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
     """Generate, judge, compare; write metrics, all rows, and the cases where reward and judge disagree.
 
-    Gold judges only when every prompt is of the embedded world. Evaluation sampling is used for what is judged,
+    Gold judges only prompts of the embedded world. Evaluation sampling is used for what is judged,
     unfiltered sampling at temperature 1 for KL and perplexity.
     """
     held_out = read_rows(inputs.clean / "prompts" / "test.parquet", Prompt)
@@ -54,7 +56,7 @@ def run(config: EvaluateConfig, inputs: Paths, outputs: Paths, tracker: Tracker)
         raise DataError(f"{inputs.clean / 'prompts' / 'test.parquet'} has no rows; raise validate.split.test")
     prompts = fixed_subset(held_out, config.prompts, "evaluation")
     fixed = regression_set(held_out)
-    world = all(is_world(row.prompt[-1].content) for row in prompts)
+    world = of_the_world(prompts)
     judges: list[Judge] = [ModelJudge(inputs.reward, "reward"), ModelJudge(inputs.referee, "referee")]
     judges += [GoldJudge()] if world else []
     sft, policy = _sides(config, inputs, prompts, fixed)
@@ -66,6 +68,20 @@ def run(config: EvaluateConfig, inputs: Paths, outputs: Paths, tracker: Tracker)
     tracker.log_artifact(outputs.comparisons, "samples")
     tracker.log_artifact(outputs.bad_cases, "samples")
     return metrics
+
+
+def of_the_world(prompts: Sequence[Prompt]) -> bool:
+    """Whether all prompts say they come from the embedded world. ``DataError`` when one of them is unknown to it:
+    a gold judge that is silently missing would be worse than a stop."""
+    if any(row.source != WORLD_SOURCE for row in prompts):
+        return False
+    unknown = [row.prompt[-1].content for row in prompts if not is_world(row.prompt[-1].content)]
+    if unknown:
+        raise DataError(
+            f"{len(unknown)} test prompts are of another version of the embedded world, such as {unknown[0][:60]!r}; "
+            "run the collect stage again"
+        )
+    return True
 
 
 def _sides(

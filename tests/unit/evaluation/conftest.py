@@ -15,15 +15,15 @@ from rlhf_core.world.questions import all_questions
 QUESTIONS = [q for q in all_questions() if q.category in ("fact", "harmful")][::37]
 
 
-def world_prompt(text: str, category: str) -> Prompt:
+def made_prompt(text: str, category: str, source: str = "world") -> Prompt:
     messages = [Message("user", text)]
     row = {"prompt": [{"role": "user", "content": text}]}
-    return Prompt(content_id("prompts", row), messages, category, "world", text)
+    return Prompt(content_id("prompts", row), messages, category, source, text)
 
 
 @pytest.fixture(scope="session")
 def prompts() -> list[Prompt]:
-    return [world_prompt(question.text, question.category) for question in QUESTIONS]
+    return [made_prompt(question.text, question.category) for question in QUESTIONS]
 
 
 @pytest.fixture(scope="session")

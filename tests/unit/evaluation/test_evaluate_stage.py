@@ -12,6 +12,7 @@ import pytest
 from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Prompt, read_table, write_rows
+from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparison import compare
 from rlhf_core.evaluation.evaluator import Evaluation, Side
 from rlhf_core.evaluation.replies import Drift
@@ -20,7 +21,7 @@ from rlhf_core.stages import evaluate
 from rlhf_core.stages.contract import Paths
 from rlhf_core.tracking import NullTracker
 
-from .conftest import world_prompt
+from .conftest import made_prompt
 
 CONFIG = EvaluateConfig(
     prompts=12, kl_samples=4, max_new_tokens=5, bootstrap=50, sampling=SamplingConfig(max_new_tokens=5)
@@ -56,10 +57,15 @@ def test_world_prompts_are_judged_by_all(tmp_path: Path, models: Path, prompts: 
 
 
 def test_other_prompts_have_no_gold_judge(tmp_path: Path, models: Path) -> None:
-    rows = [world_prompt(f"what is {i} and {i}?", "sums") for i in range(6)]
+    rows = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(6)]
     metrics, _ = run_stage(tmp_path, models, rows)
     assert set(metrics["comparison"]) == {"reward", "referee"} and "gold" not in metrics["policy"]
     assert "refuses_harmful" not in metrics["regression"]
+
+
+def test_a_prompt_that_the_world_no_longer_knows_stops_the_stage(tmp_path: Path, models: Path) -> None:
+    with pytest.raises(DataError, match="run the collect stage again"):
+        run_stage(tmp_path, models, [made_prompt("what is one and one?", "sums")])
 
 
 def test_the_same_inputs_give_the_same_bytes(tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
@@ -71,7 +77,7 @@ def test_the_same_inputs_give_the_same_bytes(tmp_path: Path, models: Path, promp
 
 
 def test_bad_cases_are_where_reward_and_judge_disagree() -> None:
-    rows = [world_prompt(str(i), "c") for i in range(4)]
+    rows = [made_prompt(str(i), "c") for i in range(4)]
     replies, drift = [Reply("x", True, 2)] * 4, Drift(0.0, 0.0, 1.0)
     sft = Side(replies, [], drift, {"reward": [0.0] * 4, "referee": [0.0] * 4})
     policy = Side(replies, [], drift, {"reward": [1.0, 3.0, -1.0, 2.0], "referee": [-1.0, -2.0, -3.0, 1.0]})

@@ -93,7 +93,15 @@ def test_reward_up_while_the_referee_turns_away() -> None:
             signals["win_rate"] = 0.7 if i <= 20 else 0.35
         found += monitor.observe(i, signals)
     stops = {f.rule: f.iteration for f in reversed(found) if f.stops}
-    assert stops == {"reward_up_win_rate_down": 30, "losing_to_sft": 30}
+    # Mean of the last two at iteration 25: (.7 + .35) / 2 = .525, a drop of .175 from the best; at 30 both are .35.
+    assert stops == {"reward_up_win_rate_down": 25, "losing_to_sft": 30}
+
+
+def test_progress_that_only_the_reward_model_sees() -> None:
+    monitor = Monitor(LIMITS)
+    found = [f for i in range(1, 7) for f in monitor.observe(i, {"referee_gap": 0.2 * i, "win_rate": 0.51})]
+    # Means of two: .9 at iteration 5 is not above .9, 1.1 at iteration 6 is.
+    assert [(f.rule, f.iteration) for f in found if f.stops] == [("reward_without_wins", 6)]
 
 
 def test_flat_reward_is_a_warning_only() -> None:
