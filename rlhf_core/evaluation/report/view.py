@@ -80,7 +80,7 @@ def tiles(found: Sources) -> list[dict[str, str]]:
         shown.append(_tile("reward model accuracy", reward["accuracy"], "held-out pairs"))
     chosen = next((ppo[k] for k in ("selected_iteration", "selected") if isinstance(ppo.get(k), int | float)), None)
     if chosen is not None:
-        shown.append(_tile("selected iteration", int(chosen), "by the referee, under limits"))
+        shown.append(_tile("selected iteration", int(chosen), str(ppo.get("selection_reason", ""))))
     return shown
 
 
@@ -117,17 +117,20 @@ def _regression(evaluation: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
 
 
 def findings(found: Sources) -> list[dict[str, Any]]:
-    """Findings of the health monitor in PPO's history: whole, or a rule's name, which the rule book explains."""
+    """Findings of the health monitor in PPO's history, one per rule with its first iteration, ``last`` and ``times``;
+    those that pause come first. A finding is whole, or a rule's name, which the rule book explains."""
     rules = {rule.name: rule for rule in DEFAULT_RULES}
-    shown = []
+    shown: dict[str, dict[str, Any]] = {}
     for place, row in enumerate(found.histories.get("ppo", []), start=1):
+        iteration = row.get("iteration", place)
         for finding in row.get("findings") or []:
-            if isinstance(finding, dict):
-                shown.append(finding)
-            elif finding in rules:
-                rule, iteration = rules[finding], row.get("iteration", place)
-                shown.append(asdict(rule) | {"rule": rule.name, "iteration": iteration, "evidence": ()})
-    return shown
+            if isinstance(finding, str):
+                if finding not in rules:
+                    continue
+                finding = asdict(rules[finding]) | {"rule": finding, "evidence": ()}
+            first = shown.setdefault(finding["rule"], finding | {"iteration": iteration, "times": 0})
+            first.update(last=iteration, times=first["times"] + 1)
+    return sorted(shown.values(), key=lambda f: (f["action"] == "warn", f["iteration"]))
 
 
 def pick(rows: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
