@@ -64,8 +64,10 @@ class RunningMoments:
 def transform_scores(scores: Tensor, moments: RunningMoments, config: RewardShapingConfig) -> Tensor:
     """Scaling ``r / std``, normalisation ``(r - mean) / std`` or neither, then clip to +-``clip``: (B,) -> (B,).
 
-    ``moments`` already contain this batch. Source: paper, section 5.3.1; PPO-max normalises and clips.
+    ``moments`` already contain this batch. A score that is not finite comes out as NaN: the clip must not turn it into
+    a plausible reward, so that the step is skipped. Source: paper, section 5.3.1; PPO-max normalises and clips.
     """
+    scores = torch.where(scores.isfinite(), scores, math.nan)
     if config.transform == "normalize":
         scores = (scores - moments.mean) / moments.std
     elif config.transform == "scale":

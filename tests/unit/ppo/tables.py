@@ -8,7 +8,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rlhf_core.training.engine import StepResult

@@ -135,6 +135,11 @@ def test_transform_and_clip(transform: str, clip: float | None, expected: list[f
     assert close(transform_scores(t(5.0, -1.0), moments, config), expected)
 
 
+def test_the_clip_makes_no_reward_of_a_score_that_is_not_finite() -> None:
+    got = transform_scores(t(math.inf, -math.inf, NAN, 1.0), RunningMoments(), RewardShapingConfig())
+    assert close(got, [NAN, NAN, NAN, 1.0])
+
+
 def test_shaping_is_in_standard_deviations() -> None:
     config = RewardShapingConfig(missing_eos_penalty=0.5, length_penalty=0.2)
     shaped = shape_scores(t(1.0, 1.0), torch.tensor([32, 64]), torch.tensor([True, False]), config, 64)

@@ -1,0 +1,170 @@
+"""Properties: padding, order and micro-batch size never change a gradient; masked positions never matter."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.ppo.tiny import EOS, PAD, Tiny, make_config, make_learner, make_tiny
+
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.ppo.advantages import gae, masked_whiten
+from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
+from rlhf_core.ppo.rewards import RunningMoments
+from rlhf_core.ppo.rollout import collect
+from rlhf_core.ppo.update import accumulate_policy_gradient, update
+from rlhf_core.ppo.value import accumulate_value_gradient
+
+MODELS = make_tiny()
+
+
+def rollout(tiny: Tiny, config: PpoConfig) -> Experience:
+    return collect(
+        tiny.actors, tiny.prompts[:8], range(8), 3, make_learner(tiny, config).sampling, config.units, RunningMoments(),
+        config.kl.coefficient,
+    )  # fmt: skip
+
+
+def gradients(tiny: Tiny, experience: Experience, config: PpoConfig) -> torch.Tensor:
+    """All gradients of policy and critic for one step on ``experience``, flat."""
+    learner = make_learner(tiny, config)
+    tiny.policy.zero_grad()
+    tiny.critic.zero_grad()
+    direction = {"off": 0.0, "bonus": -1.0, "target": 1.0}[config.entropy.kind]
+    accumulate_policy_gradient(learner, experience, 0.2, direction)
+    if learner.ptx is not None:
+        accumulate_ptx_gradient(learner.policy_engine, tiny.policy, learner.ptx, 0, 0.1, config.micro_batch_size)
+    accumulate_value_gradient(learner.critic_engine, tiny.critic, experience, learner.value_settings)
+    found = [p.grad.flatten() for m in (tiny.policy, tiny.critic) for p in m.parameters() if p.grad is not None]
+    return torch.cat(found)
+
+
+SWITCHES: list[dict[str, Any]] = [
+    {},
+    {"surrogate": {"aggregation": "sequence"}},
+    {"kl": {"placement": "loss", "estimator": "full"}, "advantage": {"normalize": True}},
+    {"entropy": {"kind": "target", "weight": 0.1, "target": 1.0}},
+]
+
+
+@settings(max_examples=12, deadline=None)
+@given(size=st.integers(1, 9), order=st.permutations(range(8)), switches=st.sampled_from(SWITCHES))
+def test_micro_batches_and_order_never_change_the_gradient(
+    size: int, order: list[int], switches: dict[str, Any]
+) -> None:
+    tiny = MODELS.copy()
+    whole = make_config(minibatches=1, micro_batch_size=8, **switches)
+    experience = rollout(tiny, whole)
+    expected = gradients(tiny, experience, whole)
+    parts = make_config(minibatches=1, micro_batch_size=size, **switches)
+    assert torch.allclose(gradients(tiny, experience.select(order), parts), expected, atol=2e-6, rtol=1e-4)
+
+
+@settings(max_examples=10, deadline=None)
+@given(left=st.integers(0, 5), right=st.integers(0, 5), rubbish=st.integers(4, 20))
+def test_padding_on_either_side_never_changes_the_gradient(left: int, right: int, rubbish: int) -> None:
+    tiny, config = MODELS.copy(), make_config(minibatches=1)
+    experience = rollout(tiny, config)
+    padded = widen(experience, left, right, rubbish)
+    expected = gradients(tiny, experience, config)
+    assert torch.allclose(gradients(tiny, padded, config), expected, atol=2e-6, rtol=1e-4)
+
+
+def widen(experience: Experience, left: int, right: int, rubbish: int) -> Experience:
+    """More padding on both sides, filled with rubbish."""
+    changed: dict[str, torch.Tensor] = {}
+    for item in dataclasses.fields(experience):
+        value = getattr(experience, item.name)
+        if item.name == "tokens":
+            changed[item.name] = torch.nn.functional.pad(value, (left, right), value=rubbish)
+        elif item.name == "attention_mask":
+            changed[item.name] = torch.nn.functional.pad(value, (left, right))
+        elif item.name == "response_mask":
+            changed[item.name] = torch.nn.functional.pad(value, (0, right))
+        elif value.dim() == 2:
+            changed[item.name] = torch.nn.functional.pad(value, (0, right), value=99.0)
+    return dataclasses.replace(experience, **changed)
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_masked_positions_never_matter(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 6), min_size=2, max_size=5))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
+    mask = torch.arange(6).unsqueeze(0) < torch.tensor(lengths).unsqueeze(1)
+    rewards, values = (torch.randn(len(lengths), 6, generator=generator, dtype=torch.float64) for _ in range(2))
+    garbage = torch.tensor(float("nan"))
+    clean = gae(rewards, values, mask, 0.97, 0.9)
+    dirty = gae(rewards.where(mask, garbage), values.where(mask, garbage), mask, 0.97, 0.9)
+    assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+    assert torch.equal(masked_whiten(values, mask), masked_whiten(values.where(mask, garbage), mask))
+
+
+def test_ratio_is_one_before_the_first_step(tiny: Tiny) -> None:
+    config = make_config()
+    learner, experience = make_learner(tiny, config), rollout(tiny, config)
+    found = accumulate_policy_gradient(learner, experience, 0.05, 0.0)
+    assert found["ratio_mean"] == pytest.approx(1.0, abs=1e-5) and found["ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    assert found["clip_fraction"] == 0.0
+
+
+def test_fixed_reference_is_the_behaviour_policy(tiny: Tiny) -> None:
+    config = make_config(surrogate={"fixed_reference": True})
+    with torch.no_grad():
+        tiny.policy.lm_head.weight.mul_(1.2)
+    experience = collect(
+        tiny.actors, tiny.prompts[:8], range(8), 3, tiny.sampling, config.units, RunningMoments(), 0.05,
+        fixed_reference=True,
+    )  # fmt: skip
+    assert torch.equal(experience.old_logprobs, experience.ref_logprobs)
+    assert not torch.allclose(experience.old_logprobs, experience.policy_logprobs)
+    assert torch.allclose(experience.sampler_logprobs, experience.policy_logprobs, atol=1e-4)
+
+
+def test_advantages_are_normalised_over_the_minibatch(tiny: Tiny) -> None:
+    """Not over the rollout, not per micro-batch: the second would show as a changed gradient above."""
+    config = make_config(minibatches=2, advantage={"normalize": True}, ptx={"weight": 0.0}, kl={"coefficient": 0.0})
+    experience = rollout(tiny, config)
+    scaled = dataclasses.replace(experience, advantages=experience.advantages * 7 + 3)
+    first, second = (gradients(tiny, e, config) for e in (experience, scaled))
+    assert torch.allclose(first, second, atol=1e-5)
+
+
+def test_joint_norm_clips_both_together(tiny: Tiny) -> None:
+    results = {}
+    for mode in ("separate", "joint"):
+        models = make_tiny()
+        config = make_config(gradient_norm=mode, minibatches=1, vf_loss_weight=50.0)
+        results[mode] = update(make_learner(models, config), rollout(models, config), 0.05, 0)
+    policy, critic = (results["separate"][f"{name}_grad_norm"] for name in ("policy", "critic"))
+    assert results["joint"]["policy_grad_norm"] == pytest.approx((policy**2 + critic**2) ** 0.5, rel=1e-5)
+
+
+def test_minibatches_cover_the_rollout_once_per_epoch(tiny: Tiny) -> None:
+    experience = rollout(tiny, make_config())
+    for count in (1, 2, 3, 8):
+        parts = list(experience.minibatches(count, 5, 0))
+        assert sorted(float(s) for part in parts for s in part.scores) == sorted(experience.scores.tolist())
+        assert max(len(p) for p in parts) - min(len(p) for p in parts) <= 1
+    orders = [torch.cat([p.scores for p in experience.minibatches(2, 5, epoch)]) for epoch in (0, 0, 1)]
+    assert torch.equal(orders[0], orders[1]) and not torch.equal(orders[0], orders[2])
+
+
+def test_ptx_counts_targets_only() -> None:
+    """By hand: the mean over target tokens of -log p, contexts and the first token of plain text left out."""
+    tiny = make_tiny()
+    pairs = [([5, 6], [7, EOS]), ([], [8, 9, EOS])]
+    learner = make_learner(tiny, make_config())
+    loss = accumulate_ptx_gradient(learner.policy_engine, tiny.policy, PtxData(pairs, 2, 0, PAD), 0, 1.0, None)
+    total = 0.0
+    for context, target in pairs:
+        ids = context + target
+        with torch.no_grad():
+            dist = torch.log_softmax(tiny.policy(torch.tensor([ids])).logits[0], -1)
+        total -= sum(float(dist[i - 1, ids[i]]) for i in range(max(len(context), 1), len(ids)))
+    assert loss == pytest.approx(total / 4, abs=1e-5)

@@ -1,0 +1,226 @@
+"""The loop: exact resume after kill -9, every switch running, health, selection, steps that are not finite."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from unit.ppo.tiny import Tiny, make_config, make_tiny, make_trainer
+
+from rlhf_core.errors import CheckpointError, RlhfError, TrainingPaused
+from rlhf_core.ppo.diagnosis import Monitor
+from rlhf_core.ppo.rule import Check, Rule
+from rlhf_core.ppo.state import load_best
+
+ROOT = Path(__file__).resolve().parents[3]
+CHILD = """
+import sys
+from pathlib import Path
+import torch
+from unit.ppo.tiny import make_config, make_tiny, make_trainer
+torch.set_num_threads(1)
+make_trainer(make_tiny(), make_config(iterations=12, kl={"controller": "adaptive"}, checkpoint={"every": 3}), Path(sys.argv[1])).run()
+"""
+
+
+def history(work: Path) -> list[dict[str, Any]]:
+    """Rows without their wall-clock fields."""
+    rows = [json.loads(line) for line in (work / "history.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith("seconds_")} for row in rows]
+
+
+def weights(tiny: Tiny) -> list[torch.Tensor]:
+    return [p.detach().clone() for model in (tiny.policy, tiny.critic) for p in model.parameters()]
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_run_writes_every_signal(tiny: Tiny, tmp_path: Path) -> None:
+    before = weights(tiny)
+    make_trainer(tiny, make_config(), tmp_path).run()
+    rows = history(tmp_path)
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+    wanted = ["kl", "kl_full", "reward_mean", "reward_std", "reward_p05", "reward_p95", "reward_treated", "length", "entropy", "perplexity", "perplexity_reference", "value_loss", "explained_variance", "ratio_mean", "ratio_max", "clip_fraction", "value_clip_fraction", "policy_grad_norm", "critic_grad_norm", "missing_eos", "repetition", "distinct_2", "reward_length_correlation", "kl_coefficient", "ptx_loss", "policy_loss", "skipped_steps", "policy_lr", "kl_k2", "kl_k3", "referee_mean", "first_ratio", "sampler_gap"]
+    for row in rows:
+        assert [name for name in wanted if row.get(name) is None] == []
+        assert row["first_ratio"] == pytest.approx(1.0)
+    raw = json.loads((tmp_path / "history.jsonl").read_text().splitlines()[0])
+    assert {"seconds_generation", "seconds_forward", "seconds_update"} <= raw.keys()
+    assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-4) and rows[-1]["kl"] != 0.0
+    assert "win_rate" in rows[1] and "selection_kl" in rows[1] and "win_rate" not in rows[0]
+    assert not equal(before, weights(tiny))
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert {row["iteration"] for row in samples} == {2, 4} and {"prompt", "reply", "score"} <= samples[0].keys()
+
+
+def test_kill_9_and_resume_is_bit_identical(tmp_path: Path) -> None:
+    """Killed at an arbitrary moment, the run ends with the weights and history of an uninterrupted one."""
+    config = make_config(iterations=12, kl={"controller": "adaptive"}, checkpoint={"every": 3})
+    straight = make_tiny()
+    make_trainer(straight, config, tmp_path / "straight").run()
+    work = tmp_path / "killed"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(work)], env=environment, stderr=subprocess.DEVNULL)
+    lines = work / "history.jsonl"
+    while child.poll() is None and (not lines.exists() or lines.read_text().count("\n") < 5):
+        time.sleep(0.005)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert 5 <= len(history(work)) < 12
+    resumed = make_tiny()
+    trainer = make_trainer(resumed, config, work)
+    trainer.run()
+    assert equal(weights(straight), weights(resumed))
+    assert history(tmp_path / "straight") == history(work)
+    first, second = load_best(tmp_path / "straight" / "best"), load_best(work / "best")
+    assert first[0] == second[0] and equal(list(first[1].values()), list(second[1].values()))
+    assert (tmp_path / "straight" / "samples.jsonl").read_text() == (work / "samples.jsonl").read_text()
+
+
+def test_resume_restores_what_is_easily_forgotten(tiny: Tiny, tmp_path: Path) -> None:
+    """Trap 6: moments, coefficient, monitor, selector and findings come back."""
+    config = make_config(iterations=3, kl={"controller": "adaptive", "target": 0.001})
+    first = make_trainer(tiny, config, tmp_path)
+    first.run()
+    second = make_trainer(make_tiny(), config, tmp_path)
+    second._resume()
+    assert second.done == 3
+    assert second.moments == first.moments and second.moments.count == 24
+    assert second.controller.value == first.controller.value != config.kl.coefficient
+    assert second.monitor.state() == first.monitor.state()
+    assert second.selector.state() == first.selector.state()
+    assert second.findings == first.findings
+
+
+def test_a_broken_checkpoint_falls_back_and_all_broken_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    config = make_config(iterations=4)
+    make_trainer(tiny, config, tmp_path).run()
+    after = weights(tiny)
+    saved = sorted((tmp_path / "checkpoints").glob("step-*"))
+    (saved[-1] / "state.safetensors").write_bytes(b"damaged")
+    again = make_tiny()
+    trainer = make_trainer(again, config, tmp_path)
+    trainer.run()
+    assert equal(after, weights(again)) and len(history(tmp_path)) == 4
+    for folder in (tmp_path / "checkpoints").glob("step-*"):
+        (folder / "meta.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="delete the folder"):
+        make_trainer(make_tiny(), config, tmp_path).run()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"surrogate": {"fixed_reference": True}},
+        {"surrogate": {"kind": "penalty"}},
+        {"surrogate": {"clip": None, "aggregation": "sequence"}},
+        {"surrogate": {"dual_clip": 3.0}},
+        {"kl": {"estimator": "full", "placement": "loss"}},
+        {"kl": {"estimator": "k3", "placement": "loss"}},
+        {"kl": {"coefficient": 0.0}},
+        {"reward": {"transform": "scale", "clip": None}},
+        {"reward": {"transform": "none", "missing_eos_penalty": 1.0, "length_penalty": 0.5}},
+        {"advantage": {"normalize": True, "clip": 1.0, "lam": 1.0}},
+        {"entropy": {"kind": "bonus", "weight": 0.01}},
+        {"entropy": {"kind": "target", "weight": 0.01, "target": 1.0}},
+        {"gradient_norm": "joint", "vf_loss_weight": 0.5},
+        {"epochs": 2, "minibatches": 4, "micro_batch_size": 1},
+        {"target_kl_early_stop": 1e-9, "epochs": 3},
+        {"temperature": 0.7, "min_new_tokens": 2},
+        {"ptx": {"weight": 0.0}, "value_clip": None},
+        {"policy_optimizer": {"lr": 3e-3, "schedule": "inverse_sqrt", "warmup": 0.0, "max_grad_norm": None}},
+    ],
+    ids=str,
+)
+def test_every_switch_runs(tiny: Tiny, tmp_path: Path, changes: dict[str, Any]) -> None:
+    make_trainer(tiny, make_config(iterations=2, **changes), tmp_path).run()
+    rows = history(tmp_path)
+    assert len(rows) == 2 and all(bool(p.isfinite().all()) for p in weights(tiny))
+    if "target_kl_early_stop" in changes:
+        assert rows[1]["early_stopped"] == 1 and rows[1]["steps"] < 6
+    if "ptx" in changes:
+        assert "ptx_loss" not in rows[0]
+    if changes.get("surrogate", {}).get("fixed_reference"):
+        assert rows[1]["first_ratio"] != pytest.approx(1.0, abs=1e-6)
+
+
+def test_warm_up_reaches_the_peak_with_its_last_iteration(tiny: Tiny, tmp_path: Path) -> None:
+    make_trainer(tiny, make_config(warmup_iterations=2), tmp_path).run()
+    rates = [row["policy_lr"] for row in history(tmp_path)]
+    assert rates[0] == pytest.approx(3e-3 * (0.25 + 0.5) / 2)
+    assert rates[1] == pytest.approx(3e-3 * (0.75 + 1.0) / 2)
+    assert rates[2] == rates[3] == pytest.approx(3e-3)
+
+
+def test_sampler_that_disagrees_stops_the_run(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that ignores its attention mask answers differently in a padded batch: PPO refuses to train on that."""
+    forward = type(tiny.policy).forward
+
+    def deaf(self: Any, *args: Any, attention_mask: Any = None, use_cache: bool = True, **rest: Any) -> Any:
+        seen = attention_mask if use_cache else torch.ones_like(attention_mask)
+        return forward(self, *args, attention_mask=seen, use_cache=use_cache, **rest)
+
+    monkeypatch.setattr(type(tiny.policy), "forward", deaf)
+    with pytest.raises(RlhfError, match="left padding"):
+        make_trainer(tiny, make_config(), tmp_path).run()
+
+
+def rule(metric: str, action: Any) -> Rule:
+    return Rule("told", (Check(metric, ">", -1e9, window=1),), "critical", action, "it was told to", "a test", "none",
+                after=3)  # fmt: skip
+
+
+def test_a_pause_keeps_the_last_checkpoint_and_pauses_again(tiny: Tiny, tmp_path: Path) -> None:
+    config = make_config(health={"mode": "enforce"})
+    for models in (tiny, make_tiny()):
+        trainer = make_trainer(models, config, tmp_path, monitor=Monitor({}, [rule("kl", "pause")]))
+        with pytest.raises(TrainingPaused, match="told at iteration 3"):
+            trainer.run()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-000001", "step-000002"]
+    assert [row["findings"] for row in history(tmp_path)] == [[], [], ["told"]]
+
+
+@pytest.mark.parametrize(("mode", "action"), [("report", "pause"), ("enforce", "warn")])
+def test_other_findings_are_only_recorded(tiny: Tiny, tmp_path: Path, mode: str, action: str) -> None:
+    trainer = make_trainer(
+        tiny, make_config(health={"mode": mode}), tmp_path, monitor=Monitor({}, [rule("kl", action)])
+    )
+    trainer.run()
+    assert trainer.done == 4 and trainer.findings[0]["rule"] == "told"
+
+
+def test_non_finite_scores_skip_steps_and_never_reach_weights(tiny: Tiny, tmp_path: Path) -> None:
+    good = tiny.actors
+    calls = []
+
+    def score(batch: Any) -> torch.Tensor:
+        calls.append(1)
+        scores = good.score(batch)
+        return scores.index_fill(0, torch.tensor([2]), math.nan) if len(calls) == 2 else scores
+
+    actors = type(good)(good.policy, good.reference, good.critic, score)
+    trainer = make_trainer(tiny, make_config(minibatches=1), tmp_path, actors=actors)
+    trainer.run()
+    rows = history(tmp_path)
+    assert [row["skipped_steps"] for row in rows] == [0, 2, 0, 0]
+    assert rows[1]["policy_loss"] is None and all(bool(p.isfinite().all()) for p in weights(tiny))
+    assert trainer.moments.count == 4 * 8 - 1
+
+
+def test_three_non_finite_steps_in_a_row_stop(tiny: Tiny, tmp_path: Path) -> None:
+    good = tiny.actors
+    actors = type(good)(good.policy, good.reference, good.critic, lambda batch: good.score(batch) * math.inf)
+    with pytest.raises(TrainingPaused, match="in a row were not finite"):
+        make_trainer(tiny, make_config(), tmp_path, actors=actors).run()
+    assert equal(weights(tiny), weights(make_tiny()))
