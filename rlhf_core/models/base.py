@@ -20,7 +20,7 @@ from transformers import (
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.forward import embedding_weight
-from rlhf_core.models.io import probe_ids, reading, require_equal, save_folder
+from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, save_folder
 
 PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
 BYTES = 256
@@ -104,19 +104,11 @@ def load_policy(
     missing or broken.
     """
     tokenizer = load_tokenizer(path, revision)
-    with reading(path):
-        model = AutoModelForCausalLM.from_pretrained(
-            str(path),
-            revision=revision,
-            dtype=dtype if dtype is not None else "auto",
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            trust_remote_code=False,
-        )
+    model = load_model(AutoModelForCausalLM, path, dtype, revision)
     entries = embedding_weight(model).shape[0]
     if len(tokenizer) > entries:
         raise ModelError(f"{path}: the tokenizer has {len(tokenizer)} entries, the model only {entries}; they differ")
-    return model.eval(), tokenizer
+    return model, tokenizer
 
 
 def save_policy(

@@ -18,7 +18,7 @@ from transformers import (
 
 from rlhf_core.errors import ModelError
 from rlhf_core.models.forward import embedding_weight, hidden_states, last_token_indices
-from rlhf_core.models.io import probe_ids, reading, require_equal, save_folder
+from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, save_folder
 
 
 class ScalarModel(nn.Module):
@@ -36,8 +36,8 @@ class ScalarModel(nn.Module):
     @classmethod
     def from_causal_lm(cls, path: str | Path, seed: int, dtype: torch.dtype | None = None) -> ScalarModel:
         """The backbone of a causal LM and a small random head (std 1/sqrt(H + 1), a function of ``seed``)."""
+        source = load_model(AutoModelForCausalLM, path, dtype)
         with reading(path):
-            source = AutoModelForCausalLM.from_pretrained(str(path), **_loading(dtype))
             source.config.num_labels = 1
             with torch.device("meta"):
                 model = AutoModelForSequenceClassification.from_config(source.config, attn_implementation="sdpa")
@@ -56,11 +56,10 @@ class ScalarModel(nn.Module):
     @classmethod
     def load(cls, path: str | Path, dtype: torch.dtype | None = None) -> ScalarModel:
         """A folder written by :meth:`save`, or any HF sequence-classification folder with one label."""
-        with reading(path):
-            model = AutoModelForSequenceClassification.from_pretrained(str(path), **_loading(dtype))
+        model = load_model(AutoModelForSequenceClassification, path, dtype)
         if model.config.num_labels != 1 or not hasattr(model, "score"):
             raise ModelError(f"{path} is not a scalar model ({model.config.num_labels} labels); exactly one is needed")
-        return cls(model.eval())
+        return cls(model)
 
     def hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Last hidden states (B, L, H)."""
@@ -105,15 +104,6 @@ def last_hidden(hidden: Tensor, attention_mask: Tensor) -> Tensor:
     """The hidden state of each row's last real token: (B, L, H), (B, L) -> (B, H)."""
     rows = torch.arange(hidden.shape[0], device=hidden.device)
     return hidden[rows, last_token_indices(attention_mask)]
-
-
-def _loading(dtype: torch.dtype | None) -> dict[str, Any]:
-    return {
-        "dtype": dtype if dtype is not None else "auto",
-        "attn_implementation": "sdpa",
-        "use_safetensors": True,
-        "trust_remote_code": False,
-    }
 
 
 @torch.no_grad()

@@ -72,6 +72,29 @@ def reading(source: str | Path) -> Iterator[None]:
         raise ModelError(f"cannot load the model {kind} {source}: {first_line}; {REPAIR}") from error
 
 
+def load_model(auto_class: Any, source: str | Path, dtype: torch.dtype | None, revision: str | None = None) -> Any:
+    """``auto_class.from_pretrained``: safetensors only, no remote code, ``dtype`` as saved unless given.
+
+    ``ModelError`` when the weights do not fill the model: the library would draw the missing ones at random.
+    """
+    with reading(source):
+        model, info = auto_class.from_pretrained(
+            str(source),
+            revision=revision,
+            dtype=dtype if dtype is not None else "auto",
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    if info["missing_keys"]:
+        names = sorted(info["missing_keys"])
+        raise ModelError(
+            f"{source} lacks {len(names)} weights of a {type(model).__name__}, such as {names[0]}; {REPAIR}"
+        )
+    return model.eval()
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """No loading bars and no warnings of libraries inside the block; the settings before it are restored."""

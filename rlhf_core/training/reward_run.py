@@ -49,7 +49,7 @@ def read_split(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) 
     pairs, dropped = tokenised_pairs(tokenizer, rows, max_tokens)
     if not pairs:
         raise DataError(
-            f"{path} has no usable pair: of {len(rows)}, {dropped['over_long']} are longer than max_tokens {max_tokens} "
+            f"{path} has no usable pair: of {len(rows)}, {dropped['over_long']} exceed max_tokens {max_tokens} "
             f"and {dropped['identical']} have two equal replies; raise max_tokens or look at the data"
         )
     return Split([rows[pair.row] for pair in pairs], pairs, dropped)

@@ -1,0 +1,182 @@
+"""Tokenizer, tiny models, scalar heads and their folders."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.data.chat import encode_prompt
+from rlhf_core.data.schema import Message
+from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.models.base import load_policy, new_model, save_policy, train_tokenizer
+from rlhf_core.models.forward import last_token_indices, position_ids_from_mask, selected_logits
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.io import require_equal
+
+SHAPE = BaseConfig(vocab_size=280, hidden_size=16, intermediate_size=24, layers=2, heads=2, max_positions=64)
+TEXTS = ["the sky is blue", "the tree is green", "what is the sky like"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(TEXTS, SHAPE.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def policy(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    return new_model(SHAPE, tokenizer, seed=1)
+
+
+@pytest.fixture
+def folder(tokenizer: PreTrainedTokenizerFast, policy: LlamaForCausalLM, tmp_path: Path) -> Path:
+    save_policy(tmp_path / "policy", policy, tokenizer)
+    return tmp_path / "policy"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(max_size=30).filter(lambda text: "<|" not in text))
+def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    text = text.encode("utf-8", "replace").decode()
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_chat_template_and_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = [Message("user", "hi"), Message("assistant", "yes"), Message("user", "why")]
+    pieces = tokenizer.convert_ids_to_tokens(encode_prompt(tokenizer, messages))
+    special = [piece for piece in pieces if piece.startswith("<|")]
+    assert special == ["<|user|>", "<|assistant|>", "<|end|>", "<|user|>", "<|assistant|>"]
+    assert pieces[-1] == "<|assistant|>"
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|end|>")
+
+
+def test_tokenizer_is_a_function_of_its_texts(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert train_tokenizer(TEXTS, SHAPE.vocab_size).get_vocab() == tokenizer.get_vocab()
+    with pytest.raises(ConfigError, match="at least 261"):
+        train_tokenizer(TEXTS, 260)
+
+
+def test_new_model_is_a_function_of_the_seed_and_leaves_the_process_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+    before = torch.get_rng_state()
+    first, same, other = (new_model(SHAPE, tokenizer, seed) for seed in (1, 1, 2))
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(first.lm_head.weight, same.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+    assert first.lm_head.weight is first.model.embed_tokens.weight
+
+
+def test_policy_round_trip(folder: Path, policy: LlamaForCausalLM) -> None:
+    loaded, tokenizer = load_policy(folder)
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(loaded(ids).logits, policy.eval()(ids).logits)
+    assert tokenizer.chat_template and tokenizer.padding_side == "left"
+    assert not list(folder.parent.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("missing", "no model folder"),
+        ("config", "no config.json"),
+        ("weights", "no .safetensors weights"),
+        ("pickle", "pickled weights are never read"),
+        ("truncated", "not a readable safetensors"),
+        ("tokenizer", "no tokenizer"),
+        ("foreign", "cannot load the model"),
+    ],
+)
+def test_broken_folders_are_refused_with_reason_and_remedy(folder: Path, damage: str, message: str) -> None:
+    weights = folder / "model.safetensors"
+    match damage:
+        case "missing":
+            folder = folder.with_name("absent")
+        case "config":
+            (folder / "config.json").unlink()
+        case "weights":
+            weights.unlink()
+        case "pickle":
+            weights.rename(folder / "pytorch_model.bin")
+        case "truncated":
+            weights.write_bytes(weights.read_bytes()[:-10])
+        case "tokenizer":
+            for file in folder.glob("tokenizer*"):
+                file.unlink()
+        case _:
+            (folder / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    with pytest.raises(ModelError, match=message) as caught:
+        load_policy(folder)
+    assert str(folder) in str(caught.value) and "run the stage" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_was_not_saved_as_it_is_is_never_published(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, policy: LlamaForCausalLM
+) -> None:
+    before = (folder / "model.safetensors").read_bytes()
+    with pytest.raises(ModelError, match="nothing was published"):
+        require_equal(folder, torch.zeros(2), torch.ones(2))
+    # What a sharded engine hands over when only a part was gathered.
+    with pytest.raises(ModelError, match="lacks"):
+        save_policy(folder, policy, tokenizer, weights={"model.norm.weight": torch.zeros(SHAPE.hidden_size)})
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert [path.name for path in folder.parent.iterdir()] == ["policy"]
+
+
+def test_positions_and_last_tokens() -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]])
+    assert position_ids_from_mask(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 2], [0, 1, 2, 3]]
+    assert last_token_indices(mask).tolist() == [3, 2, 3]
+
+
+def test_selected_logits_are_those_of_the_full_forward(policy: LlamaForCausalLM) -> None:
+    ids, mask = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    select = torch.tensor([[False, True, True, False], [True, False, False, False]])
+    full = policy(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(selected_logits(policy, ids, mask, select), full[select])
+
+
+def test_scalar_model_begins_small_and_round_trips(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    model, same, other = (ScalarModel.from_causal_lm(folder, seed) for seed in (1, 1, 2))
+    ids, mask = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    scores = model.last_token_scores(ids, mask)
+    assert torch.equal(scores, same.last_token_scores(ids, mask))
+    assert not torch.equal(scores, other.last_token_scores(ids, mask))
+    assert scores.abs().max() < 5 / math.sqrt(2)
+
+    path = folder.with_name("reward")
+    model.save(path, tokenizer, {"reward_moments.json": {"mean": 0.5}})
+    assert torch.equal(ScalarModel.load(path).last_token_scores(ids, mask), scores)
+    assert json.loads((path / "reward_moments.json").read_text()) == {"mean": 0.5}
+    # To anyone else it is a plain Hugging Face classification folder.
+    plain = AutoModelForSequenceClassification.from_pretrained(path)
+    torch.testing.assert_close(plain(input_ids=ids, attention_mask=mask).logits[:, 0], scores)
+
+
+def test_a_language_model_folder_is_not_a_scalar_model(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"lacks 1 weights.*score"):
+        ScalarModel.load(folder)
+
+
+def test_imitation_logits_start_as_those_of_the_language_model(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    for tied in (True, False):
+        source = new_model(SHAPE, tokenizer, seed=4)
+        if not tied:
+            source.config.tie_word_embeddings = False
+            source.lm_head.weight = torch.nn.Parameter(torch.randn_like(source.lm_head.weight))
+        save_policy(tmp_path / str(tied), source, tokenizer)
+        model = ScalarModel.from_causal_lm(tmp_path / str(tied), 1)
+        assert (model.unembedding is None) is tied
+        logits = model.lm_logits(model.hidden(ids, torch.ones_like(ids)))
+        torch.testing.assert_close(logits, source.eval()(ids).logits)
+        model.save(tmp_path / f"{tied}-reward", tokenizer)
+        assert ScalarModel.load(tmp_path / f"{tied}-reward").unembedding is None

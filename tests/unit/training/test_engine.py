@@ -1,0 +1,132 @@
+"""Engines, schedules and optimisers: numbers by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.errors import CheckpointError, TrainingPaused
+from rlhf_core.training.engine import LocalEngine, clip_scale, joint_step
+from rlhf_core.training.optim import lr_at
+
+CONSTANT = OptimizerConfig(lr=0.1, schedule="constant", warmup=0.0, max_grad_norm=1.0)
+
+
+def linear(*weights: float) -> nn.Linear:
+    layer = nn.Linear(len(weights), 1, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([weights]))
+    return layer
+
+
+def test_cosine_with_warmup() -> None:
+    config = OptimizerConfig(lr=1.0, schedule="cosine", warmup=0.2, final_ratio=0.1)
+    rates = [lr_at(step, 10, config) for step in range(11)]
+    assert rates[:2] == [0.5, 1.0]
+    assert rates[2] == pytest.approx(1.0)
+    assert rates[6] == pytest.approx(0.55)  # half way through the eight steps of decay
+    assert rates[10] == pytest.approx(0.1)
+
+
+def test_inverse_square_root_and_constant() -> None:
+    config = OptimizerConfig(lr=2.0, schedule="inverse_sqrt", warmup=0.04)
+    assert lr_at(4, 100, config) == pytest.approx(2.0)
+    assert lr_at(16, 100, config) == pytest.approx(1.0)
+    assert lr_at(64, 100, config) == pytest.approx(0.5)
+    assert lr_at(0, 100, CONSTANT) == lr_at(99, 100, CONSTANT) == 0.1
+    assert lr_at(1, 100, CONSTANT, warmup_steps=4) == pytest.approx(0.05)
+
+
+@given(st.integers(1, 500), st.floats(0, 1), st.sampled_from(["cosine", "inverse_sqrt", "constant"]))
+def test_rates_stay_between_zero_and_the_peak(total: int, warmup: float, schedule: str) -> None:
+    config = OptimizerConfig(lr=3e-3, schedule=schedule, warmup=warmup)  # type: ignore[arg-type]
+    rates = [lr_at(step, total, config) for step in range(total)]
+    assert all(0 < rate <= 3e-3 * (1 + 1e-12) for rate in rates)
+
+
+def test_clipping_by_global_norm_and_first_adam_step() -> None:
+    engine = LocalEngine(linear(1.0, 1.0), CONSTANT, 10)
+    engine.backward((engine.model.weight * torch.tensor([[3.0, 4.0]])).sum())
+    assert clip_scale(5.0, 1.0) == pytest.approx(0.2)
+    result = engine.step()
+    assert result.grad_norm == pytest.approx(5.0) and result.lr == 0.1 and not result.skipped
+    # Adam's first step is lr * sign(gradient), whatever the clip.
+    assert engine.model.weight.tolist()[0] == pytest.approx([0.9, 0.9], abs=1e-6)
+    moments = engine.optimizer.state[engine.model.weight]["exp_avg"]
+    assert moments.tolist()[0] == pytest.approx([0.1 * 0.6, 0.1 * 0.8], abs=1e-5)
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    layer = nn.Linear(2, 2)
+    engine = LocalEngine(layer, CONSTANT.model_copy(update={"weight_decay": 0.5}), 10)
+    assert [(len(g["params"]), g["weight_decay"]) for g in engine.optimizer.param_groups] == [(1, 0.5), (1, 0.0)]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_steps_are_skipped_and_counted_and_the_third_in_a_row_pauses(bad: float) -> None:
+    engine = LocalEngine(linear(1.0), CONSTANT, 10, name="policy")
+    for good in (False, True, False, False):
+        engine.backward(engine.model.weight.sum() * (1.0 if good else bad))
+        before = engine.model.weight.item()
+        assert engine.step().skipped is not good
+        assert (engine.model.weight.item() == before) is not good
+    assert (engine.steps, engine.skipped_steps) == (4, 3)
+    engine.backward(engine.model.weight.sum() * bad)
+    with pytest.raises(TrainingPaused, match=r"policy: 3 steps in a row.*loss.*Lower optimizer\.lr"):
+        engine.step()
+
+
+def test_a_non_finite_gradient_of_a_finite_loss_is_skipped_too() -> None:
+    engine = LocalEngine(linear(0.0), CONSTANT, 10)
+    engine.backward(engine.model.weight.sum().abs().sqrt())
+    assert engine.step().skipped and engine.model.weight.item() == 0.0
+
+
+def test_a_bad_micro_batch_condemns_the_whole_step_only() -> None:
+    engine = LocalEngine(linear(1.0), CONSTANT, 10)
+    for factor in (1.0, math.nan, 1.0):
+        engine.backward(engine.model.weight.sum() * factor)
+    assert engine.step().skipped
+    engine.backward(engine.model.weight.sum())
+    assert engine.step().grad_norm == pytest.approx(1.0)
+
+
+def test_joint_norm_of_two_engines() -> None:
+    engines = [LocalEngine(linear(1.0), CONSTANT, 10), LocalEngine(linear(1.0), CONSTANT, 10)]
+    for engine, gradient in zip(engines, (3.0, 4.0), strict=True):
+        engine.backward(engine.model.weight.sum() * gradient)
+    assert [r.grad_norm for r in joint_step(engines, 1.0)] == pytest.approx([5.0, 5.0])
+    moments = [engine.optimizer.state[engine.model.weight]["exp_avg"].item() for engine in engines]
+    assert moments == pytest.approx([0.06, 0.08], abs=1e-5)
+
+
+def test_joint_step_skips_both_when_one_is_not_finite() -> None:
+    engines = [LocalEngine(linear(1.0), CONSTANT, 10), LocalEngine(linear(1.0), CONSTANT, 10)]
+    for engine, factor in zip(engines, (1.0, math.nan), strict=True):
+        engine.backward(engine.model.weight.sum() * factor)
+    assert all(r.skipped for r in joint_step(engines, 1.0))
+    assert [engine.model.weight.item() for engine in engines] == [1.0, 1.0]
+
+
+def test_state_restores_bit_for_bit_and_refuses_another_model() -> None:
+    def train(engine: LocalEngine, steps: range) -> None:
+        for step in steps:
+            engine.backward((engine.model.weight * torch.tensor([[1.0, float(step)]])).square().sum())
+            engine.step()
+
+    config = OptimizerConfig(lr=0.01, weight_decay=0.1)
+    whole, first, second = (LocalEngine(linear(1.0, 2.0), config, 9) for _ in range(3))
+    train(whole, range(9))
+    train(first, range(4))
+    second.load_state(first.state())
+    train(second, range(4, 9))
+    assert torch.equal(whole.model.weight, second.model.weight)
+    assert whole.state().meta == second.state().meta
+    with pytest.raises(CheckpointError, match="another model"):
+        LocalEngine(nn.Linear(2, 1), config, 9).load_state(first.state())

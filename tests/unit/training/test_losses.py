@@ -1,0 +1,136 @@
+"""Losses by hand, and that batching, padding and masked positions never change them."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_core.config.reward import PairBatchConfig, RewardConfig
+from rlhf_core.data.chat import left_pad, right_pad
+from rlhf_core.data.pairs import TokenisedPair
+from rlhf_core.models.base import new_model, train_tokenizer
+from rlhf_core.models.forward import selected_logits
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.training.examples import BatchPlan, Example, collate
+from rlhf_core.training.objectives import centring_loss, pairwise_loss, token_cross_entropy
+from rlhf_core.training.reward import PairPlan, StepTotals, pair_loss, score_pairs
+from rlhf_core.training.sft import example_batch, mean_reply_loss, reply_loss
+
+CPU = torch.device("cpu")
+VOCABULARY = 261
+token = st.integers(5, VOCABULARY - 1)
+sequence = st.lists(token, min_size=1, max_size=9)
+
+
+@pytest.fixture(scope="module")
+def model(tiny: ModuleType):  # type: ignore[no-untyped-def]
+    return new_model(tiny.SHAPE, train_tokenizer(["a b"], VOCABULARY), seed=3).double().eval()
+
+
+@pytest.fixture(scope="module")
+def scalar(tiny: ModuleType, workspace):  # type: ignore[no-untyped-def]
+    return ScalarModel.from_causal_lm(workspace / "models/base", 5).double()
+
+
+def test_cross_entropy_by_hand() -> None:
+    # Uniform logits over 4 entries: log 4 nats a token; two tokens over a total of five.
+    assert token_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]), 5).item() == pytest.approx(2 * math.log(4) / 5)
+    logits = torch.tensor([[math.log(3.0), 0.0]])
+    assert token_cross_entropy(logits, torch.tensor([0]), 1).item() == pytest.approx(math.log(4 / 3))
+
+
+def test_pairwise_and_centring_by_hand() -> None:
+    chosen, rejected = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 0.0])
+    expected = (math.log1p(math.exp(-1)) + math.log(2)) / 2
+    assert pairwise_loss(chosen, rejected, None, 2).item() == pytest.approx(expected)
+    with_margin = pairwise_loss(chosen[:1], rejected[:1], torch.tensor([1.0]), 1)
+    assert with_margin.item() == pytest.approx(math.log(2))
+    assert centring_loss(torch.tensor([2.0, 1.0]), torch.tensor([1.0, -1.0]), 2).item() == pytest.approx(4.5)
+    assert math.isfinite(pairwise_loss(torch.tensor([-1e4]), torch.tensor([1e4]), None, 1).item())
+
+
+def test_only_reply_tokens_are_targets() -> None:
+    batch = collate([[7, 8, 9], [7]], [[10, 4], [11, 12, 4]], pad=4)  # pad equals end-of-sequence
+    assert batch.input_ids.tolist() == [[7, 8, 9, 10, 4], [7, 11, 12, 4, 4]]
+    assert batch.select.int().tolist() == [[0, 0, 1, 1, 0], [1, 1, 1, 0, 0]]
+    assert batch.targets.tolist() == [10, 4, 11, 12, 4]
+    shifted = batch.input_ids[:, 1:][batch.select[:, :-1]]
+    assert shifted.tolist() == batch.targets.tolist()
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(sequence, sequence), min_size=2, max_size=6), st.integers(1, 6), st.randoms())
+def test_micro_batches_and_order_change_neither_loss_nor_gradient(model, rows, size, random) -> None:  # type: ignore[no-untyped-def]
+    examples = [Example(prompt, reply) for prompt, reply in rows]
+    total = sum(len(example.reply) for example in examples)
+
+    def measured(parts: list[list[Example]]) -> tuple[float, torch.Tensor]:
+        model.zero_grad()
+        losses = [reply_loss(model, example_batch(part, 0, CPU), total) for part in parts]
+        for loss in losses:
+            loss.backward()
+        return sum(float(loss.detach()) for loss in losses), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    loss, gradient = measured([examples])
+    shuffled = random.sample(examples, len(examples))
+    loss_in_parts, gradient_in_parts = measured([shuffled[i : i + size] for i in range(0, len(shuffled), size)])
+    assert loss_in_parts == pytest.approx(loss, rel=1e-5)
+    torch.testing.assert_close(gradient_in_parts, gradient, rtol=1e-4, atol=1e-6)
+    assert mean_reply_loss(model, examples, 0) == pytest.approx(loss, rel=1e-5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(sequence, min_size=1, max_size=5), st.integers(0, 260), st.integers(0, 260))
+def test_padding_side_and_content_change_no_number(model, scalar, rows, pad, other) -> None:  # type: ignore[no-untyped-def]
+    results, scores = [], []
+    for side, filler in ((right_pad, pad), (left_pad, pad), (left_pad, other)):
+        ids, mask = side([*rows, [9] * 12], filler)
+        results.append(selected_logits(model, ids, mask, mask.bool()))
+        scores.append(scalar.last_token_scores(ids, mask))
+    single = torch.cat([scalar.last_token_scores(torch.tensor([row]), torch.ones(1, len(row)).long()) for row in rows])
+    for result, score in zip(results, scores, strict=True):
+        torch.testing.assert_close(result, results[0], rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(score[:-1], single, rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.tuples(sequence, sequence, sequence), min_size=2, max_size=5))
+def test_pair_loss_adds_up_over_parts(scalar, rows) -> None:  # type: ignore[no-untyped-def]
+    pairs = [TokenisedPair(i, *row) for i, row in enumerate(rows)]
+    totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
+    config = RewardConfig(centering=0.3, imitation=0.7)
+    margins = torch.linspace(-1, 1, len(pairs), dtype=torch.float64)
+    whole, figures = pair_loss(scalar, pairs, margins, config, 0, totals)
+    parts = [pair_loss(scalar, [p], margins[i : i + 1], config, 0, totals)[0] for i, p in enumerate(pairs)]
+    assert sum(part.item() for part in parts) == pytest.approx(whole.item(), rel=1e-5)
+    scores = score_pairs(scalar, pairs, 0)
+    assert figures["margin"] == pytest.approx(scores.margins.mean(), abs=1e-5)
+    assert figures["loss"] == pytest.approx(whole.item(), rel=1e-6)
+
+
+def test_the_imitation_term_reads_chosen_replies_only(scalar) -> None:  # type: ignore[no-untyped-def]
+    def imitation(rejected: list[int]) -> float:
+        pairs = [TokenisedPair(0, [7, 8], [9, 10, 4], rejected)]
+        return pair_loss(scalar, pairs, None, RewardConfig(), 0, StepTotals(1, 3))[1]["imitation_loss"]
+
+    assert imitation([11, 4]) == pytest.approx(imitation([12, 13, 14, 15, 4]), rel=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(2, 60), min_size=1, max_size=80), st.integers(1, 16), st.integers(0, 2**63 - 1))
+def test_batches_are_a_function_of_seed_and_step(lengths: list[int], size: int, seed: int) -> None:
+    plan = BatchPlan(lengths, size, seed)
+    steps = [plan.at(step) for step in range(2 * plan.per_epoch)]
+    epoch = [row for batch in steps[: plan.per_epoch] for row in batch]
+    assert len(set(epoch)) == len(epoch) == plan.per_epoch * plan.size
+    last = 2 * plan.per_epoch - 1
+    assert BatchPlan(lengths, size, seed).at(last) == steps[last]
+    pairs = PairPlan(lengths, PairBatchConfig(token_budget=300), seed)
+    walked = [pairs.at(step) for step in range(12)]
+    assert PairPlan(lengths, PairBatchConfig(token_budget=300), seed).at(11) == walked[11]
+    assert pairs.at(0) == walked[0]

@@ -1,0 +1,84 @@
+"""A training stage killed with SIGKILL and run again ends like one that was never interrupted, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rlhf_core.files import sha256_file
+from rlhf_core.training.history import CLOCK_FIELDS, read_history
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: ModuleType, workspace: Path) -> dict[str, dict[str, object]]:
+    """Metrics of the stages run without interruption, their files under NAME-whole."""
+    return {name: tiny.run_stage(name, workspace, f"{name}-whole") for name in ("sft", "reward")}
+
+
+def without_clock(path: Path) -> list[dict[str, object]]:
+    return [{k: v for k, v in record.items() if k not in CLOCK_FIELDS} for record in read_history(path)]
+
+
+def killed_child(tiny: ModuleType, name: str, workspace: Path, out: str, step: int) -> int:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, str(tiny.__file__), name, str(workspace), out, str(step)]
+    return subprocess.run(command, env=environment, capture_output=True, timeout=120).returncode
+
+
+@pytest.mark.parametrize("name", ["sft", "reward"])
+def test_killed_run_ends_as_the_uninterrupted_one(
+    name: str, tiny: ModuleType, workspace: Path, whole: dict[str, dict[str, object]]
+) -> None:
+    # Step 5 lies between the checkpoint at 3, the evaluation at 4 and the checkpoint at 6.
+    assert killed_child(tiny, name, workspace, f"{name}-killed", 5) == -9
+    work = workspace / f"{name}-killed/work"
+    assert [path.name for path in (work / "checkpoints").glob("step-*")] == ["step-000003"]
+    assert read_history(work / "history.jsonl")[-1]["step"] == 4
+
+    resumed = tiny.run_stage(name, workspace, f"{name}-killed")
+
+    for file in (f"models/{name}/model.safetensors", f"models/{name}/tokenizer.json"):
+        assert sha256_file(workspace / f"{name}-killed" / file) == sha256_file(workspace / f"{name}-whole" / file)
+    histories = [workspace / f"{name}-{kind}/history/{name}.jsonl" for kind in ("killed", "whole")]
+    assert without_clock(histories[0]) == without_clock(histories[1])
+    assert [record["step"] for record in read_history(histories[0])] == [0, 3, 4, 6, 8]
+    assert {k: v for k, v in resumed.items() if k != "tokens_per_second"} == {
+        k: v for k, v in whole[name].items() if k != "tokens_per_second"
+    }
+
+
+def test_a_broken_newest_checkpoint_costs_steps_but_changes_nothing(
+    tiny: ModuleType, workspace: Path, whole: dict[str, dict[str, object]], caplog: pytest.LogCaptureFixture
+) -> None:
+    newest = workspace / "sft-whole/work/checkpoints/step-000008/state.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"?")
+    weights = sha256_file(workspace / "sft-whole/models/sft/model.safetensors")
+    again = tiny.run_stage("sft", workspace, "sft-whole")
+    assert "falling back" in caplog.text and "step-000008" in caplog.text
+    assert sha256_file(workspace / "sft-whole/models/sft/model.safetensors") == weights
+    assert again["perplexity"] == whole["sft"]["perplexity"]
+
+
+def test_reward_outputs_are_what_a_user_expects(workspace: Path, whole: dict[str, dict[str, object]]) -> None:
+    out, metrics = workspace / "reward-whole", whole["reward"]
+    assert json.loads((out / "metrics/reward.json").read_text()) == metrics
+    assert {path.name for path in (out / "plots/reward").iterdir()} == {
+        "margins.png", "calibration.png", "curves.png",
+    }  # fmt: skip
+    expected = {"accuracy", "margin_mean", "margin_std", "ece", "length_correlation", "accuracy_shorter_preferred"}
+    assert expected | {f"test_{key}" for key in expected} | {"baseline_longer", "baseline_bow"} <= set(metrics)
+    assert set(metrics["category"]) == {"fact", "howto"}  # type: ignore[call-overload]
+
+
+def test_sft_improves_perplexity_and_shows_samples(workspace: Path, whole: dict[str, dict[str, object]]) -> None:
+    metrics = whole["sft"]
+    assert metrics["perplexity"] < metrics["perplexity_before"]  # type: ignore[operator]
+    lines = (workspace / "sft-whole/samples/sft.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    assert set(json.loads(lines[0])) == {"prompt", "reply", "finished", "reference", "category"}

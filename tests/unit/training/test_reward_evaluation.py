@@ -1,0 +1,64 @@
+"""Figures of a reward model, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from rlhf_core.data.schema import Message, Preference
+from rlhf_core.training import reward_evaluation as evaluation
+from rlhf_core.training.reward_baselines import bag_of_words_accuracy
+
+
+def test_accuracy_counts_ties_half() -> None:
+    assert evaluation.accuracy(np.array([1.0, -1.0, 0.0, 2.0])) == pytest.approx(2.5 / 4)
+
+
+def test_calibration_error_by_hand() -> None:
+    # Both margins say 0.8; one of the two is right: error 0.3.
+    margin = math.log(4)
+    assert evaluation.expected_calibration_error(np.array([margin, -margin])) == pytest.approx(0.3)
+    # 0.8 said, four of five right: calibrated.
+    assert evaluation.expected_calibration_error(np.array([margin] * 4 + [-margin])) == pytest.approx(0.0, abs=1e-12)
+    # Certain and right.
+    assert evaluation.expected_calibration_error(np.array([50.0])) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_rank_correlation() -> None:
+    first = np.array([1.0, 2.0, 3.0, 4.0])
+    assert evaluation.rank_correlation(first, np.exp(first)) == pytest.approx(1.0)
+    assert evaluation.rank_correlation(first, -first) == pytest.approx(-1.0)
+    assert evaluation.rank_correlation(first, np.ones(4)) == 0.0
+    assert evaluation.rank_correlation(first, np.array([2.0, 1.0, 4.0, 3.0])) == pytest.approx(0.6)
+
+
+def test_figures_of_a_split() -> None:
+    chosen, rejected = np.array([2.0, 0.0, 1.0]), np.array([0.0, 1.0, 0.0])
+    figures = evaluation.evaluate_scores(chosen, rejected, np.array([5, 2, 3]), np.array([3, 4, 3]))
+    assert figures["accuracy"] == pytest.approx(2 / 3)
+    assert figures["margin_mean"] == pytest.approx(2 / 3)
+    assert figures["accuracy_shorter_preferred"] == 0.0
+    assert figures["baseline_longer"] == pytest.approx(0.5)  # right, wrong, tie
+    assert figures["reward_mean"] == pytest.approx(4 / 6)
+    assert all(math.isfinite(value) for value in figures.values())
+    longer = evaluation.evaluate_scores(chosen[:1], rejected[:1], np.array([5]), np.array([3]))
+    assert "accuracy_shorter_preferred" not in longer
+
+
+def test_categories_too_small_to_say_anything_are_left_out() -> None:
+    margins = np.array([1.0] * 8 + [-1.0] * 2 + [1.0])
+    assert evaluation.accuracy_by_category(margins, ["a"] * 10 + ["b"]) == {"a": 0.8}
+
+
+def test_agreement() -> None:
+    assert evaluation.agreement(np.array([1.0, -2.0, 3.0]), np.array([0.1, 5.0, 2.0])) == pytest.approx(2 / 3)
+
+
+def test_bag_of_words_finds_a_word_that_gives_it_away() -> None:
+    def pair(i: int) -> Preference:
+        good, bad = f"thing {i} thanks", f"thing {i} rubbish"
+        return Preference(str(i), [Message("user", "x")], good, bad, None, "c", "s", "g")
+
+    assert bag_of_words_accuracy([pair(i) for i in range(20)], {"test": [pair(99)]}) == {"test": 1.0}

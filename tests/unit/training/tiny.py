@@ -1,0 +1,100 @@
+"""A tiny model, tokenizer and rows for tests of training; run as a script, a training stage to kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
+from rlhf_core.config.reward import PairBatchConfig, RewardConfig
+from rlhf_core.config.sft import SftConfig
+from rlhf_core.data.schema import Demonstration, Message, Preference, write_rows
+from rlhf_core.models.base import new_model, save_policy, train_tokenizer
+from rlhf_core.stages import reward, sft
+from rlhf_core.stages.contract import Paths
+from rlhf_core.tracking import NullTracker
+
+WORDS = ("red", "blue", "green", "the sky", "a tree", "very", "is", "big", "small", "near")
+SHAPE = BaseConfig(vocab_size=300, hidden_size=16, intermediate_size=24, layers=1, heads=2, max_positions=128)
+CHECKPOINT = CheckpointConfig(every=3)
+STEPS = 8
+
+
+def text(seed: int, words: int) -> str:
+    """Some words, a function of ``seed``."""
+    return " ".join(WORDS[(seed * 7 + i * (seed % 3 + 1)) % len(WORDS)] for i in range(words))
+
+
+def demonstrations(n: int) -> list[Demonstration]:
+    """Rows of mixed length."""
+    return [
+        Demonstration(str(i), [Message("user", text(i, 1 + i % 4))], text(i + 3, 1 + i % 7), "fact", "test", str(i))
+        for i in range(n)
+    ]
+
+
+def preferences(n: int) -> list[Preference]:
+    """Pairs of mixed length whose chosen reply says "good"."""
+    return [
+        Preference(
+            str(i), [Message("user", text(i, 1 + i % 4))], f"good {text(i, i % 5)}", f"bad {text(i + 1, i % 6)}",
+            None, ("fact", "howto")[i % 2], "test", str(i),
+        )
+        for i in range(n)
+    ]  # fmt: skip
+
+
+def make_workspace(root: Path) -> None:
+    """Clean data and a base model under ``root``."""
+    for split, n in (("train", 60), ("validation", 20), ("test", 20)):
+        write_rows(root / "data/clean/demonstrations" / f"{split}.parquet", demonstrations(n))
+        write_rows(root / "data/clean/preferences" / f"{split}.parquet", preferences(n))
+    tokenizer = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
+    save_policy(root / "models/base", new_model(SHAPE, tokenizer, seed=1), tokenizer)
+
+
+def run_stage(name: str, root: Path, out: str) -> dict[str, object]:
+    """Run a training stage on the workspace, its outputs under ``root/out`` and its partial state beside them."""
+    optimizer = OptimizerConfig(lr=1e-2)
+    stage, config = {
+        "sft": (
+            sft,
+            SftConfig(
+                steps=STEPS, batch_size=8, micro_batch_size=3, eval_every=4, samples=2, optimizer=optimizer,
+                checkpoint=CHECKPOINT,
+            ),
+        ),
+        "reward": (
+            reward,
+            RewardConfig(
+                init="base", steps=STEPS, batch=PairBatchConfig(token_budget=200), eval_every=4, optimizer=optimizer,
+                checkpoint=CHECKPOINT,
+            ),
+        ),
+    }[name]  # fmt: skip
+    inputs = Paths({key: root / path for key, path in stage.STAGE.inputs.items()})
+    outputs = {key: root / out / path for key, path in stage.STAGE.outputs.items()}
+    result: dict[str, object] = stage.run(config, inputs, Paths(outputs | {"work": root / out / "work"}), NullTracker())
+    return result
+
+
+def kill_after(step: int) -> None:
+    """SIGKILL this process in the middle of optimiser step ``step``: after the gradients, before the update."""
+    from rlhf_core.training.engine import LocalEngine
+
+    original = LocalEngine.step
+
+    def step_or_die(engine: LocalEngine) -> object:
+        if engine.steps == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(engine)
+
+    LocalEngine.step = step_or_die  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    kill_after(int(sys.argv[4]))
+    run_stage(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
