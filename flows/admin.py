@@ -1,4 +1,4 @@
-"""Putting flow runs of dead processes to rest on the server, so that they hold no slot and are seen for what they are."""
+"""Putting flow runs of dead processes to rest on the server, so that they hold no slot."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What the Prefect UI shows of a run: the stage table, gate tables, the report's address, progress of a running stage."""
+"""What the Prefect UI shows of a run: stage table, gate tables, the report's address, progress of a running stage."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 from prefect.artifacts import (
@@ -74,7 +74,7 @@ class StageProgress:
         percent = min(100.0, 100.0 * done / max(total, 1))
         if self.artifact is None:
             key = artifact_key("progress", self.stage)
-            self.artifact = create_progress_artifact(percent, key=key, description=line)
+            self.artifact = cast(UUID, create_progress_artifact(percent, key=key, description=line))
         elif percent != self.shown:
             update_progress_artifact(self.artifact, percent, description=line)
         self.shown = percent

@@ -19,15 +19,19 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="""From preference data to a promoted policy.
 
-    Start with [bold]rlhf run[/bold]: it brings the whole pipeline up to date and tells where the report is. Run it again
-    and only what changed is computed. A trial that leaves the recipe alone: [bold]rlhf run --profile smoke[/bold].
+    Start with [bold]rlhf run[/bold]: it brings the whole pipeline up to date and tells where the report is.
+    Run it again and only what changed is computed.
+
+    A trial that leaves the recipe alone: [bold]rlhf run --profile smoke[/bold]
+
     Exit codes: 0 done, 1 crashed, 2 wrong input or settings, 3 a gate failed, 4 training paused, 130 stopped.
+
     Add [bold]--debug[/bold] to any command for a traceback.""",
 )
 Workspace = Annotated[
-    Path | None, typer.Option("--workspace", "-w", help="Folder with params.yaml and dvc.yaml; default: the one you are in.")
+    Path | None, typer.Option("--workspace", "-w", help="Folder with params.yaml; default: the one you are in.")
 ]
-Profile = Annotated[str | None, typer.Option("--profile", "-p", help="Overlay on params.yaml, such as smoke or vanilla.")]
+Profile = Annotated[str | None, typer.Option("--profile", "-p", help="Overlay on params.yaml, such as smoke.")]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", "-s", help="section.key=value over params.yaml; may be repeated.")
 ]
@@ -118,7 +122,9 @@ def promote(
 
 
 @app.command()
-def rollback(reason: Annotated[str, typer.Option("--reason", help="Why; it is recorded.")], workspace: Workspace = None) -> None:
+def rollback(
+    reason: Annotated[str, typer.Option("--reason", help="Why; it is recorded.")], workspace: Workspace = None
+) -> None:
     """Give the title back to the previous champion.
 
     Example: rlhf rollback --reason "rude replies seen in production"
@@ -136,16 +142,17 @@ def status(workspace: Workspace = None) -> None:
     from flows.status import status as describe
     from flows.workspace import find_workspace
 
-    describe(find_workspace(workspace))
+    typer.echo(describe(find_workspace(workspace)))
 
 
 @app.command()
 def doctor(workspace: Workspace = None) -> None:
     """Check the installation and the workspace, and say what is missing or misconfigured."""
     from flows.doctor import doctor as check
-    from flows.workspace import find_workspace
 
-    raise typer.Exit(check(find_workspace(workspace)))
+    text, code = check(workspace)
+    typer.echo(text)
+    raise typer.Exit(code)
 
 
 for command in core.app.registered_commands:

@@ -15,6 +15,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.utilities.callables import parameter_schema
 
 from flows.environment import child_environment
+from flows.workspace import private
 from rlhf_core.errors import RlhfError
 
 PIPELINES_POOL = "pipelines"
@@ -88,8 +89,11 @@ def deploy_all(workspace: Path) -> None:
         start_new_session=True,
     )
     if answer.returncode:
-        lines = [line.strip() for line in (answer.stderr + answer.stdout).splitlines() if line.strip()]
-        raise RlhfError(f"`prefect deploy --all` of {prefect_file(workspace)} failed: {lines[-1] if lines else 'no message'}")
+        log = private(workspace, "logs", "deploy.log")
+        log.write_text(answer.stdout + answer.stderr, encoding="utf-8")
+        lines = [line.strip() for line in (answer.stdout + answer.stderr).splitlines() if line.strip()]
+        reason = lines[-1] if lines else "no message"
+        raise RlhfError(f"`prefect deploy --all` of {prefect_file(workspace)} failed ({reason}); see {log}")
 
 
 def _api_settings() -> dict[str, str]:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from prefect import flow
+from prefect import flow, runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
-from prefect.states import Cancelled, Cancelling, Completed, Failed, State
+from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, State
 
 from flows import signals
 from flows.deploy import JOB_FLOW
@@ -31,14 +31,23 @@ CANCEL_SECONDS = 6.0
 def stage_job(
     workspace: str, stage: str, outputs: list[str], environment: dict[str, str], grace: float = 5.0
 ) -> State[Any]:
-    """One stage on a pool's worker. Fails, by name, when the stage does; a cancelled job stops the stage first."""
+    """One stage on a pool's worker. Fails when the stage does; a job that is stopped stops its stage first."""
     signals.install()
     outcome = run_stage(Path(workspace), stage, tuple(outputs), environment, grace)
     if outcome.ok:
         return Completed(message=f"{stage}: {outcome.action}")
     if outcome.action == "stopped":
-        return Cancelled(message=f"{stage}: stopped")
+        return _stopped(stage)
     return Failed(message=f"{stage}: {outcome.message}")
+
+
+def _stopped(stage: str) -> State[Any]:
+    """Cancelled if the server was asked for that; else the job lost its worker or machine, which is a crash."""
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(runtime.flow_run.id).state
+    if state is not None and (state.is_cancelling() or state.is_cancelled()):
+        return Cancelled(message=f"{stage}: stopped on request")
+    return Crashed(message=f"{stage}: stopped by a signal from outside")
 
 
 def run_on_pool(
@@ -110,8 +119,15 @@ def _outcome_of(workspace: Path, stage: str, state: State[Any] | None, started: 
     if signals.STOP.is_set():
         return Outcome(stage, "stopped", EXIT_INTERRUPTED, "stopped", started, ended, 0.0)
     written = load_outcome(workspace, stage)
-    if written is not None and (written.ok == (state is not None and state.is_completed())):
+    if state is not None and state.is_cancelled():
+        return Outcome(stage, "failed", EXIT_INTERRUPTED, "its job on the pool was cancelled", started, ended, 0.0)
+    if (
+        written is not None
+        and written.action != "stopped"
+        and (written.ok == (state is not None and state.is_completed()))
+    ):
         return written
     name = state.name if state else "lost"
-    message = f"its job on the pool ended as {name}" + (f": {state.message}" if state and state.message else "")
+    detail = state.message.split(". ")[0] if state and state.message else ""
+    message = f"its job on the pool ended as {name}" + (f": {detail}" if detail else "")
     return Outcome(stage, "failed", 1, message, started, ended, ended - started)

@@ -27,7 +27,7 @@ class StageNode:
 
 
 def read_graph(workspace: Path) -> dict[str, StageNode]:
-    """Stages by name, in an order in which they could run; ``ConfigError`` with DVC's own words if dvc.yaml is wrong."""
+    """Stages by name, in an order in which they could run; ``ConfigError`` in DVC's words if dvc.yaml is wrong."""
     answer = subprocess.run(
         [sys.executable, "-m", "flows.graph", str(workspace)],
         cwd=workspace,

@@ -1,7 +1,7 @@
 """A small process that runs one command and leaves nothing of it behind.
 
-``python -m flows.guard --parent PID [--grace S] [--stop-signal TERM|INT] -- COMMAND …`` runs COMMAND in a session of its
-own. When the command ends, when the guard is told to stop, or when the process PID dies (whatever killed it), every
+``python -m flows.guard --parent PID [--grace S] [--stop-signal TERM|INT] -- COMMAND …`` runs COMMAND in a session of
+its own. When the command ends, when the guard is told to stop, or when the process PID dies (whatever killed it), every
 descendant is stopped: those that made their own session or were orphaned too, since the guard is their subreaper.
 The command in turn dies with the guard (PDEATHSIG). Exit status: the command's, or 128 + signal.
 """
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import psutil
 
@@ -134,7 +135,7 @@ def _send(process: psutil.Process, number: int) -> None:
         process.send_signal(number)
 
 
-def _prctl() -> ctypes._NamedFuncPointer:
+def _prctl() -> Any:
     """Linux's prctl, or a function that does nothing where there is none."""
     libc = ctypes.CDLL(None)
     return getattr(libc, "prctl", None) or ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int)(lambda *_: 0)

@@ -62,7 +62,9 @@ def zombie_automation(within: timedelta = timedelta(seconds=90)) -> AutomationCo
             threshold=1,
             within=within,
         ),
-        actions=[ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message="no heartbeat for 90 seconds")],
+        actions=[
+            ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message="no heartbeat for 90 s", force=False)
+        ],
     )
 
 

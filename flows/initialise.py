@@ -25,7 +25,7 @@ GIT_IGNORE = "\n".join(
 
 
 def recipe_root() -> Path:
-    """Where the project's own params.yaml, dvc.yaml, prefect.yaml and profiles are: beside the code, or inside the package."""
+    """Where the project's own recipe (params, stages, profiles) is: beside the code, or inside the package."""
     here = Path(__file__).resolve().parent
     for folder in (here.parent, here / "recipe"):
         if is_workspace(folder):

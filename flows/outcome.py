@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from flows.workspace import PRIVATE, private
-from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
 from rlhf_core.files import atomic_write_json
 
 OUTCOMES = "outcomes"
-FINAL_CODES = {EXIT_USER_ERROR, EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED}
+FINAL_CODES = {EXIT_USER_ERROR, EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_INTERRUPTED}
 PROGRESS = re.compile(r"^(?P<what>[^:\r\n]{1,60}): (?P<done>\d+)/(?P<total>\d+)\b(?P<rest>[^\r\n]*)", re.MULTILINE)
 
 
@@ -60,7 +60,7 @@ def load_outcome(workspace: Path, stage: str) -> Outcome | None:
 
 
 def verdict(workspace: Path, stage: str) -> dict[str, Any] | None:
-    """What ``rlhf stage`` itself said: ``{exit_code, message[, seconds]}``; None if it was killed or is another command."""
+    """What ``rlhf stage`` itself said: ``{exit_code, message[, seconds]}``; None if it was killed."""
     return _read(workspace / PRIVATE / OUTCOMES / f"{stage}.json")
 
 
@@ -81,10 +81,8 @@ def failed_conditions(report: dict[str, Any]) -> str:
 
 def last_progress(text: str) -> tuple[int, int, str] | None:
     """The last progress line in a stage's log: ``(done, total, the line)``."""
-    found = None
-    for found in PROGRESS.finditer(text):
-        pass
-    return (int(found["done"]), int(found["total"]), found[0].strip()) if found else None
+    lines = list(PROGRESS.finditer(text))
+    return (int(lines[-1]["done"]), int(lines[-1]["total"]), lines[-1][0].strip()) if lines else None
 
 
 def _read(path: Path) -> dict[str, Any] | None:

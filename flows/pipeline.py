@@ -7,12 +7,14 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from prefect import flow, get_run_logger, task
+from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext, get_run_context
+from prefect.futures import PrefectFuture
 from prefect.states import Cancelled, Completed, Failed, State
-from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows import signals
 from flows.artifacts import StageProgress, gate_tables, report_link, stage_table
@@ -31,6 +33,7 @@ from rlhf_core.config.load import load_params
 from rlhf_core.config.operations import FlowConfig
 
 PIPELINE_FLOW = "rlhf-pipeline"
+RUNNER = cast("TaskRunner[PrefectFuture[Any]]", ThreadPoolTaskRunner(max_workers=16))
 REPORT_STAGE = "report"
 REGISTERED_EVIDENCE = "gates/policy.json"
 
@@ -49,7 +52,7 @@ class Setting:
 @flow(
     name=PIPELINE_FLOW,
     persist_result=False,
-    task_runner=ThreadPoolTaskRunner(max_workers=16),
+    task_runner=RUNNER,
     on_failure=[cancel_orphans],
     on_cancellation=[cancel_orphans],
     on_crashed=[cancel_orphans],
@@ -78,7 +81,7 @@ def _run(workspace: Path, promote: bool) -> State[Any]:
     setting = Setting(workspace, params.pools, params.flow, environment, events)
     events.tell("plan", stages=list(graph))
     outcomes = _run_stages(graph, setting)
-    failed = next((o for o in outcomes.values() if o.action == "failed"), None)
+    failed = next((o for o in outcomes.values() if not o.ok and o.action != "skipped"), None)
     if failed and REPORT_STAGE in graph and not signals.STOP.is_set():
         outcomes[REPORT_STAGE] = write_report.with_options(task_run_name=REPORT_STAGE)(setting, graph[REPORT_STAGE])
     state = _final_state(outcomes, failed)
@@ -125,7 +128,7 @@ def _may_retry(_: Any, run: Any, state: State[Any]) -> bool:
     return isinstance(error, StageFailed) and error.outcome.retryable and not signals.STOP.is_set()
 
 
-@task(persist_result=False, retry_condition_fn=_may_retry, cache_policy=None)
+@task(persist_result=False, retry_condition_fn=_may_retry, cache_policy=NO_CACHE)
 def stage_task(setting: Setting, node: StageNode, pool: str | None) -> Outcome:
     """One stage, here or on its pool. Raises ``StageFailed`` with the outcome."""
     context = get_run_context()
@@ -153,7 +156,7 @@ def stage_task(setting: Setting, node: StageNode, pool: str | None) -> Outcome:
     return outcome
 
 
-@task(persist_result=False, cache_policy=None)
+@task(persist_result=False, cache_policy=NO_CACHE)
 def write_report(setting: Setting, node: StageNode) -> Outcome:
     """The report of a run that failed: the stage's command itself, since not all that DVC asks for exists."""
     setting.events.tell("start", stage=node.name, pool=None)

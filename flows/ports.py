@@ -27,6 +27,6 @@ def claim_port(wanted: int | None, what: str, option: str = "--port") -> int:
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or "out of range"
             raise RlhfError(
-                f"port {wanted} for {what} cannot be used ({reason}); stop what listens there or choose another with {option}"
+                f"port {wanted} for {what} cannot be used ({reason}); free it or choose another with {option}"
             ) from error
     return wanted

@@ -116,7 +116,7 @@ def leftovers(workspace: Path) -> list[int]:
 
 
 def end_leftovers(workspace: Path, patience: float = 3.0) -> int:
-    """Let the guards of a dead run finish for ``patience`` seconds, then KILL what remains. Returns how many it killed."""
+    """Let a dead run's guards finish for ``patience`` seconds, then KILL what remains. Returns how many it killed."""
     import psutil
 
     deadline = time.monotonic() + patience

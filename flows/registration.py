@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from prefect import task
+from prefect.cache_policies import NO_CACHE
 
 from flows.promotion import promote
 from flows.registry import register
 
 
-@task(name="register", persist_result=False, cache_policy=None)
+@task(name="register", persist_result=False, cache_policy=NO_CACHE)
 def register_task(workspace: Path, run_id: str | None = None) -> str:
     """One line on what was registered and what was refused."""
     result = register(workspace, run_id)
@@ -22,7 +23,7 @@ def register_task(workspace: Path, run_id: str | None = None) -> str:
     return "; ".join(parts)
 
 
-@task(name="promote", persist_result=False, cache_policy=None)
+@task(name="promote", persist_result=False, cache_policy=NO_CACHE)
 def promote_task(workspace: Path) -> str:
     """One line on the decision."""
     decision = promote(workspace)

@@ -100,7 +100,7 @@ class _Run:
         if services.embedded:
             wait_for_server(services, signals.STOP.is_set)
             if swept := admin.sweep_runs():
-                self.display.line(f"marked {swept} unfinished flow run{'s' if swept > 1 else ''} of an earlier run as ended")
+                self.display.line(f"marked {swept} unfinished Prefect runs of an earlier run as ended")
         deploy.deploy_jobs(self.workspace, self.pools)
         for pool in self.pools:
             if services.embedded or deploy.needs_worker(pool):

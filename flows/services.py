@@ -17,7 +17,7 @@ from flows.processes import Guarded, start_guarded
 from flows.workspace import private
 from rlhf_core.errors import RlhfError
 
-START_SECONDS = 90.0
+START_SECONDS = 180.0
 STOP_GRACE = 3.0
 
 
@@ -74,7 +74,9 @@ def use_server_of_environment() -> str | None:
         return None
     problem = _problem(url)
     if problem:
-        raise RlhfError(f"no Prefect server answers at PREFECT_API_URL={url} ({problem}); start it, or unset the variable")
+        raise RlhfError(
+            f"no Prefect server answers at PREFECT_API_URL={url} ({problem}); start it or unset the variable"
+        )
     os.environ.update(QUIET, NO_PROXY=without_proxy(), no_proxy=without_proxy())
     return url
 

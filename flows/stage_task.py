@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from flows.environment import child_environment
@@ -46,7 +47,7 @@ def run_stage(
 ) -> Outcome:
     """Bring one stage up to date; never raises for a failing stage. A raised stop flag ends it.
 
-    ``command`` replaces DVC's (the report of a failed run is written without DVC, whose dependencies are not all there).
+    ``command`` replaces DVC's: the report of a failed run is written without DVC, since not all dependencies exist.
     """
     clear_outcome(workspace, stage)
     log = stage_log(workspace, stage)
@@ -63,6 +64,8 @@ def run_stage(
     code = _wait(guarded)
     text = log.read_bytes()[offset:].decode("utf-8", errors="replace")
     outcome = _judge(workspace, stage, outputs, code, text, started)
+    if command and outcome.ok:
+        outcome = replace(outcome, action="ran", work=outcome.ended - outcome.started)
     outcome.save(workspace)
     return outcome
 
@@ -92,8 +95,8 @@ def _judge(workspace: Path, stage: str, outputs: tuple[str, ...], code: int, tex
     if STOP.is_set():
         return outcome("stopped", EXIT_INTERRUPTED, "stopped")
     gate = gate_report(workspace, outputs, since=started)
-    if spoken and spoken.get("exit_code") == EXIT_GATE_FAILED or (not spoken and gate and gate.get("passed") is False):
-        return outcome("failed", EXIT_GATE_FAILED, str((spoken or {}).get("message") or failed_conditions(gate or {})))
+    if not spoken and gate and gate.get("passed") is False:
+        spoken = {"exit_code": EXIT_GATE_FAILED, "message": failed_conditions(gate)}
     if spoken and spoken.get("exit_code"):
         return outcome("failed", int(spoken["exit_code"]), str(spoken.get("message", "")))
     return outcome("failed", *_explain(code, text))

@@ -58,7 +58,8 @@ def summary(workspace: Path, events: Sequence[Mapping[str, Any]], started: float
     total = ended - started
     busy = busy_seconds(work_spans(events))
     words = ", ".join(f"{count} {action}" for action, count in counts.items() if count)
-    lines = [f"stages: {words or 'none'}; {total:.1f} s in all, {busy:.1f} s of stage work, {total - busy:.1f} s around it"]
+    times = f"{total:.1f} s in all, {busy:.1f} s of stage work, {total - busy:.1f} s around it"
+    lines = [f"stages: {words or 'none'}; {times}"]
     lines += gate_lines(workspace)
     report = workspace / "report.html"
     if report.is_file():

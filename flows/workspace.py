@@ -24,7 +24,7 @@ def find_workspace(given: Path | None = None) -> Path:
     """The absolute path of ``given``, or of the nearest folder upward that is a workspace; ``RlhfError`` if none is."""
     if given is not None:
         if not is_workspace(given):
-            raise RlhfError(f"{given} is no workspace (it needs params.yaml and dvc.yaml); make one with: rlhf init {given}")
+            raise RlhfError(f"{given} is no workspace (params.yaml and dvc.yaml); make one with: rlhf init {given}")
         return given.resolve()
     here = Path.cwd().resolve()
     for folder in (here, *here.parents):

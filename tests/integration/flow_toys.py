@@ -1,0 +1,92 @@
+"""Small workspaces whose stages are shell commands, and helpers to run `rlhf` in them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = """
+import pathlib, subprocess, sys, time
+work = pathlib.Path("work/ppo"); work.mkdir(parents=True, exist_ok=True)
+rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+saved = work / "step"
+start = int(saved.read_text()) if saved.exists() else 0
+with open("starts.log", "a") as log: log.write(f"{start}\\n")
+for step in range(start, int(sys.argv[1])):
+    time.sleep(0.3)
+    (work / "part").write_text(str(step + 1)); (work / "part").replace(saved)
+    print(f"ppo: {step + 1}/{sys.argv[1]}", flush=True)
+rank.kill(); rank.wait()
+pathlib.Path("policy.txt").write_text("done")
+"""
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This interpreter first on the path, the source tree importable, no foreign Prefect server."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "RLHF_", "MLFLOW_"))}
+    source = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**kept, "PATH": path, "PYTHONPATH": source, **extra}
+
+
+def make_toy(folder: Path, dvc_yaml: str, params: str = "seed: 1\n") -> Path:
+    """A workspace with the given pipeline."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "params.yaml").write_text(params)
+    (folder / "dvc.yaml").write_text(dvc_yaml)
+    (folder / "train.py").write_text(TRAIN)
+    return folder
+
+
+def rlhf(*arguments: str, cwd: Path, timeout: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    command = [sys.executable, "-m", "flows.cli", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=timeout)
+
+
+def begin(*arguments: str, cwd: Path, **env: str) -> subprocess.Popen[bytes]:
+    """Start the command as a shell's `&` does: SIGINT is inherited as ignored. Output goes to out.log."""
+    quoted = " ".join([sys.executable, "-m", "flows.cli", *arguments])
+    with (cwd / "out.log").open("wb") as log:
+        return subprocess.Popen(
+            ["sh", "-c", f"trap '' INT; exec {quoted}"], cwd=cwd, env=environment(**env), stdout=log, stderr=log
+        )
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Poll until ``condition`` holds; an AssertionError naming ``what`` otherwise."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {seconds} s"
+        time.sleep(0.1)
+
+
+def processes_of(workspace: Path) -> list[psutil.Process]:
+    """Everything alive that was started for ``workspace`` (by its mark in the environment or its folder)."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            mark = process.environ().get("RLHF_OWNER", "")
+            if mark.endswith(f":{workspace}") and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def find_process(workspace: Path, *words: str) -> psutil.Process:
+    """The newest process of ``workspace`` (guards excepted) whose command line has all ``words``."""
+    found = []
+    for process in processes_of(workspace):
+        line = " ".join(process.cmdline())
+        if "flows.guard" not in line and all(word in line for word in words):
+            found.append(process)
+    assert found, f"no process with {words}"
+    return max(found, key=lambda process: process.create_time())

@@ -1,0 +1,76 @@
+"""The guard leaves nothing behind, whoever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from flow_toys import environment, wait_until
+
+pytestmark = pytest.mark.services
+ESCAPE = "import subprocess,sys,time; p=subprocess.Popen(['sleep','300'],start_new_session=True); "
+
+
+def guarded(code: str, grace: float = 1.0) -> list[str]:
+    inner = [sys.executable, "-c", code]
+    return [sys.executable, "-m", "flows.guard", "--parent", str(os.getpid()), "--grace", str(grace), "--", *inner]
+
+
+def read_pid(path: Path) -> int:
+    wait_until(lambda: path.exists() and path.read_text(), 20, "pid file")
+    return int(path.read_text())
+
+
+def test_status_of_the_command_is_passed_on() -> None:
+    assert subprocess.run(guarded("raise SystemExit(7)"), env=environment()).returncode == 7
+
+
+def test_a_signal_that_ends_the_command_shows_in_the_status() -> None:
+    code = "import os; os.kill(os.getpid(), 9)"
+    assert subprocess.run(guarded(code), env=environment()).returncode == 128 + signal.SIGKILL
+
+
+def test_a_child_in_its_own_session_ends_with_the_command(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    code = ESCAPE + f"open({str(pid_file)!r},'w').write(str(p.pid)); raise SystemExit(0)"
+    assert subprocess.run(guarded(code), env=environment()).returncode == 0
+    assert not psutil.pid_exists(int(pid_file.read_text()))
+
+
+def test_everything_ends_when_the_parent_is_killed(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    code = ESCAPE + f"open({str(pid_file)!r},'w').write(str(p.pid)); time.sleep(300)"
+    launch = (
+        "import subprocess,sys,os,time; "
+        "subprocess.Popen([sys.executable,'-m','flows.guard','--parent',str(os.getpid()),"
+        f"'--grace','1','--',sys.executable,'-c',{code!r}]); time.sleep(300)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", launch], env=environment())
+    escaped = read_pid(pid_file)
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not psutil.pid_exists(escaped), 10, "end of the escaped child")
+
+
+def test_a_command_that_ignores_the_stop_signal_is_killed_also_where_sigint_is_ignored(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    code = (
+        "import os,signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        f"open({str(pid_file)!r},'w').write(str(os.getpid())); time.sleep(300)"
+    )
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        guard = subprocess.Popen(guarded(code), env=environment())
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    stubborn = read_pid(pid_file)
+    guard.send_signal(signal.SIGINT)
+    assert guard.wait(20) == 128 + signal.SIGKILL
+    assert not psutil.pid_exists(stubborn)

@@ -1,0 +1,105 @@
+"""`rlhf run` and `rlhf up` on small pipelines with a real server, worker and DVC."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from flow_toys import begin, environment, make_toy, processes_of, rlhf, wait_until
+
+pytestmark = pytest.mark.services
+EVIDENCE = '{"passed": false, "conditions": [{"metric": "accuracy", "value": 0.5, "bound": 0.6, "passed": false}]}'
+GATED = f"""
+stages:
+  collect: {{cmd: echo x > raw.txt, outs: [raw.txt]}}
+  gate-reward:
+    cmd: mkdir -p gates && echo '{EVIDENCE.replace('"', '"')}' > gates/reward.json && exit 3
+    deps: [raw.txt]
+    outs: [gates/reward.json, gates/reward.pass]
+  ppo: {{cmd: echo p > policy.txt, deps: [gates/reward.pass], outs: [policy.txt]}}
+  report: {{cmd: echo report > report.html, deps: [policy.txt], outs: [report.html]}}
+"""
+GATED = GATED.replace("    cmd: mkdir", "    cmd: >-\n      mkdir")
+POOLED = """
+stages:
+  collect: {cmd: echo x > raw.txt, outs: [raw.txt]}
+  ppo: {cmd: python train.py 4, deps: [raw.txt], outs: [policy.txt]}
+  report: {cmd: cat policy.txt > report.html, deps: [policy.txt], outs: [report.html]}
+"""
+PARAMS = "seed: 1\npools: {ppo: gpu-pool}\n"
+
+
+def rows(workspace: Path, query: str) -> list[tuple[str, ...]]:
+    database = workspace / ".rlhf" / "prefect" / "prefect.db"
+    with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
+        return connection.execute(query).fetchall()
+
+
+def test_a_failed_gate_is_named_not_retried_and_the_report_is_written(tmp_path: Path) -> None:
+    toy = make_toy(tmp_path, GATED)
+    answer = rlhf("run", cwd=toy)
+    assert answer.returncode == 3, answer.stdout + answer.stderr
+    assert "GateFailed: gate-reward: accuracy is 0.5, bound 0.6" in answer.stderr
+    assert (toy / "report.html").exists() and not (toy / "policy.txt").exists()
+    assert rows(toy, "select state_name from flow_run") == [("GateFailed",)]
+    assert ("gate-reward", 1) in rows(toy, "select name, run_count from task_run")
+    assert {"stages", "gate-reward", "report"} <= {row[0] for row in rows(toy, "select key from artifact")}
+    assert processes_of(toy) == []
+
+
+def test_a_stage_on_the_pool_runs_there_and_a_second_run_computes_nothing(tmp_path: Path) -> None:
+    toy = make_toy(tmp_path, POOLED, PARAMS)
+    first = rlhf("run", cwd=toy)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "submitted to gpu-pool" in first.stdout and (toy / "report.html").read_text() == "done"
+    jobs = rows(
+        toy, "select r.name, state_type from flow_run r join flow f on f.id = r.flow_id where f.name='rlhf-stage'"
+    )
+    assert jobs == [("ppo", "COMPLETED")]
+    second = rlhf("run", cwd=toy)
+    assert second.returncode == 0 and "3 cached" in second.stdout and " ran " not in second.stdout
+    assert (toy / "starts.log").read_text() == "0\n"
+    assert processes_of(toy) == []
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A toy workspace with `rlhf up` running."""
+    toy = make_toy(tmp_path_factory.mktemp("up"), POOLED, PARAMS)
+    process = begin("up", cwd=toy)
+    try:
+        wait_until(lambda: "Ctrl-C" in (toy / "out.log").read_text() or process.poll() is not None, 200, "services")
+        assert process.poll() is None, (toy / "out.log").read_text()
+        yield toy
+    finally:
+        process.terminate()
+        process.wait(30)
+        assert processes_of(toy) == []
+
+
+def test_a_schedule_creates_a_run_that_completes(lasting: Path) -> None:
+    import subprocess
+
+    url = json.loads((lasting / ".rlhf" / "services.json").read_text())["api_url"]
+    command = [sys.executable, "-m", "prefect", "deployment", "schedule", "create", "rlhf-pipeline/pipeline"]
+    env = environment(PREFECT_API_URL=url, PREFECT_HOME=str(lasting / "client"), DO_NOT_TRACK="1")
+    subprocess.run([*command, "--interval", "15"], env=env, check=True, capture_output=True, timeout=60)
+    query = "select count(*) from flow_run where auto_scheduled = 1 and state_type = 'COMPLETED'"
+    wait_until(lambda: rows(lasting, query)[0][0] != 0, 150, "completed scheduled run")
+    assert (lasting / "report.html").read_text() == "done"
+
+
+def test_the_zombie_automation_and_the_three_deployments_are_on_the_server(lasting: Path) -> None:
+    assert {row[0] for row in rows(lasting, "select name from deployment")} == {"pipeline", "gpu-job", "promotion"}
+    assert len(rows(lasting, "select name from automation where name like 'rlhf:%'")) == 1
+
+
+def test_a_second_up_is_refused(lasting: Path) -> None:
+    answer = rlhf("up", cwd=lasting)
+    assert answer.returncode == 2 and answer.stderr.count("\n") == 1

@@ -1,0 +1,136 @@
+"""Locks, sweeps, the graph, the schedule: the parts of the flow that need no server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from flow_toys import environment, make_toy, rlhf
+
+from flows.graph import StageNode, read_graph
+from flows.initialise import ensure_dvc
+from flows.outcome import Outcome, last_progress
+from flows.processes import end_leftovers
+from flows.schedule import Schedule
+from flows.summary import busy_seconds
+from flows.sweep import release_dvc_locks
+from flows.workspace import find_workspace, locked
+from rlhf_core.errors import RlhfError
+
+PIPELINE = """
+stages:
+  gate-a: {cmd: 'true', deps: [x.txt, y.txt], outs: [z.txt]}
+  one: {cmd: echo 1 > x.txt, outs: [x.txt]}
+  two: {cmd: echo 2 > y.txt, deps: [x.txt], outs: [y.txt]}
+"""
+
+
+def outcome(stage: str, action: str, code: int = 0) -> Outcome:
+    return Outcome(stage, action, code, "", 0.0, 1.0, 1.0)
+
+
+def test_a_second_holder_is_refused_in_one_line_with_pid_and_time(tmp_path: Path) -> None:
+    toy = make_toy(tmp_path, PIPELINE)
+    with locked(toy):
+        answer = rlhf("run", cwd=toy)
+    assert answer.returncode == 2
+    assert answer.stderr.count("\n") == 1
+    assert f"pid {os.getpid()}" in answer.stderr and "since 2" in answer.stderr
+
+
+def test_the_lock_is_free_again_after_its_block(tmp_path: Path) -> None:
+    toy = make_toy(tmp_path, PIPELINE)
+    with locked(toy):
+        pass
+    with locked(toy):
+        pass
+
+
+def test_outside_a_workspace_the_message_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(RlhfError, match="rlhf init"):
+        find_workspace(tmp_path)
+
+
+def test_the_graph_is_dvcs_own(tmp_path: Path) -> None:
+    toy = make_toy(tmp_path, PIPELINE)
+    ensure_dvc(toy)
+    graph = read_graph(toy)
+    assert list(graph) == ["one", "two", "gate-a"]
+    assert graph["gate-a"].after == ("one", "two") and graph["one"].outputs == ("x.txt",)
+
+
+def test_locks_of_dead_processes_go_and_those_of_live_ones_stay(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    code = "import time; time.sleep(60)"
+    alive = subprocess.Popen([sys.executable, "-c", code, "dvc"])
+    try:
+        write = {"a": {"pid": dead.pid, "cmd": "dvc"}, "b": {"pid": alive.pid, "cmd": "dvc"}}
+        read = {"c": [{"pid": dead.pid, "cmd": "dvc"}]}
+        (tmp_path / "rwlock").write_text(json.dumps({"write": write, "read": read}))
+        assert release_dvc_locks(tmp_path) == 2
+        left = json.loads((tmp_path / "rwlock").read_text())
+        assert left == {"write": {"b": {"pid": alive.pid, "cmd": "dvc"}}, "read": {}}
+    finally:
+        alive.kill()
+        alive.wait()
+
+
+def test_only_processes_of_a_dead_owner_are_ended(tmp_path: Path) -> None:
+    dead, mine = f"999999:1:{tmp_path}", f"{os.getpid()}:x:{tmp_path}x"
+    left = subprocess.Popen(["sleep", "60"], env=environment(RLHF_OWNER=dead))
+    kept = subprocess.Popen(["sleep", "60"], env=environment(RLHF_OWNER=mine))
+    try:
+        assert end_leftovers(tmp_path, patience=0.0) == 1
+        assert left.wait(5) == -9 and psutil.pid_exists(kept.pid)
+    finally:
+        kept.kill()
+        kept.wait()
+
+
+def test_branches_run_together_and_a_failure_skips_what_stands_behind_it() -> None:
+    nodes = {"a": (), "b": ("a",), "c": ("a",), "d": ("b", "c")}
+    schedule = Schedule({n: StageNode(n, after, "", ()) for n, after in nodes.items()}, parallel=2)
+    assert schedule.take(stopping=False) == ["a"]
+    schedule.done(outcome("a", "cached"))
+    assert schedule.take(stopping=False) == ["b", "c"]
+    schedule.done(outcome("b", "failed", 3))
+    assert schedule.take(stopping=False) == [] and not schedule.finished
+    schedule.done(outcome("c", "ran"))
+    assert schedule.finished and schedule.outcomes["d"].action == "skipped"
+
+
+@pytest.mark.parametrize(("code", "expected"), [(1, True), (137, True), (75, True), (2, False), (3, False), (4, False)])
+def test_only_crashes_are_tried_again(code: int, expected: bool) -> None:
+    assert outcome("s", "failed", code).retryable is expected
+
+
+def test_busy_time_counts_overlaps_once() -> None:
+    assert busy_seconds([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]) == 4.0
+
+
+def test_the_last_progress_line_counts() -> None:
+    assert last_progress("x\nppo: 3/9 1 s kl 0.1\nppo: 4/9 2 s\nother") == (4, 9, "ppo: 4/9 2 s")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "words"),
+    [
+        (("run", "--set", "nope.x=1"), {}, "nope"),
+        (("run", "--profile", "nope"), {}, "nope"),
+        (("run",), {"PREFECT_API_URL": "http://127.0.0.1:9/api"}, "PREFECT_API_URL"),
+        (("run", "--workspace", "missing"), {}, "rlhf init"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(
+    tmp_path: Path, arguments: tuple[str, ...], env: dict[str, str], words: str
+) -> None:
+    answer = rlhf(*arguments, cwd=make_toy(tmp_path, PIPELINE), **env)
+    assert answer.returncode == 2 and answer.stderr.count("\n") == 1 and words in answer.stderr
