@@ -28,7 +28,8 @@ from pathlib import Path
 import torch
 from unit.ppo.tiny import make_config, make_tiny, make_trainer
 torch.set_num_threads(1)
-make_trainer(make_tiny(), make_config(iterations=12, kl={"controller": "adaptive"}, checkpoint={"every": 3}), Path(sys.argv[1])).run()
+config = make_config(iterations=12, kl={"controller": "adaptive"}, checkpoint={"every": 3})
+make_trainer(make_tiny(), config, Path(sys.argv[1])).run()
 """
 
 
@@ -51,9 +52,43 @@ def test_a_run_writes_every_signal(tiny: Tiny, tmp_path: Path) -> None:
     make_trainer(tiny, make_config(), tmp_path).run()
     rows = history(tmp_path)
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
-    wanted = ["kl", "kl_full", "reward_mean", "reward_std", "reward_p05", "reward_p95", "reward_treated", "length", "entropy", "perplexity", "perplexity_reference", "value_loss", "explained_variance", "ratio_mean", "ratio_max", "clip_fraction", "value_clip_fraction", "policy_grad_norm", "critic_grad_norm", "missing_eos", "repetition", "distinct_2", "reward_length_correlation", "kl_coefficient", "ptx_loss", "policy_loss", "skipped_steps", "policy_lr", "kl_k2", "kl_k3", "referee_mean", "first_ratio", "sampler_gap"]
+    wanted = {
+        "kl",
+        "kl_full",
+        "reward_mean",
+        "reward_std",
+        "reward_p05",
+        "reward_p95",
+        "reward_treated",
+        "length",
+        "entropy",
+        "perplexity",
+        "perplexity_reference",
+        "value_loss",
+        "explained_variance",
+        "ratio_mean",
+        "ratio_max",
+        "clip_fraction",
+        "value_clip_fraction",
+        "policy_grad_norm",
+        "critic_grad_norm",
+        "missing_eos",
+        "repetition",
+        "distinct_2",
+        "reward_length_correlation",
+        "kl_coefficient",
+        "ptx_loss",
+        "policy_loss",
+        "skipped_steps",
+        "policy_lr",
+        "kl_k2",
+        "kl_k3",
+        "referee_mean",
+        "first_ratio",
+        "sampler_gap",
+    }
     for row in rows:
-        assert [name for name in wanted if row.get(name) is None] == []
+        assert {name for name in wanted if row.get(name) is None} == set()
         assert row["first_ratio"] == pytest.approx(1.0)
     raw = json.loads((tmp_path / "history.jsonl").read_text().splitlines()[0])
     assert {"seconds_generation", "seconds_forward", "seconds_update"} <= raw.keys()
