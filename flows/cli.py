@@ -137,6 +137,31 @@ def rollback(
 
 
 @app.command()
+def chat(
+    model: Annotated[
+        Path | None, typer.Argument(help="Model folder, such as models/sft; default: the champion.")
+    ] = None,
+    workspace: Workspace = None,
+    temperature: Annotated[float, typer.Option(help="Above 1 bolder, below 1 safer.")] = 0.8,
+    top_p: Annotated[float, typer.Option(help="Share of probability that is sampled from.")] = 0.9,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest reply.")] = 64,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same replies.")] = 1,
+) -> None:
+    """Talk to the champion, or to a model folder. One reply per line when input is not a terminal.
+
+    Examples: rlhf chat | rlhf chat models/sft | echo "what color is the lamp?" | rlhf chat models/policy
+    """
+    from rlhf_core.cli import talk
+
+    if model is None:
+        from flows.registry import champion_folder
+        from flows.workspace import find_workspace
+
+        model = champion_folder(find_workspace(workspace))
+    talk(model, seed=seed, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
+
+
+@app.command()
 def status(workspace: Workspace = None) -> None:
     """Show what the workspace has: stages, gates, champion and challenger."""
     from flows.status import status as describe

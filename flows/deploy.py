@@ -70,10 +70,10 @@ def deploy_jobs(workspace: Path, pools: Iterable[str]) -> None:
 
 def prefect_file(workspace: Path) -> Path:
     """The workspace's own prefect.yaml, else the one that comes with this project."""
-    from flows.initialise import recipe_root
+    from rlhf_core.config.recipe import recipe_folder
 
     own = workspace / PREFECT_FILE
-    return own if own.is_file() else recipe_root() / PREFECT_FILE
+    return own if own.is_file() else recipe_folder() / PREFECT_FILE
 
 
 def deploy_all(workspace: Path) -> None:

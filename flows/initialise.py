@@ -12,7 +12,8 @@ from pathlib import Path
 from flows.environment import child_environment
 from flows.workspace import is_workspace, unwritable
 from rlhf_core.config.load import PARAMS_FILE
-from rlhf_core.config.overlay import DEFAULT_PROFILE, merge, profile_text, workspace_name
+from rlhf_core.config.overlay import DEFAULT_PROFILE, merge, profile_text, rebase_sources, workspace_name
+from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.errors import RlhfError
 from rlhf_core.files import atomic_write_text
 
@@ -22,15 +23,6 @@ DVC_IGNORE = "# never part of a dependency or an output\n__pycache__\n*.pyc\n.rl
 GIT_IGNORE = "\n".join(
     ["/.rlhf/", "/work/", "/workspaces/", "/mlflow.db", "/mlartifacts/", "/report.html", "__pycache__/", ""]
 )
-
-
-def recipe_root() -> Path:
-    """Where the project's own recipe (params, stages, profiles) is: beside the code, or inside the package."""
-    here = Path(__file__).resolve().parent
-    for folder in (here.parent, here / "recipe"):
-        if is_workspace(folder):
-            return folder
-    raise RlhfError(f"the recipe (params.yaml, dvc.yaml) is missing from the installation at {here}; install it again")
 
 
 def initialise(
@@ -43,8 +35,8 @@ def initialise(
     """
     if is_workspace(folder):
         raise RlhfError(f"{folder} is a workspace already; edit its params.yaml, or choose another folder")
-    text = recipe(base or recipe_root(), profile, sets)
-    _write(folder, text, base or recipe_root())
+    text = recipe(base or recipe_folder(), profile, sets, folder)
+    _write(folder, text, base or recipe_folder())
     ensure_dvc(folder.resolve(), cache)
     return folder.resolve()
 
@@ -54,24 +46,29 @@ def trial_workspace(base: Path, profile: str | None, sets: Sequence[str]) -> Pat
 
     It shares the DVC cache of ``base``, so that what is the same is not computed again.
     """
-    text = recipe(base, profile, sets)
     folder = base / TRIALS / workspace_name(profile or DEFAULT_PROFILE, sets)
+    text = recipe(base, profile, sets, folder)
     _write(folder, text, base)
     ensure_dvc(base)
     ensure_dvc(folder, cache_of(base))
     return folder
 
 
-def recipe(base: Path, profile: str | None, sets: Sequence[str]) -> str:
-    """The params.yaml text of ``base`` under a profile and ``section.key=value`` overrides, checked."""
+def recipe(base: Path, profile: str | None, sets: Sequence[str], folder: Path) -> str:
+    """The params.yaml text for ``folder``: that of ``base`` under a profile and ``section.key=value`` overrides.
+
+    Relative data paths of the recipe and its profiles start at ``base``, those of ``sets`` at the current folder.
+    """
     overlays = [(f"profile {profile}", profile_text(profiles_of(base), profile))] if profile else []
-    return merge((base / PARAMS_FILE).read_text(encoding="utf-8"), overlays, sets)
+    text = merge((base / PARAMS_FILE).read_text(encoding="utf-8"), overlays)
+    here = merge(rebase_sources(text, base.resolve(), Path.cwd()), sets=sets)
+    return rebase_sources(here, Path.cwd(), folder.resolve())
 
 
 def profiles_of(base: Path) -> Path:
     """The folder of profiles: the workspace's own if it has one, else the project's."""
     own = base / "profiles"
-    return own if own.is_dir() else recipe_root() / "profiles"
+    return own if own.is_dir() else recipe_folder() / "profiles"
 
 
 def _write(folder: Path, params: str, base: Path) -> None:

@@ -86,7 +86,7 @@ def _run(workspace: Path, promote: bool) -> State[Any]:
         outcomes[REPORT_STAGE] = write_report.with_options(task_run_name=REPORT_STAGE)(setting, graph[REPORT_STAGE])
     state = _final_state(outcomes, failed)
     if state.is_completed() and recorded:
-        state = _register(workspace, promote, events, state)
+        state = _register(setting, promote, state)
     _publish(workspace, list(outcomes.values()))
     if environment:
         _close_record(workspace, environment["RLHF_PARENT_RUN_ID"], state)
@@ -227,14 +227,17 @@ def _close_record(workspace: Path, run_id: str, state: State[Any]) -> None:
     end_pipeline_run(run_id, str(state.type.value), workspace)
 
 
-def _register(workspace: Path, promote: bool, events: Events, state: State[Any]) -> State[Any]:
+def _register(setting: Setting, promote: bool, state: State[Any]) -> State[Any]:
     """Register what passed, then promote it if params allow; a refusal is a result, an error fails the run."""
     from flows.registration import promote_task, register_task
 
+    registry, tell = load_params(setting.workspace).registry, setting.events.tell
     try:
-        events.tell("registry", text=register_task(workspace))
-        if promote and load_params(workspace).registry.auto_promote:
-            events.tell("registry", text=promote_task(workspace))
+        tell("registry", text=register_task(setting.workspace, setting.environment["RLHF_PARENT_RUN_ID"]))
+        if promote and registry.auto_promote and not registry.approval:
+            tell("registry", text=promote_task(setting.workspace))
+        elif registry.approval:
+            tell("registry", text="promotion waits for a person: `rlhf promote`, or the promotion deployment")
     except Exception as error:
         return Failed(name="RegistrationFailed", message=f"registration: {error}")
     return state

@@ -1,4 +1,4 @@
-"""The core's commands: stage, fingerprint, report, chat, data, match. Heavy imports wait until a command runs."""
+"""The core's commands: stage, fingerprint, report, data, match. Heavy imports wait until a command runs."""
 
 from __future__ import annotations
 
@@ -85,3 +85,19 @@ def match(
 
     atomic_write_json(output, run_match(workspace_root(workspace), champion=champion, challenger=challenger))
     typer.echo(output)
+
+
+def talk(folder: Path, seed: int, temperature: float, top_p: float, max_new_tokens: int) -> None:
+    """Converse on standard input and output with the model in ``folder`` until the input ends or says /quit."""
+    import sys
+
+    from rlhf_core.chat_session import ChatSession, converse
+    from rlhf_core.config.model import SamplingConfig
+    from rlhf_core.errors import ConfigError
+
+    try:
+        sampling = SamplingConfig(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
+    except ValueError as error:
+        message = "--temperature and --max-new-tokens must be above 0, --top-p above 0 and at most 1"
+        raise ConfigError(message) from error
+    converse(ChatSession.open(folder, sampling, seed), sys.stdin, sys.stdout)

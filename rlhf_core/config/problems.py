@@ -26,13 +26,18 @@ def _line(problem: Any, model: type[BaseModel], prefix: str) -> str:
     path = ".".join([prefix, *location]) if prefix else ".".join(location)
     if problem["type"] == "extra_forbidden":
         owner = _model_at(model, location[:-1])
-        return f"unknown parameter '{path}'; {nearest(location[-1], owner.model_fields if owner else [])}"
+        return f"unknown parameter '{path}'; {nearest(location[-1], _names(owner))}"
     if problem["type"] == "missing":
         return f"parameter '{path}' is missing; add it to params.yaml"
     message = problem["msg"].removeprefix("Value error, ")
     given = problem.get("input")
     shown = "" if isinstance(given, dict | BaseModel) else f" (got {given!r})"
     return f"parameter '{path}': {message[0].lower()}{message[1:]}{shown}"
+
+
+def _names(model: type[BaseModel] | None) -> list[str]:
+    """The keys that params.yaml may have for ``model``."""
+    return [field.alias or name for name, field in model.model_fields.items()] if model else []
 
 
 def _model_at(model: type[BaseModel] | None, location: list[str]) -> type[BaseModel] | None:
@@ -42,7 +47,7 @@ def _model_at(model: type[BaseModel] | None, location: list[str]) -> type[BaseMo
             return None
         if part.isdigit():
             continue
-        field = model.model_fields.get(part)
+        field = next((f for name, f in model.model_fields.items() if part in (name, f.alias)), None)
         model = _first_model(field.annotation) if field else None
     return model
 

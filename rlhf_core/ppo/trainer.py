@@ -176,7 +176,7 @@ class Trainer:
         self.tracker.log_metrics(row | seconds, step=self.done)
         listed = [finding.as_dict() for finding in findings]
         self.findings += listed
-        self.history.append({"iteration": self.done} | row | seconds | {"findings": [f["rule"] for f in listed]})
+        self.history.append({"iteration": self.done} | row | seconds | {"findings": listed})
 
     def _sample(self, rows: list[int], texts: list[str], scores: Tensor) -> None:
         for row, text, score in list(zip(rows, texts, scores.tolist(), strict=True))[:SAMPLES]:

@@ -102,19 +102,29 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> d
     reference.requires_grad_(False)
     selector = make_selector(config, inputs, reference, tokenizer)
     trainer = make_trainer(config, inputs, outputs.work, tracker, policy, reference, tokenizer, selector)
-    trainer.run()
-    choice = selector.choice()
-    require_admissible(choice, config)
+    try:
+        trainer.run()
+        choice = selector.choice()
+        require_admissible(choice, config)
+    except TrainingPaused:
+        publish_lines(trainer, outputs)  # the report of a paused run shows its curves
+        raise
     iteration, weights = load_best(outputs.work / "best")
     load_weights(policy, weights)
     save_policy(outputs.model, policy, tokenizer)
-    for source, target in ((trainer.history, outputs.history), (trainer.samples, outputs.samples)):
-        shutil.copyfile(source.path, target)
+    publish_lines(trainer, outputs)
     tracker.log_artifact(outputs.samples, "samples")
     tracker.set_tags({"rlhf.selection": choice.reason})
     metrics = summary(trainer, choice, iteration)
     atomic_write_json(outputs.metrics, metrics)
     return metrics
+
+
+def publish_lines(trainer: Trainer, outputs: Paths) -> None:
+    """Copy history and samples from the partial state to their places."""
+    for source, target in ((trainer.history, outputs.history), (trainer.samples, outputs.samples)):
+        if source.path.exists():
+            shutil.copyfile(source.path, target)
 
 
 def make_trainer(

@@ -31,6 +31,8 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
     The outcome (exit code, message, seconds) is left in ``.rlhf/outcomes/NAME.json`` for whoever started the stage
     through DVC, which keeps neither.
     """
+    # Two stages side by side on the same cores stall each other by orders of magnitude when idle threads spin.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     started = time.time()
     outcome: dict[str, Any] = {"exit_code": 1, "message": "the stage ended without a word"}
     try:

@@ -71,7 +71,9 @@ def test_a_clone_is_restored_from_a_remote(smoke_copy: Path, tmp_path: Path) -> 
 
 @pytest.fixture
 def package_copy(tmp_path: Path) -> Path:
-    shutil.copytree(ROOT / "rlhf_core", tmp_path / "package" / "rlhf_core", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "rlhf_core", tmp_path / "package" / "rlhf_core", ignore=shutil.ignore_patterns("__pycache__")
+    )
     return tmp_path / "package"
 
 
