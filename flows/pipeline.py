@@ -233,10 +233,11 @@ def _register(setting: Setting, promote: bool, state: State[Any]) -> State[Any]:
 
     registry, tell = load_params(setting.workspace).registry, setting.events.tell
     try:
-        tell("registry", text=register_task(setting.workspace, setting.environment["RLHF_PARENT_RUN_ID"]))
-        if promote and registry.auto_promote and not registry.approval:
+        text, registered = register_task(setting.workspace, setting.environment["RLHF_PARENT_RUN_ID"])
+        tell("registry", text=text)
+        if registered and promote and registry.auto_promote and not registry.approval:
             tell("registry", text=promote_task(setting.workspace))
-        elif registry.approval:
+        elif registered and registry.approval:
             tell("registry", text="promotion waits for a person: `rlhf promote`, or the promotion deployment")
     except Exception as error:
         return Failed(name="RegistrationFailed", message=f"registration: {error}")

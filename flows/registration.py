@@ -9,18 +9,19 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.promotion import promote
 from flows.registry import register
+from rlhf_core.config.load import load_params
 
 
 @task(name="register", persist_result=False, cache_policy=NO_CACHE)
-def register_task(workspace: Path, run_id: str | None = None) -> str:
-    """One line on what was registered and what was refused."""
+def register_task(workspace: Path, run_id: str | None = None) -> tuple[str, bool]:
+    """One line on what was registered and what was refused, and whether there is a policy to promote."""
     result = register(workspace, run_id)
     parts = [
         f"{name} version {entry['version']}{' (as before)' if entry['reused'] else ''}"
         for name, entry in result["registered"].items()
     ]
     parts += [f"{name} not registered: {reason}" for name, reason in result["refused"].items()]
-    return "; ".join(parts)
+    return "; ".join(parts), load_params(workspace).registry.policy in result["registered"]
 
 
 @task(name="promote", persist_result=False, cache_policy=NO_CACHE)

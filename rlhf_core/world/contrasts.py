@@ -23,7 +23,7 @@ from rlhf_core.world.replies import (
 from rlhf_core.world.streams import Draws
 from rlhf_core.world.tasks import CONNECTIVES, HARMFUL_STEPS, REQUESTS
 
-KINDS: tuple[tuple[str, float], ...] = (("minimal", 0.5), ("refusal", 0.25), ("other_prompt", 0.25))
+KINDS: tuple[tuple[str, float], ...] = (("minimal", 0.65), ("refusal", 0.2), ("other_prompt", 0.15))
 
 
 def contrast_pair(question: Question, everyone: Sequence[Question], draws: Draws) -> tuple[str, str]:
@@ -47,7 +47,7 @@ def contrast_pair(question: Question, everyone: Sequence[Question], draws: Draws
 
 def corrupt(question: Question, good: Draft, draws: Draws) -> str:
     """The same reply with one thing wrong: usually what it says, else how it says it."""
-    if draws.chance(0.65):
+    if draws.chance(0.8):
         return replace(good, core=_corrupt_core(question, good.core, draws)).text()
     sentences = good.sentences()
     flaw = draws.pick(("rude", "repeat", "filler", "cut"))

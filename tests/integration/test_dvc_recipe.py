@@ -41,7 +41,7 @@ def test_a_changed_title_runs_the_report_alone(smoke_copy: Path) -> None:
 
 
 def test_a_changed_bound_runs_the_gate_and_what_follows_but_trains_nothing(smoke_copy: Path) -> None:
-    set_line(smoke_copy, "at_least: 0.3", "at_least: 0.05")
+    set_line(smoke_copy, "at_least: 0.05", "at_least: 0.06")
     assert set(ran(repro(smoke_copy))) <= {"gate-reward", "report"}
 
 
