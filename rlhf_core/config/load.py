@@ -14,7 +14,7 @@ from rlhf_core.config.critic import CriticConfig
 from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.gates import GatesConfig
 from rlhf_core.config.model import StageConfig, Strict
-from rlhf_core.config.operations import FlowConfig, RegistryConfig, TrackingConfig
+from rlhf_core.config.operations import ComputeConfig, FlowConfig, RegistryConfig, TrackingConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.problems import describe
 from rlhf_core.config.report import ReportConfig
@@ -42,6 +42,7 @@ class Params(Strict):
     ppo: PpoConfig = PpoConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     report: ReportConfig = ReportConfig()
+    compute: ComputeConfig = ComputeConfig()
     pools: dict[str, str] = {}
     registry: RegistryConfig = RegistryConfig()
     tracking: TrackingConfig = TrackingConfig()

@@ -17,6 +17,12 @@ class RegistryConfig(Strict):
     approval: bool = False
 
 
+class ComputeConfig(Strict):
+    """``threads`` is the number of CPU threads of each stage's process; ``null`` takes all cores."""
+
+    threads: PositiveInt | None = None
+
+
 class TrackingConfig(Strict):
     experiment: str = "rlhf-pipeline"
 

@@ -31,8 +31,6 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
     The outcome (exit code, message, seconds) is left in ``.rlhf/outcomes/NAME.json`` for whoever started the stage
     through DVC, which keeps neither.
     """
-    # Two stages side by side on the same cores stall each other by orders of magnitude when idle threads spin.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     started = time.time()
     outcome: dict[str, Any] = {"exit_code": 1, "message": "the stage ended without a word"}
     try:
@@ -55,21 +53,30 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
 
 
 def _run(name: str, workspace: Path) -> dict[str, Any]:
+    params = load_params(workspace)
+    _limit_threads(params.compute.threads)
     stage_file = stage_module(name)
     stage: Stage = stage_file.STAGE
-    experiment = load_params(workspace).tracking.experiment
     config = load_section(workspace, stage.section, stage.config)
     inputs = _inputs(stage, workspace)
     work = workspace / "work" / name / work_key(stage, config, inputs)
     outputs = Paths({key: workspace / path for key, path in stage.outputs.items()} | {"work": work})
     for path in outputs.values():
         path.parent.mkdir(parents=True, exist_ok=True)
-    with stage_tracker(name, workspace, experiment) as tracker:
+    with stage_tracker(name, workspace, params.tracking.experiment) as tracker:
         tracker.log_params(flatten(config.model_dump(mode="json")))
         metrics: dict[str, Any] = stage_file.run(config, inputs, outputs, tracker)
         _record(metrics, outputs, tracker)
     shutil.rmtree(work.parent, ignore_errors=True)
     return metrics
+
+
+def _limit_threads(threads: int | None) -> None:
+    """Tell OpenMP before torch is loaded. An explicit setting of the environment wins."""
+    # Two stages side by side on the same cores stall each other by orders of magnitude when idle threads spin.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if threads is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
 def _inputs(stage: Stage, workspace: Path) -> Paths:
