@@ -1,4 +1,4 @@
-"""Gates: metrics and conditions in, a decision with its evidence out (DESIGN section 5).
+"""Gates: metrics and conditions in, a decision with its evidence out.
 
 A gate never trusts what it cannot read: a metric that is missing, not a number, infinite or NaN fails its condition.
 """

@@ -10,7 +10,7 @@ from rlhf_core.config.model import StageConfig, Strict
 
 
 class WorldConfig(Strict):
-    """Sizes of the embedded world and the temper of its annotators (DESIGN section 4)."""
+    """Sizes of the embedded world and the temper of its annotators."""
 
     demonstrations: PositiveInt = 8000
     preferences: PositiveInt = 24000

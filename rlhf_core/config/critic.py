@@ -1,4 +1,4 @@
-"""Critic pre-training to a threshold (ALGORITHMS section 3)."""
+"""Critic pre-training to a threshold (algorithms.md §3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gates as data: a metric, a bound, and why the bound is there (DESIGN section 5)."""
+"""Gates as data: a metric, a bound, and why the bound is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PPO-max and every switch of it (ALGORITHMS sections 4 to 7). Defaults are the paper's PPO-max at this scale."""
+"""PPO-max and every switch of it (algorithms.md §4 to 7). Defaults are the paper's PPO-max at this scale."""
 
 from __future__ import annotations
 

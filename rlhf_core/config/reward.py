@@ -1,4 +1,4 @@
-"""Reward model and referee (ALGORITHMS section 2)."""
+"""Reward model and referee (algorithms.md §2)."""
 
 from __future__ import annotations
 

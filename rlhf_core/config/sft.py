@@ -1,4 +1,4 @@
-"""Supervised fine-tuning (ALGORITHMS section 1)."""
+"""Supervised fine-tuning (algorithms.md §1)."""
 
 from __future__ import annotations
 

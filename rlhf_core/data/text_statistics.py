@@ -1,4 +1,4 @@
-"""Statistics of replies as text: the signals that separate a healthy policy from a collapsed one (ALGORITHMS 8).
+"""Statistics of replies as text: the signals that separate a healthy policy from a collapsed one (algorithms.md §8).
 
 All functions are pure and know no model. A *word* is a run of letters or digits, a punctuation mark, or a single
 ideograph, so that languages written without spaces are measured too.

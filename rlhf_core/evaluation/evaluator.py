@@ -1,4 +1,4 @@
-"""The numbers of the evaluation: two sides, every judge, every category, as one nested dict (DESIGN section 9)."""
+"""The numbers of the evaluation: two sides, every judge, every category, as one nested dict."""
 
 from __future__ import annotations
 

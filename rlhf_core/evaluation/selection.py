@@ -1,6 +1,6 @@
 """Which checkpoint becomes the policy: the referee's win rate against SFT under limits, never the reward.
 
-"Best" by the reward that was optimised is the very error the paper's title names (ALGORITHMS, trap 9).
+"Best" by the reward that was optimised is the very error the paper's title names (algorithms.md §9).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""PPO-max: rollouts, rewards, advantages, objectives and the loop around them (ALGORITHMS sections 3 to 8)."""
+"""PPO-max: rollouts, rewards, advantages, objectives and the loop around them (algorithms.md §3 to 8)."""

@@ -1,4 +1,4 @@
-"""Advantages and returns (ALGORITHMS section 5). Shapes: B sequences, T response positions, right-padded."""
+"""Advantages and returns (algorithms.md §5). Shapes: B sequences, T response positions, right-padded."""
 
 from __future__ import annotations
 

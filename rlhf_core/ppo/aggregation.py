@@ -44,7 +44,7 @@ def sequence_sums(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def aggregate(values: Tensor, mask: Tensor, size: StepSize, mode: Aggregation) -> Tensor:
-    """This micro-batch's share of the step's loss (ALGORITHMS section 6).
+    """This micro-batch's share of the step's loss (algorithms.md §6).
 
     ``token``: sum over tokens / tokens of the step. ``sequence``: mean over each sequence's tokens, then sum over
     sequences / sequences of the step. Shares of all micro-batches add up to the loss of the full batch.

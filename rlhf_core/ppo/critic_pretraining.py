@@ -1,4 +1,4 @@
-"""Critic pre-training: the policy is frozen, the critic learns its returns to a threshold (ALGORITHMS section 3).
+"""Critic pre-training: the policy is frozen, the critic learns its returns to a threshold (algorithms.md §3).
 
 Rewards are treated exactly as in PPO, and the running moments found here are handed on with the critic.
 """

@@ -1,4 +1,4 @@
-"""The default health rules (ALGORITHMS section 8), as data.
+"""The default health rules (algorithms.md §8), as data.
 
 Evidence for the bounds, from calibration runs on the embedded world: healthy PPO-max ended with a KL of 1.9 to 3.3 nats
 per sequence, vanilla PPO with 10 to 92 while its reward kept rising, with trigram repetition ten times the start's and

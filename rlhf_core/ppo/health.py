@@ -1,4 +1,4 @@
-"""Signals that tell health from collapse, one set per PPO iteration (ALGORITHMS section 8; paper, section 5.2).
+"""Signals that tell health from collapse, one set per PPO iteration (algorithms.md §8; paper, section 5.2).
 
 They are computed from the rollout alone, before the update that it feeds. Nothing here knows a judge beyond the
 learned ones: a user without a gold standard has every signal that the rules read.

@@ -1,4 +1,4 @@
-"""Divergence from the reference policy: estimators and the controllers of its coefficient (ALGORITHMS section 4.5).
+"""Divergence from the reference policy: estimators and the controllers of its coefficient (algorithms.md §4.5).
 
 Shapes: B sequences, T response positions, V vocabulary. All divergences are in nats.
 """

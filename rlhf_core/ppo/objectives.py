@@ -1,4 +1,4 @@
-"""Per-token policy objectives (ALGORITHMS section 6). Shapes: B sequences, T response positions.
+"""Per-token policy objectives (algorithms.md §6). Shapes: B sequences, T response positions.
 
 Every function returns terms to be *minimised*, before aggregation; masks are applied by ``aggregation.aggregate``.
 """

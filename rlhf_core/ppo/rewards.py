@@ -1,4 +1,4 @@
-"""From raw scores to token rewards, in the order of ALGORITHMS section 4. Shapes: B sequences, T response positions."""
+"""From raw scores to token rewards, in the order of algorithms.md §4. Shapes: B sequences, T response positions."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def collect(
     fixed_reference: bool = False,
     seconds: dict[str, float] | None = None,
 ) -> Experience:
-    """Roll out one batch and turn it into experience (ALGORITHMS sections 3 to 5), updating ``moments`` in place.
+    """Roll out one batch and turn it into experience (algorithms.md §3 to 5), updating ``moments`` in place.
 
     ``streams`` name the random stream of each prompt; ``coefficient`` is the KL weight of now. ``fixed_reference``
     makes the reference the behaviour policy of the ratio (the paper's importance-sampling ablation). ``seconds``
@@ -161,7 +161,7 @@ def assemble(
     coefficient: float,
     fixed_reference: bool = False,
 ) -> Experience:
-    """Rewards, advantages and returns of scored replies, in the order of ALGORITHMS section 4."""
+    """Rewards, advantages and returns of scored replies, in the order of algorithms.md §4."""
     mask = rollout.response_mask
     moments.update(scores)
     shaped = transform_scores(scores, moments, units.reward)

@@ -1,7 +1,7 @@
 """The distribution that rollouts are sampled from, used by the sampler and by every later scoring alike.
 
 Temperature and the minimum length belong to that distribution; top-p and the repetition penalty do not, and exist for
-evaluation only (ALGORITHMS section 9, trap 1). Shapes: B sequences, T positions, V vocabulary, L tokens so far.
+evaluation only (algorithms.md §9, trap 1). Shapes: B sequences, T positions, V vocabulary, L tokens so far.
 """
 
 from __future__ import annotations

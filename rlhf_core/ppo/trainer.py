@@ -1,4 +1,4 @@
-"""The PPO loop: roll out, look, update, select, record (ALGORITHMS sections 4 to 8). Thin on purpose."""
+"""The PPO loop: roll out, look, update, select, record (algorithms.md §4 to 8). Thin on purpose."""
 
 from __future__ import annotations
 

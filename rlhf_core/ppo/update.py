@@ -1,4 +1,4 @@
-"""One PPO update: epochs of minibatch steps of policy and critic on one rollout (ALGORITHMS section 6)."""
+"""One PPO update: epochs of minibatch steps of policy and critic on one rollout (algorithms.md §6)."""
 
 from __future__ import annotations
 

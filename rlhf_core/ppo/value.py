@@ -1,4 +1,4 @@
-"""The critic's objective and its share of an update (ALGORITHMS section 6). Shapes: B sequences, T response positions.
+"""The critic's objective and its share of an update (algorithms.md §6). Shapes: B sequences, T response positions.
 
 It stands apart from the policy's objectives, so that a change to those leaves critic pre-training as it is.
 """

@@ -1,6 +1,6 @@
 """An engine owns a model, its optimiser and its schedule, and hides whether one process trains it or many.
 
-Losses handed to ``backward`` are already divided by the totals of the whole optimiser step (ALGORITHMS section 6), so
+Losses handed to ``backward`` are already divided by the totals of the whole optimiser step (algorithms.md §6), so
 the gradients of several calls simply add up and micro-batches never change the result.
 """
 

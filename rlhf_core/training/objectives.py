@@ -1,4 +1,4 @@
-"""Losses of supervised fine-tuning and of the reward model (ALGORITHMS sections 1 and 2).
+"""Losses of supervised fine-tuning and of the reward model (algorithms.md §1 and 2).
 
 Each takes the ``total`` of the whole optimiser step to divide by, so that the losses of its micro-batches add up to the
 loss of the full batch. Shapes: N tokens, V vocabulary, B pairs.

@@ -19,7 +19,7 @@ def lr_at(step: int, total_steps: int, config: OptimizerConfig, warmup_steps: in
     """Learning rate of optimiser step ``step``, counted from 0, of ``total_steps``.
 
     Warm-up rises linearly and reaches the peak in its last step. Then ``cosine`` falls to ``final_ratio`` of the peak
-    (ALGORITHMS section 1), ``inverse_sqrt`` is ``lr * sqrt(warmup / step)`` and ``constant`` stays.
+    (algorithms.md §1), ``inverse_sqrt`` is ``lr * sqrt(warmup / step)`` and ``constant`` stays.
     """
     warmup = warmup_length(total_steps, config, warmup_steps)
     if step < warmup:

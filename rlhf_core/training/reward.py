@@ -1,4 +1,4 @@
-"""The reward model: pairwise ranking with an imitation and a centring term, in dynamic batches (ALGORITHMS section 2).
+"""The reward model: pairwise ranking with an imitation and a centring term, in dynamic batches (algorithms.md §2).
 
 Shapes: B pairs, L positions, H hidden. Chosen and rejected replies go through the backbone together, as 2B rows.
 """

@@ -1,4 +1,4 @@
-"""What a reward model is worth beyond accuracy: margins, calibration, length, categories (ALGORITHMS section 2).
+"""What a reward model is worth beyond accuracy: margins, calibration, length, categories (algorithms.md §2).
 
 Pure functions of arrays over B pairs; ``margins`` is ``r_w - r_l``.
 """

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross-entropy on the assistant's tokens, end-of-sequence included (ALGORITHMS section 1)."""
+"""Supervised fine-tuning: cross-entropy on the assistant's tokens, end-of-sequence included (algorithms.md §1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A slow and obvious PPO in float64 NumPy loops, written from ALGORITHMS alone: rewards, GAE, losses.
+"""A slow and obvious PPO in float64 NumPy loops, written from docs/algorithms.md alone: rewards, GAE, losses.
 
 It shares no code with rlhf_core. Replies are lists of per-token rows, so there is no padding and no mask here at all.
 """
@@ -68,7 +68,7 @@ def moments(history: list[float]) -> tuple[float, float]:
 
 
 def rewards(batch: list[Sequence], history: list[float], s: Switches) -> None:
-    """ALGORITHMS section 4: moments with this batch, transform, clip, shaping, token rewards."""
+    """algorithms.md §4: moments with this batch, transform, clip, shaping, token rewards."""
     mean, std = moments(history + [q.score for q in batch])
     for q in batch:
         r = q.score
@@ -88,7 +88,7 @@ def rewards(batch: list[Sequence], history: list[float], s: Switches) -> None:
 
 
 def advantages(batch: list[Sequence], s: Switches) -> None:
-    """ALGORITHMS section 5 by its definition: a sum over all later deltas, not a recursion."""
+    """algorithms.md §5 by its definition: a sum over all later deltas, not a recursion."""
     for q in batch:
         n = len(q.old)
         deltas = [
@@ -128,7 +128,7 @@ def kl_term(q: Sequence, t: int, s: Switches) -> float:
 
 
 def policy_loss(batch: list[Sequence], s: Switches) -> float:
-    """ALGORITHMS section 6, the policy's side without ptx."""
+    """algorithms.md §6, the policy's side without ptx."""
     treated = treated_advantages(batch, s)
     terms = []
     for q, row in zip(batch, treated, strict=True):
@@ -160,7 +160,7 @@ def policy_loss(batch: list[Sequence], s: Switches) -> float:
 
 
 def value_loss(batch: list[Sequence], s: Switches) -> float:
-    """ALGORITHMS section 6, the critic's side."""
+    """algorithms.md §6, the critic's side."""
     terms = []
     for q in batch:
         row = []

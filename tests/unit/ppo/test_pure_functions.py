@@ -1,4 +1,4 @@
-"""Hand-computed numbers for every pure function, the worked examples of ALGORITHMS included."""
+"""Hand-computed numbers for every pure function, the worked examples of docs/algorithms.md included."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_explained_variance() -> None:
 @pytest.mark.parametrize(
     ("ratio", "advantage", "clip", "dual", "loss"),
     [
-        (1.3, 2.0, 0.2, None, -2.4),  # the worked example of ALGORITHMS
+        (1.3, 2.0, 0.2, None, -2.4),  # the worked example of docs/algorithms.md
         (0.5, 2.0, 0.2, None, -1.0),
         (1.3, -2.0, 0.2, None, 2.6),
         (0.5, -2.0, 0.2, None, 1.6),

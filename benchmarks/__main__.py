@@ -1,0 +1,79 @@
+"""``make bench``: prints one table. The model is the demo's; prompts and replies are random tokens of its lengths."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+
+from benchmarks.machine import matmul_flops, seconds, training_flops_per_token
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.models.base import new_model, train_tokenizer
+from rlhf_core.ppo.generation import generate
+from rlhf_core.ppo.sampling import Sampling, philox_uniforms
+from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.examples import Example
+from rlhf_core.training.sft import example_batch, reply_loss
+from rlhf_core.world.corpus import demonstrations
+
+BATCH, PROMPT, REPLY = 64, 14, 32
+
+
+def main() -> int:
+    """Measure with the threads torch was given, print, and exit 0."""
+    rows = demonstrations(0, 2000)
+    tokenizer = train_tokenizer([row["reply"] for row in rows], 1024)
+    model = new_model(BaseConfig(), tokenizer, seed=0)
+    parameters = sum(p.numel() for p in model.parameters())
+    limit = matmul_flops()
+    prompts = [[5 + (i + j) % 500 for j in range(PROMPT)] for i in range(BATCH)]
+
+    ours = seconds(lambda: _ours(model, prompts))
+    theirs = seconds(lambda: _theirs(model, prompts))
+    step = seconds(_training_step(model, prompts), 10)
+    tokens = BATCH * (PROMPT + REPLY)
+    share = tokens / step * training_flops_per_token(parameters) / limit
+
+    print(f"threads {torch.get_num_threads()}, matmul limit {limit / 1e9:.0f} GFLOP/s")
+    print(f"model       {parameters / 1e6:8.2f} M parameters")
+    print(f"generation  {BATCH * REPLY / ours:8.0f} tokens/s, {theirs / ours:.2f} times transformers' generate")
+    print(f"training    {tokens / step:8.0f} tokens/s, {share:.0%} of the matmul limit")
+    return 0
+
+
+def _ours(model: torch.nn.Module, prompts: list[list[int]]) -> None:
+    sampling = Sampling(eos_id=1, pad_id=0, max_new_tokens=REPLY, min_new_tokens=REPLY - 1)
+    generate(model, prompts, philox_uniforms(0, range(BATCH), REPLY), sampling)  # type: ignore[arg-type]
+
+
+def _theirs(model: torch.nn.Module, prompts: list[list[int]]) -> None:
+    with torch.inference_mode():
+        model.generate(  # type: ignore[operator]
+            torch.tensor(prompts),
+            attention_mask=torch.ones(BATCH, PROMPT, dtype=torch.long),
+            do_sample=True,
+            top_k=0,
+            min_new_tokens=REPLY,
+            max_new_tokens=REPLY,
+            pad_token_id=0,
+        )
+
+
+def _training_step(model: torch.nn.Module, prompts: list[list[int]]):  # type: ignore[no-untyped-def]
+    engine = LocalEngine(model, OptimizerConfig(lr=1e-4), total_steps=1000)
+    examples = [Example(prompt, [7 + j for j in range(REPLY)]) for prompt in prompts]
+    batch = example_batch(examples, 0, torch.device("cpu"))
+
+    def step() -> None:
+        engine.backward(reply_loss(model, batch, BATCH * REPLY))  # type: ignore[arg-type]
+        engine.step()
+
+    return step
+
+
+if __name__ == "__main__":
+    sys.exit(main())
