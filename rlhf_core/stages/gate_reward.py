@@ -5,25 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_core.config.gates import GatesConfig
+from rlhf_core.files import atomic_write_json
 from rlhf_core.gates import decide, load_metrics, settle
 from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
+from rlhf_core.training.agreement import agreement_figures
 
 STAGE = Stage(
     name="gate-reward",
     section="gates",
     config=GatesConfig,
-    inputs={"metrics": "metrics/reward.json", "referee_metrics": "metrics/referee.json"},
-    outputs={"evidence": "gates/reward.json", "pass_": "gates/reward.pass"},
+    inputs={
+        "metrics": "metrics/reward.json",
+        "referee_metrics": "metrics/referee.json",
+        "scores": "samples/reward_scores.json",
+        "referee_scores": "samples/referee_scores.json",
+    },
+    outputs={"evidence": "gates/reward.json", "pass_": "gates/reward.pass", "metrics": "metrics/agreement.json"},
 )
 
 
 def run(config: GatesConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
-    """Check ``gates.reward`` against the reward model's metrics; the referee's answer to ``referee.NAME``.
+    """Check ``gates.reward`` against the reward model's metrics; the referee's answer to ``referee.NAME``, and how
+    far the two agree on the test pairs to ``agreement.NAME``.
 
     Raises :class:`GateFailed` (exit code 3) with the table when enforced and failed; the evidence is written before.
     """
-    metrics, evidence = load_metrics(inputs.metrics, referee=inputs.referee_metrics)
+    atomic_write_json(outputs.metrics, agreement_figures(inputs.scores, inputs.referee_scores))
+    metrics, evidence = load_metrics(inputs.metrics, referee=inputs.referee_metrics, agreement=outputs.metrics)
     decision = decide("reward", config.reward, metrics, mode=config.mode, evidence=evidence)
     settle(decision, outputs.evidence, outputs.pass_)
     tracker.set_tags({"rlhf.gate.reward": "passed" if decision.passed else "failed"})

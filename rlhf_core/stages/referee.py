@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
-
 from rlhf_core.config.reward import RefereeConfig
 from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.models.base import load_tokenizer
-from rlhf_core.models.heads import ScalarModel
 from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
-from rlhf_core.training.reward import PairScores
-from rlhf_core.training.reward_evaluation import agreement, linear_correlation, rank_correlation
 from rlhf_core.training.reward_run import (
     read_split,
     score_split,
@@ -21,21 +16,28 @@ from rlhf_core.training.reward_run import (
     split_figures,
     train_scalar,
     training_figures,
+    write_scores,
 )
 
 STAGE = Stage(
     name="referee",
     section="referee",
     config=RefereeConfig,
-    inputs={"clean": "data/clean", "sft": "models/sft", "base": "models/base", "reward": "models/reward"},
-    outputs={"model": "models/referee", "metrics": "metrics/referee.json", "history": "history/referee.jsonl"},
+    inputs={"clean": "data/clean", "sft": "models/sft", "base": "models/base"},
+    outputs={
+        "model": "models/referee",
+        "metrics": "metrics/referee.json",
+        "history": "history/referee.jsonl",
+        "scores": "samples/referee_scores.json",
+    },
 )
 
 
 def run(config: RefereeConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, object]:
-    """Write ``models/referee``, history, and metrics: those of a reward model, and agreement with the reward model.
+    """Write ``models/referee``, history, and the metrics of a reward model.
 
-    Training and validation pairs are the referee's own; the test pairs are common.
+    Training and validation pairs are the referee's own; the test pairs are common, and its rewards of them are kept
+    for the comparison with the reward model.
     """
     init = inputs[config.init]
     tokenizer = load_tokenizer(init)
@@ -54,18 +56,6 @@ def run(config: RefereeConfig, inputs: Paths, outputs: Paths, tracker: Tracker) 
         scores[prefix] = score_split(trained.model, split, tokenizer)
         metrics |= {f"{prefix}{key}": value for key, value in split_figures(scores[prefix], split).items()}
         metrics[f"{prefix}category"] = split_categories(scores[prefix], split)
-    metrics |= agreement_figures(scores["test_"], score_split(ScalarModel.load(inputs.reward), test, tokenizer))
+    write_scores(outputs.scores, scores["test_"], test)
     atomic_write_json(outputs.metrics, metrics)
     return metrics
-
-
-def agreement_figures(referee: PairScores, reward: PairScores) -> dict[str, float]:
-    """How far two models agree on the same pairs: share ranked alike, and correlations over all replies and margins."""
-    first = np.concatenate([referee.chosen, referee.rejected])
-    second = np.concatenate([reward.chosen, reward.rejected])
-    return {
-        "agreement": agreement(referee.margins, reward.margins),
-        "score_correlation": linear_correlation(first, second),
-        "score_rank_correlation": rank_correlation(first, second),
-        "margin_correlation": linear_correlation(referee.margins, reward.margins),
-    }

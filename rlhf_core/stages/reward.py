@@ -18,6 +18,7 @@ from rlhf_core.training.reward_run import (
     split_figures,
     train_scalar,
     training_figures,
+    write_scores,
 )
 
 STAGE = Stage(
@@ -30,6 +31,7 @@ STAGE = Stage(
         "metrics": "metrics/reward.json",
         "history": "history/reward.jsonl",
         "plots": "plots/reward",
+        "scores": "samples/reward_scores.json",
     },
 )
 
@@ -53,6 +55,7 @@ def run(config: RewardConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -
         figures = split_figures(scores[name], held_out[name]) | {"baseline_bow": words[name]}
         metrics |= {f"{prefix}{key}": value for key, value in figures.items()}
         metrics[f"{prefix}category"] = split_categories(scores[name], held_out[name])
+    write_scores(outputs.scores, scores["test"], held_out["test"])
     with atomic_dir(outputs.plots) as plots:
         draw_reward_plots(plots, {name: scored.margins for name, scored in scores.items()}, trained.result.history)
     for plot in sorted(outputs.plots.glob("*.png")):

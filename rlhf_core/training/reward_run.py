@@ -14,6 +14,7 @@ from rlhf_core.data.chat import pad_id
 from rlhf_core.data.pairs import TokenisedPair, tokenised_pairs
 from rlhf_core.data.schema import Preference, read_rows
 from rlhf_core.errors import DataError
+from rlhf_core.files import atomic_write_json
 from rlhf_core.models.base import load_tokenizer
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.tracking import Tracker
@@ -98,3 +99,9 @@ def training_figures(trained: TrainedScalar, train: Split) -> dict[str, float]:
         "tokens_per_second": trained.result.tokens_per_second,
         "skipped_steps": float(trained.skipped_steps),
     }
+
+
+def write_scores(path: Path, scores: PairScores, split: Split) -> None:
+    """Rewards of a split's pairs by row id, for comparison with another model."""
+    ids = [row.id for row in split.rows]
+    atomic_write_json(path, {"ids": ids, "chosen": scores.chosen.tolist(), "rejected": scores.rejected.tolist()})

@@ -114,6 +114,8 @@ def test_reward_stage_reads_both_models(tmp_path: Path) -> None:
     inputs, outputs = stage_paths(gate_reward.STAGE, tmp_path)
     inputs.metrics.write_text('{"accuracy": 0.8}')
     inputs.referee_metrics.write_text('{"accuracy": 0.5}')
+    inputs.scores.write_text('{"ids": ["a", "b", "c"], "chosen": [1.0, 0.0, 2.0], "rejected": [0.0, 1.0, 1.0]}')
+    inputs.referee_scores.write_text('{"ids": ["c", "a", "d"], "chosen": [1.0, 3.0, 0.0], "rejected": [2.0, 1.0, 0.0]}')
     config = GatesConfig(reward=(condition("accuracy", at_least=0.6), condition("referee.accuracy", at_least=0.6)))
     with pytest.raises(GateFailed, match=r"referee\.accuracy"):
         gate_reward.run(config, inputs, outputs, NullTracker())
@@ -121,6 +123,9 @@ def test_reward_stage_reads_both_models(tmp_path: Path) -> None:
     inputs.referee_metrics.write_text('{"accuracy": 0.7}')
     assert gate_reward.run(config, inputs, outputs, NullTracker())["passed"] == 1.0
     assert outputs.pass_.exists()
+    # Common pairs are a (both prefer it) and c (they differ).
+    agreement = json.loads(outputs.metrics.read_text())
+    assert (agreement["pairs"], agreement["share"]) == (2.0, 0.5)
 
 
 def test_policy_stage_reads_evaluation_and_ppo(tmp_path: Path) -> None:
