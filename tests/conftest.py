@@ -21,6 +21,9 @@ OFFLINE = {
     "GX_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "HF_HUB_OFFLINE": "1",
+    # Idle threads that spin bring a busy machine to a halt, and models this small gain nothing from a second one.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "OMP_NUM_THREADS": "1",
 }
 
 

@@ -15,7 +15,7 @@ SUPPORTED = ((3, 11), (3, 13))
 REINSTALL = "install the pinned requirements.lock again (`make setup`)"
 # Requirement, and what happens outside it. Newer versions of the first two break servers although `pip check` is clean.
 REQUIREMENTS = (
-    ("fastapi>=0.139,<0.155", "newer ones keep the Prefect server from starting"),
+    ("fastapi>=0.139,<0.151", "newer ones refuse requests of the Prefect client, or keep its server from starting"),
     ("sqlalchemy>=2.0,<2.1", "with 2.1 scheduled runs are never created, and only a log says so"),
     ("torch>=2.6", ""),
     ("transformers>=5.0", ""),

@@ -30,7 +30,7 @@ def build(found: Sources, title: str, replies: int) -> dict[str, Any]:
         "title": title,
         "verdict": verdict(found),
         "tiles": tiles(found),
-        "gates": list(found.gates.values()),
+        "gates": list(reversed(found.gates.values())),  # the policy first: it is what the reader came for
         "sides": sides(evaluation),
         "comparisons": comparisons,
         "comparison_chart": _comparison_chart(comparisons),
