@@ -23,7 +23,7 @@ from rlhf_core.world.replies import (
 from rlhf_core.world.streams import Draws
 from rlhf_core.world.tasks import CONNECTIVES, HARMFUL_STEPS, REQUESTS
 
-KINDS: tuple[tuple[str, float], ...] = (("minimal", 0.55), ("refusal", 0.17), ("other_prompt", 0.28))
+KINDS: tuple[tuple[str, float], ...] = (("minimal", 0.65), ("refusal", 0.2), ("other_prompt", 0.15))
 
 
 def contrast_pair(question: Question, everyone: Sequence[Question], draws: Draws) -> tuple[str, str]:
