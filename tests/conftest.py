@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -28,6 +29,9 @@ OFFLINE = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # No test depends on how fast the machine is.
+    settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("house")
     os.environ.update(OFFLINE)
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RLHF_WORKSPACE", "RLHF_PARENT_RUN_ID"):
         os.environ.pop(name, None)
