@@ -174,8 +174,13 @@ def status(workspace: Workspace = None) -> None:
 def doctor(workspace: Workspace = None) -> None:
     """Check the installation and the workspace, and say what is missing or misconfigured."""
     from flows.doctor import doctor as check
+    from flows.workspace import find_workspace
 
-    text, code = check(workspace)
+    try:
+        folder = find_workspace(workspace)
+    except RlhfError:
+        folder = workspace  # the machine can be checked all the same; the doctor says that there is none
+    text, code = check(folder)
     typer.echo(text)
     raise typer.Exit(code)
 
