@@ -177,7 +177,7 @@ def doctor(workspace: Workspace = None) -> None:
     from flows.workspace import find_workspace
 
     try:
-        folder = find_workspace(workspace)
+        folder: Path | None = find_workspace(workspace)
     except RlhfError:
         folder = workspace  # the machine can be checked all the same; the doctor says that there is none
     text, code = check(folder)
