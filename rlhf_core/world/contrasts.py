@@ -17,11 +17,12 @@ from rlhf_core.world.replies import (
     fact,
     false_value,
     foreign_step,
+    in_words,
     right_core,
     wrong_core,
 )
 from rlhf_core.world.streams import Draws
-from rlhf_core.world.tasks import CONNECTIVES, HARMFUL_STEPS, REQUESTS
+from rlhf_core.world.tasks import CONNECTIVES, HARMFUL_STEPS, RECIPES, REQUESTS
 
 KINDS: tuple[tuple[str, float], ...] = (("minimal", 0.65), ("refusal", 0.2), ("other_prompt", 0.15))
 
@@ -76,9 +77,14 @@ def _corrupt_core(question: Question, core: list[str], draws: Draws) -> list[str
 
 
 def _corrupt_steps(question: Question, core: list[str], draws: Draws) -> list[str]:
-    """One step foreign, one missing, or two exchanged."""
+    """The steps of another recipe, one foreign step, one missing, or two exchanged.
+
+    The first is what keeps a policy from answering every such question with the one recipe that is scored best.
+    """
+    flaw = draws.weighted((("other recipe", 0.4), ("foreign", 0.3), ("missing", 0.15), ("exchanged", 0.15)))
+    if flaw == "other recipe":
+        return in_words(list(RECIPES[draws.pick([name for name in RECIPES if name != question.subject])]), draws)
     place = draws.below(3)
-    flaw = draws.weighted((("foreign", 0.6), ("missing", 0.2), ("exchanged", 0.2)))
     if flaw == "missing":
         return [step for number, step in enumerate(core) if number != place]
     changed = list(core)
