@@ -6,13 +6,12 @@ DVC is asked in a process of its own: ``python -m flows.graph WORKSPACE`` prints
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.environment import child_environment
+from flows.asking import ask
 from rlhf_core.errors import ConfigError
 
 
@@ -28,19 +27,10 @@ class StageNode:
 
 def read_graph(workspace: Path) -> dict[str, StageNode]:
     """Stages by name, in an order in which they could run; ``ConfigError`` in DVC's words if dvc.yaml is wrong."""
-    answer = subprocess.run(
-        [sys.executable, "-m", "flows.graph", str(workspace)],
-        cwd=workspace,
-        env=child_environment(workspace),
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    if answer.returncode:
-        lines = [line for line in answer.stderr.splitlines() if line.strip()]
-        raise ConfigError(f"{workspace / 'dvc.yaml'}: {lines[-1] if lines else 'DVC cannot read it'}")
-    nodes = json.loads(answer.stdout.splitlines()[-1])
+    printed, complaint = ask(workspace, "-m", "flows.graph", str(workspace))
+    if complaint:
+        raise ConfigError(f"{workspace / 'dvc.yaml'}: {complaint}")
+    nodes = json.loads(printed.splitlines()[-1])
     return {n["name"]: StageNode(n["name"], tuple(n["after"]), n["command"], tuple(n["outputs"])) for n in nodes}
 
 
