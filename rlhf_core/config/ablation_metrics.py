@@ -26,10 +26,10 @@ class Curve:
 
 METRICS = {
     "gold": Metric("gold score"),
-    "gold_gain": Metric("gold score above SFT's"),
+    "gold_gain": Metric("gold − SFT's"),
     "gold_win_rate": Metric("win rate by gold", "share"),
-    "reward_gain": Metric("reward above SFT's, in SD of SFT's rewards"),
-    "referee_gain": Metric("referee's score above SFT's, in SD of SFT's"),
+    "reward_gain": Metric("reward − SFT's, SD"),
+    "referee_gain": Metric("referee's score − SFT's, SD"),
     "referee_win_rate": Metric("win rate by the referee", "share"),
     "kl": Metric("KL, nats per sequence", "ratio", floor=0.05),
     "length": Metric("tokens per reply", "ratio"),

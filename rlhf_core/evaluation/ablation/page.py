@@ -65,6 +65,8 @@ def _figure(figure: FigurePlan, verdicts: Sequence[Verdict], picture: str | None
     lines = [f"## {figure.title}", ""]
     if picture:
         lines += [f"![{figure.title}]({picture})", ""]
+    if not verdicts:
+        return "\n".join(lines).rstrip()
     lines += ["| claim | verdict | expected | measured |", "|---|---|---|---|"]
     for verdict in verdicts:
         for place, item in enumerate(verdict.evidence):
