@@ -28,7 +28,7 @@ def _line(problem: Any, model: type[BaseModel], prefix: str) -> str:
         owner = _model_at(model, location[:-1])
         return f"unknown parameter '{path}'; {nearest(location[-1], _names(owner))}"
     if problem["type"] == "missing":
-        return f"parameter '{path}' is missing; add it to params.yaml"
+        return f"parameter '{path}' is missing; add it"
     message = problem["msg"].removeprefix("Value error, ")
     given = problem.get("input")
     shown = "" if isinstance(given, dict | BaseModel) else f" (got {given!r})"
