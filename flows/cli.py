@@ -119,7 +119,7 @@ def ablate(
     """Train every variant of PPO with every seed, and say which of the paper's claims hold here.
 
     Each run has a workspace under workspaces/ablation; what is up to date is not run again, so a call after an
-    interruption goes on. Results go to ablation/: table.md, results.csv, figures.
+    interruption goes on. Results go to ablation/demo (a part's to ablation/demo-part): table.md, results.csv, figures.
 
     Examples: rlhf ablate --list | rlhf ablate | rlhf ablate --variants ppo-max,vanilla --seeds 1,2 --iterations 20
     """

@@ -15,7 +15,7 @@ from flows.ablation.pool import run_jobs
 from flows.initialise import cache_of, ensure_dvc, show_path
 from flows.workspace import locked
 from rlhf_core.cli import require_ablation_page, summarise_ablation
-from rlhf_core.errors import EXIT_INTERRUPTED
+from rlhf_core.errors import EXIT_INTERRUPTED, RlhfError
 
 LOCK = "ablation.lock"
 PAGE = Path("docs") / "ablation.md"
@@ -42,7 +42,8 @@ class Told:
         self.done += 1
         if ended.job.variant and ended.state != "skipped":
             self.seconds.append(ended.seconds)
-        words = {"done": "trained" if ended.trained else "up to date"}.get(ended.state, ended.state)
+        done = "trained" if ended.trained else "up to date" if ended.job.variant else "done"
+        words = done if ended.ok else ended.state
         reason = f": {' '.join(ended.message.split())[:300]}" if ended.message else ""
         self.line(f"{self.done}/{self.count} {ended.job.title}: {words}, {ended.seconds:.0f} s{reason}{self._left()}")
 
@@ -72,6 +73,8 @@ def ablate(base: Path, request: Request, options: Options) -> int:
     ablation = definition(base, request)
     page = base / PAGE if options.docs else None
     if page is not None:
+        if request.is_part_of(ablation):
+            raise RlhfError("--docs takes the whole ablation; leave out --variants and --seeds")
         require_ablation_page(page)
     with locked(base, LOCK):
         ensure_dvc(base)

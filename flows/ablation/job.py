@@ -47,8 +47,8 @@ def run_job(plan: Plan, job: Job, cache: Path) -> Ended:
     """Bring the job's targets up to date; never raises for a failing stage. A raised stop flag ends it."""
     started = time.time()
     try:
-        prepare(plan, job, cache)
         with locked(job.workspace):
+            prepare(plan, job, cache)
             sweep(job.workspace)
             for _ in range(ATTEMPTS):
                 ended = _reproduce(job, started)

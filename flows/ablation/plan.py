@@ -37,6 +37,10 @@ class Request:
         """Folder name of this ablation: the same for the same profile and overrides."""
         return workspace_name(self.profile or DEFAULT_PROFILE, self.sets)
 
+    def is_part_of(self, ablation: Ablation) -> bool:
+        """Whether variants or seeds of the file are left out. A part's results never replace those of the whole."""
+        return bool(self.variants) or bool(self.seeds and set(ablation.seeds) - set(self.seeds))
+
 
 @dataclass(frozen=True)
 class Job:
@@ -109,7 +113,8 @@ def make_plan(base: Path, request: Request, ablation: Ablation) -> Plan:
         return Job(variant, seed, place / (variant or SHARED) / f"seed-{seed}", sets, (GOAL,) if variant else targets)
 
     jobs = [job(None, seed) for seed in seeds] + [job(name, seed) for name in names for seed in seeds]
-    return Plan(ablation, base, request.profile, base / FOLDER / request.name, tuple(jobs))
+    results = f"{request.name}-part" if request.is_part_of(ablation) else request.name
+    return Plan(ablation, base, request.profile, base / FOLDER / results, tuple(jobs))
 
 
 def shared_targets(base: Path) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from flows import signals
 from flows.ablation.job import Ended
 from flows.ablation.plan import Job, Request, definition, make_plan
 from flows.ablation.pool import run_jobs
-from flows.initialise import ensure_dvc
 from rlhf_core.errors import ConfigError
 
 TOY = """
@@ -70,6 +69,8 @@ def make_base(folder: Path) -> Path:
     (folder / "params.yaml").write_text(PARAMS)
     (folder / "dvc.yaml").write_text(PIPELINE.format(toy=folder / "toy.py"))
     (folder / "ablation.yaml").write_text(ABLATION)
+    (folder / ".dvc").mkdir()  # what `dvc init` would take a second for
+    (folder / ".dvc" / "config").write_text("[core]\n    no_scm = True\n    analytics = false\n")
     return folder
 
 
@@ -120,6 +121,7 @@ def test_stopped_and_killed_it_goes_on_where_it_was(tmp_path: Path) -> None:
         (("--seeds", "x"), "'x' is no seed"),
         (("--set", "ppo.kl.coeficient=1"), "did you mean 'coefficient'?"),
         (("--docs",), "docs/ablation.md does not exist"),
+        (("--docs", "--variants", "a"), "--docs takes the whole ablation"),
         (("--file", "missing.yaml"), "missing.yaml does not exist"),
     ],
 )
@@ -132,20 +134,28 @@ def test_mistakes_are_one_line_before_anything_runs(tmp_path: Path, words: tuple
 
 def test_a_variants_own_change_wins_over_set_and_common(tmp_path: Path) -> None:
     base = make_base(tmp_path)
-    ensure_dvc(base)
     request = Request(sets=("ppo.kl.coefficient=0.5", "ppo.iterations=3"), variants=("b",), seeds=(1, 2))
     plan = make_plan(base, request, definition(base, request))
     assert [(job.variant, job.seed) for job in plan.jobs] == [(None, 1), (None, 2), ("b", 1), ("b", 2)]
     shared, own = plan.jobs[0], plan.jobs[-1]
     assert shared.targets == ("collect",) and own.targets == ("evaluate",)
     assert own.sets == ("ppo.kl.coefficient=0.5", "ppo.iterations=3", "seed=2", "ppo.kl.coefficient=0.2")
-    assert plan.folder != base / "ablation" / "demo"
+    assert plan.folder.name == f"{request.name}-part" and request.name != "demo"
+
+
+@pytest.mark.parametrize(
+    ("variants", "seeds", "part"), [((), (), False), (("a",), (), True), ((), (8,), True), ((), (8, 7), False)]
+)
+def test_results_of_a_part_never_replace_those_of_the_whole(
+    tmp_path: Path, variants: tuple[str, ...], seeds: tuple[int, ...], part: bool
+) -> None:
+    request = Request(variants=variants, seeds=seeds)
+    assert request.is_part_of(definition(make_base(tmp_path), request)) is part
 
 
 def test_a_pipeline_without_ppo_is_refused(tmp_path: Path) -> None:
     base = make_base(tmp_path)
     (base / "dvc.yaml").write_text("stages:\n  evaluate: {cmd: 'true', outs: [x]}\n")
-    ensure_dvc(base)
     with pytest.raises(ConfigError, match="no stage 'ppo'"):
         make_plan(base, Request(), definition(base, Request()))
 

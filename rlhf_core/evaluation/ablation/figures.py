@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from rlhf_core.config.ablation import FigurePlan
 from rlhf_core.config.ablation_metrics import CURVES, METRICS
@@ -21,6 +22,8 @@ from rlhf_core.evaluation.ablation.results import Result
 COLUMNS = 3
 PANEL = (4.6, 3.1)
 COLOURS = colormaps["tab10"]
+SPARSE = 6  # curves of so few points get marks
+WIDE = 10.0  # values above it are drawn on a logarithmic scale, where a curve allows that
 
 
 def draw(path: Path, plan: FigurePlan, results: Sequence[Result]) -> bool:
@@ -51,12 +54,16 @@ def _draw_curve(panel: Axes, name: str, plan: FigurePlan, variants: Sequence[str
         found = curve([r for r in results if r.run.variant == variant], name)
         if found is not None:
             x, y = found
-            panel.plot(x, y.mean(axis=0), color=_colour(plan, variant), linewidth=1.4)
+            marker = "o" if len(x) <= SPARSE else ""
+            panel.plot(x, y.mean(axis=0), color=_colour(plan, variant), linewidth=1.4, marker=marker, markersize=4)
             panel.fill_between(x, y.min(axis=0), y.max(axis=0), color=_colour(plan, variant), alpha=0.12, linewidth=0)
     panel.set_title(CURVES[name].label, fontsize=10)
     panel.set_xlabel("iteration", fontsize=8)
-    if CURVES[name].log:
+    if CURVES[name].log and panel.get_ylim()[1] > WIDE:
+        lowest = panel.get_ylim()[0]
         panel.set_yscale("symlog", linthresh=1.0)
+        panel.set_ylim(bottom=min(max(lowest, -1.0), 0.0))
+        panel.yaxis.set_major_formatter("{x:g}")
     _quiet(panel)
 
 
@@ -83,9 +90,13 @@ def _draw_ends(panel: Axes, name: str, plan: FigurePlan, variants: Sequence[str]
             panel.plot([shown.low, shown.high], [place, place], color=colour, linewidth=2)
         panel.plot([shown.mean], [place], "o", color=colour, markersize=6)
     panel.set_yticks(range(len(variants)), list(reversed(variants)), fontsize=7)
+    panel.set_ylim(-0.6, len(variants) - 0.4)
     panel.set_title(metric.label, fontsize=10)
     if metric.kind == "ratio":
         panel.set_xscale("log")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.xaxis.set_minor_formatter(NullFormatter())
     _quiet(panel)
 
 

@@ -41,7 +41,7 @@ class Evidence:
     def measured(self) -> str:
         """The interval in words."""
         if self.interval.n < 2:
-            return f"{self.interval.n} seed{'s' * (self.interval.n != 1)}: no interval"
+            return "one seed: no interval" if self.interval.n else "not run"
         low, high = self.interval.low, self.interval.high
         return f"{self.interval.mean:.3g}, 95 % {low:.3g} to {high:.3g}, {self.interval.n} seeds"
 
