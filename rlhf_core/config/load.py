@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from rlhf_core.config import yaml_text
 from rlhf_core.config.base import BaseConfig
@@ -19,6 +19,7 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.problems import describe
 from rlhf_core.config.report import ReportConfig
 from rlhf_core.config.reward import RefereeConfig, RewardConfig
+from rlhf_core.config.rule_changes import rules_for
 from rlhf_core.config.sft import SftConfig
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.errors import ConfigError
@@ -47,6 +48,16 @@ class Params(Strict):
     registry: RegistryConfig = RegistryConfig()
     tracking: TrackingConfig = TrackingConfig()
     flow: FlowConfig = FlowConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Params:
+        """What no section can tell alone. The rules are looked at here and not in PPO's own model, because critic
+        pre-training reads that model too, and a changed rule must not run it again."""
+        try:
+            rules_for(self.ppo)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
 
 
 def check_params(document: Any, name: str = PARAMS_FILE) -> Params:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from rlhf_core.config.health import HealthConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict
 
 
@@ -106,12 +107,6 @@ class SelectionConfig(Strict):
     max_kl: PositiveFloat = 6.0
     max_length_ratio: PositiveFloat = 1.6
     max_repetition_increase: NonNegativeFloat = 0.02
-
-
-class HealthConfig(Strict):
-    """``enforce`` stops on a pause rule; ``report`` only records findings."""
-
-    mode: Literal["enforce", "report"] = "enforce"
 
 
 class PpoUnits(Strict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -24,6 +24,8 @@ def describe(error: ValidationError, model: type[BaseModel], prefix: str) -> str
 def _line(problem: Any, model: type[BaseModel], prefix: str) -> str:
     location = [str(part) for part in problem["loc"]]
     path = ".".join([prefix, *location]) if prefix else ".".join(location)
+    if not path:
+        return str(problem["msg"].removeprefix("Value error, "))
     if problem["type"] == "extra_forbidden":
         owner = _model_at(model, location[:-1])
         return f"unknown parameter '{path}'; {nearest(location[-1], _names(owner))}"
@@ -41,14 +43,17 @@ def _names(model: type[BaseModel] | None) -> list[str]:
 
 
 def _model_at(model: type[BaseModel] | None, location: list[str]) -> type[BaseModel] | None:
-    """The model that lies at ``location`` inside ``model``, through optional and tuple annotations."""
+    """The model that lies at ``location`` inside ``model``, through optional, tuple and mapping annotations."""
+    is_key = False  # whether the next part is a key of a mapping's own, which no model declares
     for part in location:
         if model is None:
             return None
-        if part.isdigit():
+        if is_key or part.isdigit():
+            is_key = False
             continue
         field = next((f for name, f in model.model_fields.items() if part in (name, f.alias)), None)
         model = _first_model(field.annotation) if field else None
+        is_key = field is not None and get_origin(field.annotation) is dict
     return model
 
 

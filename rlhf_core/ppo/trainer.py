@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +20,16 @@ from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.health import signals
 from rlhf_core.ppo.kl import KlController
 from rlhf_core.ppo.rewards import RunningMoments
+from rlhf_core.ppo.rollback import Journal, Rollback, Rollbacks
 from rlhf_core.ppo.rollout import Actors, Scorer, collect, sequence_figures
-from rlhf_core.ppo.state import Lines, RunFiles, save_best
+from rlhf_core.ppo.state import Lines, RunFiles, prune_best, save_best
 from rlhf_core.ppo.update import Learner, first_ratio, update
 from rlhf_core.progress import Progress, progress
 from rlhf_core.tracking import Tracker
+from rlhf_core.training.engine import MAX_NONFINITE_IN_A_ROW
 from rlhf_core.training.rng import derive_seed
+
+logger = logging.getLogger(__name__)
 
 SAMPLES = 8
 # Of the selection's figures these are signals of their own; the others would collide with those of the rollout.
@@ -84,7 +89,10 @@ class Trainer:
         engines = {"policy": self.learner.policy_engine, "critic": self.learner.critic_engine}
         lines = {"history": self.history, "samples": self.samples}
         self.files = RunFiles(self.work / "checkpoints", engines, lines, config.checkpoint.keep)
-        self.done = 0
+        self.journal = Journal(self.work / "rollbacks.json")
+        self.rollbacks = Rollbacks(config.health, self.monitor, self.files, self.journal)
+        self.done, self.best = 0, 0
+        self.unreported: list[dict[str, Any]] = []  # rollbacks that no row of the history tells of yet
 
     def run(self) -> None:
         """Train to the configured number of iterations, resuming where an earlier process stopped.
@@ -93,6 +101,8 @@ class Trainer:
         last checkpoint before that is kept, so the same run pauses again at the same place.
         """
         self._resume()
+        if self.rollbacks.armed and not self.files.metas():
+            self._save()  # the start, to which a rule that fires early goes back
         total = self.config.iterations
         with progress(total, "ppo") as shown:
             if self.done:
@@ -106,23 +116,32 @@ class Trainer:
         rows, experience = self._collect(iteration, seconds)
         coefficient = self.controller.value
         started = time.perf_counter()
-        figures = update(self.learner, experience, coefficient, iteration)
+        figures, stopped = self._update(experience, coefficient, iteration)
         seconds["seconds_update"] = time.perf_counter() - started
         texts = [self.prompts.decode(ids) for ids in _replies(experience)]
         row = self._signals(experience, texts, figures) | {"kl_coefficient": coefficient}
         self.controller.update(row["kl"], len(experience))
         self.done += 1
-        if self._due(self.config.selection.every):
+        if self._due(self.config.selection.every) and stopped is None:
             started = time.perf_counter()
             row |= self._select()
             seconds["seconds_selection"] = time.perf_counter() - started
             self._sample(rows, texts, experience.scores)
         findings = self.monitor.observe(self.done, row)
         self._record(row, seconds, findings)
-        shown.advance(1, reward=row["reward_mean"], kl=row["kl"], length=row["length"])
-        self._pause_if_told(findings)
-        if self._due(self.config.checkpoint.every):
+        if not self._rolled_back(findings, stopped) and self._due(self.config.checkpoint.every):
             self._save()
+        shown.advance(self.done - iteration, reward=row["reward_mean"], kl=row["kl"], length=row["length"])
+
+    def _update(
+        self, experience: Experience, coefficient: float, iteration: int
+    ) -> tuple[dict[str, float], TrainingPaused | None]:
+        """The figures of the update, and what stopped it when steps kept being non-finite: health rules come first."""
+        try:
+            return update(self.learner, experience, coefficient, iteration), None
+        except TrainingPaused as stopped:
+            skipped = float(MAX_NONFINITE_IN_A_ROW)
+            return {"nonfinite_in_a_row": skipped, "skipped_steps": skipped}, stopped
 
     def _due(self, every: int) -> bool:
         return self.done % every == 0 or self.done == self.config.iterations
@@ -134,7 +153,8 @@ class Trainer:
             self.actors,
             [self.prompts.ids[row] for row in rows],
             range(iteration * size, (iteration + 1) * size),
-            derive_seed(config.seed, "ppo", "rollout"),
+            # After a rollback other replies are drawn, so that one unlucky draw does not fail the run twice.
+            derive_seed(config.seed, "ppo", "rollout", *([len(self.journal)] if len(self.journal) else [])),
             self.learner.sampling,
             config.units,
             self.moments,
@@ -168,6 +188,8 @@ class Trainer:
         verdict = self.selector.consider(self.done, self.learner.policy)
         if verdict.keep:
             save_best(self.work / "best", self.done, self.learner.policy_engine.full_weights())
+            self.best = self.done
+            prune_best(self.work / "best", {self.best} | self.rollbacks.needed_best())
         return {
             name if name in SELECTION_SIGNALS else f"selection_{name}": value for name, value in verdict.figures.items()
         }
@@ -176,7 +198,9 @@ class Trainer:
         self.tracker.log_metrics(row | seconds, step=self.done)
         listed = [finding.as_dict() for finding in findings]
         self.findings += listed
-        self.history.append({"iteration": self.done} | row | seconds | {"findings": listed})
+        told = {"rollbacks": self.unreported} if self.unreported else {}
+        self.history.append({"iteration": self.done} | row | seconds | {"findings": listed} | told)
+        self.unreported = []
 
     def _sample(self, rows: list[int], texts: list[str], scores: Tensor) -> None:
         for row, text, score in list(zip(rows, texts, scores.tolist(), strict=True))[:SAMPLES]:
@@ -184,11 +208,31 @@ class Trainer:
                 {"iteration": self.done, "prompt": self.prompts.texts[row], "reply": text, "score": score}
             )
 
-    def _pause_if_told(self, findings: list[Finding]) -> None:
-        stopping = [finding for finding in findings if finding.stops]
-        if stopping and self.config.health.mode == "enforce":
+    def _rolled_back(self, findings: list[Finding], stopped: TrainingPaused | None) -> bool:
+        """Whether the run went back to a healthy checkpoint. ``TrainingPaused`` when it must neither go on nor back."""
+        stopping = [finding for finding in findings if finding.stops] if self.config.health.mode == "enforce" else []
+        obstacle = ""
+        if stopping and all(finding.action == "rollback" for finding in stopping):
+            target, obstacle = self.rollbacks.target(stopping)
+            if target is not None:
+                self._roll_back(stopping[0], target)
+                return True
+        if stopped is not None:
+            raise stopped
+        if stopping:
             others = f" (and {len(stopping) - 1} more)" if len(stopping) > 1 else ""
-            raise TrainingPaused(f"ppo paused: {stopping[0]}{others} The last checkpoint before it is kept.")
+            raise TrainingPaused(f"ppo paused: {stopping[0]}{others}{obstacle} The last checkpoint before it is kept.")
+        return False
+
+    def _roll_back(self, finding: Finding, target: int) -> None:
+        """Go back to the checkpoint of iteration ``target``; what was abandoned moves into the journal."""
+        rows, samples = (
+            [row for row in lines.rows() if row["iteration"] > target] for lines in (self.history, self.samples)
+        )
+        logger.warning("ppo goes back from iteration %d to %d: %s", self.done, target, finding)
+        self.tracker.log_metrics({"rollback_to": target}, step=self.done)
+        self.journal.add(Rollback(self.done, target, finding.as_dict(), rows, samples))
+        self._resume()
 
     def _save(self) -> None:
         meta = {
@@ -197,20 +241,31 @@ class Trainer:
             "monitor": self.monitor.state(),
             "selector": self.selector.state(),
             "findings": self.findings,
+            "best": self.best,
+            "rollbacks": len(self.journal),
         }
-        self.files.save(self.done, meta)
+        self.files.save(self.done, meta, self.rollbacks.keep_from(self.done))
+        prune_best(self.work / "best", {self.best} | self.rollbacks.needed_best())
 
     def _resume(self) -> None:
+        """Restore the newest checkpoint that no rollback abandoned, adjusted by the rollbacks that it has not seen."""
+        self.rollbacks.drop_abandoned()
         found = self.files.load()
         if found is None:
+            self.journal.clear()
             return
         self.done, meta = found
         for name, value in RunningMoments.from_dict(meta["moments"]).to_dict().items():
             setattr(self.moments, name, value)
-        self.controller.value = float(meta["coefficient"])
         self.monitor.load_state(meta["monitor"])
         self.selector.load_state(meta["selector"])
-        self.findings = list(meta["findings"])
+        self.best = int(meta["best"])
+        new = self.journal.entries[meta["rollbacks"] :]
+        self.findings = [*meta["findings"], *(entry.finding for entry in new)]
+        self.unreported = [entry.record() | {"finding": entry.finding} for entry in new]
+        self.controller.value = float(meta["coefficient"]) * self.journal.factor("kl_coefficient", meta["rollbacks"])
+        for engine in self.files.engines.values():
+            engine.lr_factor = self.journal.factor("lr")
 
 
 def _replies(experience: Experience) -> list[list[int]]:

@@ -13,13 +13,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PpoConfig, SelectionConfig
+from rlhf_core.config.rule_changes import rules_for
 from rlhf_core.data.chat import decode_reply, encode_dialogue, encode_reply, pad_id
 from rlhf_core.data.schema import Demonstration, PretrainText, Prompt, read_rows
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.evaluation.model_judge import ModelJudge
 from rlhf_core.evaluation.replies import unfiltered_replies
 from rlhf_core.evaluation.selection import Candidate, Choice, SelectionEvaluator, candidate, choose
-from rlhf_core.files import atomic_write_json, read_json
+from rlhf_core.files import atomic_write_json, atomic_write_lines, read_json
 from rlhf_core.models.base import load_policy, save_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.diagnosis import Monitor
@@ -52,6 +53,7 @@ STAGE = Stage(
         "model": "models/policy",
         "metrics": "metrics/ppo.json",
         "history": "history/ppo.jsonl",
+        "abandoned": "history/ppo_abandoned.jsonl",
         "samples": "samples/ppo.jsonl",
     },
 )
@@ -109,22 +111,25 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> d
     except TrainingPaused:
         publish_lines(trainer, outputs)  # the report of a paused run shows its curves
         raise
-    iteration, weights = load_best(outputs.work / "best")
-    load_weights(policy, weights)
+    load_weights(policy, load_best(outputs.work / "best", choice.candidate.iteration))
     save_policy(outputs.model, policy, tokenizer)
     publish_lines(trainer, outputs)
     tracker.log_artifact(outputs.samples, "samples")
     tracker.set_tags({"rlhf.selection": choice.reason})
-    metrics = summary(trainer, choice, iteration)
+    metrics = summary(trainer, choice)
     atomic_write_json(outputs.metrics, metrics)
     return metrics
 
 
 def publish_lines(trainer: Trainer, outputs: Paths) -> None:
-    """Copy history and samples from the partial state to their places."""
-    for source, target in ((trainer.history, outputs.history), (trainer.samples, outputs.samples)):
-        if source.path.exists():
-            shutil.copyfile(source.path, target)
+    """Copy history and samples from the partial state to their places.
+
+    What rollbacks abandoned comes along, marked with the number of its ``rollback``: rows in a file of their own, so
+    that curves stay right, and samples after the others.
+    """
+    shutil.copyfile(trainer.history.path, outputs.history)
+    atomic_write_lines(outputs.abandoned, trainer.journal.abandoned("rows"))
+    atomic_write_lines(outputs.samples, [*trainer.samples.rows(), *trainer.journal.abandoned("samples")])
 
 
 def make_trainer(
@@ -150,7 +155,7 @@ def make_trainer(
         actors=Actors(policy, reference, critic, model_scorer(reward, units.micro_batch_size)),
         prompts=Prompts(prompt_ids, [row.prompt[-1].content for row in rows], lambda ids: decode(tokenizer, ids)),
         moments=RunningMoments.from_dict(read_json(inputs.critic / "reward_moments.json")),
-        monitor=Monitor({"kl": config.selection.max_kl, "max_new_tokens": config.max_new_tokens}),
+        monitor=Monitor({"kl": config.selection.max_kl, "max_new_tokens": config.max_new_tokens}, rules_for(config)),
         selector=selector,
         tracker=tracker,
         work=work,
@@ -237,18 +242,20 @@ def load_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) ->
             parameter.copy_(weights[name])
 
 
-def summary(trainer: Trainer, choice: Choice, iteration: int) -> dict[str, Any]:
-    """``metrics/ppo.json``: the selected checkpoint, the last iteration, and what the monitor found."""
+def summary(trainer: Trainer, choice: Choice) -> dict[str, Any]:
+    """``metrics/ppo.json``: the selected checkpoint, the last iteration, what the monitor found, each rollback."""
     rows = trainer.history.rows()
     last = {name: value for name, value in rows[-1].items() if isinstance(value, int | float)}
     selected = {name: value for name, value in choice.as_dict().items() if isinstance(value, int | float)}
-    return {
+    returns = {f"rollback_{n}": entry.record() for n, entry in enumerate(trainer.journal.entries, start=1)}
+    return returns | {
         "iterations": trainer.done,
-        "selected_iteration": iteration,
+        "selected_iteration": choice.candidate.iteration,
         "admissible": int(choice.admissible),
         "skipped_steps": sum(row["skipped_steps"] for row in rows),
         "findings": len(trainer.findings),
-        "pauses": sum(finding["action"] != "warn" for finding in trainer.findings),
+        "pauses": sum(finding["action"] == "pause" for finding in trainer.findings),
+        "rollbacks": len(trainer.journal),
         "reward_gain": last["reward_mean"] - rows[0]["reward_mean"],
         "selected": finite({name: value for name, value in selected.items() if not isinstance(value, bool)}),
         "last": last,

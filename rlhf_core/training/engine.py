@@ -40,13 +40,17 @@ class EngineState:
 
 
 class Engine(Protocol):
-    """What trainers know. ``steps`` counts optimiser steps, ``skipped_steps`` those of them that were skipped."""
+    """What trainers know. ``steps`` counts optimiser steps, ``skipped_steps`` those of them that were skipped.
+
+    ``lr_factor`` multiplies the scheduled rate; it is the trainer's to set, and no part of the state.
+    """
 
     model: nn.Module
     name: str
     steps: int
     skipped_steps: int
     max_grad_norm: float | None
+    lr_factor: float
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss`` (a scalar). A non-finite loss condemns the step instead."""
@@ -85,6 +89,7 @@ class LocalEngine:
         self.model, self.config, self.total_steps, self.name = model, config, total_steps, name
         self.warmup_steps = warmup_steps
         self.max_grad_norm = config.max_grad_norm
+        self.lr_factor = 1.0
         self.optimizer = build_adamw(model, config)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.steps = self.skipped_steps = self.nonfinite_in_a_row = 0
@@ -110,7 +115,7 @@ class LocalEngine:
         A skipped step counts in the schedule: the rate stays a function of the trainer's step number.
         ``TrainingPaused`` after three skipped steps in a row.
         """
-        rate = lr_at(self.steps, self.total_steps, self.config, self.warmup_steps)
+        rate = self.lr_factor * lr_at(self.steps, self.total_steps, self.config, self.warmup_steps)
         self.steps += 1
         finite = math.isfinite(grad_norm)
         if finite:
@@ -159,7 +164,9 @@ class LocalEngine:
         return EngineState(tensors, meta)
 
     def load_state(self, state: EngineState) -> None:
-        """The inverse of :meth:`state`; ``CheckpointError`` when the tensors are of another model."""
+        """The inverse of :meth:`state`; gradients are cleared. ``CheckpointError`` when it is of another model."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.condemned = None
         parameters = dict(self.model.named_parameters())
         saved = {name.removeprefix("weights.") for name in state.tensors if name.startswith("weights.")}
         if saved != set(parameters):

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.config.default_rules import DEFAULT_RULES
 from rlhf_core.config.load import Params, check_params, load_section
 from rlhf_core.config.overlay import merge, workspace_name
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.rule_changes import rules_for
 from rlhf_core.config.sft import SftConfig
 from rlhf_core.errors import ConfigError
 
@@ -32,6 +35,59 @@ def test_problems_are_told_with_path_and_remedy(document: dict, expected: str) -
         check_params(document)
     assert expected in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def told(**rules: dict) -> dict:
+    return {"ppo": {"health": {"rules": rules}}}
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        (told(kl_runawy={}), "unknown health rule 'ppo.health.rules.kl_runawy'; did you mean 'kl_runaway'?"),
+        (told(kl_runaway={"actoin": "warn"}), "'ppo.health.rules.kl_runaway.actoin'; did you mean 'action'?"),
+        (told(kl_runaway={"action": "stop"}), "should be 'ignore', 'warn', 'pause' or 'rollback' (got 'stop')"),
+        (told(kl_runaway={"threshold": "2"}), "must be a number, or a mapping from a check's metric to a number"),
+        (told(kl_runaway={"window": 0}), "'ppo.health.rules.kl_runaway.window': input should be greater than 0"),
+        (told(kl_runaway={"adjust": {"rl": 0.5}}), "'ppo.health.rules.kl_runaway.adjust.rl'; did you mean 'lr'?"),
+        (told(length_growing={"threshold": 2}), "2 checks; write it as {length: …, reward_length_correlation: …}"),
+        (told(length_growing={"threshold": {"kl": 2}}), "no check 'kl'; known names: length, reward_length_corr"),
+        (told(length_at_limit={"threshold": {"length": 2}}), "no check 'length'; did you mean 'length of start'?"),
+        (told(loss_not_finite={"threshold": 2}), "has no threshold"),
+        (told(kl_negative={"action": "rollback"}), "the rule names nothing that a rollback changes"),
+        (told(kl_runaway={"action": "rollback", "adjust": {}}), "would only repeat what failed"),
+        ({"ppo": {"kl": {"coefficient": 0.0}, "health": {"rules": {"kl_runaway": {
+            "action": "rollback", "adjust": {"kl_coefficient": 2.0}}}}}}, "it multiplies a KL coefficient of 0"),
+        ({"ppo": {"health": {"max_rollbacks": 0, "rules": {"kl_runaway": {"action": "rollback"}}}}},
+         "max_rollbacks 0 could only pause"),
+    ],
+)  # fmt: skip
+def test_problems_with_health_rules_are_told_before_anything_runs(document: dict, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_params(document)
+    assert expected in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_rules_are_changed_by_name_and_the_others_stay() -> None:
+    changes = {
+        "kl_runaway": {"action": "rollback", "window": 5, "threshold": 1.2, "adjust": {"lr": 0.25}},
+        "length_at_limit": {"threshold": {"length of start": 2.0}},
+        "mode_collapse": {"action": "ignore"},
+        "reference_perplexity_runaway": {"action": "rollback"},
+        "reward_flat": {"after": 50},
+    }
+    rules = {rule.name: rule for rule in rules_for(check_params(told(**changes)).ppo)}
+    default = {rule.name: rule for rule in DEFAULT_RULES}
+    runaway = rules["kl_runaway"]
+    assert (runaway.action, runaway.adjust, runaway.severity) == ("rollback", (("lr", 0.25),), "critical")
+    assert [(check.window, check.bound, check.of) for check in runaway.checks] == [(5, 1.2, "limit:kl")]
+    assert [check.bound for check in rules["length_at_limit"].checks] == [0.85, 2.0]
+    assert dict(rules["reference_perplexity_runaway"].adjust) == {"kl_coefficient": 2.0, "lr": 0.5}
+    assert rules["reward_flat"].after == 50 and rules["reward_flat"].checks == default["reward_flat"].checks
+    assert set(default) - set(rules) == {"mode_collapse"}
+    assert all(rules[name] == default[name] for name in set(default) - set(changes))
+    assert rules_for(PpoConfig()) == DEFAULT_RULES and not any(rule.action == "rollback" for rule in DEFAULT_RULES)
 
 
 def test_each_of_several_problems_has_its_line() -> None:
