@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -41,13 +41,16 @@ def _names(model: type[BaseModel] | None) -> list[str]:
 
 
 def _model_at(model: type[BaseModel] | None, location: list[str]) -> type[BaseModel] | None:
-    """The model that lies at ``location`` inside ``model``, through optional and tuple annotations."""
+    """The model that lies at ``location`` inside ``model``, through optional, tuple and mapping annotations."""
+    names_a_key = False
     for part in location:
         if model is None:
             return None
-        if part.isdigit():
+        if part.isdigit() or names_a_key:
+            names_a_key = False
             continue
         field = next((f for name, f in model.model_fields.items() if part in (name, f.alias)), None)
+        names_a_key = field is not None and get_origin(field.annotation) is dict
         model = _first_model(field.annotation) if field else None
     return model
 
