@@ -1,12 +1,13 @@
 """Handing a stage to a work pool: one flow run per attempt, and one at a time for what several pipelines compute alike.
 
 Prefect answers an idempotency key that it has seen with the old flow run, whatever became of it. So the key of a shared
-computation names the run before it: while a run is under way everybody gets that one, and once it has ended, well or
-badly, the next submission makes a new one.
+computation holds the runs of it that have ended: while one is under way everybody gets that one, and once it has ended,
+well or badly, the next submission makes a new one.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from prefect.deployments import run_deployment
 from flows.deploy import job_deployment
 from rlhf_core.config.placement import Placement
 
-FIRST = "first"
+RECENT = 200
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,14 @@ def claim(client: SyncPrefectClient, job: Job) -> FlowRun:
     """The flow run to wait for: the one under way for this computation, else a new one of this job's own.
 
     Between the look and the submission somebody else's run may begin (then that one is the answer, by its key) or end
-    (then the look is repeated). Should the server's order of ids ever keep that from settling, the job runs by itself.
+    (then the look is repeated). Should that not settle, the job runs by itself.
     """
     if job.computation is None:
         return _create(job, job.attempt, [])
     for _ in range(3):
         known = _tagged(client, job.tag)
         active = next((run for run in known if not _ended(run)), None)
-        run = active or _create(job, f"{job.tag}:{known[0].id if known else FIRST}", [job.tag])
+        run = active or _create(job, _key_after(job.tag, known), [job.tag])
         if not _ended(run):
             return run
     return _create(job, job.attempt, [job.tag])
@@ -67,9 +68,15 @@ def is_own(run: FlowRun, job: Job) -> bool:
 
 
 def _tagged(client: SyncPrefectClient, tag: str) -> list[FlowRun]:
-    """Flow runs with ``tag``, newest first (ids begin with the time)."""
+    """The latest flow runs with ``tag``."""
     with_tag = FlowRunFilter(tags=FlowRunFilterTags(all_=[tag]))
-    return client.read_flow_runs(flow_run_filter=with_tag, sort=FlowRunSort.ID_DESC, limit=50)
+    return client.read_flow_runs(flow_run_filter=with_tag, sort=FlowRunSort.START_TIME_DESC, limit=RECENT)
+
+
+def _key_after(tag: str, ended: Sequence[FlowRun]) -> str:
+    """An idempotency key that everybody who has seen the same runs end comes to, and nobody before."""
+    past = hashlib.sha256("".join(sorted(str(run.id) for run in ended)).encode()).hexdigest()
+    return f"{tag}:{past[:32]}"
 
 
 def _ended(run: FlowRun) -> bool:

@@ -22,7 +22,9 @@ def params(**asked: object) -> Params:
 
 
 def test_a_request_that_would_be_ignored_is_refused_with_stage_and_pool() -> None:
-    with pytest.raises(ConfigError, match=r"pools\.ppo asks for gpus, memory, which the work pool gpu-pool \(type proc"):
+    with pytest.raises(
+        ConfigError, match=r"pools\.ppo asks for gpus, memory, which the work pool gpu-pool \(type proc"
+    ):
         check_requests(pool("process"), params(gpus=8, memory="64Gi"))
     with pytest.raises(ConfigError, match=r"asks for gpus,"):
         check_requests(pool("kubernetes", "image", "memory"), params(gpus=8, memory="64Gi"))
