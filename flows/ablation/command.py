@@ -40,7 +40,7 @@ class Told:
     def __call__(self, ended: Ended) -> None:
         """Tell of one end."""
         self.done += 1
-        if ended.job.variant and ended.state != "skipped":
+        if ended.trained:
             self.seconds.append(ended.seconds)
         done = "trained" if ended.trained else "up to date" if ended.job.variant else "done"
         words = done if ended.ok else ended.state
@@ -56,6 +56,11 @@ class Told:
             return ""
         left = (self.count - self.done) * sum(self.seconds) / len(self.seconds) / self.slots
         return f"; about {max(left / 60, 1):.0f} min to go"
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def listing(base: Path, request: Request) -> str:
@@ -79,7 +84,7 @@ def ablate(base: Path, request: Request, options: Options) -> int:
     with locked(base, LOCK):
         ensure_dvc(base)
         plan, cache = make_plan(base, request, ablation), cache_of(base)
-        slots = options.jobs or len(os.sched_getaffinity(0))
+        slots = options.jobs or cores()
         told = Told(len(plan.jobs), slots)
         told.line(f"{len(plan.jobs)} jobs, {slots} at a time, in {show_path(plan.jobs[0].workspace.parents[1])}")
         ended = run_jobs(plan.jobs, slots, lambda job: run_job(plan, job, cache), told)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from conftest import SmokeRun
 
 from rlhf_core.config.ablation_metrics import CURVES, METRICS
 from rlhf_core.evaluation.ablation.results import Run, read_results
+
+pytestmark = pytest.mark.services
 
 
 def test_every_metric_and_curve_is_found_in_a_real_run(smoke: SmokeRun) -> None:
