@@ -39,13 +39,16 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     """Refresh the code fingerprints that dvc.yaml's stages depend on."""
     from rlhf_core.config.load import load_params
     from rlhf_core.fingerprint import write_fingerprints, write_sources
+    from rlhf_core.ppo.reward_sources.tracked_files import write_tracked_files
     from rlhf_core.stages.names import STAGES
     from rlhf_core.stages.runner import workspace_root
 
     root = workspace_root(workspace)
-    files = load_params(root).collect.files
+    params = load_params(root)
+    files = params.collect.files
     write_fingerprints(root, list(STAGES))
     write_sources(root, [*files.preferences, *files.demonstrations, *files.prompts, *files.pretrain])
+    write_tracked_files(root, params.ppo.reward.sources)
 
 
 @app.command()

@@ -61,14 +61,28 @@ def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
 
 
 def rebase_sources(text: str, origin: Path, target: Path) -> str:
-    """``text`` with the relative sources of ``collect.files``, written for ``origin``, made right for ``target``."""
+    """``text`` with the relative paths of ``collect.files`` and of reward sources, written for ``origin``, made right
+    for ``target``. A workspace's own ``models/`` stay its own."""
     document = yaml_text.parse(text, "params.yaml")
     files = (document.get("collect") or {}).get("files") or {}
     for sources in files.values():
         for position, source in enumerate(sources or []):
             if not source.startswith("hub:") and not os.path.isabs(source):
                 sources[position] = os.path.relpath(origin / source, target)
+    for reward_source in ((document.get("ppo") or {}).get("reward") or {}).get("sources") or []:
+        for key in reward_source.keys() & {"path", "model"}:
+            reward_source[key] = _rebase_model(reward_source[key], origin, target)
+        if "paths" in reward_source:
+            reward_source["paths"] = [_rebase_model(path, origin, target) for path in reward_source["paths"]]
     return yaml_text.dump(document)
+
+
+def _rebase_model(path: str, origin: Path, target: Path) -> str:
+    """A folder that exists at ``origin``, seen from ``target``; anything else may be a hub id and stays as it is."""
+    if path.startswith(("models/", "~")) or os.path.isabs(path) or not (origin / path).is_dir():
+        return path
+    moved = os.path.relpath(origin / path, target)
+    return f"./{moved}" if moved.startswith("models/") else moved
 
 
 def workspace_name(profile: str, sets: Sequence[str]) -> str:

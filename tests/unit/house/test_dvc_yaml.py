@@ -41,4 +41,4 @@ def test_files_and_parameters_agree(name: str) -> None:
 
 def test_the_fingerprint_of_every_stage_is_an_out_of_the_first() -> None:
     outs = names(stages()["fingerprint"]["outs"])
-    assert outs == {f".fingerprints/{name}.txt" for name in (*STAGES, "sources")}
+    assert outs == {f".fingerprints/{name}.txt" for name in (*STAGES, "sources", "reward_sources")}
