@@ -36,5 +36,5 @@ bench: setup
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) work workspaces .rlhf .fingerprints data/raw data/clean data/docs data/quarantine.parquet \
+	rm -rf $(VENV) work workspaces ablation .rlhf .fingerprints data/raw data/clean data/docs data/quarantine.parquet \
 	  models metrics gates plots history samples report.html mlflow.db mlartifacts

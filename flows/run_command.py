@@ -61,7 +61,7 @@ class _Run:
 
     def __init__(self, workspace: Path, params: Params, options: RunOptions, display: Display) -> None:
         self.workspace, self.params, self.options, self.display = workspace, params, options, display
-        self.pools = sorted(set(params.pools.values()))
+        self.pools = params.pool_names()
         self.events: list[dict[str, Any]] = []
         self.restarts = 0
         self.reader = EventReader(new_events_file(workspace))
@@ -95,16 +95,18 @@ class _Run:
 
     def _prepare(self, services: Services) -> None:
         """Wait for the server; pools, deployments and, where nobody else serves a pool, a worker."""
-        from flows import admin, deploy  # takes a second, in which the server starts
+        from flows import admin, deploy, hooks, pools  # takes a second, in which the server starts
 
         if services.embedded:
             wait_for_server(services, signals.STOP.is_set)
             if swept := admin.sweep_runs():
                 self.display.line(f"marked {swept} unfinished Prefect runs of an earlier run as ended")
-        deploy.deploy_jobs(self.workspace, self.pools)
+        else:
+            hooks.ensure_zombie_automation()
+        deploy.deploy_jobs(self.workspace, self.params)
         for pool in self.pools:
-            if services.embedded or deploy.needs_worker(pool):
-                services.start_worker(pool)
+            if services.embedded or pools.needs_worker(pool):
+                services.start_worker(pool, self.params.pool_limit(pool))
 
     def _start_flow(self) -> Guarded:
         command = [sys.executable, "-m", "flows.run_flow", str(self.workspace)]
@@ -147,7 +149,7 @@ class _Run:
         self.restarts += 1
         self.display.line(f"the worker of {pool} ended (status {status}), its job with it; starting another worker")
         admin.crash_pool_runs(pool, "the worker and its job were killed")
-        services.start_worker(pool)
+        services.start_worker(pool, self.params.pool_limit(pool))
 
     def _stop(self, services: Services, stopped: bool) -> None:
         if stopped:

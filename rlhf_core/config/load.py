@@ -15,6 +15,7 @@ from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.gates import GatesConfig
 from rlhf_core.config.model import StageConfig, Strict
 from rlhf_core.config.operations import ComputeConfig, FlowConfig, RegistryConfig, TrackingConfig
+from rlhf_core.config.placement import PlacementOrPool, WorkPoolConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.problems import describe
 from rlhf_core.config.report import ReportConfig
@@ -44,7 +45,8 @@ class Params(Strict):
     evaluate: EvaluateConfig = EvaluateConfig()
     report: ReportConfig = ReportConfig()
     compute: ComputeConfig = ComputeConfig()
-    pools: dict[str, str] = {}
+    pools: dict[str, PlacementOrPool] = {}
+    work_pools: dict[str, WorkPoolConfig] = {}
     registry: RegistryConfig = RegistryConfig()
     tracking: TrackingConfig = TrackingConfig()
     flow: FlowConfig = FlowConfig()
@@ -64,6 +66,14 @@ class Params(Strict):
                 "starts as the SFT model; leave critic.init out, or use ppo.critic_mode separate"
             )
         return self
+
+    def pool_names(self) -> list[str]:
+        """The work pools that stages run on, each once."""
+        return sorted({placement.pool for placement in self.pools.values()})
+
+    def pool_limit(self, pool: str) -> int:
+        """How many jobs a pool that is made or served from here takes at a time: one unless ``work_pools`` says."""
+        return self.work_pools.get(pool, WorkPoolConfig()).limit or 1
 
 
 def check_params(document: Any, name: str = PARAMS_FILE) -> Params:

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from rlhf_core.config.health import HealthConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict
+from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
 
 CriticMode = Literal["separate", "shared"]
 
@@ -49,11 +50,13 @@ class KlConfig(Strict):
 
 
 class RewardShapingConfig(Strict):
-    """Scaling or normalisation by running moments, then clip; shaping terms are in standard deviations of reward.
+    """Raw scores from ``sources``, scaled or normalised by running moments, then clipped; shaping terms are in standard
+    deviations of reward.
 
     ``length_penalty`` is subtracted from a reply of ``max_new_tokens`` tokens, and in proportion from shorter ones.
     """
 
+    sources: RewardSources = DEFAULT_SOURCES
     transform: Literal["none", "scale", "normalize"] = "normalize"
     clip: PositiveFloat | None = 2.0
     missing_eos_penalty: NonNegativeFloat = 0.0

@@ -19,6 +19,7 @@ from rlhf_core.ppo.diagnosis import Finding, Monitor
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.health import signals
 from rlhf_core.ppo.kl import KlController
+from rlhf_core.ppo.reward_sources.mixture import source_figures
 from rlhf_core.ppo.rewards import RunningMoments
 from rlhf_core.ppo.rollback import Journal, Rollback, Rollbacks
 from rlhf_core.ppo.rollout import Actors, Scorer, collect, sequence_figures
@@ -176,7 +177,7 @@ class Trainer:
             referee_scores=self.referee(experience.batch) if self.referee is not None else None,
             update=figures,
         )
-        return found | sequence_figures(experience) | {
+        return found | sequence_figures(experience) | source_figures(self.actors.score) | {
             "explained_variance": explained_variance(experience.values, experience.monte_carlo, mask),
             "first_ratio": first_ratio(experience),
             "moments_mean": self.moments.mean,

@@ -11,8 +11,10 @@ from rlhf_core.config.critic import CriticStageConfig
 from rlhf_core.models.base import load_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.critic_pretraining import CriticTrainer
-from rlhf_core.ppo.rollout import Actors, model_scorer
-from rlhf_core.ppo.starting import load_scalar, read_prompts, require_room, sampling_for
+from rlhf_core.ppo.reward_sources import tracked_files
+from rlhf_core.ppo.reward_sources.building import Setting, build_scorer
+from rlhf_core.ppo.rollout import Actors
+from rlhf_core.ppo.starting import read_prompts, require_room, sampling_for
 from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine import LocalEngine
@@ -22,8 +24,15 @@ STAGE = Stage(
     name="critic",
     section="critic",
     config=CriticStageConfig,
-    inputs={"clean": "data/clean", "sft": "models/sft", "reward": "models/reward", "pass_": "gates/reward.pass"},
+    inputs={
+        "clean": "data/clean",
+        "sft": "models/sft",
+        "reward": "models/reward",
+        "pass_": "gates/reward.pass",
+        "reward_sources": tracked_files.FILE,
+    },
     outputs={"model": "models/critic", "metrics": "metrics/critic.json", "history": "history/critic.jsonl"},
+    optional_inputs=frozenset({"reward_sources"}),
 )
 
 
@@ -34,14 +43,15 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
     policy.requires_grad_(False)
     critic = initial_critic(config, inputs)
     units = config.ppo.units
-    _, prompt_ids = read_prompts(inputs.clean / "prompts" / "train.parquet", tokenizer)
+    rows, prompt_ids = read_prompts(inputs.clean / "prompts" / "train.parquet", tokenizer)
     require_room(prompt_ids, units.max_new_tokens, getattr(policy.config, "max_position_embeddings", None))
-    reward = load_scalar(inputs.reward)
+    setting = Setting(inputs.reward, inputs.clean, tokenizer, rows, prompt_ids, units.micro_batch_size, policy.device)
+    score = build_scorer(units.reward.sources, setting)
     steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
     trainer = CriticTrainer(
         config=config,
         units=units,
-        actors=Actors(policy, policy, critic, model_scorer(reward, units.micro_batch_size)),
+        actors=Actors(policy, policy, critic, score),
         critic=critic,
         engine=LocalEngine(critic, config.optimizer, steps, "critic"),
         sampling=sampling_for(tokenizer, units),

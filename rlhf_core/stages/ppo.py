@@ -26,6 +26,8 @@ from rlhf_core.models.base import load_policy, save_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.diagnosis import Monitor
 from rlhf_core.ppo.ptx import PtxData
+from rlhf_core.ppo.reward_sources import tracked_files
+from rlhf_core.ppo.reward_sources.building import Setting, build_scorer
 from rlhf_core.ppo.rewards import RunningMoments
 from rlhf_core.ppo.rollout import Actors, model_scorer
 from rlhf_core.ppo.starting import load_scalar, read_prompts, require_room, sampling_for
@@ -49,6 +51,7 @@ STAGE = Stage(
         "referee": "models/referee",
         "critic": "models/critic",
         "pass_": "gates/reward.pass",
+        "reward_sources": tracked_files.FILE,
     },
     outputs={
         "model": "models/policy",
@@ -57,6 +60,7 @@ STAGE = Stage(
         "abandoned": "history/ppo_abandoned.jsonl",
         "samples": "samples/ppo.jsonl",
     },
+    optional_inputs=frozenset({"reward_sources"}),
 )
 
 
@@ -148,12 +152,14 @@ def make_trainer(
     rows, prompt_ids = read_prompts(inputs.clean / "prompts" / "train.parquet", tokenizer)
     positions = getattr(policy.config, "max_position_embeddings", None)
     require_room(prompt_ids, units.max_new_tokens, positions)
+    setting = Setting(inputs.reward, inputs.clean, tokenizer, rows, prompt_ids, units.micro_batch_size, policy.device)
+    score = build_scorer(units.reward.sources, setting)
     critic = load_critic(config, inputs.critic, policy)
     learner = make_learner(config, inputs, policy, critic, reference, tokenizer)
-    reward, referee = load_scalar(inputs.reward), load_scalar(inputs.referee)
+    referee = load_scalar(inputs.referee)
     return Trainer(
         learner=learner,
-        actors=Actors(policy, reference, critic, model_scorer(reward, units.micro_batch_size)),
+        actors=Actors(policy, reference, critic, score),
         prompts=Prompts(prompt_ids, [row.prompt[-1].content for row in rows], lambda ids: decode(tokenizer, ids)),
         moments=RunningMoments.from_dict(read_json(inputs.critic / "reward_moments.json")),
         monitor=Monitor({"kl": config.selection.max_kl, "max_new_tokens": config.max_new_tokens}, rules_for(config)),

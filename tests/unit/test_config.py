@@ -30,6 +30,14 @@ BASE = "seed: 3\nsft:\n  steps: 5  # few\n  optimizer:\n    lr: 1e-3\n"
         ({"ppo": {"kl": {"estimator": "k3"}}}, "does not give the gradient of the KL"),
         ({"ppo": {"batch_size": 63}}, "batch_size 63 is not a multiple of minibatches 2"),
         ({"ppo": {"critic_mode": "shared"}, "critic": {"init": "reward"}}, "the value head sits on the policy"),
+        ({"pools": {"ppo": {"pool": "g", "gpuz": 1}}}, "unknown parameter 'pools.ppo.gpuz'; did you mean 'gpus'?"),
+        ({"pools": {"ppo": {"pool": "g", "memory": "64 GB"}}}, "write a quantity as Kubernetes does, such as 64Gi"),
+        ({"pools": {"ppo": 3}}, "name a work pool, or give a mapping with pool"),
+        (
+            {"pools": {"ppo": {"pool": "g", "gpus": 1, "variables": {"gpus": 2}}}},
+            "variables repeats gpus, which has a place of its own here",
+        ),
+        ({"work_pools": {"g": {"queue": {}}}}, "unknown parameter 'work_pools.g.queue'; did you mean 'queues'?"),
         ({"gates": {"policy": [{"metric": "kl", "why": "x"}]}}, "give exactly one of at_least, at_most, at_most_of"),
     ],
 )
@@ -141,3 +149,16 @@ def test_broken_yaml_is_one_message(tmp_path: Path, text: str) -> None:
 def test_workspace_name_ignores_the_order_of_overrides() -> None:
     assert workspace_name("demo", []) == "demo"
     assert workspace_name("demo", ["a=1", "b=2"]) == workspace_name("demo", ["b=2", "a=1"]) != "demo"
+
+
+def test_a_pool_may_be_named_alone_or_with_what_the_job_asks_for() -> None:
+    asked = {"pool": "cluster", "queue": "long", "gpus": 8, "memory": "512Gi", "variables": {"priority_class": "low"}}
+    params = check_params({"pools": {"sft": "cluster", "ppo": asked, "reward": "gpu-pool"}})
+    assert params.pools["sft"].pool == "cluster" and params.pools["sft"].job_variables() == {}
+    assert params.pools["ppo"].job_variables() == {"gpus": 8, "memory": "512Gi", "priority_class": "low"}
+    assert params.pool_names() == ["cluster", "gpu-pool"]
+
+
+def test_a_pool_takes_one_job_at_a_time_unless_told_otherwise() -> None:
+    params = check_params({"work_pools": {"cluster": {"limit": 4}}})
+    assert params.pool_limit("cluster") == 4 and params.pool_limit("gpu-pool") == 1

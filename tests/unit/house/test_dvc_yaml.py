@@ -42,7 +42,7 @@ def test_files_and_parameters_agree(name: str) -> None:
 
 def test_the_fingerprint_of_every_stage_is_an_out_of_the_first() -> None:
     outs = names(stages()["fingerprint"]["outs"])
-    assert outs == {f".fingerprints/{name}.txt" for name in (*STAGES, "sources")}
+    assert outs == {f".fingerprints/{name}.txt" for name in (*STAGES, "sources", "reward_sources")}
 
 
 def test_critic_pretraining_runs_again_when_the_units_change_that_it_shares_with_ppo() -> None:
