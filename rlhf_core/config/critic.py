@@ -14,7 +14,8 @@ class CriticConfig(StageConfig):
     """``max_rollouts: 0`` skips pre-training. It ends early once explained variance stays at ``explained_variance`` or
     above for ``patience`` rollouts in a row, or the value loss has not fallen for ``plateau`` rollouts.
 
-    Reward treatment (normalisation, clip, KL, gamma, lambda) is PPO's own, so that values live in PPO's units.
+    Reward treatment (normalisation, clip, KL, gamma, lambda) is PPO's own, so that values live in PPO's units. With
+    ``ppo.critic_mode: shared`` only a value head is trained, on the frozen SFT model, whatever ``init`` says.
     """
 
     init: Literal["reward", "sft"] = "reward"

@@ -59,6 +59,12 @@ class Params(Strict):
             rules_for(self.ppo)
         except ConfigError as error:
             raise ValueError(str(error)) from error
+        given = "init" in self.critic.model_fields_set
+        if self.ppo.critic_mode == "shared" and given and self.critic.init != "sft":
+            raise ValueError(
+                f"critic.init {self.critic.init} with ppo.critic_mode shared: the value head sits on the policy, which "
+                "starts as the SFT model; leave critic.init out, or use ppo.critic_mode separate"
+            )
         return self
 
     def pool_names(self) -> list[str]:

@@ -87,9 +87,8 @@ class Trainer:
         self.config = config
         self.controller = KlController(config.kl)
         self.history, self.samples = Lines(self.work / "history.jsonl"), Lines(self.work / "samples.jsonl")
-        engines = {"policy": self.learner.policy_engine, "critic": self.learner.critic_engine}
         lines = {"history": self.history, "samples": self.samples}
-        self.files = RunFiles(self.work / "checkpoints", engines, lines, config.checkpoint.keep)
+        self.files = RunFiles(self.work / "checkpoints", self.learner.engines, lines, config.checkpoint.keep)
         self.journal = Journal(self.work / "rollbacks.json")
         self.rollbacks = Rollbacks(config.health, self.monitor, self.files, self.journal)
         self.done, self.best = 0, 0
@@ -188,7 +187,7 @@ class Trainer:
     def _select(self) -> dict[str, float]:
         verdict = self.selector.consider(self.done, self.learner.policy)
         if verdict.keep:
-            save_best(self.work / "best", self.done, self.learner.policy_engine.full_weights())
+            save_best(self.work / "best", self.done, self.learner.policy_weights())
             self.best = self.done
             prune_best(self.work / "best", {self.best} | self.rollbacks.needed_best())
         return {

@@ -1,4 +1,7 @@
-"""Critic pre-training: from the reward model (or SFT with a random head) to a value function in PPO's units."""
+"""Critic pre-training: from the reward model (or SFT with a random head) to a value function in PPO's units.
+
+With ``ppo.critic_mode: shared`` PPO takes only the value head from the critic's folder.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +66,18 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
 
 
 def initial_critic(config: CriticStageConfig, inputs: Paths) -> ScalarModel:
-    """The critic before pre-training. A kept unembedding is of no use to it and is dropped."""
-    if config.init == "reward":
+    """The critic before pre-training. A kept unembedding is of no use to it and is dropped.
+
+    With a shared backbone it is the SFT model with a random head, and only the head can be trained.
+    """
+    shared = config.ppo.critic_mode == "shared"
+    if config.init == "reward" and not shared:
         critic = ScalarModel.load(inputs.reward)
     else:
         critic = ScalarModel.from_causal_lm(inputs.sft, derive_seed(config.seed, "critic", "head"))
     critic.unembedding = None
+    if shared:
+        # PPO's policy will be this backbone, so that it must stay what SFT made of it.
+        critic.requires_grad_(False)
+        critic.model.get_submodule("score").requires_grad_(True)
     return critic

@@ -21,6 +21,7 @@ from rlhf_core.evaluation.model_judge import ModelJudge
 from rlhf_core.evaluation.replies import unfiltered_replies
 from rlhf_core.evaluation.selection import Candidate, Choice, SelectionEvaluator, candidate, choose
 from rlhf_core.files import atomic_write_json, atomic_write_lines, read_json
+from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.models.base import load_policy, save_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.diagnosis import Monitor
@@ -153,7 +154,7 @@ def make_trainer(
     require_room(prompt_ids, units.max_new_tokens, positions)
     setting = Setting(inputs.reward, inputs.clean, tokenizer, rows, prompt_ids, units.micro_batch_size, policy.device)
     score = build_scorer(units.reward.sources, setting)
-    critic = ScalarModel.load(inputs.critic)
+    critic = load_critic(config, inputs.critic, policy)
     learner = make_learner(config, inputs, policy, critic, reference, tokenizer)
     referee = load_scalar(inputs.referee)
     return Trainer(
@@ -169,11 +170,17 @@ def make_trainer(
     )
 
 
+def load_critic(config: PpoConfig, path: Path, policy: PreTrainedModel) -> ScalarModel | ActorCritic:
+    """The pre-trained critic, or the policy with its value head where both share a backbone."""
+    critic = ScalarModel.load(path)
+    return ActorCritic.with_head_of(critic, policy) if config.critic_mode == "shared" else critic
+
+
 def make_learner(
     config: PpoConfig,
     inputs: Paths,
     policy: PreTrainedModel,
-    critic: ScalarModel,
+    critic: ScalarModel | ActorCritic,
     reference: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Learner:
@@ -181,13 +188,19 @@ def make_learner(
     per_iteration = config.epochs * config.minibatches
     steps = config.iterations * per_iteration
     warmup = config.warmup_iterations * per_iteration or None
+    if isinstance(critic, ActorCritic):
+        policy_engine = critic_engine = LocalEngine(critic, config.policy_optimizer, steps, "policy", warmup)
+    else:
+        assert config.critic_optimizer is not None
+        policy_engine = LocalEngine(policy, config.policy_optimizer, steps, "policy", warmup)
+        critic_engine = LocalEngine(critic, config.critic_optimizer, steps, "critic", warmup)
     return Learner(
         config=config,
         sampling=sampling_for(tokenizer, config.units),
         policy=policy,
-        policy_engine=LocalEngine(policy, config.policy_optimizer, steps, "policy", warmup),
+        policy_engine=policy_engine,
         critic=critic,
-        critic_engine=LocalEngine(critic, config.critic_optimizer, steps, "critic", warmup),
+        critic_engine=critic_engine,
         reference=reference,
         ptx=ptx_data(config, inputs.clean, tokenizer, getattr(policy.config, "max_position_embeddings", None)),
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.config import yaml_text
 from rlhf_core.config.default_rules import DEFAULT_RULES
 from rlhf_core.config.load import Params, check_params, load_section
 from rlhf_core.config.overlay import merge, workspace_name
@@ -14,6 +15,7 @@ from rlhf_core.config.rule_changes import rules_for
 from rlhf_core.config.sft import SftConfig
 from rlhf_core.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
 BASE = "seed: 3\nsft:\n  steps: 5  # few\n  optimizer:\n    lr: 1e-3\n"
 
 
@@ -35,6 +37,7 @@ BASE = "seed: 3\nsft:\n  steps: 5  # few\n  optimizer:\n    lr: 1e-3\n"
             "variables repeats gpus, which has a place of its own here",
         ),
         ({"work_pools": {"g": {"queue": {}}}}, "unknown parameter 'work_pools.g.queue'; did you mean 'queues'?"),
+        ({"ppo": {"critic_mode": "shared"}, "critic": {"init": "reward"}}, "the value head sits on the policy"),
         ({"gates": {"policy": [{"metric": "kl", "why": "x"}]}}, "give exactly one of at_least, at_most, at_most_of"),
     ],
 )
@@ -96,6 +99,14 @@ def test_rules_are_changed_by_name_and_the_others_stay() -> None:
     assert set(default) - set(rules) == {"mode_collapse"}
     assert all(rules[name] == default[name] for name in set(default) - set(changes))
     assert rules_for(PpoConfig()) == DEFAULT_RULES and not any(rule.action == "rollback" for rule in DEFAULT_RULES)
+
+
+@pytest.mark.parametrize("profile", ["demo", "smoke"])
+def test_a_shared_backbone_can_be_had_by_overrides_alone(profile: str) -> None:
+    overlay = (profile, (ROOT / f"profiles/{profile}.yaml").read_text())
+    sets = ["ppo.critic_mode=shared", "ppo.critic_optimizer=null"]
+    text = merge((ROOT / "params.yaml").read_text(), [overlay], sets)
+    assert check_params(yaml_text.parse(text, "params.yaml")).ppo.units.critic_mode == "shared"
 
 
 def test_each_of_several_problems_has_its_line() -> None:

@@ -174,6 +174,12 @@ def test_a_broken_checkpoint_falls_back_and_all_broken_is_refused(tiny: Tiny, tm
         {"entropy": {"kind": "bonus", "weight": 0.01}},
         {"entropy": {"kind": "target", "weight": 0.01, "target": 1.0}},
         {"gradient_norm": "joint", "vf_loss_weight": 0.5},
+        {"critic_mode": "shared", "vf_loss_weight": 0.5},
+        {
+            "critic_mode": "shared",
+            "gradient_norm": "joint",
+            "entropy": {"kind": "target", "weight": 0.01, "target": 1.0},
+        },
         {"epochs": 2, "minibatches": 4, "micro_batch_size": 1},
         {"target_kl_early_stop": 1e-9, "epochs": 3},
         {"temperature": 0.7, "min_new_tokens": 2},
