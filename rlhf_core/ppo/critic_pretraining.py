@@ -116,17 +116,18 @@ class CriticTrainer:
     def _collect(self, seconds: dict[str, float]) -> Experience:
         size, seed = self.config.batch_size, self.config.seed
         rows = batch_at(len(self.prompt_ids), size, derive_seed(seed, "critic", "prompts"), self.done)
-        return collect(
-            self.actors,
-            [self.prompt_ids[row] for row in rows],
-            range(self.done * size, (self.done + 1) * size),
-            derive_seed(seed, "critic", "rollout"),
-            self.sampling,
-            self.units,
-            self.moments,
-            self.units.kl.coefficient,
-            seconds=seconds,
-        )
+        with self.engine.whole():
+            return collect(
+                self.actors,
+                [self.prompt_ids[row] for row in rows],
+                range(self.done * size, (self.done + 1) * size),
+                derive_seed(seed, "critic", "rollout"),
+                self.sampling,
+                self.units,
+                self.moments,
+                self.units.kl.coefficient,
+                seconds=seconds,
+            )
 
     def _update(self, experience: Experience) -> dict[str, float]:
         """All optimiser steps on one rollout; means over the steps."""

@@ -130,18 +130,19 @@ class Trainer:
     def _collect(self, iteration: int, seconds: dict[str, float]) -> tuple[list[int], Experience]:
         config, size = self.config, self.config.batch_size
         rows = batch_at(len(self.prompts.ids), size, derive_seed(config.seed, "ppo", "prompts"), iteration)
-        experience = collect(
-            self.actors,
-            [self.prompts.ids[row] for row in rows],
-            range(iteration * size, (iteration + 1) * size),
-            derive_seed(config.seed, "ppo", "rollout"),
-            self.learner.sampling,
-            config.units,
-            self.moments,
-            self.controller.value,
-            config.surrogate.fixed_reference,
-            seconds,
-        )
+        with self.learner.policy_engine.whole(), self.learner.critic_engine.whole():
+            experience = collect(
+                self.actors,
+                [self.prompts.ids[row] for row in rows],
+                range(iteration * size, (iteration + 1) * size),
+                derive_seed(config.seed, "ppo", "rollout"),
+                self.learner.sampling,
+                config.units,
+                self.moments,
+                self.controller.value,
+                config.surrogate.fixed_reference,
+                seconds,
+            )
         return rows, experience
 
     def _signals(self, experience: Experience, texts: list[str], figures: dict[str, float]) -> dict[str, float]:
@@ -165,7 +166,8 @@ class Trainer:
         }  # fmt: skip
 
     def _select(self) -> dict[str, float]:
-        verdict = self.selector.consider(self.done, self.learner.policy)
+        with self.learner.policy_engine.whole():
+            verdict = self.selector.consider(self.done, self.learner.policy)
         if verdict.keep:
             save_best(self.work / "best", self.done, self.learner.policy_engine.full_weights())
         return {

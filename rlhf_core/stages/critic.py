@@ -12,7 +12,7 @@ from rlhf_core.ppo.rollout import Actors, model_scorer
 from rlhf_core.ppo.starting import load_scalar, read_prompts, require_room, sampling_for
 from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
-from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.engine.choice import build_engine, finish
 from rlhf_core.training.rng import derive_seed, seed_everything
 
 STAGE = Stage(
@@ -40,13 +40,14 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
         units=units,
         actors=Actors(policy, policy, critic, model_scorer(reward, units.micro_batch_size)),
         critic=critic,
-        engine=LocalEngine(critic, config.optimizer, steps, "critic"),
+        engine=build_engine(critic, config.optimizer, steps, "critic"),
         sampling=sampling_for(tokenizer, units),
         prompt_ids=prompt_ids,
         tracker=tracker,
         work=outputs.work,
     )
     metrics = trainer.run()
+    critic = finish(trainer.engine, critic)
     critic.save(outputs.model, tokenizer, {"reward_moments.json": trainer.moments.to_dict()})
     shutil.copyfile(trainer.history.path, outputs.history)
     return metrics

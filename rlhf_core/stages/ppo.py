@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core import distributed
 from rlhf_core.config.ppo import PpoConfig, SelectionConfig
 from rlhf_core.data.chat import decode_reply, encode_dialogue, encode_reply, pad_id
 from rlhf_core.data.schema import Demonstration, PretrainText, Prompt, read_rows
@@ -32,7 +33,7 @@ from rlhf_core.ppo.trainer import Prompts, Trainer, Verdict
 from rlhf_core.ppo.update import Learner
 from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
-from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.engine.choice import build_engine, finish
 from rlhf_core.training.rng import derive_seed, seed_everything
 
 STAGE = Stage(
@@ -67,7 +68,8 @@ class CheckpointSelector:
 
     def consider(self, iteration: int, policy: PreTrainedModel) -> Verdict:
         """Evaluate, and say whether this is now the checkpoint to keep."""
-        figures = self.evaluate(policy)
+        # One verdict for all ranks, however their last digits may differ.
+        figures = distributed.from_first(self.evaluate(policy))
         self.candidates.append(candidate(iteration, figures))
         return Verdict(figures, self.choice().candidate.iteration == iteration)
 
@@ -109,6 +111,7 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> d
     except TrainingPaused:
         publish_lines(trainer, outputs)  # the report of a paused run shows its curves
         raise
+    policy = finish(trainer.learner.policy_engine, policy)
     iteration, weights = load_best(outputs.work / "best")
     load_weights(policy, weights)
     save_policy(outputs.model, policy, tokenizer)
@@ -174,9 +177,9 @@ def make_learner(
         config=config,
         sampling=sampling_for(tokenizer, config.units),
         policy=policy,
-        policy_engine=LocalEngine(policy, config.policy_optimizer, steps, "policy", warmup),
+        policy_engine=build_engine(policy, config.policy_optimizer, steps, "policy", warmup),
         critic=critic,
-        critic_engine=LocalEngine(critic, config.critic_optimizer, steps, "critic", warmup),
+        critic_engine=build_engine(critic, config.critic_optimizer, steps, "critic", warmup),
         reference=reference,
         ptx=ptx_data(config, inputs.clean, tokenizer, getattr(policy.config, "max_position_embeddings", None)),
     )

@@ -1,0 +1,112 @@
+"""Starts the ranks of a stage, watches them and tells what went wrong: torchrun's agent, inside the stage's process.
+
+The ranks are children of this process, so whoever stops it (a guard, Ctrl-C) stops them too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.launch import LaunchConfig
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
+from rlhf_core.files import read_json
+
+
+def is_rank() -> bool:
+    """Whether a launcher (this one, torchrun, Slurm's srun with its variables) has made this process one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def rank() -> int:
+    """Number of this process among them."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def rank_outcome(folder: Path, name: str, number: int) -> Path:
+    """Where rank ``number`` of stage ``name`` leaves its outcome."""
+    return folder / f"{name}.rank-{number}.json"
+
+
+def launch(name: str, workspace: Path, config: LaunchConfig, outcomes: Path) -> None:
+    """Run the stage on ``config.processes`` ranks here, together with other machines if there are to be any.
+
+    ``RlhfError`` with the cause and its exit code when a rank fails; the others are stopped first. Every machine runs
+    the same command on the same (shared) workspace.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    for old in outcomes.glob(f"{name}.rank-*.json"):
+        old.unlink(missing_ok=True)
+    logs = workspace / ".rlhf" / "ranks" / uuid.uuid4().hex
+    words = ("-m", "rlhf_core.stages.rank", name, str(workspace), str(os.getpid()))
+    try:
+        elastic_launch(_agent(name, config, logs), sys.executable)(*words)
+    except ChildFailedError as error:
+        raise _failure(name, config, error.failures, outcomes) from error
+    except SignalException as error:
+        raise KeyboardInterrupt from error
+    finally:
+        shutil.rmtree(logs, ignore_errors=True)
+    for done in outcomes.glob(f"{name}.rank-*.json"):
+        done.unlink(missing_ok=True)
+
+
+def _agent(name: str, config: LaunchConfig, logs: Path) -> Any:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig as AgentConfig
+
+    alone = config.nodes == 1
+    logs.mkdir(parents=True, exist_ok=True)
+    return AgentConfig(
+        min_nodes=config.nodes,
+        max_nodes=config.nodes,
+        nproc_per_node=config.processes,
+        run_id=uuid.uuid4().hex if alone else f"rlhf-{name}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0" if alone else str(config.rendezvous),
+        local_addr="127.0.0.1" if alone else None,
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
+        max_restarts=0,
+    )
+
+
+def _failure(name: str, config: LaunchConfig, failures: Mapping[int, Any], outcomes: Path) -> RlhfError:
+    """What to tell of the failed ranks: the one that was killed, else the one that ended first."""
+    told = {number: _told(rank_outcome(outcomes, name, number)) for number in failures}
+    killed = [n for n, failure in failures.items() if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM]
+    silent = [n for n in killed if told[n] is None]
+    if silent:
+        number = silent[0]
+        error = RlhfError(
+            f"{name}: rank {number} of {config.ranks} was killed by {failures[number].signal_name()} (process "
+            f"{failures[number].pid}), so the others were stopped. SIGKILL mostly means that memory ran out. Run the "
+            "stage again: it goes on from its last checkpoint"
+        )
+        error.exit_code = 1
+        return error
+    ended = sorted((float(outcome["ended"]), number) for number, outcome in told.items() if outcome is not None)
+    number = ended[0][1] if ended else min(failures)
+    outcome = told[number] or {"exit_code": 1, "message": f"exit code {failures[number].exitcode} without a word"}
+    error = RlhfError(str(outcome["message"]))
+    error.exit_code = int(outcome["exit_code"])
+    if error.exit_code == 1:
+        error = RlhfError(f"{name}: rank {number} of {config.ranks} failed: {outcome['message']}")
+        error.exit_code = 1
+    return error
+
+
+def _told(path: Path) -> dict[str, Any] | None:
+    """The outcome a rank left, unless it has none or only says that it was stopped."""
+    if not path.is_file():
+        return None
+    outcome: dict[str, Any] = read_json(path)
+    return None if outcome["exit_code"] in (EXIT_OK, EXIT_INTERRUPTED) else outcome

@@ -1,0 +1,33 @@
+"""A model's structure without its weights, to be filled again once an engine that sharded them is done."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+class Skeleton:
+    """A copy of a model with empty parameters. Tied parameters stay tied; buffers are copied."""
+
+    def __init__(self, model: nn.Module) -> None:
+        empty = {
+            id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            for p in model.parameters()
+        }
+        self.model = copy.deepcopy(model, dict(empty))
+
+    def filled(self, weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:
+        """The model with ``weights`` (by parameter name) on ``device``; without weights it stays empty."""
+        full = {
+            id(p): nn.Parameter(weights[name].to(device), requires_grad=p.requires_grad)
+            for name, p in self.model.named_parameters()
+            if name in weights
+        }
+        for module in self.model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in full:
+                    module._parameters[name] = full[id(parameter)]
+        return self.model.eval()
