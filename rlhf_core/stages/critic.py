@@ -13,6 +13,7 @@ from rlhf_core.ppo.starting import load_scalar, read_prompts, require_room, samp
 from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine.choice import build_engine, finish
+from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed, seed_everything
 
 STAGE = Stage(
@@ -33,7 +34,8 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
     units = config.ppo.units
     _, prompt_ids = read_prompts(inputs.clean / "prompts" / "train.parquet", tokenizer)
     require_room(prompt_ids, units.max_new_tokens, getattr(policy.config, "max_position_embeddings", None))
-    reward = load_scalar(inputs.reward)
+    frozen = FrozenModels()
+    reward = frozen.place(load_scalar(inputs.reward))
     steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
     trainer = CriticTrainer(
         config=config,
@@ -45,6 +47,7 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
         prompt_ids=prompt_ids,
         tracker=tracker,
         work=outputs.work,
+        frozen=frozen,
     )
     metrics = trainer.run()
     critic = finish(trainer.engine, critic)

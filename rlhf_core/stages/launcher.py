@@ -18,6 +18,10 @@ from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
 from rlhf_core.files import read_json
 
+# The agent takes these over and does not give them back.
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+RANK = ("-m", "rlhf_core.stages.rank")
+
 
 def is_rank() -> bool:
     """Whether a launcher (this one, torchrun, Slurm's srun with its variables) has made this process one of several."""
@@ -47,7 +51,8 @@ def launch(name: str, workspace: Path, config: LaunchConfig, outcomes: Path) -> 
     for old in outcomes.glob(f"{name}.rank-*.json"):
         old.unlink(missing_ok=True)
     logs = workspace / ".rlhf" / "ranks" / uuid.uuid4().hex
-    words = ("-m", "rlhf_core.stages.rank", name, str(workspace), str(os.getpid()))
+    words = (*RANK, name, str(workspace), str(os.getpid()))
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
     try:
         elastic_launch(_agent(name, config, logs), sys.executable)(*words)
     except ChildFailedError as error:
@@ -55,6 +60,8 @@ def launch(name: str, workspace: Path, config: LaunchConfig, outcomes: Path) -> 
     except SignalException as error:
         raise KeyboardInterrupt from error
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         shutil.rmtree(logs, ignore_errors=True)
     for done in outcomes.glob(f"{name}.rank-*.json"):
         done.unlink(missing_ok=True)

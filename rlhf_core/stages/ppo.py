@@ -34,6 +34,7 @@ from rlhf_core.ppo.update import Learner
 from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine.choice import build_engine, finish
+from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed, seed_everything
 
 STAGE = Stage(
@@ -103,7 +104,9 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> d
     policy, _ = load_policy(inputs.sft if config.policy_init == "sft" else inputs.base)
     reference.requires_grad_(False)
     selector = make_selector(config, inputs, reference, tokenizer)
-    trainer = make_trainer(config, inputs, outputs.work, tracker, policy, reference, tokenizer, selector)
+    frozen = FrozenModels()
+    reference = selector.evaluate.reference = frozen.place(reference)
+    trainer = make_trainer(config, inputs, outputs.work, tracker, policy, reference, tokenizer, selector, frozen)
     try:
         trainer.run()
         choice = selector.choice()
@@ -139,6 +142,7 @@ def make_trainer(
     reference: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     selector: CheckpointSelector,
+    frozen: FrozenModels,
 ) -> Trainer:
     """All parts of one run, loaded and connected."""
     units = config.units
@@ -147,7 +151,7 @@ def make_trainer(
     require_room(prompt_ids, units.max_new_tokens, positions)
     critic = ScalarModel.load(inputs.critic)
     learner = make_learner(config, inputs, policy, critic, reference, tokenizer)
-    reward, referee = load_scalar(inputs.reward), load_scalar(inputs.referee)
+    reward, referee = (frozen.place(load_scalar(path)) for path in (inputs.reward, inputs.referee))
     return Trainer(
         learner=learner,
         actors=Actors(policy, reference, critic, model_scorer(reward, units.micro_batch_size)),
@@ -158,6 +162,7 @@ def make_trainer(
         tracker=tracker,
         work=work,
         referee=model_scorer(referee, units.micro_batch_size),
+        frozen=frozen,
     )
 
 

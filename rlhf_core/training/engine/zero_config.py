@@ -56,6 +56,18 @@ def zero_config(launch: LaunchConfig, dtype: torch.dtype, max_grad_norm: float |
     }
 
 
+def frozen_config(launch: LaunchConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The configuration of a model that is never trained: its weights sharded, offloaded where parameters are."""
+    zero: dict[str, Any] = {"stage": 3}
+    if launch.offload == "parameters":
+        zero["offload_param"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+    }
+
+
 def _from_settings(launch: LaunchConfig) -> dict[str, Any]:
     stage = 2 if launch.zero is None else launch.zero
     zero: dict[str, Any] = {"stage": stage}

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
     reason="DeepSpeed is not installed (pip install 'rlhf-pipeline[gpu]')",
 )
 # As in test_ranks.py: the first shows the gradient, the second ten updates.
-GRADIENT, UPDATES = (1e4, 1), (0.03, 10)
+GRADIENT, UPDATES = (1e4, 1), (0.05, 10)
 STAGES = (0, 1, 2, 3)
 ADAM = OptimizerConfig(lr=1e-2, schedule="constant", warmup=0.0, weight_decay=0.1, max_grad_norm=0.05)
 

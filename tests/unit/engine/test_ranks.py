@@ -21,7 +21,7 @@ from rlhf_core.ppo.rewards import RunningMoments
 
 # A learning rate so high that the weights after one step are the gradient, and one that moves weights well beyond
 # their rounding without growing it.
-GRADIENT, UPDATES = (1e4, 1), (0.03, 10)
+GRADIENT, UPDATES = (1e4, 1), (0.05, 10)
 
 
 def everything(folder: Path, stored: Path) -> None:
