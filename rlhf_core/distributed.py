@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -154,8 +154,8 @@ def gather_rows(rows: Tensor, total: int, fill: float = 0) -> Tensor:
     return torch.stack(parts, dim=1).flatten(0, 1)[:total].to(rows.dtype)
 
 
-def share(items: Sequence[Any]) -> Sequence[Any]:
-    """This rank's items: every ``size``-th from its own number on. All ranks together have each item once."""
+def share(items: Any) -> Any:
+    """This rank's part of a sequence or tensor: every ``size``-th item from its own number on, each on one rank only."""
     return items[rank() :: size()]
 
 

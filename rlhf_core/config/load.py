@@ -55,14 +55,14 @@ class Params(Strict):
             return self
         if launch.engine == "deepspeed" and self.ppo.gradient_norm == "joint":
             raise ValueError(
-                "ppo.gradient_norm joint needs the norms of two models before either steps, which engine deepspeed does "
-                "not tell: use separate, or launch ppo with engine local"
+                "ppo.gradient_norm joint needs the norms of two models before either steps, which engine deepspeed "
+                "does not tell: use separate, or launch ppo with engine local"
             )
         exact = self.ppo.kl.placement == "loss" and self.ppo.kl.estimator == "full" and self.ppo.kl.coefficient > 0
         if launch.frozen == "offload" and exact:
             raise ValueError(
-                "ppo.kl.estimator full in the loss runs the reference in every update: it cannot wait in CPU memory, so "
-                "set compute.launch.ppo.frozen to device or sharded"
+                "ppo.kl.estimator full in the loss runs the reference in every update: it cannot wait in CPU memory, "
+                "so set compute.launch.ppo.frozen to device or sharded"
             )
         return self
 

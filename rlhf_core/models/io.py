@@ -74,8 +74,8 @@ def reading(source: str | Path) -> Iterator[None]:
 
 
 def load_model(auto_class: Any, source: str | Path, dtype: torch.dtype | None, revision: str | None = None) -> Any:
-    """``auto_class.from_pretrained``: safetensors only, no remote code, ``dtype`` as saved unless given; on this process's
-    device.
+    """``auto_class.from_pretrained`` on this process's device: safetensors only, no remote code, ``dtype`` as saved
+    unless given.
 
     ``ModelError`` when the weights do not fill the model: the library would draw the missing ones at random.
     """

@@ -87,27 +87,28 @@ def _agent(name: str, config: LaunchConfig, logs: Path) -> Any:
 
 
 def _failure(name: str, config: LaunchConfig, failures: Mapping[int, Any], outcomes: Path) -> RlhfError:
-    """What to tell of the failed ranks: the one that was killed, else the one that ended first."""
+    """What to tell of the failed ranks: of one that was killed, else of the one that ended first."""
     told = {number: _told(rank_outcome(outcomes, name, number)) for number in failures}
-    killed = [n for n, failure in failures.items() if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM]
-    silent = [n for n in killed if told[n] is None]
-    if silent:
-        number = silent[0]
-        error = RlhfError(
-            f"{name}: rank {number} of {config.ranks} was killed by {failures[number].signal_name()} (process "
-            f"{failures[number].pid}), so the others were stopped. SIGKILL mostly means that memory ran out. Run the "
-            "stage again: it goes on from its last checkpoint"
-        )
-        error.exit_code = 1
-        return error
-    ended = sorted((float(outcome["ended"]), number) for number, outcome in told.items() if outcome is not None)
-    number = ended[0][1] if ended else min(failures)
-    outcome = told[number] or {"exit_code": 1, "message": f"exit code {failures[number].exitcode} without a word"}
-    error = RlhfError(str(outcome["message"]))
-    error.exit_code = int(outcome["exit_code"])
-    if error.exit_code == 1:
-        error = RlhfError(f"{name}: rank {number} of {config.ranks} failed: {outcome['message']}")
-        error.exit_code = 1
+    for number, failure in failures.items():
+        if told[number] is None and failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            return _error(
+                f"{name}: rank {number} of {config.ranks} was killed by {failure.signal_name()} (process "
+                f"{failure.pid}), so the others were stopped. SIGKILL mostly means that memory ran out. Run the stage "
+                "again: it goes on from its last checkpoint",
+                1,
+            )
+    ended = [(float(outcome["ended"]), number) for number, outcome in told.items() if outcome is not None]
+    number = min(ended)[1] if ended else min(failures)
+    outcome = told[number]
+    if outcome is not None and outcome["exit_code"] != 1:
+        return _error(str(outcome["message"]), int(outcome["exit_code"]))
+    why = outcome["message"] if outcome is not None else f"exit code {failures[number].exitcode} without a word"
+    return _error(f"{name}: rank {number} of {config.ranks} failed: {why}", 1)
+
+
+def _error(message: str, exit_code: int) -> RlhfError:
+    error = RlhfError(message)
+    error.exit_code = exit_code
     return error
 
 

@@ -18,7 +18,6 @@ def main(name: str, workspace: str, parent: str) -> int:
     from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
     from rlhf_core.stages.runner import run_stage
 
-    first = os.environ.get("RANK") == "0"
     try:
         run_stage(name, Path(workspace))
     except RlhfError as error:
@@ -29,9 +28,6 @@ def main(name: str, workspace: str, parent: str) -> int:
     except Exception:
         print(f"rank {os.environ.get('RANK')}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         return 1
-    finally:
-        if not first:
-            sys.stdout.flush()
     return EXIT_OK
 
 

@@ -71,11 +71,12 @@ def _run(name: str, workspace: Path) -> dict[str, Any]:
     stage: Stage = stage_file.STAGE
     config = load_section(workspace, stage.section, stage.config)
     inputs = _inputs(stage, workspace)
-    launch = params.compute.launch.get(name, LaunchConfig())
+    launches: dict[str, LaunchConfig] = {**params.compute.launch}
+    launch = launches.get(name, LaunchConfig())
     if launch.ranks > 1 and not launcher.is_rank():
         launcher.launch(name, workspace, launch, workspace / OUTCOMES)
         return {}
-    if name not in params.compute.launch and not launcher.is_rank():
+    if name not in launches and not launcher.is_rank():
         return _run_here(stage_file, config, inputs, workspace, params.tracking.experiment)
     from rlhf_core import distributed
     from rlhf_core.training.engine.choice import placed

@@ -73,7 +73,5 @@ def finish(engine: Engine, model: Model) -> Model:
     released = engine.release()
     distributed.first_goes_on()
     if not isinstance(released, type(model)):
-        raise ModelError(
-            f"{engine.name}: the engine left a {type(released).__name__}, not a {type(model).__name__}"
-        )
+        raise ModelError(f"{engine.name}: the engine left a {type(released).__name__}, not a {type(model).__name__}")
     return released

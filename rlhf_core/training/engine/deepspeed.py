@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from rlhf_core import distributed
 from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.errors import ConfigError, RlhfError
+from rlhf_core.errors import ConfigError, ModelError, RlhfError
+from rlhf_core.models.io import probe_ids
 from rlhf_core.training.engine import shards
 from rlhf_core.training.engine.base import (
     EngineState,
@@ -52,6 +53,17 @@ def load_deepspeed() -> Any:
     distributed.require_group()
     deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
     return deepspeed
+
+
+@torch.no_grad()
+def probe(model: nn.Module) -> Tensor:
+    """What a language model or a scalar model computes of fixed tokens, on the CPU in float32."""
+    embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
+    ids = probe_ids(embedding.num_embeddings).to(distributed.device())
+    training = model.training
+    output = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids))
+    model.train(training)
+    return (output if isinstance(output, Tensor) else output.logits).float().cpu()
 
 
 class Root(nn.Module):
@@ -178,7 +190,18 @@ class DeepSpeedEngine(StepCount):
         return weights
 
     def release(self) -> nn.Module:
-        """A plain copy of the model with the gathered weights on the first rank; the shards are freed."""
+        """A plain copy of the model with the gathered weights on the first rank; the shards are freed.
+
+        ``ModelError`` unless it computes what the sharded model did.
+        """
+        with self.whole():
+            expected = probe(self.model)
         weights = self.full_weights()
         self.ds.destroy()
-        return self.skeleton.filled(weights, distributed.device())
+        released = self.skeleton.filled(weights, distributed.device())
+        if distributed.is_first() and not torch.allclose(probe(released), expected, atol=1e-5, rtol=1e-4):
+            raise ModelError(
+                f"{self.name}: the weights gathered from {distributed.size()} ranks do not compute what the sharded "
+                "ones did; nothing was saved, and the last checkpoint holds the training's state"
+            )
+        return released

@@ -1,4 +1,4 @@
-"""Models that are only read (reference, reward model, referee): on the device, in CPU memory between phases, or sharded."""
+"""Models that are only read (reference, reward model, referee): on the device, waiting in CPU memory, or sharded."""
 
 from __future__ import annotations
 

@@ -81,7 +81,8 @@ class Shards:
     def _write_master(self, parameter: nn.Parameter, value: Tensor, slot: str | None = None) -> None:
         value = value.to(distributed.device(), torch.float32)
         if self.stage < 3:
-            parameter.set_full_hp_param(value, slot)  # type: ignore[operator]
+            mapped: Any = parameter
+            mapped.set_full_hp_param(value, slot)
             return
         optimizer = self.engine.optimizer
         part, _ = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=slot)
@@ -104,7 +105,7 @@ class Shards:
         for part in self._flat():
             if "exp_avg" not in inner.state.get(part, {}):
                 inner.state[part] = {slot: torch.zeros_like(part) for slot in MOMENTS}
-            inner.state[part]["step"] = torch.tensor(steps)
+            inner.state[part]["step"] = torch.tensor(steps, device=part.device)
         self._link_moments()
 
     def _link_moments(self) -> None:

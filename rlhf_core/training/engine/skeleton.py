@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.errors import ModelError
+
 
 class Skeleton:
     """A copy of a model with empty parameters. Tied parameters stay tied; buffers are copied."""
@@ -20,12 +22,18 @@ class Skeleton:
         self.model = copy.deepcopy(model, dict(empty))
 
     def filled(self, weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:
-        """The model with ``weights`` (by parameter name) on ``device``; without weights it stays empty."""
-        full = {
-            id(p): nn.Parameter(weights[name].to(device), requires_grad=p.requires_grad)
-            for name, p in self.model.named_parameters()
-            if name in weights
-        }
+        """The model with ``weights`` (by parameter name) on ``device``; without weights it stays empty.
+
+        ``ModelError`` for a weight of another shape, such as a shard.
+        """
+        full = {}
+        for name, parameter in self.model.named_parameters():
+            if name not in weights:
+                continue
+            if weights[name].shape != parameter.shape:
+                found, wanted = tuple(weights[name].shape), tuple(parameter.shape)
+                raise ModelError(f"the weight {name} was gathered with shape {found} instead of {wanted}")
+            full[id(parameter)] = nn.Parameter(weights[name].to(device), requires_grad=parameter.requires_grad)
         for module in self.model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in full:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -80,9 +79,7 @@ def test_two_ranks_one_dies_and_one_process_goes_on(
     run_stage("sft", workspace)
     assert_same(workspace, alone)
 
-    # The other way round: what one process began two ranks finish.
-    for folder in ("models/sft", "history", "metrics"):
-        assert (workspace / folder).exists()
+    # And once more from the start, by two ranks that both live.
     again.write_text(SFT + TWO)
     run_stage("sft", workspace)
     assert_same(workspace, alone)
