@@ -155,7 +155,7 @@ def gather_rows(rows: Tensor, total: int, fill: float = 0) -> Tensor:
 
 
 def share(items: Any) -> Any:
-    """This rank's part of a sequence or tensor: every ``size``-th item from its own number on, each on one rank only."""
+    """This rank's part of a sequence or tensor: every ``size``-th item from its own number on, each on one rank."""
     return items[rank() :: size()]
 
 

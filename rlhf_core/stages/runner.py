@@ -71,7 +71,7 @@ def _run(name: str, workspace: Path) -> dict[str, Any]:
     stage: Stage = stage_file.STAGE
     config = load_section(workspace, stage.section, stage.config)
     inputs = _inputs(stage, workspace)
-    launches: dict[str, LaunchConfig] = {**params.compute.launch}
+    launches: dict[str, LaunchConfig] = {str(key): value for key, value in params.compute.launch.items()}
     launch = launches.get(name, LaunchConfig())
     if launch.ranks > 1 and not launcher.is_rank():
         launcher.launch(name, workspace, launch, workspace / OUTCOMES)

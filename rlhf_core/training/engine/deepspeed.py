@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,12 +45,13 @@ MISSING = (
 def load_deepspeed() -> Any:
     """The deepspeed package, joined to this process's group; ``RlhfError`` with one clear line where it is missing."""
     os.environ.setdefault("DS_ACCELERATOR", distributed.device().type)
-    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     try:
         import deepspeed
     except ImportError as error:
         raise RlhfError(MISSING) from error
     deepspeed.logger.setLevel("WARNING")
+    # It calls collectives by names that torch is about to change; nobody here can act on that.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     distributed.require_group()
     deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
     return deepspeed

@@ -35,7 +35,7 @@ class Skeleton:
                 raise ModelError(f"the weight {name} was gathered with shape {found} instead of {wanted}")
             full[id(parameter)] = nn.Parameter(weights[name].to(device), requires_grad=parameter.requires_grad)
         for module in self.model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) in full:
-                    module._parameters[name] = full[id(parameter)]
+            for name, empty in module._parameters.items():
+                if empty is not None and id(empty) in full:
+                    module._parameters[name] = full[id(empty)]
         return self.model.eval()
