@@ -61,7 +61,6 @@ def _rank(function: Callable[..., None], rank: int, size: int, port: int, folder
     try:
         with distributed.joined():
             function(folder, *args)
-        (folder / f"cpu-{rank}.txt").write_text(str(os.times()))
     except BaseException:
         (folder / f"error-{rank}.txt").write_text(f"rank {rank} of {size}\n{traceback.format_exc()}")
         os._exit(1)

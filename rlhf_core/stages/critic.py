@@ -7,6 +7,7 @@ import shutil
 from rlhf_core.config.critic import CriticStageConfig
 from rlhf_core.models.base import load_policy
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.lora import merge_adapters
 from rlhf_core.ppo.critic_pretraining import CriticTrainer
 from rlhf_core.ppo.rollout import Actors, model_scorer
 from rlhf_core.ppo.starting import load_scalar, read_prompts, require_room, sampling_for
@@ -51,6 +52,8 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
     )
     metrics = trainer.run()
     critic = finish(trainer.engine, critic)
+    if config.lora is not None:
+        merge_adapters(critic)
     critic.save(outputs.model, tokenizer, {"reward_moments.json": trainer.moments.to_dict()})
     shutil.copyfile(trainer.history.path, outputs.history)
     return metrics
@@ -63,4 +66,6 @@ def initial_critic(config: CriticStageConfig, inputs: Paths) -> ScalarModel:
     else:
         critic = ScalarModel.from_causal_lm(inputs.sft, derive_seed(config.seed, "critic", "head"))
     critic.unembedding = None
+    if config.lora is not None:
+        critic.add_adapters(config.lora, derive_seed(config.seed, "critic", "lora"))
     return critic

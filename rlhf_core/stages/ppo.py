@@ -23,6 +23,7 @@ from rlhf_core.evaluation.selection import Candidate, Choice, SelectionEvaluator
 from rlhf_core.files import atomic_write_json, read_json
 from rlhf_core.models.base import load_policy, save_policy
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.lora import WithoutAdapters, add_adapters, merge_adapters
 from rlhf_core.ppo.diagnosis import Monitor
 from rlhf_core.ppo.ptx import PtxData
 from rlhf_core.ppo.rewards import RunningMoments
@@ -100,12 +101,11 @@ def _candidate(row: Mapping[str, Any]) -> Candidate:
 def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
     """Train, choose a checkpoint, save it, and describe the run."""
     seed_everything(config.seed)
-    reference, tokenizer = load_policy(inputs.sft)
-    policy, _ = load_policy(inputs.sft if config.policy_init == "sft" else inputs.base)
-    reference.requires_grad_(False)
+    policy, reference, tokenizer = load_models(config, inputs)
     selector = make_selector(config, inputs, reference, tokenizer)
     frozen = FrozenModels()
-    reference = selector.evaluate.reference = frozen.place(reference)
+    if config.policy_lora is None:
+        reference = selector.evaluate.reference = frozen.place(reference)
     trainer = make_trainer(config, inputs, outputs.work, tracker, policy, reference, tokenizer, selector, frozen)
     try:
         trainer.run()
@@ -117,6 +117,8 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> d
     policy = finish(trainer.learner.policy_engine, policy)
     iteration, weights = load_best(outputs.work / "best")
     load_weights(policy, weights)
+    if config.policy_lora is not None:
+        merge_adapters(policy)
     save_policy(outputs.model, policy, tokenizer)
     publish_lines(trainer, outputs)
     tracker.log_artifact(outputs.samples, "samples")
@@ -124,6 +126,19 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> d
     metrics = summary(trainer, choice, iteration)
     atomic_write_json(outputs.metrics, metrics)
     return metrics
+
+
+def load_models(config: PpoConfig, inputs: Paths) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
+    """Policy, reference and tokenizer. With adapters both are one model, the reference with them switched off."""
+    if config.policy_lora is not None:
+        policy, tokenizer = load_policy(inputs.sft)
+        add_adapters(policy, config.policy_lora, derive_seed(config.seed, "ppo", "lora"))
+        without: Any = WithoutAdapters(policy)
+        return policy, without, tokenizer
+    reference, tokenizer = load_policy(inputs.sft)
+    policy, _ = load_policy(inputs.sft if config.policy_init == "sft" else inputs.base)
+    reference.requires_grad_(False)
+    return policy, reference, tokenizer
 
 
 def publish_lines(trainer: Trainer, outputs: Paths) -> None:
@@ -150,6 +165,8 @@ def make_trainer(
     positions = getattr(policy.config, "max_position_embeddings", None)
     require_room(prompt_ids, units.max_new_tokens, positions)
     critic = ScalarModel.load(inputs.critic)
+    if config.critic_lora is not None:
+        critic.add_adapters(config.critic_lora, derive_seed(config.seed, "ppo", "critic", "lora"))
     learner = make_learner(config, inputs, policy, critic, reference, tokenizer)
     reward, referee = (frozen.place(load_scalar(path)) for path in (inputs.reward, inputs.referee))
     return Trainer(
