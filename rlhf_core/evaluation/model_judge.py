@@ -46,8 +46,9 @@ class ModelJudge:
         for start in range(0, len(order), self.batch_size):
             rows = order[start : start + self.batch_size]
             ids, mask = right_pad([sequences[i] for i in rows], pad_id(self.tokenizer))
+            device = self.model.model.device
             with torch.inference_mode():
-                values = self.model.last_token_scores(ids, mask).float().tolist()
+                values = self.model.last_token_scores(ids.to(device), mask.to(device)).float().tolist()
             for row, value in zip(rows, values, strict=True):
                 scores[row] = value
         return scores
