@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -108,14 +108,24 @@ def anywhere(flag: bool) -> bool:
 
 def from_first(value: Any) -> Any:
     """The first rank's ``value`` (JSON; numbers survive exactly, NaN included), on every rank."""
+    return _from(0, value) if size() > 1 else value
+
+
+def gather_items(items: Sequence[Any]) -> list[Any]:
+    """JSON items that the ranks hold in turn, as :func:`share` deals them out, as one list in order on every rank."""
     if size() == 1:
-        return value
+        return list(items)
+    lists = [_from(source, list(items)) for source in range(size())]
+    return [lists[i % size()][i // size()] for i in range(sum(map(len, lists)))]
+
+
+def _from(source: int, value: Any) -> Any:
     content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     length = torch.tensor([content.numel()])
-    dist.broadcast(length, 0)
-    if not is_first():
+    dist.broadcast(length, source)
+    if rank() != source:
         content = torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(content, 0)
+    dist.broadcast(content, source)
     return json.loads(content.numpy().tobytes())
 
 

@@ -50,6 +50,8 @@ def launch(name: str, workspace: Path, config: LaunchConfig, outcomes: Path) -> 
 
     for old in outcomes.glob(f"{name}.rank-*.json"):
         old.unlink(missing_ok=True)
+    # Ranks that each take all cores for themselves bring one another to a halt.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // config.processes, 1)))
     logs = workspace / ".rlhf" / "ranks" / uuid.uuid4().hex
     words = (*RANK, name, str(workspace), str(os.getpid()))
     handlers = {number: signal.getsignal(number) for number in HANDLED}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from rlhf_core.config.load import check_params
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.stages import launcher
 from rlhf_core.stages.runner import run_stage
+from rlhf_core.training.engine import LocalEngine, StepResult
 
 SFT = """
 seed: 3
@@ -44,6 +46,18 @@ def results(workspace: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, fl
     )
 
 
+def interrupted_at(step: int) -> Callable[[LocalEngine], StepResult]:
+    """An engine's step that is interrupted the way Ctrl-C does it."""
+    original = LocalEngine.step
+
+    def step_or_stop(engine: LocalEngine) -> StepResult:
+        if engine.steps == step:
+            raise KeyboardInterrupt
+        return original(engine)
+
+    return step_or_stop
+
+
 def assert_same(left: Path, right: Path) -> None:
     (a, first, one), (b, second, two) = results(left), results(right)
     assert a.keys() == b.keys()
@@ -54,7 +68,7 @@ def assert_same(left: Path, right: Path) -> None:
     assert one == pytest.approx(two, rel=1e-3, abs=1e-5)
 
 
-def test_two_ranks_one_dies_and_one_process_goes_on(
+def test_one_of_two_ranks_dies_one_process_goes_on_and_two_ranks_finish(
     workspace: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = tmp_path_factory.mktemp("alone")
@@ -74,13 +88,15 @@ def test_two_ranks_one_dies_and_one_process_goes_on(
     assert [path.name for path in workspace.glob("work/sft/*/checkpoints/step-*")] == ["step-000003"]
     assert not (workspace / "models/sft").exists()
 
-    again = workspace / "params.yaml"
-    again.write_text(SFT)
-    run_stage("sft", workspace)
-    assert_same(workspace, alone)
-
-    # And once more from the start, by two ranks that both live.
-    again.write_text(SFT + TWO)
+    # One process goes on, until it is interrupted; two ranks finish.
+    (workspace / "params.yaml").write_text(SFT)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalEngine, "step", interrupted_at(7))
+        with pytest.raises(KeyboardInterrupt):
+            run_stage("sft", workspace)
+    found = sorted(path.name for path in workspace.glob("work/sft/*/checkpoints/step-*"))
+    assert found == ["step-000003", "step-000006"]
+    (workspace / "params.yaml").write_text(SFT + TWO)
     run_stage("sft", workspace)
     assert_same(workspace, alone)
     assert sorted(path.name for path in (workspace / ".rlhf/outcomes").iterdir()) == ["sft.json"]

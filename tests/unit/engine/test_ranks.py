@@ -53,6 +53,7 @@ def check_collectives() -> None:
     sent = {"pi": math.pi, "nan": math.nan, "list": [1, None, "é"]}
     received = distributed.from_first(sent if rank == 0 else None)
     assert received["pi"] == math.pi and math.isnan(received["nan"]) and received["list"] == [1, None, "é"]
+    assert distributed.gather_items(distributed.share([{"n": i} for i in range(5)])) == [{"n": i} for i in range(5)]
     whole = torch.arange(10).view(5, 2)
     mine = distributed.share(whole)
     assert torch.equal(distributed.gather_rows(mine, 5), whole)
