@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,7 @@ DYING = (str(Path(__file__).with_name("dying_rank.py")),)
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RLHF_TRACKING", "off")
     tiny.make_workspace(tmp_path)
+    shutil.rmtree(tmp_path / "models/sft")  # the stage under test makes it
     (tmp_path / "params.yaml").write_text(SFT)
     return tmp_path
 
