@@ -18,7 +18,7 @@ from rlhf_core.errors import TrainingPaused
 from rlhf_core.ppo.rollout import Actors
 from rlhf_core.ppo.trainer import Trainer
 
-FIRST = 2  # the iteration at which something breaks
+FIRST = 1  # the iteration at which something breaks
 
 
 @dataclass
@@ -102,7 +102,7 @@ def broken_trainer(tiny: Tiny, work: Path, place: Place, fault: Fault) -> Traine
         return scores
 
     actors = Actors(good.policy, good.reference, good.critic, score)
-    return make_trainer(tiny, make_config(iterations=3), work, actors=actors, referee=None)
+    return make_trainer(tiny, make_config(iterations=2), work, actors=actors, referee=None)
 
 
 def all_finite(trainer: Trainer) -> bool:
@@ -118,7 +118,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tiny: Tiny, tmp_path: 
     place = PLACES[name]
     trainer = broken_trainer(tiny, tmp_path, place, Fault(bad, lasting=False))
     trainer.run()
-    assert [row["skipped_steps"] for row in history(tmp_path)] == [0, 2 * len(place.engines), 0]
+    assert [row["skipped_steps"] for row in history(tmp_path)] == [2 * len(place.engines), 0]
     skipped = {engine_name: engine.skipped_steps for engine_name, engine in trainer.files.engines.items()}
     assert skipped == {engine_name: 2 * (engine_name in place.engines) for engine_name in ("policy", "critic")}
     assert all_finite(trainer)
