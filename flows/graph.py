@@ -54,7 +54,8 @@ def read_graph(workspace: Path) -> dict[str, StageNode]:
 
 
 def _node(fields: dict[str, Any]) -> StageNode:
-    return StageNode(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+    lists: dict[str, Any] = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+    return StageNode(**{**fields, **lists})
 
 
 def dvc_graph(workspace: Path) -> list[dict[str, Any]]:
