@@ -59,7 +59,11 @@ def with_shared_backbone(folder: Path) -> None:
     """Two updates of policy and value head on one backbone."""
     tiny = make_tiny()
     config = make_config(
-        critic_mode="shared", minibatches=2, micro_batch_size=2, vf_loss_weight=0.7, ptx={"weight": 0.3, "batch_size": 1}
+        critic_mode="shared",
+        minibatches=2,
+        micro_batch_size=2,
+        vf_loss_weight=0.7,
+        ptx={"weight": 0.3, "batch_size": 1},
     )
     learner = make_learner(tiny, config)
     experience = cases.rollout(tiny)
@@ -126,7 +130,9 @@ def test_what_two_ranks_record_and_learn_around_rollbacks_is_the_same(found: dic
     for name in ("reward_mean", "kl", "policy_lr", "kl_coefficient"):
         assert [row[name] for row in others] == pytest.approx([row[name] for row in rows], rel=1e-3, abs=1e-4), name
     kept, also = (json.loads((found[size] / "abandoned.json").read_text()) for size in (1, 2))
-    assert [(row["rollback"], row["iteration"]) for row in also] == [(row["rollback"], row["iteration"]) for row in kept]
+    assert [(row["rollback"], row["iteration"]) for row in also] == [
+        (row["rollback"], row["iteration"]) for row in kept
+    ]
     plain, together = (cases.read_result(found[size], "rollback")[0] for size in (1, 2))
     assert cases.distance(plain, together) < 1e-2
 
