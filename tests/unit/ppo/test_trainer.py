@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from unit.house.glossary import undocumented
 from unit.ppo.tiny import Tiny, make_config, make_tiny, make_trainer
 
 from rlhf_core.config.rule import Check, Rule
@@ -96,6 +97,7 @@ def test_a_run_writes_every_signal(tiny: Tiny, tmp_path: Path) -> None:
         assert {name for name in wanted if row.get(name) is None} == set()
         assert row["first_ratio"] == pytest.approx(1.0)
     raw = json.loads((tmp_path / "history.jsonl").read_text().splitlines()[0])
+    assert undocumented([*rows, raw]) == set()
     assert {"seconds_generation", "seconds_forward", "seconds_update"} <= raw.keys()
     assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-4) and rows[-1]["kl"] != 0.0
     assert "win_rate" in rows[1] and "selection_kl" in rows[1] and "win_rate" not in rows[0]

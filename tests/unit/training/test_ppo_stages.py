@@ -10,12 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from unit.house.glossary import documented, undocumented
 
 from rlhf_core.config.critic import CriticStageConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.errors import TrainingPaused
+from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.files import sha256_file
+from rlhf_core.models.base import load_tokenizer
+from rlhf_core.ppo.starting import require_room
 from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.contract import Paths
 from rlhf_core.tracking import NullTracker
@@ -113,4 +116,30 @@ def test_a_run_that_rolls_back_and_pauses_leaves_its_story(workspace: Path, tmp_
     assert [(row["rollback"], row["iteration"]) for row in files["ppo_abandoned"]] == [(1, 2), (1, 3)]
     record = files["ppo"][1]["rollbacks"][0]
     assert (record["from"], record["to"], record["lr"]) == (3, 1, 0.5)
+    assert undocumented([*files["ppo"], *files["ppo_abandoned"]]) == set()
     assert files["ppo"][1]["policy_lr"] == pytest.approx(0.5 * files["ppo_abandoned"][0]["policy_lr"])
+
+
+def test_texts_over_the_models_positions_are_left_out_or_refused_never_cut(workspace: Path) -> None:
+    """Trap 7: a ptx text that does not fit is not used; a prompt that leaves no room for its reply stops the stage."""
+    tokenizer = load_tokenizer(workspace / "models/sft")
+    clean, config = workspace / "data/clean", PpoConfig.model_validate(SETTINGS)
+    every = ppo.ptx_data(config, clean, tokenizer, None)
+    assert every is not None
+    lengths = sorted(len(context) + len(target) for context, target in every.sequences)
+    limit = lengths[len(lengths) // 2]
+    fitting = ppo.ptx_data(config, clean, tokenizer, limit)
+    assert fitting is not None and [pair for pair in every.sequences if len(pair[0]) + len(pair[1]) <= limit] == list(
+        fitting.sequences
+    )
+    with pytest.raises(DataError, match="no text for the ptx loss"):
+        ppo.ptx_data(config, clean, tokenizer, 1)
+    require_room([[1] * 20], 10, 30)
+    with pytest.raises(DataError, match="longest prompt has 21 tokens"):
+        require_room([[1], [1] * 21], 10, 30)
+
+
+def test_every_field_of_a_critic_history_is_in_the_glossary(shared: Path) -> None:
+    rows = [json.loads(line) for line in (shared / "history/critic.jsonl").read_text().splitlines()]
+    assert undocumented(rows) == set()
+    assert json.loads((shared / "metrics/ppo.json").read_text()).keys() - documented() <= {"selected", "last"}

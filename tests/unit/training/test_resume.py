@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from unit.house.glossary import undocumented
 
 from rlhf_core.files import sha256_file
 from rlhf_core.training.history import CLOCK_FIELDS, read_history
@@ -83,6 +84,13 @@ def test_a_broken_newest_checkpoint_costs_steps_but_changes_nothing(
     assert "falling back" in caplog.text and "step-000008" in caplog.text
     assert sha256_file(workspace / "sft-whole/models/sft/model.safetensors") == weights
     assert again["perplexity"] == whole["sft"]["perplexity"]
+
+
+@pytest.mark.parametrize("name", ["sft", "reward"])
+def test_every_field_of_the_history_is_in_the_glossary(
+    name: str, workspace: Path, whole: dict[str, dict[str, object]]
+) -> None:
+    assert undocumented(read_history(workspace / f"{name}-whole/history/{name}.jsonl")) == set()
 
 
 def test_reward_outputs_are_what_a_user_expects(workspace: Path, whole: dict[str, dict[str, object]]) -> None:
