@@ -68,7 +68,7 @@ class SmokeRun:
 
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> SmokeRun:
-    """One `rlhf init` + `rlhf run` of the smoke profile per session, made by whichever process needs it first."""
+    """One `rlhf init` + `rlhf run` of the smoke profile for the whole session, whichever process needs it first."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
