@@ -45,6 +45,7 @@ MISSING = (
 def load_deepspeed() -> Any:
     """The deepspeed package, joined to this process's group; ``RlhfError`` with one clear line where it is missing."""
     os.environ.setdefault("DS_ACCELERATOR", distributed.device().type)
+    os.environ.setdefault("LOCAL_RANK", "0")  # it asks for that even of a process that no launcher has started
     try:
         import deepspeed
     except ImportError as error:

@@ -48,7 +48,9 @@ class Shards:
         if self.stage == 0:
             self.engine.optimizer.state.pop(parameter, None)
             if moments:
-                self.engine.optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in moments.items()}
+                self.engine.optimizer.state[parameter] = {
+                    k: v.to(parameter.device, copy=True) for k, v in moments.items()
+                }
         elif parameter.requires_grad:
             self._write_master(parameter, weight)
             if moments or self._has_moments():
