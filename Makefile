@@ -25,7 +25,7 @@ run: setup
 	$(BIN)/rlhf run
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flows import signals
 from flows.display import Display
@@ -21,6 +21,9 @@ from flows.sweep import sweep
 from flows.workspace import LOCK_HELD_VARIABLE, locked, private, running_services, unwritable
 from rlhf_core.config.load import Params, load_params
 from rlhf_core.errors import EXIT_INTERRUPTED, RlhfError
+
+if TYPE_CHECKING:
+    from flows.serving import Serving
 
 FLOW_GRACE = 8.0
 WORKER_RESTARTS = 3
@@ -66,6 +69,7 @@ class _Run:
         self.restarts = 0
         self.reader = EventReader(new_events_file(workspace))
         self.flow: Guarded | None = None
+        self.serving: Serving | None = None
         self.problem: str | None = None
 
     def execute(self) -> int:
@@ -95,7 +99,7 @@ class _Run:
 
     def _prepare(self, services: Services) -> None:
         """Wait for the server; pools, deployments and, where nobody else serves a pool, a worker."""
-        from flows import admin, deploy, hooks, pools  # takes a second, in which the server starts
+        from flows import admin, deploy, hooks, serving  # takes a second, in which the server starts
 
         if services.embedded:
             wait_for_server(services, signals.STOP.is_set)
@@ -104,9 +108,8 @@ class _Run:
         else:
             hooks.ensure_zombie_automation()
         deploy.deploy_jobs(self.workspace, self.params)
-        for pool in self.pools:
-            if services.embedded or pools.needs_worker(pool):
-                services.start_worker(pool, self.params.pool_limit(pool))
+        self.serving = serving.Serving(services, self.params, self.pools)
+        self.serving.start()
 
     def _start_flow(self) -> Guarded:
         command = [sys.executable, "-m", "flows.run_flow", str(self.workspace)]
@@ -122,7 +125,7 @@ class _Run:
 
     def _watch(self, services: Services) -> None:
         """Until the flow ends or must be stopped."""
-        assert self.flow is not None
+        assert self.flow is not None and self.serving is not None
         while self.flow.poll() is None and not signals.STOP.wait(TICK_SECONDS):
             self._hear()
             self.display.tick()
@@ -130,6 +133,7 @@ class _Run:
                 self._replace(services, service)
             if self.problem:
                 return
+            self.serving.keep()
         self._hear()
 
     def _hear(self) -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flows import signals
 from flows.display import Display
@@ -17,6 +18,9 @@ from flows.services import Services, start_server, use_server_of_environment, wa
 from flows.workspace import forget_services, locked, record_services
 from rlhf_core.config.load import Params, load_params
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
+
+if TYPE_CHECKING:
+    from flows.serving import Serving
 
 MLFLOW = "mlflow"
 RESTARTS = 10
@@ -41,8 +45,8 @@ def up(workspace: Path, options: UpOptions) -> int:
         os.environ[OWNER_VARIABLE] = owner_mark(workspace)
         services = _server(workspace, options, display)
         try:
-            _start_rest(services, params, mlflow_port, display)
-            return _watch(services, params, display)
+            serving = _start_rest(services, params, mlflow_port, display)
+            return _watch(services, serving, display)
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
         finally:
@@ -70,8 +74,8 @@ def _server(workspace: Path, options: UpOptions, display: Display) -> Services:
     return Services(workspace, url, embedded=False)
 
 
-def _start_rest(services: Services, params: Params, mlflow_port: int, display: Display) -> None:
-    from flows import admin, deploy, hooks, pools
+def _start_rest(services: Services, params: Params, mlflow_port: int, display: Display) -> Serving:
+    from flows import admin, deploy, hooks, pools, serving
 
     workspace = services.workspace
     mlflow_ui = _start_mlflow(services, mlflow_port)
@@ -82,14 +86,14 @@ def _start_rest(services: Services, params: Params, mlflow_port: int, display: D
     pools.ensure_pools([pools.PIPELINES_POOL])
     deploy.deploy_all(workspace)
     hooks.ensure_zombie_automation()
-    for pool in [*params.pool_names(), pools.PIPELINES_POOL]:
-        if services.embedded or pools.needs_worker(pool):
-            services.start_worker(pool, params.pool_limit(pool))
+    served = serving.Serving(services, params, [*params.pool_names(), pools.PIPELINES_POOL])
+    served.start()
     ui = services.api_url.removesuffix("/api")
     record_services(workspace, services.api_url, {"prefect": ui, "mlflow": mlflow_ui})
     display.line(f"Prefect UI {ui}")
     display.line(f"MLflow UI  {mlflow_ui}")
     display.line("up: scheduled runs start by themselves, `rlhf run` here uses this server; Ctrl-C stops everything")
+    return served
 
 
 def _start_mlflow(services: Services, port: int) -> str:
@@ -104,7 +108,7 @@ def _start_mlflow(services: Services, port: int) -> str:
     return f"http://{LOOPBACK}:{port}"
 
 
-def _watch(services: Services, params: Params, display: Display) -> int:
+def _watch(services: Services, serving: Serving, display: Display) -> int:
     """Until a signal. Dead workers are started again; without its server there is nothing to keep up."""
     restarts = 0
     while not signals.STOP.wait(0.3):
@@ -113,11 +117,12 @@ def _watch(services: Services, params: Params, display: Display) -> int:
                 raise RlhfError(f"{service.name} ended (status {service.poll()}); see .rlhf/logs/{service.name}.log")
             restarts += 1
             time.sleep(1.0)
-            _restart(services, params, service, display)
+            _restart(services, serving, service, display)
+        serving.keep()
     return EXIT_OK if signals.last() == 15 else EXIT_INTERRUPTED
 
 
-def _restart(services: Services, params: Params, service: Guarded, display: Display) -> None:
+def _restart(services: Services, serving: Serving, service: Guarded, display: Display) -> None:
     from flows import admin
 
     del services.running[service.name]
@@ -126,7 +131,7 @@ def _restart(services: Services, params: Params, service: Guarded, display: Disp
         return
     pool = service.name.removeprefix(worker_name(""))
     admin.crash_pool_runs(pool, "the worker and its job were killed")
-    services.start_worker(pool, params.pool_limit(pool))
+    services.start_worker(pool, serving.params.pool_limit(pool))
 
 
 def _rest(services: Services) -> None:

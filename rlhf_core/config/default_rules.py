@@ -4,7 +4,8 @@ Evidence for the bounds, from calibration runs on the embedded world: healthy PP
 per sequence, vanilla PPO with 10 to 92 while its reward kept rising, with trigram repetition ten times the start's and
 replies up to the token limit. KL, perplexity under the reference, repetition and missing EOS separate the two; entropy
 and the policy's own perplexity do not, so they only ever support another check. A bound that pauses sits well above
-anything seen in a healthy run; its warning sits between.
+anything seen in a healthy run; its warning sits between. Damage to the true preference begins before all of these, at a
+KL of 1 to 3; what tells a doomed run from a sound one so early is the critic, see ``drift_with_blind_critic``.
 """
 
 from __future__ import annotations
@@ -146,6 +147,11 @@ OPTIMISATION_RULES = (
     Rule("critic_useless", (Check("explained_variance", "<", 0.0, window=5),), "warning", "warn",
          "the critic predicts returns worse than their mean does", "it was not pre-trained, or its rate is wrong",
          "pre-train the critic longer (critic.max_rollouts), adjust ppo.critic_optimizer.lr", after=10),
+    Rule("drift_with_blind_critic",
+         (Check("explained_variance", "<", 0.15, window=5), Check("kl", ">", 0.1, "limit:kl", window=2)), "critical",
+         "pause", "the policy already moves away while the critic explains next to nothing of the returns",
+         "advantages are noise: the critic was not pre-trained, or its rate is wrong",
+         "pre-train the critic (critic.max_rollouts), adjust ppo.critic_optimizer.lr", adjust=NEARER),
     Rule("updates_clipped", (Check("clip_fraction", ">", 0.3),), "warning", "warn",
          "a third of the updates is cut off by the surrogate's clip", "steps too large for one rollout",
          "fewer ppo.epochs, lower ppo.policy_optimizer.lr", adjust=GENTLER),

@@ -59,11 +59,42 @@ class Params(Strict):
             rules_for(self.ppo)
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        given = "init" in self.critic.model_fields_set
-        if self.ppo.critic_mode == "shared" and given and self.critic.init != "sft":
+        if self.ppo.critic_mode == "shared":
+            self._critic_is_a_head()
+        return self
+
+    def _critic_is_a_head(self) -> None:
+        if "init" in self.critic.model_fields_set and self.critic.init != "sft":
             raise ValueError(
                 f"critic.init {self.critic.init} with ppo.critic_mode shared: the value head sits on the policy, which "
                 "starts as the SFT model; leave critic.init out, or use ppo.critic_mode separate"
+            )
+        if self.critic.lora is not None:
+            raise ValueError(
+                "critic.lora with ppo.critic_mode shared: only the value head is pre-trained, on the frozen SFT model, "
+                "so adapters would go untrained; leave critic.lora out, or use ppo.critic_mode separate"
+            )
+
+    @model_validator(mode="after")
+    def _launch_fits(self) -> Params:
+        launch = self.compute.launch.get("ppo")
+        if launch is None:
+            return self
+        if launch.engine == "deepspeed" and self.ppo.critic_mode == "shared":
+            raise ValueError(
+                "ppo.critic_mode shared trains policy and value head in one pass, which engine local alone is known to "
+                "do on several ranks: launch ppo with engine local, or use ppo.critic_mode separate"
+            )
+        if launch.engine == "deepspeed" and self.ppo.gradient_norm == "joint":
+            raise ValueError(
+                "ppo.gradient_norm joint needs the norms of two models before either steps, which engine deepspeed "
+                "does not tell: use separate, or launch ppo with engine local"
+            )
+        exact = self.ppo.kl.placement == "loss" and self.ppo.kl.estimator == "full" and self.ppo.kl.coefficient > 0
+        if launch.frozen == "offload" and exact:
+            raise ValueError(
+                "ppo.kl.estimator full in the loss runs the reference in every update: it cannot wait in CPU memory, "
+                "so set compute.launch.ppo.frozen to device or sharded"
             )
         return self
 

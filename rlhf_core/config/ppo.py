@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from rlhf_core.config.health import HealthConfig
+from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict
 from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
 
@@ -157,6 +158,7 @@ class PpoConfig(StageConfig):
     ``warmup_iterations`` raises both learning rates linearly; it replaces the optimisers' own ``warmup`` share.
     ``target_kl_early_stop`` ends an update before a step whose minibatch shows a mean KL(old || new) above it, in nats
     per token. ``min_new_tokens`` forbids the end marker before it, in sampling and in scoring alike.
+    With ``policy_lora`` only adapters are trained, and the reference is the policy with its adapters off.
 
     ``critic_mode: shared`` puts a value head on the policy's own backbone: ``policy_optimizer`` trains all of it on
     policy loss + ``vf_loss_weight`` * value loss, and critic pre-training fits the head alone, on the frozen SFT model.
@@ -183,6 +185,8 @@ class PpoConfig(StageConfig):
     surrogate: SurrogateConfig = SurrogateConfig()
     entropy: EntropyConfig = EntropyConfig()
     ptx: PtxConfig = PtxConfig()
+    policy_lora: LoraConfig | None = None
+    critic_lora: LoraConfig | None = None
     policy_optimizer: OptimizerConfig = OptimizerConfig(lr=5e-4, schedule="constant", warmup=0.0)
     critic_optimizer: OptimizerConfig | None = OptimizerConfig(lr=1e-3, schedule="constant", warmup=0.0)
     selection: SelectionConfig = SelectionConfig()
@@ -200,6 +204,11 @@ class PpoConfig(StageConfig):
                 "critic_optimizer trains a separate critic, but critic_mode is shared: policy_optimizer trains the one "
                 "model there is, and vf_loss_weight sets the critic's share; set critic_optimizer to null"
             )
+        if self.critic_lora is not None:
+            raise ValueError(
+                "critic_lora adapts a separate critic, but critic_mode is shared: policy_lora adapts the one backbone "
+                "there is, and the value head is trained whole; set critic_lora to null"
+            )
         if self.policy_init != "sft":
             raise ValueError(
                 f"policy_init {self.policy_init} with critic_mode shared: the value head is pre-trained on the SFT "
@@ -213,6 +222,10 @@ class PpoConfig(StageConfig):
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of minibatches {self.minibatches}")
         if self.min_new_tokens >= self.max_new_tokens:
             raise ValueError(f"min_new_tokens {self.min_new_tokens} must be below max_new_tokens {self.max_new_tokens}")
+        if self.policy_lora is not None and self.policy_init != "sft":
+            raise ValueError(
+                "policy_lora makes the policy without its adapters the reference, which is SFT: policy_init must be sft"
+            )
         optimizers = [self.policy_optimizer, *([self.critic_optimizer] if self.critic_optimizer else [])]
         norms = [optimizer.max_grad_norm for optimizer in optimizers]
         if self.gradient_norm == "joint" and len(set(norms)) > 1:

@@ -102,7 +102,7 @@ class ClassifierSource(SourceConfig):
 
 
 class FunctionSource(SourceConfig):
-    """A python function ``f(prompts, replies) -> list[float]``, called once per rollout.
+    """A python function ``f(prompts, replies) -> list[float]``, called once per rollout (by each rank with its share).
 
     ``target`` is ``package.module:function``, importable from the environment or from the workspace's folder. A prompt
     is a list of ``{"role", "content"}``, a reply its text. It runs with your rights, like any code you start.

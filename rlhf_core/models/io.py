@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from rlhf_core import distributed
 from rlhf_core.errors import ModelError
 from rlhf_core.files import atomic_dir, atomic_write_json
 
@@ -79,7 +80,8 @@ def load_model(
     revision: str | None = None,
     attention: str | None = "sdpa",
 ) -> Any:
-    """``auto_class.from_pretrained``: safetensors only, no remote code, ``dtype`` as saved unless given.
+    """``auto_class.from_pretrained`` on this process's device: safetensors only, no remote code, ``dtype`` as saved
+    unless given.
 
     ``attention`` names the implementation; None takes the best that the architecture has, for models from elsewhere.
     ``ModelError`` when the weights do not fill the model: the library would draw the missing ones at random.
@@ -99,7 +101,7 @@ def load_model(
         raise ModelError(
             f"{source} lacks {len(names)} weights of a {type(model).__name__}, such as {names[0]}; {REPAIR}"
         )
-    return model.eval()
+    return model.to(distributed.device()).eval()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_core import distributed
 from rlhf_core.config.health import HealthConfig
 from rlhf_core.files import atomic_write_json, read_json
 from rlhf_core.ppo.diagnosis import Finding, Monitor
@@ -40,11 +41,12 @@ class Rollback:
 
 
 class Journal:
-    """The rollbacks of one run, oldest first."""
+    """The rollbacks of one run, oldest first. Of several ranks the first has the file, and all know what it says."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.entries = [Rollback(**entry) for entry in read_json(path)] if path.exists() else []
+        saved = read_json(path) if distributed.is_first() and path.exists() else []
+        self.entries = [Rollback(**entry) for entry in distributed.from_first(saved)]
 
     def __len__(self) -> int:
         return len(self.entries)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlhf_core import distributed
 from rlhf_core.files import atomic_dir
 from rlhf_core.training import checkpoint
 from rlhf_core.training.engine import Engine, EngineState
@@ -40,7 +41,7 @@ class Lines:
     def truncate(self, size: int) -> None:
         """Forget what was written after the first ``size`` bytes."""
         with self.path.open("r+b") as stream:
-            stream.truncate(size)
+            stream.truncate(min(size, self.size))
 
     def flush(self) -> None:
         """On disk, before a checkpoint relies on it."""
@@ -90,12 +91,14 @@ class RunFiles:
         checkpoint.save(self.directory, iteration, tensors, content, self.keep, keep_from)
 
     def metas(self) -> dict[int, dict[str, Any]]:
-        """``meta`` of every readable checkpoint by its iteration."""
-        return {step: meta["run"] for step, meta in checkpoint.saved_metas(self.directory).items()}
+        """``meta`` of every readable checkpoint by its iteration. The first rank's folder counts."""
+        saved = checkpoint.saved_metas(self.directory) if distributed.is_first() else {}
+        return dict(distributed.from_first([[step, meta["run"]] for step, meta in saved.items()]))
 
     def drop(self, iteration: int) -> None:
-        """Remove the checkpoint of ``iteration``."""
-        checkpoint.drop(self.directory, iteration)
+        """Remove the checkpoint of ``iteration``, which the first rank has."""
+        if distributed.is_first():
+            checkpoint.drop(self.directory, iteration)
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
         """Restore the newest sound checkpoint; its iteration and ``meta``, or None for a fresh start.

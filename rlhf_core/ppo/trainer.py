@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf_core import distributed
 from rlhf_core.data.batching import batch_at
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.ppo.advantages import explained_variance
@@ -27,7 +28,8 @@ from rlhf_core.ppo.state import Lines, RunFiles, prune_best, save_best
 from rlhf_core.ppo.update import Learner, first_ratio, update
 from rlhf_core.progress import Progress, progress
 from rlhf_core.tracking import Tracker
-from rlhf_core.training.engine import MAX_NONFINITE_IN_A_ROW
+from rlhf_core.training.engine.base import MAX_NONFINITE_IN_A_ROW
+from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -80,6 +82,7 @@ class Trainer:
     tracker: Tracker
     work: Path
     referee: Scorer | None = None
+    frozen: FrozenModels = field(default_factory=FrozenModels)
     findings: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -119,7 +122,10 @@ class Trainer:
         figures, stopped = self._update(experience, coefficient, iteration)
         seconds["seconds_update"] = time.perf_counter() - started
         texts = [self.prompts.decode(ids) for ids in _replies(experience)]
-        row = self._signals(experience, texts, figures) | {"kl_coefficient": coefficient}
+        with self.frozen.at_work():
+            row = self._signals(experience, texts, figures) | {"kl_coefficient": coefficient}
+        # One view for all ranks, however their last digits may differ: every decision below follows from it.
+        row = distributed.from_first(row)
         self.controller.update(row["kl"], len(experience))
         self.done += 1
         if self._due(self.config.selection.every) and stopped is None:
@@ -149,19 +155,20 @@ class Trainer:
     def _collect(self, iteration: int, seconds: dict[str, float]) -> tuple[list[int], Experience]:
         config, size = self.config, self.config.batch_size
         rows = batch_at(len(self.prompts.ids), size, derive_seed(config.seed, "ppo", "prompts"), iteration)
-        experience = collect(
-            self.actors,
-            [self.prompts.ids[row] for row in rows],
-            range(iteration * size, (iteration + 1) * size),
-            # After a rollback other replies are drawn, so that one unlucky draw does not fail the run twice.
-            derive_seed(config.seed, "ppo", "rollout", *([len(self.journal)] if len(self.journal) else [])),
-            self.learner.sampling,
-            config.units,
-            self.moments,
-            self.controller.value,
-            config.surrogate.fixed_reference,
-            seconds,
-        )
+        with self.frozen.at_work(), self.learner.whole():
+            experience = collect(
+                self.actors,
+                [self.prompts.ids[row] for row in rows],
+                range(iteration * size, (iteration + 1) * size),
+                # After a rollback other replies are drawn, so that one unlucky draw does not fail the run twice.
+                derive_seed(config.seed, "ppo", "rollout", *([len(self.journal)] if len(self.journal) else [])),
+                self.learner.sampling,
+                config.units,
+                self.moments,
+                self.controller.value,
+                config.surrogate.fixed_reference,
+                seconds,
+            )
         return rows, experience
 
     def _signals(self, experience: Experience, texts: list[str], figures: dict[str, float]) -> dict[str, float]:
@@ -185,7 +192,8 @@ class Trainer:
         }  # fmt: skip
 
     def _select(self) -> dict[str, float]:
-        verdict = self.selector.consider(self.done, self.learner.policy)
+        with self.frozen.at_work(), self.learner.policy_engine.whole():
+            verdict = self.selector.consider(self.done, self.learner.policy)
         if verdict.keep:
             save_best(self.work / "best", self.done, self.learner.policy_weights())
             self.best = self.done
@@ -227,9 +235,12 @@ class Trainer:
     def _roll_back(self, finding: Finding, target: int) -> None:
         """Go back to the checkpoint of iteration ``target``; what was abandoned moves into the journal."""
         rows, samples = (
-            [row for row in lines.rows() if row["iteration"] > target] for lines in (self.history, self.samples)
+            # Only the first rank's lines are whole; those of the others are thrown away in the end.
+            [row for row in lines.rows() if row["iteration"] > target] if distributed.is_first() else []
+            for lines in (self.history, self.samples)
         )
-        logger.warning("ppo goes back from iteration %d to %d: %s", self.done, target, finding)
+        if distributed.is_first():
+            logger.warning("ppo goes back from iteration %d to %d: %s", self.done, target, finding)
         self.tracker.log_metrics({"rollback_to": target}, step=self.done)
         self.journal.add(Rollback(self.done, target, finding.as_dict(), rows, samples))
         self._resume()

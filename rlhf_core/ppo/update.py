@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf_core import distributed
 from rlhf_core.config.ppo import EntropyConfig, PpoConfig
 from rlhf_core.models.actor_critic import ActorCritic, policy_weights
 from rlhf_core.ppo.advantages import treat_advantages
@@ -18,9 +22,9 @@ from rlhf_core.ppo.forward import (
     TokenScorer,
     chosen,
     entropy,
-    micro_batches,
     policy_and_values,
     response_log_distribution,
+    shared_micro_batches,
 )
 from rlhf_core.ppo.kl import full_kl, kl_estimate
 from rlhf_core.ppo.objectives import clipped_share, old_policy_kl, ratios, surrogate
@@ -57,6 +61,14 @@ class Learner:
         """The policy's weights by its own names, on the CPU; a value head is no part of it."""
         weights = self.policy_engine.full_weights()
         return policy_weights(weights) if isinstance(self.critic, ActorCritic) else weights
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside it every rank holds all weights of all models in training; see ``Engine.whole``."""
+        with ExitStack() as stack:
+            for engine in self.engines.values():
+                stack.enter_context(engine.whole())
+            yield
 
     @property
     def value_settings(self) -> ValueSettings:
@@ -145,16 +157,22 @@ class Survey:
 @torch.no_grad()
 def survey(learner: Learner, minibatch: Experience) -> Survey:
     """Figures of a whole minibatch that decide about its step before any micro-batch of it is differentiated."""
-    kl_sum, entropy_sum = 0.0, 0.0
-    for rows in micro_batches(minibatch.attention_mask, learner.config.micro_batch_size):
+    sums = {"kl": 0.0, "entropy": 0.0}
+    for rows, counts in shared_micro_batches(minibatch.attention_mask, learner.config.micro_batch_size):
         batch = minibatch.batch.part(rows)
-        log_probabilities = response_log_distribution(learner.policy, batch, learner.sampling)
+        log_probabilities = _log_distribution(learner, batch)
         logprobs = chosen(log_probabilities, batch.response)
         ratio = ratios(logprobs, minibatch.old_logprobs[rows, : batch.width], batch.response_mask)
-        kl_sum += float(masked_sum(old_policy_kl(ratio), batch.response_mask))
-        entropy_sum += float(masked_sum(entropy(log_probabilities), batch.response_mask))
+        sums["kl"] += counts * float(masked_sum(old_policy_kl(ratio), batch.response_mask))
+        sums["entropy"] += counts * float(masked_sum(entropy(log_probabilities), batch.response_mask))
     tokens = StepSize.of(minibatch.response_mask).tokens
-    return Survey(kl_sum / tokens, entropy_sum / tokens)
+    sums = distributed.totals(sums)
+    return Survey(sums["kl"] / tokens, sums["entropy"] / tokens)
+
+
+def _log_distribution(learner: Learner, batch: Tokens) -> Tensor:
+    """The current policy's, in a pass that its engine knows of: (B, T, V)."""
+    return learner.policy_engine.forward(partial(response_log_distribution, learner.policy, batch, learner.sampling))
 
 
 def _entropy_direction(settings: EntropyConfig, before: Survey | None) -> float:
@@ -180,7 +198,7 @@ def accumulate_policy_gradient(
     found: dict[str, float] = {"ratio_max": 0.0}
     if isinstance(learner.critic, ActorCritic):
         found |= {"value_loss": 0.0, "value_clip_fraction": 0.0}
-    for rows in micro_batches(minibatch.attention_mask, config.micro_batch_size):
+    for rows, counts in shared_micro_batches(minibatch.attention_mask, config.micro_batch_size):
         batch = minibatch.batch.part(rows)
         log_probabilities, values = _forward(learner, batch)
         logprobs = chosen(log_probabilities, batch.response)
@@ -193,17 +211,17 @@ def accumulate_policy_gradient(
         loss = aggregate(terms, mask, size, config.surrogate.aggregation)
         total = loss + _entropy_term(log_probabilities, mask, size, entropy_direction * config.entropy.weight)
         if values is not None:
-            total = total + value_share(values, minibatch, rows, size, learner.value_settings, found)
-        learner.policy_engine.backward(total)
-        _collect(found, loss, ratio.detach(), advantages[rows, :width], mask, size, config)
-    return found
+            total = total + value_share(values, minibatch, rows, counts, size, learner.value_settings, found)
+        learner.policy_engine.backward(counts * total)
+        _collect(found, counts, loss, ratio.detach(), advantages[rows, :width], mask, size, config)
+    return distributed.totals(found)
 
 
 def _forward(learner: Learner, batch: Tokens) -> tuple[Tensor, Tensor | None]:
     """The current policy's log-distribution (B, T, V), and with a shared backbone the values (B, T)."""
     if isinstance(learner.critic, ActorCritic):
-        return policy_and_values(learner.critic, batch, learner.sampling)
-    return response_log_distribution(learner.policy, batch, learner.sampling), None
+        return learner.policy_engine.forward(partial(policy_and_values, learner.critic, batch, learner.sampling))
+    return _log_distribution(learner, batch), None
 
 
 def _entropy_term(log_probabilities: Tensor, mask: Tensor, size: StepSize, weight: float) -> Tensor | float:
@@ -224,8 +242,8 @@ def _kl_term(
 
 
 def _collect(
-    found: dict[str, float], loss: Tensor, ratio: Tensor, advantages: Tensor, mask: Tensor, size: StepSize,
-    config: PpoConfig,
+    found: dict[str, float], counts: float, loss: Tensor, ratio: Tensor, advantages: Tensor, mask: Tensor,
+    size: StepSize, config: PpoConfig,
 ) -> None:  # fmt: skip
     """Add one micro-batch's share of the step's figures."""
     clip = config.surrogate.clip if config.surrogate.kind == "clip" else None
@@ -237,7 +255,7 @@ def _collect(
     if clip is not None:
         shares["clip_fraction"] = float(masked_sum(clipped_share(ratio, advantages, clip).float(), mask)) / size.tokens
     for name, value in shares.items():
-        found[name] = found.get(name, 0.0) + value
+        found[name] = found.get(name, 0.0) + counts * value
     found["ratio_max"] = max(found["ratio_max"], float(ratio.max()))
 
 

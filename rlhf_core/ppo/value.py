@@ -6,13 +6,15 @@ It stands apart from the policy's objectives, so that a change to those leaves c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from rlhf_core import distributed
 from rlhf_core.ppo.aggregation import Aggregation, StepSize, aggregate, masked_sum
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.forward import TokenScorer, micro_batches, response_values
+from rlhf_core.ppo.forward import TokenScorer, response_values, shared_micro_batches
 from rlhf_core.training.engine import Engine
 
 
@@ -50,30 +52,31 @@ def accumulate_value_gradient(
     """
     size = StepSize.of(minibatch.response_mask)
     found = {"value_loss": 0.0, "value_clip_fraction": 0.0}
-    for rows in micro_batches(minibatch.attention_mask, settings.micro_batch_size):
-        values = response_values(critic, minibatch.batch.part(rows))
-        engine.backward(value_share(values, minibatch, rows, size, settings, found))
-    return found
+    for rows, counts in shared_micro_batches(minibatch.attention_mask, settings.micro_batch_size):
+        values = engine.forward(partial(response_values, critic, minibatch.batch.part(rows)))
+        engine.backward(counts * value_share(values, minibatch, rows, counts, size, settings, found))
+    return distributed.totals(found)
 
 
 def value_share(
     values: Tensor,
     minibatch: Experience,
     rows: Tensor,
+    counts: float,
     size: StepSize,
     settings: ValueSettings,
     found: dict[str, float],
 ) -> Tensor:
     """The weighted loss of one micro-batch, a scalar, from the values (b, t) of the given ``rows``.
 
-    ``found`` takes in its share of ``value_loss`` (unweighted) and ``value_clip_fraction``.
+    ``found`` takes in its share of ``value_loss`` (unweighted) and ``value_clip_fraction``, ``counts`` times.
     """
     width = values.shape[1]
     mask = minibatch.response_mask[rows, :width]
     old, returns = minibatch.values[rows, :width], minibatch.returns[rows, :width]
     loss = aggregate(value_loss(values, old, returns, settings.clip), mask, size, settings.aggregation)
-    found["value_loss"] += float(loss.detach())
+    found["value_loss"] += counts * float(loss.detach())
     if settings.clip is not None:
         hit = value_clipped(values.detach(), old, returns, settings.clip)
-        found["value_clip_fraction"] += float(masked_sum(hit.float(), mask)) / size.tokens
+        found["value_clip_fraction"] += counts * float(masked_sum(hit.float(), mask)) / size.tokens
     return settings.weight * loss

@@ -12,6 +12,7 @@ import torch
 from rlhf_core.config.critic import CriticStageConfig
 from rlhf_core.models.base import load_policy
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.lora import merge_adapters
 from rlhf_core.ppo.critic_pretraining import CriticTrainer
 from rlhf_core.ppo.reward_sources import tracked_files
 from rlhf_core.ppo.reward_sources.building import Setting, build_scorer
@@ -19,7 +20,8 @@ from rlhf_core.ppo.rollout import Actors
 from rlhf_core.ppo.starting import read_prompts, require_room, sampling_for
 from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
-from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.engine.choice import build_engine, finish
+from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed, seed_everything
 
 STAGE = Stage(
@@ -47,7 +49,10 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
     units = config.ppo.units
     rows, prompt_ids = read_prompts(inputs.clean / "prompts" / "train.parquet", tokenizer)
     require_room(prompt_ids, units.max_new_tokens, getattr(policy.config, "max_position_embeddings", None))
-    setting = Setting(inputs.reward, inputs.clean, tokenizer, rows, prompt_ids, units.micro_batch_size, policy.device)
+    frozen = FrozenModels()
+    setting = Setting(
+        inputs.reward, inputs.clean, tokenizer, rows, prompt_ids, units.micro_batch_size, policy.device, frozen
+    )
     score = build_scorer(units.reward.sources, setting)
     steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
     trainer = CriticTrainer(
@@ -55,13 +60,17 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
         units=units,
         actors=Actors(policy, policy, critic, score),
         critic=critic,
-        engine=LocalEngine(critic, config.optimizer, steps, "critic"),
+        engine=build_engine(critic, config.optimizer, steps, "critic"),
         sampling=sampling_for(tokenizer, units),
         prompt_ids=prompt_ids,
         tracker=tracker,
         work=outputs.work,
+        frozen=frozen,
     )
     metrics = trainer.run()
+    critic = finish(trainer.engine, critic)
+    if config.lora is not None:
+        merge_adapters(critic)
     critic.save(outputs.model, tokenizer, {"reward_moments.json": trainer.moments.to_dict()})
     shutil.copyfile(trainer.history.path, outputs.history)
     return metrics
@@ -84,4 +93,6 @@ def initial_critic(config: CriticStageConfig, inputs: Paths) -> ScalarModel:
         critic.requires_grad_(False)
         head = critic.model.get_submodule("score").requires_grad_(True)
         torch.nn.init.zeros_(head.get_parameter("weight"))
+    if config.lora is not None:
+        critic.add_adapters(config.lora, derive_seed(config.seed, "critic", "lora"))
     return critic

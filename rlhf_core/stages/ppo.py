@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core import distributed
 from rlhf_core.config.ppo import PpoConfig, SelectionConfig
 from rlhf_core.config.rule_changes import rules_for
 from rlhf_core.data.chat import decode_reply, encode_dialogue, encode_reply, pad_id
@@ -24,6 +25,7 @@ from rlhf_core.files import atomic_write_json, atomic_write_lines, read_json
 from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.models.base import load_policy, save_policy
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.lora import WithoutAdapters, add_adapters, merge_adapters
 from rlhf_core.ppo.diagnosis import Monitor
 from rlhf_core.ppo.ptx import PtxData
 from rlhf_core.ppo.reward_sources import tracked_files
@@ -36,7 +38,8 @@ from rlhf_core.ppo.trainer import Prompts, Trainer, Verdict
 from rlhf_core.ppo.update import Learner
 from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
-from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.engine.choice import build_engine, finish
+from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed, seed_everything
 
 STAGE = Stage(
@@ -74,7 +77,8 @@ class CheckpointSelector:
 
     def consider(self, iteration: int, policy: PreTrainedModel) -> Verdict:
         """Evaluate, and say whether this is now the checkpoint to keep."""
-        figures = self.evaluate(policy)
+        # One verdict for all ranks, however their last digits may differ.
+        figures = distributed.from_first(self.evaluate(policy))
         self.candidates.append(candidate(iteration, figures))
         return Verdict(figures, self.choice().candidate.iteration == iteration)
 
@@ -104,11 +108,12 @@ def _candidate(row: Mapping[str, Any]) -> Candidate:
 def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
     """Train, choose a checkpoint, save it, and describe the run."""
     seed_everything(config.seed)
-    reference, tokenizer = load_policy(inputs.sft)
-    policy, _ = load_policy(inputs.sft if config.policy_init == "sft" else inputs.base)
-    reference.requires_grad_(False)
+    policy, reference, tokenizer = load_models(config, inputs)
     selector = make_selector(config, inputs, reference, tokenizer)
-    trainer = make_trainer(config, inputs, outputs.work, tracker, policy, reference, tokenizer, selector)
+    frozen = FrozenModels()
+    if config.policy_lora is None:
+        reference = selector.evaluate.reference = frozen.place(reference)
+    trainer = make_trainer(config, inputs, outputs.work, tracker, policy, reference, tokenizer, selector, frozen)
     try:
         trainer.run()
         choice = selector.choice()
@@ -116,7 +121,10 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> d
     except TrainingPaused:
         publish_lines(trainer, outputs)  # the report of a paused run shows its curves
         raise
+    policy = trained_policy(trainer.learner)
     load_weights(policy, load_best(outputs.work / "best", choice.candidate.iteration))
+    if config.policy_lora is not None:
+        merge_adapters(policy)
     save_policy(outputs.model, policy, tokenizer)
     publish_lines(trainer, outputs)
     tracker.log_artifact(outputs.samples, "samples")
@@ -126,12 +134,34 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> d
     return metrics
 
 
+def load_models(config: PpoConfig, inputs: Paths) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
+    """Policy, reference and tokenizer. With adapters both are one model, the reference with them switched off."""
+    if config.policy_lora is not None:
+        policy, tokenizer = load_policy(inputs.sft)
+        add_adapters(policy, config.policy_lora, derive_seed(config.seed, "ppo", "lora"))
+        without: Any = WithoutAdapters(policy)
+        return policy, without, tokenizer
+    reference, tokenizer = load_policy(inputs.sft)
+    policy, _ = load_policy(inputs.sft if config.policy_init == "sft" else inputs.base)
+    reference.requires_grad_(False)
+    return policy, reference, tokenizer
+
+
+def trained_policy(learner: Learner) -> PreTrainedModel:
+    """The policy, whole, on the first rank, which goes on alone. A value head on it has done its work."""
+    if isinstance(learner.critic, ActorCritic):
+        return finish(learner.policy_engine, learner.critic).policy
+    return finish(learner.policy_engine, learner.policy)
+
+
 def publish_lines(trainer: Trainer, outputs: Paths) -> None:
     """Copy history and samples from the partial state to their places.
 
     What rollbacks abandoned comes along, marked with the number of its ``rollback``: rows in a file of their own, so
-    that curves stay right, and samples after the others.
+    that curves stay right, and samples after the others. Of several ranks the first alone has whole files.
     """
+    if not distributed.is_first():
+        return
     shutil.copyfile(trainer.history.path, outputs.history)
     atomic_write_lines(outputs.abandoned, trainer.journal.abandoned("rows"))
     atomic_write_lines(outputs.samples, [*trainer.samples.rows(), *trainer.journal.abandoned("samples")])
@@ -146,17 +176,20 @@ def make_trainer(
     reference: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     selector: CheckpointSelector,
+    frozen: FrozenModels,
 ) -> Trainer:
     """All parts of one run, loaded and connected."""
     units = config.units
     rows, prompt_ids = read_prompts(inputs.clean / "prompts" / "train.parquet", tokenizer)
     positions = getattr(policy.config, "max_position_embeddings", None)
     require_room(prompt_ids, units.max_new_tokens, positions)
-    setting = Setting(inputs.reward, inputs.clean, tokenizer, rows, prompt_ids, units.micro_batch_size, policy.device)
+    setting = Setting(
+        inputs.reward, inputs.clean, tokenizer, rows, prompt_ids, units.micro_batch_size, policy.device, frozen
+    )
     score = build_scorer(units.reward.sources, setting)
     critic = load_critic(config, inputs.critic, policy)
     learner = make_learner(config, inputs, policy, critic, reference, tokenizer)
-    referee = load_scalar(inputs.referee)
+    referee = frozen.place(load_scalar(inputs.referee))
     return Trainer(
         learner=learner,
         actors=Actors(policy, reference, critic, score),
@@ -167,13 +200,18 @@ def make_trainer(
         tracker=tracker,
         work=work,
         referee=model_scorer(referee, units.micro_batch_size),
+        frozen=frozen,
     )
 
 
 def load_critic(config: PpoConfig, path: Path, policy: PreTrainedModel) -> ScalarModel | ActorCritic:
     """The pre-trained critic, or the policy with its value head where both share a backbone."""
     critic = ScalarModel.load(path)
-    return ActorCritic.with_head_of(critic, policy) if config.critic_mode == "shared" else critic
+    if config.critic_mode == "shared":
+        return ActorCritic.with_head_of(critic, policy)
+    if config.critic_lora is not None:
+        critic.add_adapters(config.critic_lora, derive_seed(config.seed, "ppo", "critic", "lora"))
+    return critic
 
 
 def make_learner(
@@ -189,11 +227,11 @@ def make_learner(
     steps = config.iterations * per_iteration
     warmup = config.warmup_iterations * per_iteration or None
     if isinstance(critic, ActorCritic):
-        policy_engine = critic_engine = LocalEngine(critic, config.policy_optimizer, steps, "policy", warmup)
+        policy_engine = critic_engine = build_engine(critic, config.policy_optimizer, steps, "policy", warmup)
     else:
         assert config.critic_optimizer is not None
-        policy_engine = LocalEngine(policy, config.policy_optimizer, steps, "policy", warmup)
-        critic_engine = LocalEngine(critic, config.critic_optimizer, steps, "critic", warmup)
+        policy_engine = build_engine(policy, config.policy_optimizer, steps, "policy", warmup)
+        critic_engine = build_engine(critic, config.critic_optimizer, steps, "critic", warmup)
     return Learner(
         config=config,
         sampling=sampling_for(tokenizer, config.units),

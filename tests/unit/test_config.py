@@ -29,7 +29,6 @@ BASE = "seed: 3\nsft:\n  steps: 5  # few\n  optimizer:\n    lr: 1e-3\n"
         ({"sft": {"steps": 0}}, "parameter 'sft.steps': input should be greater than 0 (got 0)"),
         ({"ppo": {"kl": {"estimator": "k3"}}}, "does not give the gradient of the KL"),
         ({"ppo": {"batch_size": 63}}, "batch_size 63 is not a multiple of minibatches 2"),
-        ({"ppo": {"critic_mode": "shared"}, "critic": {"init": "reward"}}, "the value head sits on the policy"),
         ({"pools": {"ppo": {"pool": "g", "gpuz": 1}}}, "unknown parameter 'pools.ppo.gpuz'; did you mean 'gpus'?"),
         ({"pools": {"ppo": {"pool": "g", "memory": "64 GB"}}}, "write a quantity as Kubernetes does, such as 64Gi"),
         ({"pools": {"ppo": 3}}, "name a work pool, or give a mapping with pool"),
@@ -38,6 +37,7 @@ BASE = "seed: 3\nsft:\n  steps: 5  # few\n  optimizer:\n    lr: 1e-3\n"
             "variables repeats gpus, which has a place of its own here",
         ),
         ({"work_pools": {"g": {"queue": {}}}}, "unknown parameter 'work_pools.g.queue'; did you mean 'queues'?"),
+        ({"ppo": {"critic_mode": "shared"}, "critic": {"init": "reward"}}, "the value head sits on the policy"),
         ({"gates": {"policy": [{"metric": "kl", "why": "x"}]}}, "give exactly one of at_least, at_most, at_most_of"),
     ],
 )

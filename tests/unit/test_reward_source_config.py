@@ -75,7 +75,7 @@ def test_names_are_kinds_and_numbers_unless_given() -> None:
     assert source_names(sources) == ("model", "model_2", "safety", "http")
 
 
-def test_the_default_is_the_own_reward_model_for_both_stages(tmp_path: Path) -> None:
+def test_the_default_is_the_own_reward_model_for_both_stages() -> None:
     assert PpoConfig().reward.sources == PpoConfig().units.reward.sources == DEFAULT_SOURCES
     assert [(s.kind, s.path, s.weight) for s in DEFAULT_SOURCES if s.kind == "model"] == [("model", "models/reward", 1)]
 

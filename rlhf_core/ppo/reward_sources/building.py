@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,9 +28,11 @@ from rlhf_core.models.io import is_local
 from rlhf_core.ppo.forward import Tokens
 from rlhf_core.ppo.reward_sources.mixture import Mixture, Part
 from rlhf_core.ppo.reward_sources.reward_models import Ensemble, RewardModel, origin, require_same_tokens
+from rlhf_core.ppo.reward_sources.shared import Shared
 from rlhf_core.ppo.reward_sources.source import PromptReader, Source
 from rlhf_core.ppo.rollout import Scorer, model_scorer
 from rlhf_core.ppo.starting import load_scalar
+from rlhf_core.training.engine.frozen import FrozenModels
 
 PROBES = ("Yes.", "I do not know.")
 
@@ -46,6 +48,7 @@ class Setting:
     prompt_ids: Sequence[Sequence[int]]
     micro_batch_size: int | None
     device: torch.device
+    frozen: FrozenModels = field(default_factory=FrozenModels)
 
     @property
     def workspace(self) -> Path:
@@ -60,13 +63,19 @@ def build_scorer(sources: RewardSources, setting: Setting) -> Mixture:
     its contract: at the start of a stage rather than after hours.
     """
     parts = [
-        Part(name, source.weight, build_source(source, name, setting))
+        Part(name, source.weight, for_ranks(build_source(source, name, setting)))
         for name, source in zip(source_names(sources), sources, strict=True)
     ]
     reader = PromptReader([row.prompt for row in setting.rows], setting.prompt_ids)
     mixture = Mixture(parts, reader, setting.tokenizer)
-    mixture(probe(setting))
+    with setting.frozen.at_work():
+        mixture(probe(setting))
     return mixture
+
+
+def for_ranks(source: Source) -> Source:
+    """``source`` as several ranks use it together. Reward models share the rows of a batch among ranks themselves."""
+    return source if isinstance(source, RewardModel | Ensemble) else Shared(source)
 
 
 def build_source(source: RewardSource, name: str, setting: Setting) -> Source:
@@ -79,7 +88,9 @@ def build_source(source: RewardSource, name: str, setting: Setting) -> Source:
     if isinstance(source, ClassifierSource):
         from rlhf_core.ppo.reward_sources.classifier import load_classifier
 
-        return load_classifier(_model_source(source.model, who, setting.workspace), source, setting.device, who)
+        found = load_classifier(_model_source(source.model, who, setting.workspace), source, setting.device, who)
+        setting.frozen.place_whole(found.model)
+        return found
     if isinstance(source, FunctionSource):
         from rlhf_core.ppo.reward_sources.python_function import PythonFunction, load_function
 
@@ -107,7 +118,7 @@ def _ensemble(source: EnsembleSource, who: str, setting: Setting) -> Ensemble:
 
 
 def _scorer(model: ScalarModel, setting: Setting) -> Scorer:
-    return model_scorer(model, setting.micro_batch_size)
+    return model_scorer(setting.frozen.place(model), setting.micro_batch_size)
 
 
 def _reward_model(path: str, who: str, setting: Setting) -> ScalarModel:

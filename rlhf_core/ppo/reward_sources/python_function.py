@@ -18,7 +18,10 @@ Function = Callable[[list[list[dict[str, str]]], list[str]], Any]
 
 
 class PythonFunction:
-    """Calls ``function(prompts, replies)`` once per rollout. Same replies must give same scores for an exact resume."""
+    """Calls ``function(prompts, replies)`` once per rollout, on each rank with its share of the replies.
+
+    Same replies must give same scores for an exact resume.
+    """
 
     def __init__(self, function: Function, who: str) -> None:
         self.function, self.who = function, who

@@ -58,6 +58,10 @@ class Replies:
     def __len__(self) -> int:
         return len(self.tokens.tokens)
 
+    def part(self, rows: Sequence[int]) -> Replies:
+        """The given rows."""
+        return Replies(self.tokens.part(torch.tensor(rows)), self.reader, self.tokenizer)
+
     @cached_property
     def prompts(self) -> list[Sequence[Message]]:
         """The messages that each reply answers."""
