@@ -18,7 +18,10 @@ def pool(kind: str, *variables: str) -> WorkPool:
 
 
 def params(**asked: object) -> Params:
-    return check_params({"pools": {"ppo": {"pool": "gpu-pool", **asked}, "sft": "other"}})
+    launch = {"ppo": {"processes": 8}}
+    return check_params(
+        {"pools": {"ppo": {"pool": "gpu-pool", **asked}, "sft": "other"}, "compute": {"launch": launch}}
+    )
 
 
 def test_a_request_that_would_be_ignored_is_refused_with_stage_and_pool() -> None:
