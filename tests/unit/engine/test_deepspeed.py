@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,13 @@ from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.engine.zero_config import zero_config
 from rlhf_core.training.optim import build_adamw
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None,
-    reason="DeepSpeed is not installed (pip install 'rlhf-pipeline[gpu]')",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None,
+        reason="DeepSpeed is not installed (pip install 'rlhf-pipeline[gpu]')",
+    ),
+    pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed compiles one of its parts: no C++ compiler here"),
+]
 # As in test_ranks.py: the first shows the gradient, the second ten updates.
 GRADIENT, UPDATES = (1e4, 1), (0.05, 10)
 STAGES = (0, 1, 2, 3)

@@ -108,10 +108,11 @@ def test_images_are_pinned_by_tag_and_ours_by_version() -> None:
 
 def test_the_images_own_lock_pins_every_extra_they_need_and_repeats_nothing() -> None:
     lines = (places.INFRA / "docker" / "requirements-cluster.lock").read_text().split()
-    pins = {Requirement(line).name.lower().replace("_", "-"): line for line in lines}
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
     main = (places.ROOT / "requirements.lock").read_text().split()
-    assert not set(pins) & {Requirement(line).name.lower().replace("_", "-") for line in main}
+    names = [Requirement(line).name.lower().replace("_", "-") for line in [*main, *lines]]
+    assert len(names) == len(set(names))
+    pins = dict(zip(names, [*main, *lines], strict=True))
     extras = tomllib.loads((places.ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for requirement in map(Requirement, [*extras["cluster"], *extras["gpu"], *extras["lora"]]):
         assert requirement.specifier.contains(pins[requirement.name.lower()].split("==")[1])
