@@ -126,6 +126,7 @@ class Trainer:
             row = self._signals(experience, texts, figures) | {
                 "kl_coefficient": coefficient,
                 "kl_pull": kl_pull(experience.shaped_scores, coefficient),
+                "ptx_weight": self.config.ptx.weight,
             }
         # One view for all ranks, however their last digits may differ: every decision below follows from it.
         row = distributed.from_first(row)

@@ -104,11 +104,14 @@ def test_progress_that_only_the_reward_model_sees() -> None:
     assert [(f.rule, f.iteration) for f in found if f.stops] == [("reward_without_wins", 6)]
 
 
-@pytest.mark.parametrize(("pull", "stops"), [(0.0, [4]), (0.05, []), (math.nan, [])])
-def test_drift_stops_early_only_where_nothing_pulls_back(pull: float, stops: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("pull", "ptx", "stops"), [(0.0, 0.0, [4]), (0.05, 0.0, []), (0.0, 0.1, []), (math.nan, 0.0, [])]
+)
+def test_drift_stops_early_only_where_nothing_pulls_back(pull: float, ptx: float, stops: list[int]) -> None:
     monitor = Monitor(LIMITS)
     drift = [0.0, 0.6, 1.1, 1.7, 2.2]  # means of two: .85 at iteration 3, 1.4 at 4; a fifth of the budget is 1.2
-    found = [f for i, kl in enumerate(drift, 1) for f in monitor.observe(i, {"kl": kl, "kl_pull": pull})]
+    rows = [{"kl": kl, "kl_pull": pull, "ptx_weight": ptx} for kl in drift]
+    found = [f for i, row in enumerate(rows, 1) for f in monitor.observe(i, row)]
     assert [f.iteration for f in found if f.stops][:1] == stops
 
 
