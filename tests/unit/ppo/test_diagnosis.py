@@ -109,7 +109,7 @@ def test_progress_that_only_the_reward_model_sees() -> None:
 )
 def test_drift_stops_early_only_where_nothing_pulls_back(pull: float, ptx: float, stops: list[int]) -> None:
     monitor = Monitor(LIMITS)
-    drift = [0.0, 0.6, 1.1, 1.7, 2.2]  # means of two: .85 at iteration 3, 1.4 at 4; a fifth of the budget is 1.2
+    drift = [0.0, 0.2, 0.5, 0.9, 1.6]  # means of two: .35 at iteration 3, .7 at 4; a tenth of the budget is .6
     rows = [{"kl": kl, "kl_pull": pull, "ptx_weight": ptx} for kl in drift]
     found = [f for i, row in enumerate(rows, 1) for f in monitor.observe(i, row)]
     assert [f.iteration for f in found if f.stops][:1] == stops
