@@ -24,6 +24,7 @@ from flows.gpu_pool import run_on_pool
 from flows.graph import StageNode, read_graph
 from flows.hooks import cancel_orphans
 from flows.outcome import Outcome
+from flows.preflight import refusal
 from flows.processes import OWNER_VARIABLE, owner_mark
 from flows.schedule import Schedule, final_name
 from flows.stage_task import StageFailed, run_stage
@@ -143,7 +144,7 @@ def stage_task(setting: Setting, node: StageNode, pool: str | None) -> Outcome:
     else:
         key = f"{context.task_run.id}:{attempt}"
         deployment = job_deployment(pool)
-        outcome = run_on_pool(
+        outcome = refusal(setting.workspace, node.name) or run_on_pool(
             setting.workspace, node.name, node.outputs, setting.environment, grace, key, deployment, progress.update
         )
         progress.update()

@@ -1,4 +1,4 @@
-"""The core's commands: stage, fingerprint, report, data, match. Heavy imports wait until a command runs."""
+"""The core's commands: stage, fingerprint, plan, report, data, match. Heavy imports wait until a command runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
 WorkspaceOption = Annotated[
@@ -42,6 +44,57 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     files = load_params(root).collect.files
     write_fingerprints(root, list(STAGES))
     write_sources(root, [*files.preferences, *files.demonstrations, *files.prompts, *files.pretrain])
+
+
+@app.command()
+def plan(
+    workspace: WorkspaceOption = None,
+    profile: Annotated[str | None, typer.Option("--profile", "-p", help="Overlay on params.yaml.")] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", "-s", help="section.key=value over params.yaml.")] = None,
+    stages: Annotated[list[str] | None, typer.Option("--stage", help="Only this stage; may be repeated.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs that share one job.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(help="Memory of one GPU in GiB.")] = None,
+    zero_stage: Annotated[int | None, typer.Option(help="DeepSpeed ZeRO stage, 0 to 3.")] = None,
+    offload: Annotated[str | None, typer.Option(help="To host memory: none, optimizer or all.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Of the weights: float32 or bfloat16.")] = None,
+    gradient_checkpointing: Annotated[bool | None, typer.Option(help="Compute layers again in backward.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="Train adapters of this rank only.")] = None,
+    frozen: Annotated[str | None, typer.Option(help="Frozen models: on_device, sharded or offloaded.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt of rollouts.")] = None,
+    config: Annotated[Path | None, typer.Option(help="config.json in place of the starting model's.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Run PPO's passes on shapes and compare.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="One line; refuse what cannot fit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
+) -> None:
+    """Estimate memory per GPU by role and phase of every training stage, and what to change when it does not fit.
+
+    Options left out are those of the plan section of params.yaml. Nothing is loaded or downloaded.
+
+    Exit codes: 0 it fits or nothing is known against it, 2 it does not fit.
+
+    Example: rlhf plan --profile paper-7b --gpus 8 --gpu-memory 80
+    """
+    from rlhf_core.plan.command import Request, describe, plan_of, recipe_root
+    from rlhf_core.plan.command import check as check_fit
+
+    options = {
+        "gpus": gpus,
+        "gpu_memory_gb": gpu_memory,
+        "zero_stage": zero_stage,
+        "offload": offload,
+        "precision": precision,
+        "gradient_checkpointing": gradient_checkpointing,
+        "lora_rank": lora_rank,
+        "frozen": frozen,
+        "prompt_tokens": prompt_tokens,
+    }
+    request = Request(recipe_root(workspace), profile, sets or (), options, stages or (), config)
+    if check:
+        typer.echo(check_fit(request))
+        return
+    found = plan_of(request)
+    typer.echo(describe(found, as_json_text=as_json, dry_run=dry_run))
+    raise typer.Exit(EXIT_OK if found.fits else EXIT_USER_ERROR)
 
 
 @app.command()

@@ -15,6 +15,7 @@ from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.gates import GatesConfig
 from rlhf_core.config.model import StageConfig, Strict
 from rlhf_core.config.operations import ComputeConfig, FlowConfig, RegistryConfig, TrackingConfig
+from rlhf_core.config.plan import PlanConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.problems import describe
 from rlhf_core.config.report import ReportConfig
@@ -43,6 +44,7 @@ class Params(Strict):
     evaluate: EvaluateConfig = EvaluateConfig()
     report: ReportConfig = ReportConfig()
     compute: ComputeConfig = ComputeConfig()
+    plan: PlanConfig = PlanConfig()
     pools: dict[str, str] = {}
     registry: RegistryConfig = RegistryConfig()
     tracking: TrackingConfig = TrackingConfig()

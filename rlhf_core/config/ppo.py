@@ -97,12 +97,14 @@ class SelectionConfig(Strict):
     """Which checkpoint becomes the policy: the one with the referee's best win rate on fixed validation prompts.
 
     It must keep the limits on KL (nats per sequence), reply length (times SFT's) and repetition (added to SFT's).
-    ``last`` keeps the final one.
+    ``last`` keeps the final one. ``batch_size`` replies are sampled and judged together: it bounds memory, and
+    every reply keeps its own random numbers.
     """
 
     method: Literal["referee", "last"] = "referee"
     every: PositiveInt = 5
     prompts: PositiveInt = 128
+    batch_size: PositiveInt = 64
     max_kl: PositiveFloat = 6.0
     max_length_ratio: PositiveFloat = 1.6
     max_repetition_increase: NonNegativeFloat = 0.02

@@ -57,7 +57,7 @@ def run(config: EvaluateConfig, inputs: Paths, outputs: Paths, tracker: Tracker)
     prompts = fixed_subset(held_out, config.prompts, "evaluation")
     fixed = regression_set(held_out)
     world = of_the_world(prompts)
-    judges: list[Judge] = [ModelJudge(inputs.reward, "reward"), ModelJudge(inputs.referee, "referee")]
+    judges: list[Judge] = [ModelJudge(inputs[name], name, config.batch_size) for name in ("reward", "referee")]
     judges += [GoldJudge()] if world else []
     sft, policy = _sides(config, inputs, prompts, fixed)
     sft, policy = sft.judged(judges, prompts), policy.judged(judges, prompts)
@@ -107,11 +107,11 @@ def _side(
     """Replies of one model; both models get the same random numbers."""
     model.eval()
     reference.eval()
-    messages = [row.prompt for row in prompts]
-    replies = judged_replies(model, tokenizer, messages, config.sampling, config.seed, shown.advance)
-    again = [row.prompt for row in fixed]
-    fixed_replies = judged_replies(model, tokenizer, again, config.sampling, config.seed, shown.advance)
-    free = unfiltered_replies(model, tokenizer, messages[: config.kl_samples], config.max_new_tokens, config.seed + 1)
+    messages, again, rows = [row.prompt for row in prompts], [row.prompt for row in fixed], config.batch_size
+    replies = judged_replies(model, tokenizer, messages, config.sampling, config.seed, shown.advance, rows)
+    fixed_replies = judged_replies(model, tokenizer, again, config.sampling, config.seed, shown.advance, rows)
+    few, length = messages[: config.kl_samples], config.max_new_tokens
+    free = unfiltered_replies(model, tokenizer, few, length, config.seed + 1, rows)
     return Side(replies, fixed_replies, measure_drift(free, reference))
 
 

@@ -207,12 +207,12 @@ def make_selector(
     if not rows:
         raise DataError(f"{path} has no rows; raise validate.split.validation")
     prompts = [row.prompt for row in rows]
-    seed = derive_seed(config.seed, "ppo", "selection")
+    seed, rows_together = derive_seed(config.seed, "ppo", "selection"), config.selection.batch_size
 
     def sample(model: PreTrainedModel) -> Any:
-        return unfiltered_replies(model, tokenizer, prompts, config.max_new_tokens, seed)
+        return unfiltered_replies(model, tokenizer, prompts, config.max_new_tokens, seed, rows_together)
 
-    referee, reward = ModelJudge(inputs.referee, "referee"), ModelJudge(inputs.reward, "reward")
+    referee, reward = (ModelJudge(inputs[name], name, rows_together) for name in ("referee", "reward"))
     return CheckpointSelector(SelectionEvaluator(reference, prompts, referee, sample, reward), config.selection)
 
 
