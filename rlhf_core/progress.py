@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -44,6 +45,13 @@ class LineProgress:
             self.line()
 
 
+class SilentProgress:
+    """Shows nothing: of several ranks that do the same, the first reports."""
+
+    def advance(self, n: int = 1, **figures: float) -> None:
+        """Accept and forget."""
+
+
 class BarProgress:
     """A rich bar with the remaining time and the figures."""
 
@@ -58,6 +66,9 @@ class BarProgress:
 @contextmanager
 def progress(total: int, description: str) -> Iterator[Progress]:
     """A :class:`Progress` over ``total`` units of work, closed with the block."""
+    if os.environ.get("RANK", "0") != "0":
+        yield SilentProgress()
+        return
     if not sys.stderr.isatty():
         lines = LineProgress(total, description)
         yield lines

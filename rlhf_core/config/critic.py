@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig
 from rlhf_core.config.ppo import PpoConfig
 
@@ -13,6 +14,8 @@ from rlhf_core.config.ppo import PpoConfig
 class CriticConfig(StageConfig):
     """``max_rollouts: 0`` skips pre-training. It ends early once explained variance stays at ``explained_variance`` or
     above for ``patience`` rollouts in a row, or the value loss has not fallen for ``plateau`` rollouts.
+
+    ``lora`` trains adapters and the head instead of all weights.
 
     Reward treatment (normalisation, clip, KL, gamma, lambda) is PPO's own, so that values live in PPO's units.
     """
@@ -26,6 +29,7 @@ class CriticConfig(StageConfig):
     patience: PositiveInt = 3
     plateau: PositiveInt = 8
     value_clip: PositiveFloat | None = None
+    lora: LoraConfig | None = None
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3, schedule="constant", warmup=0.0)
     checkpoint: CheckpointConfig = CheckpointConfig(every=5)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from rlhf_core.config import yaml_text
 from rlhf_core.config.base import BaseConfig
@@ -49,6 +49,24 @@ class Params(Strict):
     registry: RegistryConfig = RegistryConfig()
     tracking: TrackingConfig = TrackingConfig()
     flow: FlowConfig = FlowConfig()
+
+    @model_validator(mode="after")
+    def _launch_fits(self) -> Params:
+        launch = self.compute.launch.get("ppo")
+        if launch is None:
+            return self
+        if launch.engine == "deepspeed" and self.ppo.gradient_norm == "joint":
+            raise ValueError(
+                "ppo.gradient_norm joint needs the norms of two models before either steps, which engine deepspeed "
+                "does not tell: use separate, or launch ppo with engine local"
+            )
+        exact = self.ppo.kl.placement == "loss" and self.ppo.kl.estimator == "full" and self.ppo.kl.coefficient > 0
+        if launch.frozen == "offload" and exact:
+            raise ValueError(
+                "ppo.kl.estimator full in the loss runs the reference in every update: it cannot wait in CPU memory, "
+                "so set compute.launch.ppo.frozen to device or sharded"
+            )
+        return self
 
 
 def check_params(document: Any, name: str = PARAMS_FILE) -> Params:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.model import Strict
+
+Trained = Literal["sft", "reward", "referee", "critic", "ppo"]
 
 
 class RegistryConfig(Strict):
@@ -18,9 +23,14 @@ class RegistryConfig(Strict):
 
 
 class ComputeConfig(Strict):
-    """``threads`` is the number of CPU threads of each stage's process; ``null`` takes all cores."""
+    """``threads`` is the number of CPU threads of each stage's process; ``null`` takes all cores.
+
+    ``launch`` says, by stage, how many processes train and with which engine; without an entry it is one process in
+    plain torch.
+    """
 
     threads: PositiveInt | None = None
+    launch: dict[Trained, LaunchConfig] = {}
 
 
 class TrackingConfig(Strict):

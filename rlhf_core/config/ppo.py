@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict
 
 
@@ -134,6 +135,7 @@ class PpoConfig(StageConfig):
     ``warmup_iterations`` raises both learning rates linearly; it replaces the optimisers' own ``warmup`` share.
     ``target_kl_early_stop`` ends an update before a step whose minibatch shows a mean KL(old || new) above it, in nats
     per token. ``min_new_tokens`` forbids the end marker before it, in sampling and in scoring alike.
+    With ``policy_lora`` only adapters are trained, and the reference is the policy with its adapters off.
     """
 
     iterations: PositiveInt = 45
@@ -156,6 +158,8 @@ class PpoConfig(StageConfig):
     surrogate: SurrogateConfig = SurrogateConfig()
     entropy: EntropyConfig = EntropyConfig()
     ptx: PtxConfig = PtxConfig()
+    policy_lora: LoraConfig | None = None
+    critic_lora: LoraConfig | None = None
     policy_optimizer: OptimizerConfig = OptimizerConfig(lr=5e-4, schedule="constant", warmup=0.0)
     critic_optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3, schedule="constant", warmup=0.0)
     selection: SelectionConfig = SelectionConfig()
@@ -168,6 +172,10 @@ class PpoConfig(StageConfig):
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of minibatches {self.minibatches}")
         if self.min_new_tokens >= self.max_new_tokens:
             raise ValueError(f"min_new_tokens {self.min_new_tokens} must be below max_new_tokens {self.max_new_tokens}")
+        if self.policy_lora is not None and self.policy_init != "sft":
+            raise ValueError(
+                "policy_lora makes the policy without its adapters the reference, which is SFT: policy_init must be sft"
+            )
         policy, critic = self.policy_optimizer, self.critic_optimizer
         if self.gradient_norm == "joint" and policy.max_grad_norm != critic.max_grad_norm:
             raise ValueError(

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict
 
 
@@ -24,7 +25,10 @@ class PairBatchConfig(Strict):
 
 
 class RewardConfig(StageConfig):
-    """``imitation`` is the weight of the LM loss on the preferred reply, ``centering`` of ``mean((r_w + r_l)^2)``."""
+    """``imitation`` is the weight of the LM loss on the preferred reply, ``centering`` of ``mean((r_w + r_l)^2)``.
+
+    ``lora`` trains adapters and the head instead of all weights.
+    """
 
     init: Literal["sft", "base"] = "sft"
     steps: PositiveInt = 300
@@ -33,6 +37,7 @@ class RewardConfig(StageConfig):
     imitation: float = Field(default=1.0, ge=0)
     centering: float = Field(default=0.0, ge=0)
     use_margin: bool = False
+    lora: LoraConfig | None = None
     eval_every: PositiveInt = 100
     optimizer: OptimizerConfig = OptimizerConfig(lr=7e-4, warmup=0.1)
     checkpoint: CheckpointConfig = CheckpointConfig(every=100)

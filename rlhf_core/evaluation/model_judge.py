@@ -8,8 +8,10 @@ from typing import Protocol
 
 import torch
 
+from rlhf_core import distributed
 from rlhf_core.data.chat import encode_prompt, encode_reply, pad_id, right_pad
 from rlhf_core.data.schema import Message
+from rlhf_core.data.sharding import passes
 from rlhf_core.evaluation.text_metrics import Reply
 from rlhf_core.models.base import load_tokenizer
 from rlhf_core.models.heads import ScalarModel
@@ -39,18 +41,21 @@ class ModelJudge:
         self.model.eval()
 
     def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
-        """Scores in the model's own unit. Batches are of similar length; padding never changes a score."""
+        """Scores in the model's own unit. Batches are of similar length; padding never changes a score.
+        Ranks share the work."""
         sequences = [self._encode(prompt, reply) for prompt, reply in zip(prompts, replies, strict=True)]
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
         scores = [0.0] * len(sequences)
-        for start in range(0, len(order), self.batch_size):
-            rows = order[start : start + self.batch_size]
+        for rows, weight in passes(order, self.batch_size):
             ids, mask = right_pad([sequences[i] for i in rows], pad_id(self.tokenizer))
+            device = self.model.model.device
             with torch.inference_mode():
-                values = self.model.last_token_scores(ids, mask).float().tolist()
-            for row, value in zip(rows, values, strict=True):
+                values = self.model.last_token_scores(ids.to(device), mask.to(device)).float().tolist()
+            for row, value in zip(rows, values, strict=True) if weight else ():
                 scores[row] = value
-        return scores
+        # Each rank has scored its share and left zeros at the others'.
+        together: list[float] = distributed.add(torch.tensor(scores, dtype=torch.float64)).tolist()
+        return together
 
     def _encode(self, prompt: Sequence[Message], reply: Reply) -> list[int]:
         tokens = encode_reply(self.tokenizer, reply.text)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core import distributed
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.chat import decode_reply, encode_prompt, pad_id
 from rlhf_core.data.schema import Message
+from rlhf_core.data.sharding import passes
 from rlhf_core.evaluation.text_metrics import Reply
 from rlhf_core.ppo.forward import Tokens, chosen, micro_batches, response_log_distribution
 from rlhf_core.ppo.generation import Rollout, evaluation_generate, generate
@@ -24,10 +26,14 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class Sampled:
-    """Unfiltered replies with what is needed to score them again: one rollout per batch."""
+    """Unfiltered replies to all prompts, with what is needed to score them again: one rollout per batch.
+
+    Of several ranks each has the rollouts of its share; one of weight 0 only keeps it in step with the others.
+    """
 
     replies: list[Reply]
     rollouts: list[Rollout]
+    weights: list[float]
     sampling: Sampling
 
 
@@ -73,24 +79,32 @@ def unfiltered_replies(
     """One reply per prompt at temperature 1 without filters: the distribution that KL figures are about."""
     sampling = Sampling(int(tokenizer.eos_token_id), pad_id(tokenizer), max_new_tokens)
     replies: list[Reply] = []
-    rollouts = []
-    for rows in _batches(len(prompts), batch_size):
+    rollouts, weights = [], []
+    for rows, weight in passes(list(range(len(prompts))), batch_size):
         ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
         rollouts.append(generate(model, ids, philox_uniforms(seed, rows, max_new_tokens), sampling))
-        replies += _decoded(tokenizer, rollouts[-1])
-    return Sampled(replies, rollouts, sampling)
+        weights.append(weight)
+        if weight:
+            replies += _decoded(tokenizer, rollouts[-1])
+    gathered = [Reply(**fields) for fields in distributed.gather_items([asdict(reply) for reply in replies])]
+    return Sampled(gathered, rollouts, weights, sampling)
 
 
 def measure_drift(sampled: Sampled, reference: PreTrainedModel) -> Drift:
     """How far the sampling policy is from ``reference``, on the policy's own unfiltered samples."""
     ratios: list[float] = []
     total, tokens = 0.0, 0
-    for rollout in sampled.rollouts:
+    for rollout, weight in zip(sampled.rollouts, sampled.weights, strict=True):
         scored = _reference_logprobs(rollout, reference, sampled.sampling)
+        if not weight:
+            continue
         mask = rollout.response_mask
         sampler = rollout.logprobs.double().masked_fill(~mask, 0.0)
         ratios += (sampler - scored).sum(dim=1).tolist()
         total, tokens = total - float(scored.sum()), tokens + int(mask.sum())
+    ratios = distributed.gather_items(ratios)
+    sums = distributed.totals({"total": total, "tokens": tokens})
+    total, tokens = sums["total"], int(sums["tokens"])
     error = float(np.std(ratios, ddof=1)) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
     # The exponent is bounded so that a ruined policy gives a huge finite number, which JSON and gates can hold.
     return Drift(float(np.mean(ratios)), error, math.exp(min(total / max(tokens, 1), 700.0)))

@@ -16,9 +16,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rlhf_core.config.lora import LoraConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.forward import embedding_weight, hidden_states, last_token_indices
 from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, save_folder
+from rlhf_core.models.lora import add_adapters
 
 
 class ScalarModel(nn.Module):
@@ -60,6 +62,12 @@ class ScalarModel(nn.Module):
         if model.config.num_labels != 1 or not hasattr(model, "score"):
             raise ModelError(f"{path} is not a scalar model ({model.config.num_labels} labels); exactly one is needed")
         return cls(model)
+
+    def add_adapters(self, config: LoraConfig, seed: int) -> None:
+        """Train adapters and the head in place of all weights; see ``models.lora``."""
+        self.requires_grad_(False)
+        add_adapters(self.model, config, seed)
+        self.model.get_submodule("score").requires_grad_(True)
 
     def hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Last hidden states (B, L, H)."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from rlhf_core import distributed
 from rlhf_core.errors import ModelError
 from rlhf_core.files import atomic_dir, atomic_write_json
 
@@ -73,7 +74,8 @@ def reading(source: str | Path) -> Iterator[None]:
 
 
 def load_model(auto_class: Any, source: str | Path, dtype: torch.dtype | None, revision: str | None = None) -> Any:
-    """``auto_class.from_pretrained``: safetensors only, no remote code, ``dtype`` as saved unless given.
+    """``auto_class.from_pretrained`` on this process's device: safetensors only, no remote code, ``dtype`` as saved
+    unless given.
 
     ``ModelError`` when the weights do not fill the model: the library would draw the missing ones at random.
     """
@@ -92,7 +94,7 @@ def load_model(auto_class: Any, source: str | Path, dtype: torch.dtype | None, r
         raise ModelError(
             f"{source} lacks {len(names)} weights of a {type(model).__name__}, such as {names[0]}; {REPAIR}"
         )
-    return model.eval()
+    return model.to(distributed.device()).eval()
 
 
 @contextmanager

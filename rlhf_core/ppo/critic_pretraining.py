@@ -23,6 +23,7 @@ from rlhf_core.ppo.value import ValueSettings, accumulate_value_gradient
 from rlhf_core.progress import progress
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine import Engine
+from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
 
 FALLS_BY = 0.99  # a value loss counts as fallen when it is below this share of the best one
@@ -65,6 +66,7 @@ class CriticTrainer:
     tracker: Tracker
     work: Path
     moments: RunningMoments = field(default_factory=RunningMoments)
+    frozen: FrozenModels = field(default_factory=FrozenModels)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -116,17 +118,18 @@ class CriticTrainer:
     def _collect(self, seconds: dict[str, float]) -> Experience:
         size, seed = self.config.batch_size, self.config.seed
         rows = batch_at(len(self.prompt_ids), size, derive_seed(seed, "critic", "prompts"), self.done)
-        return collect(
-            self.actors,
-            [self.prompt_ids[row] for row in rows],
-            range(self.done * size, (self.done + 1) * size),
-            derive_seed(seed, "critic", "rollout"),
-            self.sampling,
-            self.units,
-            self.moments,
-            self.units.kl.coefficient,
-            seconds=seconds,
-        )
+        with self.frozen.at_work(), self.engine.whole():
+            return collect(
+                self.actors,
+                [self.prompt_ids[row] for row in rows],
+                range(self.done * size, (self.done + 1) * size),
+                derive_seed(seed, "critic", "rollout"),
+                self.sampling,
+                self.units,
+                self.moments,
+                self.units.kl.coefficient,
+                seconds=seconds,
+            )
 
     def _update(self, experience: Experience) -> dict[str, float]:
         """All optimiser steps on one rollout; means over the steps."""

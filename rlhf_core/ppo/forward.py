@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf_core.data.sharding import passes
 from rlhf_core.models.forward import position_ids_from_mask
 from rlhf_core.ppo.sampling import Sampling, log_distribution
 
@@ -65,6 +66,11 @@ def micro_batches(attention_mask: Tensor, size: int | None) -> Iterator[Tensor]:
     """
     order = attention_mask.sum(dim=1).argsort(stable=True)
     yield from order.split(size or MICRO_BATCH)
+
+
+def shared_micro_batches(attention_mask: Tensor, size: int | None) -> Iterator[tuple[Tensor, float]]:
+    """This rank's part of :func:`micro_batches`, each with the weight of its terms (see ``data.sharding.passes``)."""
+    yield from passes(attention_mask.sum(dim=1).argsort(stable=True), size or MICRO_BATCH)
 
 
 def response_log_distribution(model: PreTrainedModel, batch: Tokens, sampling: Sampling) -> Tensor:

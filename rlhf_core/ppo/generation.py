@@ -48,7 +48,7 @@ class Rollout:
 def generate(
     model: PreTrainedModel, prompt_ids: Sequence[Sequence[int]], uniforms: Tensor, sampling: Sampling
 ) -> Rollout:
-    """Sample one reply per prompt from the training distribution: temperature only, no filters.
+    """Sample one reply per prompt (of which there may be none) from the training distribution: temperature, no filters.
 
     ``uniforms`` (B, max_new_tokens) float64 decide every draw; see ``sampling.philox_uniforms``.
     """
@@ -117,6 +117,8 @@ def _decode(
     logprobs = torch.zeros(count, steps, device=model.device)
     lengths = torch.full((count,), steps, device=model.device)
     finished = torch.zeros(count, dtype=torch.bool, device=model.device)
+    if count == 0:
+        return _trimmed(prompts, prompt_mask, response, logprobs, lengths, finished)
     uniforms = uniforms.to(model.device)
     active = _Active(torch.arange(count, device=model.device), DynamicCache(config=model.config), prompts,
                      prompt_mask, prompts.new_empty(0))  # fmt: skip

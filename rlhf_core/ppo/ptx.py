@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
+from rlhf_core import distributed
 from rlhf_core.data.batching import batch_at
 from rlhf_core.data.chat import right_pad
+from rlhf_core.data.sharding import passes
 from rlhf_core.errors import DataError
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.training.engine import Engine
@@ -43,11 +46,12 @@ def accumulate_ptx_gradient(
     total = sum(len(target) - (not context) for context, target in batch)
     loss_sum = 0.0
     size = micro_batch_size or len(batch)
-    for start in range(0, len(batch), size):
-        loss = ptx_loss_sum(model, batch[start : start + size], data.pad_id) / max(total, 1)
+    for rows, counts in passes(list(range(len(batch))), size):
+        pairs = [batch[row] for row in rows]
+        loss = counts * engine.forward(partial(ptx_loss_sum, model, pairs, data.pad_id)) / max(total, 1)
         engine.backward(weight * loss)
         loss_sum += float(loss.detach())
-    return loss_sum
+    return distributed.totals({"loss": loss_sum})["loss"]
 
 
 def ptx_loss_sum(model: PreTrainedModel, pairs: Sequence[tuple[list[int], list[int]]], pad_id: int) -> torch.Tensor:

@@ -100,6 +100,6 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor, coefficient: float) 
     Zero at masked positions. With the KL in the loss, pass a coefficient of 0.
     """
     rewards = torch.where(mask, -coefficient * kl, torch.zeros_like(kl)) if coefficient else torch.zeros_like(kl)
-    rows = torch.arange(len(scores))
+    rows = torch.arange(len(scores), device=rewards.device)
     rewards[rows, last_positions(mask)] += scores.to(rewards.dtype)
     return rewards

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf_core import distributed
 from rlhf_core.config.ppo import PpoUnits
 from rlhf_core.errors import RlhfError
 from rlhf_core.ppo.advantages import gae, monte_carlo_returns
@@ -20,10 +21,10 @@ from rlhf_core.ppo.forward import (
     TokenScorer,
     chosen,
     entropy,
-    micro_batches,
     pad_columns,
     response_log_distribution,
     response_values,
+    shared_micro_batches,
 )
 from rlhf_core.ppo.generation import Rollout, generate
 from rlhf_core.ppo.kl import full_kl, kl_estimate
@@ -74,10 +75,12 @@ def collect(
     ``streams`` name the random stream of each prompt; ``coefficient`` is the KL weight of now. ``fixed_reference``
     makes the reference the behaviour policy of the ratio (the paper's importance-sampling ablation). ``seconds``
     receives the time spent by phase. ``RlhfError`` when the sampler and the trainer disagree about probabilities.
+
+    Ranks share the work of sampling and scoring; every rank returns the whole batch, so that everything computed from
+    it is global.
     """
     started = time.perf_counter()
-    uniforms = philox_uniforms(seed, streams, sampling.max_new_tokens)
-    rollout = generate(actors.policy, prompt_ids, uniforms, sampling)
+    rollout = sample_together(actors.policy, prompt_ids, streams, seed, sampling)
     generated = time.perf_counter()
     scored = score_tokens(actors, rollout, sampling, units.micro_batch_size)
     check_sampler(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, actors.policy.dtype)
@@ -90,15 +93,54 @@ def collect(
     return experience
 
 
+def sample_together(
+    policy: PreTrainedModel,
+    prompt_ids: Sequence[Sequence[int]],
+    streams: Sequence[int],
+    seed: int,
+    sampling: Sampling,
+) -> Rollout:
+    """One reply per prompt, each rank sampling its share. A prompt's stream alone decides its draws, so the replies are
+    those of a single process."""
+    uniforms = philox_uniforms(seed, distributed.share(streams), sampling.max_new_tokens)
+    mine = generate(policy, distributed.share(prompt_ids), uniforms, sampling)
+    return gather_rollout(mine, [len(ids) for ids in prompt_ids], sampling.pad_id)
+
+
+def gather_rollout(mine: Rollout, prompt_lengths: Sequence[int], pad_id: int) -> Rollout:
+    """The shares of all ranks as one rollout: left-padded prompts of ``prompt_lengths``, right-padded responses."""
+    if distributed.size() == 1:
+        return mine
+    total, width = len(prompt_lengths), mine.response_mask.shape[1]
+    prompt = mine.tokens.shape[1] - width
+    missing = max(prompt_lengths) - prompt
+
+    def gathered(values: Tensor, fill: float = 0) -> Tensor:
+        return distributed.gather_rows(values, total, fill)
+
+    def prompts(values: Tensor, fill: float) -> Tensor:
+        return gathered(torch.nn.functional.pad(values[:, :prompt], (missing, 0), value=fill))
+
+    return Rollout(
+        tokens=torch.cat([prompts(mine.tokens, pad_id), gathered(mine.tokens[:, prompt:], pad_id)], dim=1),
+        attention_mask=torch.cat([prompts(mine.attention_mask, 0), gathered(mine.attention_mask[:, prompt:])], dim=1),
+        response_mask=gathered(mine.response_mask),
+        logprobs=gathered(mine.logprobs),
+        finished=gathered(mine.finished),
+    )
+
+
 def score_tokens(actors: Actors, rollout: Rollout, sampling: Sampling, micro_batch_size: int | None) -> Scored:
-    """Policy, reference and critic over all replies, in micro-batches of similar length."""
+    """Policy, reference and critic over all replies, in micro-batches of similar length that the ranks share."""
     batch = Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
     columns = [torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for _ in range(5)]
-    for rows in micro_batches(rollout.attention_mask, micro_batch_size):
+    for rows, weight in shared_micro_batches(rollout.attention_mask, micro_batch_size):
         part = batch.part(rows)
         for column, values in zip(columns, _score_part(actors, part, sampling), strict=True):
-            column[rows] = pad_columns(torch.where(part.response_mask, values, 0.0).to(column.dtype), batch.width)
-    return Scored(*columns)
+            if weight:
+                column[rows] = pad_columns(torch.where(part.response_mask, values, 0.0).to(column.dtype), batch.width)
+    # Each rank has left zeros at the rows of the others.
+    return Scored(*(distributed.add(column) for column in columns))
 
 
 @torch.inference_mode()
@@ -123,15 +165,17 @@ class LastTokenModel(Protocol):
 
 
 def model_scorer(model: LastTokenModel, micro_batch_size: int | None) -> Scorer:
-    """A scorer that reads ``model`` at the last response token of each reply."""
+    """A scorer that reads ``model`` at the last response token of each reply; ranks share the rows."""
 
     def score(batch: Tokens) -> Tensor:
         scores = torch.zeros(len(batch.tokens), device=batch.tokens.device)
         with torch.inference_mode():
-            for rows in micro_batches(batch.attention_mask, micro_batch_size):
+            for rows, weight in shared_micro_batches(batch.attention_mask, micro_batch_size):
                 part = batch.part(rows)
-                scores[rows] = model.last_token_scores(part.tokens, part.attention_mask).float()
-        return scores
+                found = model.last_token_scores(part.tokens, part.attention_mask).float()
+                if weight:
+                    scores[rows] = found
+        return distributed.add(scores)
 
     return score
 

@@ -39,7 +39,7 @@ class Lines:
     def truncate(self, size: int) -> None:
         """Forget what was written after the first ``size`` bytes."""
         with self.path.open("r+b") as stream:
-            stream.truncate(size)
+            stream.truncate(min(size, self.size))
 
     def flush(self) -> None:
         """On disk, before a checkpoint relies on it."""

@@ -24,6 +24,7 @@ from rlhf_core.ppo.state import Lines, RunFiles, save_best
 from rlhf_core.ppo.update import Learner, first_ratio, update
 from rlhf_core.progress import Progress, progress
 from rlhf_core.tracking import Tracker
+from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
 
 SAMPLES = 8
@@ -74,6 +75,7 @@ class Trainer:
     tracker: Tracker
     work: Path
     referee: Scorer | None = None
+    frozen: FrozenModels = field(default_factory=FrozenModels)
     findings: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -109,7 +111,8 @@ class Trainer:
         figures = update(self.learner, experience, coefficient, iteration)
         seconds["seconds_update"] = time.perf_counter() - started
         texts = [self.prompts.decode(ids) for ids in _replies(experience)]
-        row = self._signals(experience, texts, figures) | {"kl_coefficient": coefficient}
+        with self.frozen.at_work():
+            row = self._signals(experience, texts, figures) | {"kl_coefficient": coefficient}
         self.controller.update(row["kl"], len(experience))
         self.done += 1
         if self._due(self.config.selection.every):
@@ -130,18 +133,19 @@ class Trainer:
     def _collect(self, iteration: int, seconds: dict[str, float]) -> tuple[list[int], Experience]:
         config, size = self.config, self.config.batch_size
         rows = batch_at(len(self.prompts.ids), size, derive_seed(config.seed, "ppo", "prompts"), iteration)
-        experience = collect(
-            self.actors,
-            [self.prompts.ids[row] for row in rows],
-            range(iteration * size, (iteration + 1) * size),
-            derive_seed(config.seed, "ppo", "rollout"),
-            self.learner.sampling,
-            config.units,
-            self.moments,
-            self.controller.value,
-            config.surrogate.fixed_reference,
-            seconds,
-        )
+        with self.frozen.at_work(), self.learner.policy_engine.whole(), self.learner.critic_engine.whole():
+            experience = collect(
+                self.actors,
+                [self.prompts.ids[row] for row in rows],
+                range(iteration * size, (iteration + 1) * size),
+                derive_seed(config.seed, "ppo", "rollout"),
+                self.learner.sampling,
+                config.units,
+                self.moments,
+                self.controller.value,
+                config.surrogate.fixed_reference,
+                seconds,
+            )
         return rows, experience
 
     def _signals(self, experience: Experience, texts: list[str], figures: dict[str, float]) -> dict[str, float]:
@@ -165,7 +169,8 @@ class Trainer:
         }  # fmt: skip
 
     def _select(self) -> dict[str, float]:
-        verdict = self.selector.consider(self.done, self.learner.policy)
+        with self.frozen.at_work(), self.learner.policy_engine.whole():
+            verdict = self.selector.consider(self.done, self.learner.policy)
         if verdict.keep:
             save_best(self.work / "best", self.done, self.learner.policy_engine.full_weights())
         return {

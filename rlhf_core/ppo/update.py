@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf_core import distributed
 from rlhf_core.config.ppo import EntropyConfig, PpoConfig
 from rlhf_core.ppo.advantages import treat_advantages
 from rlhf_core.ppo.aggregation import StepSize, aggregate, masked_mean, masked_sum
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.forward import Tokens, TokenScorer, chosen, entropy, micro_batches, response_log_distribution
+from rlhf_core.ppo.forward import (
+    Tokens,
+    TokenScorer,
+    chosen,
+    entropy,
+    response_log_distribution,
+    shared_micro_batches,
+)
 from rlhf_core.ppo.kl import full_kl, kl_estimate
 from rlhf_core.ppo.objectives import clipped_share, old_policy_kl, ratios, surrogate
 from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
@@ -120,16 +129,22 @@ class Survey:
 @torch.no_grad()
 def survey(learner: Learner, minibatch: Experience) -> Survey:
     """Figures of a whole minibatch that decide about its step before any micro-batch of it is differentiated."""
-    kl_sum, entropy_sum = 0.0, 0.0
-    for rows in micro_batches(minibatch.attention_mask, learner.config.micro_batch_size):
+    sums = {"kl": 0.0, "entropy": 0.0}
+    for rows, counts in shared_micro_batches(minibatch.attention_mask, learner.config.micro_batch_size):
         batch = minibatch.batch.part(rows)
-        log_probabilities = response_log_distribution(learner.policy, batch, learner.sampling)
+        log_probabilities = _log_distribution(learner, batch)
         logprobs = chosen(log_probabilities, batch.response)
         ratio = ratios(logprobs, minibatch.old_logprobs[rows, : batch.width], batch.response_mask)
-        kl_sum += float(masked_sum(old_policy_kl(ratio), batch.response_mask))
-        entropy_sum += float(masked_sum(entropy(log_probabilities), batch.response_mask))
+        sums["kl"] += counts * float(masked_sum(old_policy_kl(ratio), batch.response_mask))
+        sums["entropy"] += counts * float(masked_sum(entropy(log_probabilities), batch.response_mask))
     tokens = StepSize.of(minibatch.response_mask).tokens
-    return Survey(kl_sum / tokens, entropy_sum / tokens)
+    sums = distributed.totals(sums)
+    return Survey(sums["kl"] / tokens, sums["entropy"] / tokens)
+
+
+def _log_distribution(learner: Learner, batch: Tokens) -> Tensor:
+    """The current policy's, in a pass that its engine knows of: (B, T, V)."""
+    return learner.policy_engine.forward(partial(response_log_distribution, learner.policy, batch, learner.sampling))
 
 
 def _entropy_direction(settings: EntropyConfig, before: Survey | None) -> float:
@@ -150,9 +165,9 @@ def accumulate_policy_gradient(
     size = StepSize.of(minibatch.response_mask)
     advantages = treat_advantages(minibatch.advantages, minibatch.response_mask, config.advantage)
     found: dict[str, float] = {"ratio_max": 0.0}
-    for rows in micro_batches(minibatch.attention_mask, config.micro_batch_size):
+    for rows, counts in shared_micro_batches(minibatch.attention_mask, config.micro_batch_size):
         batch = minibatch.batch.part(rows)
-        log_probabilities = response_log_distribution(learner.policy, batch, learner.sampling)
+        log_probabilities = _log_distribution(learner, batch)
         logprobs = chosen(log_probabilities, batch.response)
         mask, width = batch.response_mask, batch.width
         ratio = ratios(logprobs, minibatch.old_logprobs[rows, :width], mask)
@@ -161,11 +176,10 @@ def accumulate_policy_gradient(
             terms = terms + coefficient * _kl_term(learner, minibatch.ref_logprobs[rows, :width], batch,
                                                    log_probabilities, logprobs)  # fmt: skip
         loss = aggregate(terms, mask, size, config.surrogate.aggregation)
-        learner.policy_engine.backward(
-            loss + _entropy_term(log_probabilities, mask, size, entropy_direction * config.entropy.weight)
-        )
-        _collect(found, loss, ratio.detach(), advantages[rows, :width], mask, size, config)
-    return found
+        bonus = _entropy_term(log_probabilities, mask, size, entropy_direction * config.entropy.weight)
+        learner.policy_engine.backward(counts * (loss + bonus))
+        _collect(found, counts, loss, ratio.detach(), advantages[rows, :width], mask, size, config)
+    return distributed.totals(found)
 
 
 def _entropy_term(log_probabilities: Tensor, mask: Tensor, size: StepSize, weight: float) -> Tensor | float:
@@ -186,8 +200,8 @@ def _kl_term(
 
 
 def _collect(
-    found: dict[str, float], loss: Tensor, ratio: Tensor, advantages: Tensor, mask: Tensor, size: StepSize,
-    config: PpoConfig,
+    found: dict[str, float], counts: float, loss: Tensor, ratio: Tensor, advantages: Tensor, mask: Tensor,
+    size: StepSize, config: PpoConfig,
 ) -> None:  # fmt: skip
     """Add one micro-batch's share of the step's figures."""
     clip = config.surrogate.clip if config.surrogate.kind == "clip" else None
@@ -199,7 +213,7 @@ def _collect(
     if clip is not None:
         shares["clip_fraction"] = float(masked_sum(clipped_share(ratio, advantages, clip).float(), mask)) / size.tokens
     for name, value in shares.items():
-        found[name] = found.get(name, 0.0) + value
+        found[name] = found.get(name, 0.0) + counts * value
     found["ratio_max"] = max(found["ratio_max"], float(ratio.max()))
 
 

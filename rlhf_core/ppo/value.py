@@ -6,13 +6,15 @@ It stands apart from the policy's objectives, so that a change to those leaves c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from rlhf_core import distributed
 from rlhf_core.ppo.aggregation import Aggregation, StepSize, aggregate, masked_sum
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.forward import TokenScorer, micro_batches, response_values
+from rlhf_core.ppo.forward import TokenScorer, response_values, shared_micro_batches
 from rlhf_core.training.engine import Engine
 
 
@@ -50,15 +52,15 @@ def accumulate_value_gradient(
     """
     size = StepSize.of(minibatch.response_mask)
     loss_sum, clipped = 0.0, 0.0
-    for rows in micro_batches(minibatch.attention_mask, settings.micro_batch_size):
+    for rows, counts in shared_micro_batches(minibatch.attention_mask, settings.micro_batch_size):
         part = minibatch.batch.part(rows)
         mask, width = part.response_mask, part.width
         old, returns = minibatch.values[rows, :width], minibatch.returns[rows, :width]
-        values = response_values(critic, part)
-        loss = aggregate(value_loss(values, old, returns, settings.clip), mask, size, settings.aggregation)
+        values = engine.forward(partial(response_values, critic, part))
+        loss = counts * aggregate(value_loss(values, old, returns, settings.clip), mask, size, settings.aggregation)
         engine.backward(settings.weight * loss)
         loss_sum += float(loss.detach())
         if settings.clip is not None:
             hit = value_clipped(values.detach(), old, returns, settings.clip)
-            clipped += float(masked_sum(hit.float(), mask)) / size.tokens
-    return {"value_loss": loss_sum, "value_clip_fraction": clipped}
+            clipped += counts * float(masked_sum(hit.float(), mask)) / size.tokens
+    return distributed.totals({"value_loss": loss_sum, "value_clip_fraction": clipped})

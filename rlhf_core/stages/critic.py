@@ -7,12 +7,14 @@ import shutil
 from rlhf_core.config.critic import CriticStageConfig
 from rlhf_core.models.base import load_policy
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.lora import merge_adapters
 from rlhf_core.ppo.critic_pretraining import CriticTrainer
 from rlhf_core.ppo.rollout import Actors, model_scorer
 from rlhf_core.ppo.starting import load_scalar, read_prompts, require_room, sampling_for
 from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
-from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.engine.choice import build_engine, finish
+from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed, seed_everything
 
 STAGE = Stage(
@@ -33,20 +35,25 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
     units = config.ppo.units
     _, prompt_ids = read_prompts(inputs.clean / "prompts" / "train.parquet", tokenizer)
     require_room(prompt_ids, units.max_new_tokens, getattr(policy.config, "max_position_embeddings", None))
-    reward = load_scalar(inputs.reward)
+    frozen = FrozenModels()
+    reward = frozen.place(load_scalar(inputs.reward))
     steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
     trainer = CriticTrainer(
         config=config,
         units=units,
         actors=Actors(policy, policy, critic, model_scorer(reward, units.micro_batch_size)),
         critic=critic,
-        engine=LocalEngine(critic, config.optimizer, steps, "critic"),
+        engine=build_engine(critic, config.optimizer, steps, "critic"),
         sampling=sampling_for(tokenizer, units),
         prompt_ids=prompt_ids,
         tracker=tracker,
         work=outputs.work,
+        frozen=frozen,
     )
     metrics = trainer.run()
+    critic = finish(trainer.engine, critic)
+    if config.lora is not None:
+        merge_adapters(critic)
     critic.save(outputs.model, tokenizer, {"reward_moments.json": trainer.moments.to_dict()})
     shutil.copyfile(trainer.history.path, outputs.history)
     return metrics
@@ -59,4 +66,6 @@ def initial_critic(config: CriticStageConfig, inputs: Paths) -> ScalarModel:
     else:
         critic = ScalarModel.from_causal_lm(inputs.sft, derive_seed(config.seed, "critic", "head"))
     critic.unembedding = None
+    if config.lora is not None:
+        critic.add_adapters(config.lora, derive_seed(config.seed, "critic", "lora"))
     return critic

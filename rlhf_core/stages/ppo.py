@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core import distributed
 from rlhf_core.config.ppo import PpoConfig, SelectionConfig
 from rlhf_core.data.chat import decode_reply, encode_dialogue, encode_reply, pad_id
 from rlhf_core.data.schema import Demonstration, PretrainText, Prompt, read_rows
@@ -22,6 +23,7 @@ from rlhf_core.evaluation.selection import Candidate, Choice, SelectionEvaluator
 from rlhf_core.files import atomic_write_json, read_json
 from rlhf_core.models.base import load_policy, save_policy
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.lora import WithoutAdapters, add_adapters, merge_adapters
 from rlhf_core.ppo.diagnosis import Monitor
 from rlhf_core.ppo.ptx import PtxData
 from rlhf_core.ppo.rewards import RunningMoments
@@ -32,7 +34,8 @@ from rlhf_core.ppo.trainer import Prompts, Trainer, Verdict
 from rlhf_core.ppo.update import Learner
 from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
-from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.engine.choice import build_engine, finish
+from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed, seed_everything
 
 STAGE = Stage(
@@ -67,7 +70,8 @@ class CheckpointSelector:
 
     def consider(self, iteration: int, policy: PreTrainedModel) -> Verdict:
         """Evaluate, and say whether this is now the checkpoint to keep."""
-        figures = self.evaluate(policy)
+        # One verdict for all ranks, however their last digits may differ.
+        figures = distributed.from_first(self.evaluate(policy))
         self.candidates.append(candidate(iteration, figures))
         return Verdict(figures, self.choice().candidate.iteration == iteration)
 
@@ -97,11 +101,12 @@ def _candidate(row: Mapping[str, Any]) -> Candidate:
 def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
     """Train, choose a checkpoint, save it, and describe the run."""
     seed_everything(config.seed)
-    reference, tokenizer = load_policy(inputs.sft)
-    policy, _ = load_policy(inputs.sft if config.policy_init == "sft" else inputs.base)
-    reference.requires_grad_(False)
+    policy, reference, tokenizer = load_models(config, inputs)
     selector = make_selector(config, inputs, reference, tokenizer)
-    trainer = make_trainer(config, inputs, outputs.work, tracker, policy, reference, tokenizer, selector)
+    frozen = FrozenModels()
+    if config.policy_lora is None:
+        reference = selector.evaluate.reference = frozen.place(reference)
+    trainer = make_trainer(config, inputs, outputs.work, tracker, policy, reference, tokenizer, selector, frozen)
     try:
         trainer.run()
         choice = selector.choice()
@@ -109,8 +114,11 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> d
     except TrainingPaused:
         publish_lines(trainer, outputs)  # the report of a paused run shows its curves
         raise
+    policy = finish(trainer.learner.policy_engine, policy)
     iteration, weights = load_best(outputs.work / "best")
     load_weights(policy, weights)
+    if config.policy_lora is not None:
+        merge_adapters(policy)
     save_policy(outputs.model, policy, tokenizer)
     publish_lines(trainer, outputs)
     tracker.log_artifact(outputs.samples, "samples")
@@ -118,6 +126,19 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> d
     metrics = summary(trainer, choice, iteration)
     atomic_write_json(outputs.metrics, metrics)
     return metrics
+
+
+def load_models(config: PpoConfig, inputs: Paths) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
+    """Policy, reference and tokenizer. With adapters both are one model, the reference with them switched off."""
+    if config.policy_lora is not None:
+        policy, tokenizer = load_policy(inputs.sft)
+        add_adapters(policy, config.policy_lora, derive_seed(config.seed, "ppo", "lora"))
+        without: Any = WithoutAdapters(policy)
+        return policy, without, tokenizer
+    reference, tokenizer = load_policy(inputs.sft)
+    policy, _ = load_policy(inputs.sft if config.policy_init == "sft" else inputs.base)
+    reference.requires_grad_(False)
+    return policy, reference, tokenizer
 
 
 def publish_lines(trainer: Trainer, outputs: Paths) -> None:
@@ -136,6 +157,7 @@ def make_trainer(
     reference: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     selector: CheckpointSelector,
+    frozen: FrozenModels,
 ) -> Trainer:
     """All parts of one run, loaded and connected."""
     units = config.units
@@ -143,8 +165,10 @@ def make_trainer(
     positions = getattr(policy.config, "max_position_embeddings", None)
     require_room(prompt_ids, units.max_new_tokens, positions)
     critic = ScalarModel.load(inputs.critic)
+    if config.critic_lora is not None:
+        critic.add_adapters(config.critic_lora, derive_seed(config.seed, "ppo", "critic", "lora"))
     learner = make_learner(config, inputs, policy, critic, reference, tokenizer)
-    reward, referee = load_scalar(inputs.reward), load_scalar(inputs.referee)
+    reward, referee = (frozen.place(load_scalar(path)) for path in (inputs.reward, inputs.referee))
     return Trainer(
         learner=learner,
         actors=Actors(policy, reference, critic, model_scorer(reward, units.micro_batch_size)),
@@ -155,6 +179,7 @@ def make_trainer(
         tracker=tracker,
         work=work,
         referee=model_scorer(referee, units.micro_batch_size),
+        frozen=frozen,
     )
 
 
@@ -174,9 +199,9 @@ def make_learner(
         config=config,
         sampling=sampling_for(tokenizer, config.units),
         policy=policy,
-        policy_engine=LocalEngine(policy, config.policy_optimizer, steps, "policy", warmup),
+        policy_engine=build_engine(policy, config.policy_optimizer, steps, "policy", warmup),
         critic=critic,
-        critic_engine=LocalEngine(critic, config.critic_optimizer, steps, "critic", warmup),
+        critic_engine=build_engine(critic, config.critic_optimizer, steps, "critic", warmup),
         reference=reference,
         ptx=ptx_data(config, inputs.clean, tokenizer, getattr(policy.config, "max_position_embeddings", None)),
     )

@@ -7,20 +7,23 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.load import load_params, load_section
 from rlhf_core.config.model import StageConfig
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, RlhfError
 from rlhf_core.files import atomic_write_json, sha256_tree
 from rlhf_core.fingerprint import fingerprint
+from rlhf_core.stages import launcher
 from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.stages.names import stage_module
-from rlhf_core.tracking import Tracker, stage_tracker
+from rlhf_core.tracking import NullTracker, Tracker, stage_tracker
 
 OUTCOMES = Path(".rlhf") / "outcomes"
 
@@ -29,7 +32,8 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
     """Run stage ``name`` in ``workspace`` and return its metrics.
 
     The outcome (exit code, message, seconds) is left in ``.rlhf/outcomes/NAME.json`` for whoever started the stage
-    through DVC, which keeps neither.
+    through DVC, which keeps neither. A stage that ``compute.launch`` gives several processes is run by them; there are
+    no metrics to return then, only those in its files.
     """
     started = time.time()
     outcome: dict[str, Any] = {"exit_code": 1, "message": "the stage ended without a word"}
@@ -48,8 +52,16 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
         outcome = {"exit_code": 1, "message": f"{type(error).__name__}: {error}"}
         raise
     finally:
-        outcome |= {"stage": name, "seconds": round(time.time() - started, 3), "started": started}
-        atomic_write_json(workspace / OUTCOMES / f"{name}.json", outcome)
+        ended = time.time()
+        outcome |= {"stage": name, "seconds": round(ended - started, 3), "started": started, "ended": ended}
+        _leave_outcome(workspace / OUTCOMES, name, outcome)
+
+
+def _leave_outcome(folder: Path, name: str, outcome: Mapping[str, Any]) -> None:
+    if launcher.is_rank():
+        atomic_write_json(launcher.rank_outcome(folder, name, launcher.rank()), outcome)
+    if launcher.rank() == 0:
+        atomic_write_json(folder / f"{name}.json", outcome)
 
 
 def _run(name: str, workspace: Path) -> dict[str, Any]:
@@ -59,16 +71,51 @@ def _run(name: str, workspace: Path) -> dict[str, Any]:
     stage: Stage = stage_file.STAGE
     config = load_section(workspace, stage.section, stage.config)
     inputs = _inputs(stage, workspace)
-    work = workspace / "work" / name / work_key(stage, config, inputs)
+    launches: dict[str, LaunchConfig] = {str(key): value for key, value in params.compute.launch.items()}
+    launch = launches.get(name, LaunchConfig())
+    if launch.ranks > 1 and not launcher.is_rank():
+        launcher.launch(name, workspace, launch, workspace / OUTCOMES)
+        return {}
+    if name not in launches and not launcher.is_rank():
+        return _run_here(stage_file, config, inputs, workspace, params.tracking.experiment)
+    from rlhf_core import distributed
+    from rlhf_core.training.engine.choice import placed
+
+    with distributed.joined(), placed(launch, workspace):
+        if distributed.is_first():
+            return _run_here(stage_file, config, inputs, workspace, params.tracking.experiment)
+        return _run_beside(stage_file, config, inputs)
+
+
+def _run_here(stage_file: Any, config: StageConfig, inputs: Paths, workspace: Path, experiment: str) -> dict[str, Any]:
+    """The stage with its real outputs."""
+    stage: Stage = stage_file.STAGE
+    work = workspace / "work" / stage.name / work_key(stage, config, inputs)
     outputs = Paths({key: workspace / path for key, path in stage.outputs.items()} | {"work": work})
     for path in outputs.values():
         path.parent.mkdir(parents=True, exist_ok=True)
-    with stage_tracker(name, workspace, params.tracking.experiment) as tracker:
+    with stage_tracker(stage.name, workspace, experiment) as tracker:
         tracker.log_params(flatten(config.model_dump(mode="json")))
         metrics: dict[str, Any] = stage_file.run(config, inputs, outputs, tracker)
         _record(metrics, outputs, tracker)
     shutil.rmtree(work.parent, ignore_errors=True)
     return metrics
+
+
+def _run_beside(stage_file: Any, config: StageConfig, inputs: Paths) -> dict[str, Any]:
+    """The stage on a rank other than the first: it computes its share, and what it writes is thrown away."""
+    from rlhf_core.distributed import RestIsForFirst
+
+    stage: Stage = stage_file.STAGE
+    with tempfile.TemporaryDirectory(prefix=f"rlhf-{stage.name}-") as scratch:
+        paths = {key: Path(scratch, path) for key, path in stage.outputs.items()}
+        outputs = Paths(paths | {"work": Path(scratch, "work")})
+        for path in outputs.values():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return dict(stage_file.run(config, inputs, outputs, NullTracker()))
+        except RestIsForFirst:
+            return {}
 
 
 def _limit_threads(threads: int | None) -> None:

@@ -15,7 +15,7 @@ from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.models.base import load_policy, save_policy
 from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
-from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.engine.choice import build_engine, finish
 from rlhf_core.training.examples import Example, tokenised_examples
 from rlhf_core.training.loop import Loop, LoopSettings
 from rlhf_core.training.rng import derive_seed
@@ -41,10 +41,11 @@ def run(config: SftConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> d
     folder = inputs.clean / "demonstrations"
     train, dropped = read_examples(folder / "train.parquet", tokenizer, config.max_tokens)
     validation, _ = read_examples(folder / "validation.parquet", tokenizer, config.max_tokens)
-    engine = LocalEngine(model, config.optimizer, config.steps, "sft")
+    engine = build_engine(model, config.optimizer, config.steps, "sft")
     task = SftTask(engine, model, train, validation, config, pad_id(tokenizer))
     settings = LoopSettings("sft", config.seed, config.steps, config.eval_every, config.checkpoint)
     result = Loop(engine, task, settings, outputs.work, tracker).run()
+    model = finish(engine, model)
 
     save_policy(outputs.model, model, tokenizer)
     atomic_write_text(outputs.history, "".join(json.dumps(record) + "\n" for record in result.history))

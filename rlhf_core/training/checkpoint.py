@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlhf_core import distributed
 from rlhf_core.errors import CheckpointError
 from rlhf_core.files import sha256_file
 
@@ -28,7 +29,10 @@ NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``step`` optimiser steps are done. ``tensors`` and ``meta`` are what was given to :func:`save`."""
+    """``step`` optimiser steps are done. ``tensors`` and ``meta`` are what was given to :func:`save`.
+
+    Of several ranks only the first has the tensors.
+    """
 
     step: int
     tensors: dict[str, Tensor]
@@ -63,11 +67,19 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict[str,
 
 
 def load_latest(directory: Path) -> Checkpoint | None:
-    """The newest checkpoint whose hashes hold; ``None`` when there is none at all.
+    """The newest checkpoint whose hashes hold; ``None`` when there is none at all. The first rank's folder counts.
 
     A broken one is reported, moved aside (``broken-step-…``) and the one before it is tried. ``CheckpointError`` when
     all are broken: starting over silently would hide a failing disk.
     """
+    found = _newest_sound(directory) if distributed.is_first() else None
+    header = distributed.from_first([found.step, found.meta] if found else None)
+    if header is None or found is not None:
+        return found
+    return Checkpoint(header[0], {}, header[1], directory)
+
+
+def _newest_sound(directory: Path) -> Checkpoint | None:
     problems = []
     for _, path in reversed(_saved(directory)):
         try:

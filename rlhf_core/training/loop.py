@@ -124,7 +124,8 @@ class Loop:
 
     def _evaluation(self) -> dict[str, float]:
         self.engine.model.eval()
-        return {f"validation_{name}": value for name, value in self.task.evaluate().items()}
+        with self.engine.whole():
+            return {f"validation_{name}": value for name, value in self.task.evaluate().items()}
 
     def _record(self, figures: Mapping[str, float]) -> None:
         record: dict[str, Any] = {"step": self.done, **self.block.means(), **figures, "tokens": self.tokens}

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_core import distributed
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.batching import token_budget_batches
 from rlhf_core.data.pairs import TokenisedPair
+from rlhf_core.data.sharding import passes
 from rlhf_core.models.heads import ScalarModel, last_hidden
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.examples import ReplyBatch, by_length, collate
@@ -90,11 +92,17 @@ class RewardTask:
         """One optimiser step on one dynamic batch."""
         rows = self.plan.at(step)
         pairs = [self.train[row] for row in rows]
-        margins = torch.tensor([self.margins[row] for row in rows]) if self.margins is not None else None
         totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
-        loss, figures = pair_loss(self.model, pairs, margins, self.config, self.pad, totals)
-        self.engine.backward(loss)
+        # Each rank takes its share of the batch in one pass.
+        ((part, weight),) = passes(rows, len(rows))
+        loss, figures = self.engine.forward(lambda: self._loss(part, totals))
+        self.engine.backward(weight * loss)
+        figures = distributed.totals({name: weight * value for name, value in figures.items()})
         return StepFigures(figures | {"pairs": float(len(pairs))}, sum(real_tokens(pair) for pair in pairs))
+
+    def _loss(self, rows: Sequence[int], totals: StepTotals) -> tuple[Tensor, dict[str, float]]:
+        margins = torch.tensor([self.margins[row] for row in rows]) if self.margins is not None else None
+        return pair_loss(self.model, [self.train[row] for row in rows], margins, self.config, self.pad, totals)
 
     def evaluate(self) -> dict[str, float]:
         """Ranking ``loss``, ``accuracy`` and mean ``margin`` on held-out pairs (at most 512, for the curve)."""
@@ -123,15 +131,19 @@ def pair_loss(
     pad: int,
     totals: StepTotals,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Ranking loss + ``imitation`` * CE(y_w) + ``centering`` * mean((r_w + r_l)^2), and its parts as figures."""
+    """Ranking loss + ``imitation`` * CE(y_w) + ``centering`` * mean((r_w + r_l)^2), and its parts as figures.
+
+    ``pairs`` may be a share of the step's pairs: loss and figures are then its shares of theirs.
+    """
     batch = pair_batch(pairs, pad, next(model.parameters()).device)
     hidden = model.hidden(batch.input_ids, batch.attention_mask)
     chosen, rejected = model.scores(last_hidden(hidden, batch.attention_mask)).chunk(2)
     loss = pairwise_loss(chosen, rejected, margins.to(chosen) if margins is not None else None, totals.pairs)
+    share = len(pairs) / totals.pairs
     figures = {
         "ranking_loss": float(loss.detach()),
-        "accuracy": float((chosen > rejected).float().mean()),
-        "margin": float((chosen - rejected).detach().mean()),
+        "accuracy": share * float((chosen > rejected).float().mean()),
+        "margin": share * float((chosen - rejected).detach().mean()),
     }
     if config.imitation > 0:
         imitation = imitation_loss(model, hidden[: len(pairs)], batch, totals.tokens)
@@ -156,10 +168,12 @@ def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int) ->
     model.eval()
     chosen, rejected = np.zeros(len(pairs)), np.zeros(len(pairs))
     order = by_length([pair.length for pair in pairs])
-    for start in range(0, len(order), SCORING_ROWS // 2):
-        rows = order[start : start + SCORING_ROWS // 2]
+    for rows, weight in passes(order, SCORING_ROWS // 2):
         batch = pair_batch([pairs[row] for row in rows], pad, next(model.parameters()).device)
         scores = model.last_token_scores(batch.input_ids, batch.attention_mask).double().cpu().numpy()
-        chosen[rows], rejected[rows] = scores[: len(rows)], scores[len(rows) :]
+        if weight:
+            chosen[rows], rejected[rows] = scores[: len(rows)], scores[len(rows) :]
     model.train(was_training)
-    return PairScores(chosen, rejected)
+    # Every rank has scored its own pairs and left zeros at the others.
+    both = distributed.add(torch.from_numpy(np.stack([chosen, rejected]))).numpy()
+    return PairScores(both[0], both[1])

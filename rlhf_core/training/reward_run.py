@@ -17,8 +17,9 @@ from rlhf_core.errors import DataError
 from rlhf_core.files import atomic_write_json
 from rlhf_core.models.base import load_tokenizer
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.lora import merge_adapters
 from rlhf_core.tracking import Tracker
-from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.engine.choice import build_engine, finish
 from rlhf_core.training.loop import Loop, LoopResult, LoopSettings
 from rlhf_core.training.reward import PairScores, RewardTask, score_pairs
 from rlhf_core.training.reward_evaluation import accuracy_by_category, evaluate_scores
@@ -59,14 +60,22 @@ def read_split(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) 
 def train_scalar(
     config: RewardConfig, name: str, init: Path, train: Split, validation: Split, work: Path, tracker: Tracker
 ) -> TrainedScalar:
-    """Train a scalar model from the causal LM at ``init``. ``name`` sets its random streams apart."""
+    """Train a scalar model from the causal LM at ``init``. ``name`` sets its random streams apart.
+
+    Of several ranks only the first returns.
+    """
     tokenizer = load_tokenizer(init)
     model = ScalarModel.from_causal_lm(init, derive_seed(config.seed, name, "head"))
-    engine = LocalEngine(model, config.optimizer, config.steps, name)
+    if config.lora is not None:
+        model.add_adapters(config.lora, derive_seed(config.seed, name, "lora"))
+    engine = build_engine(model, config.optimizer, config.steps, name)
     margins = [row.margin or 0.0 for row in train.rows] if config.use_margin else None
     task = RewardTask(engine, model, train.pairs, validation.pairs, config, pad_id(tokenizer), name, margins)
     settings = LoopSettings(name, config.seed, config.steps, config.eval_every, config.checkpoint)
     result = Loop(engine, task, settings, work, tracker).run()
+    model = finish(engine, model)
+    if config.lora is not None:
+        merge_adapters(model)
     return TrainedScalar(model, tokenizer, result, engine.skipped_steps)
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_core import distributed
+
 
 def derive_seed(seed: int, *names: str | int) -> int:
     """A seed in [0, 2^63) for a named stream, such as ``derive_seed(1, "sft", "order")``; streams are independent."""
@@ -43,7 +45,11 @@ def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def set_rng_state(tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-    """Restore what :func:`rng_state` returned. GPU generators are restored where the number of GPUs is the same."""
+    """Restore what :func:`rng_state` returned, on every rank that of the first.
+
+    GPU generators are restored where the number of GPUs is the same.
+    """
+    tensors = distributed.tensors_from_first({k: v for k, v in tensors.items() if k.startswith("rng.")})
     version, gauss = meta["python"]
     random.setstate((version, tuple(tensors["rng.python"].tolist()), gauss))
     name, position, has_gauss, cached = meta["numpy"]

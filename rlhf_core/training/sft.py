@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core import distributed
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.sft import SftConfig
 from rlhf_core.data.chat import decode_reply, encode_prompt, left_pad, pad_id
 from rlhf_core.data.schema import Demonstration
+from rlhf_core.data.sharding import passes
 from rlhf_core.models.forward import position_ids_from_mask, selected_logits
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.examples import BatchPlan, Example, ReplyBatch, by_length, collate
@@ -41,15 +44,16 @@ class SftTask:
         self.plan = BatchPlan([example.length for example in train], config.batch_size, order)
 
     def train_step(self, step: int) -> StepFigures:
-        """One optimiser step: the sum over reply tokens divided by their number in all micro-batches."""
+        """One optimiser step: the sum over reply tokens divided by their number in all micro-batches of all ranks."""
         rows = self.plan.at(step)
         total = sum(len(self.train[row].reply) for row in rows)
         loss = 0.0
-        for start in range(0, len(rows), self.micro):
-            part = reply_loss(self.model, self._batch(self.train, rows[start : start + self.micro]), total)
-            self.engine.backward(part)
-            loss += float(part.detach())
-        return StepFigures({"loss": loss}, sum(self.train[row].length for row in rows))
+        for part, weight in passes(rows, self.micro):
+            batch = self._batch(self.train, part)
+            share = self.engine.forward(partial(reply_loss, self.model, batch, total))
+            self.engine.backward(weight * share)
+            loss += weight * float(share.detach())
+        return StepFigures(distributed.totals({"loss": loss}), sum(self.train[row].length for row in rows))
 
     def evaluate(self) -> dict[str, float]:
         """``loss`` per token and ``perplexity`` on the held-out demonstrations."""
@@ -77,10 +81,10 @@ def mean_reply_loss(model: PreTrainedModel, examples: Sequence[Example], pad: in
     """Nats per reply token over all examples, in batches of similar length."""
     order = by_length([example.length for example in examples])
     nats = 0.0
-    for start in range(0, len(order), EVALUATION_ROWS):
-        rows = [examples[row] for row in order[start : start + EVALUATION_ROWS]]
-        nats += float(reply_loss(model, example_batch(rows, pad, model.device), 1))
-    return nats / sum(len(example.reply) for example in examples)
+    for part, weight in passes(order, EVALUATION_ROWS):
+        rows = [examples[row] for row in part]
+        nats += weight * float(reply_loss(model, example_batch(rows, pad, model.device), 1))
+    return distributed.totals({"nats": nats})["nats"] / sum(len(example.reply) for example in examples)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ LAYERS = (
     {"stages"},
     {"training", "ppo", "evaluation", "gates", "chat_session"},
     {"models", "data", "world"},
-    {"config", "tracking", "progress", "files", "fingerprint"},
+    {"config", "tracking", "progress", "files", "fingerprint", "distributed"},
     {"errors"},
 )
 FLOWS_MAY_USE = {"cli", "config", "gates", "errors", "files"}

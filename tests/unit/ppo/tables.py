@@ -5,6 +5,7 @@ Row numbers travel in the first prompt token; all prompts have the same length.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,9 @@ class RecordingEngine:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.total = model, 0.0
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        return compute()
 
     def backward(self, loss: Tensor) -> None:
         self.total += float(loss.detach())

@@ -1,0 +1,87 @@
+"""Low-rank adapters (peft) inside a model: put in, switched off, and merged into the weights they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlhf_core.config.lora import LoraConfig
+from rlhf_core.errors import ModelError, RlhfError
+
+MISSING = "lora is set, but peft is not installed: pip install 'rlhf-pipeline[lora]', or remove the setting"
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
+    """Freeze ``model`` and put adapters into its linear layers, in place. They compute nothing until they are trained.
+
+    Their random halves are a function of ``seed``. ``ModelError`` when ``config.targets`` name no linear layer.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise RlhfError(MISSING) from error
+    layers = {name.rpartition(".")[2] for name, module in model.base_model.named_modules() if type(module) is nn.Linear}
+    unknown = sorted(set(config.targets) - layers)
+    if unknown:
+        raise ModelError(f"{type(model).__name__} has no linear layer {unknown[0]} for lora; it has {sorted(layers)}")
+    chosen = sorted(config.targets or layers)
+    settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen, lora_dropout=0.0)
+    model.requires_grad_(False)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(settings, model)
+    model.eval()
+
+
+def merge_adapters(model: nn.Module) -> None:
+    """Add the adapters to the weights they belong to and take them out again, in place."""
+    for name, layer in list(_adapted(model)):
+        layer.merge()
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer.get_base_layer())
+    for module in model.modules():
+        if "peft_config" in vars(module):
+            del module.peft_config
+    model.requires_grad_(True)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside it the model computes what it did before it had adapters."""
+    layers = [layer for _, layer in _adapted(model)]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+
+class WithoutAdapters:
+    """The reference of a policy that trains adapters: the same model with them off, at no memory of its own."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def __call__(self, **inputs: Any) -> Any:
+        """The model's own forward."""
+        with adapters_off(self.model):
+            return self.model(**inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))

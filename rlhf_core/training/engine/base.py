@@ -1,0 +1,157 @@
+"""What trainers know of an engine: it owns a model, its optimiser and its schedule, on one process or on many.
+
+Losses handed to ``backward`` are already divided by the totals of the whole optimiser step over all ranks
+(algorithms.md §6), so the gradients of several calls and of several ranks simply add up, and neither micro-batches nor
+the number of ranks ever change the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor, nn, optim
+
+from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.errors import TrainingPaused
+from rlhf_core.training.optim import lr_at
+
+MAX_NONFINITE_IN_A_ROW = 3
+OPTIMIZER_SLOTS = ("exp_avg", "exp_avg_sq", "step")
+Result = TypeVar("Result")
+OptimizerBuilder = Callable[[nn.Module, OptimizerConfig], optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """``grad_norm`` is the global norm before clipping, non-finite in a skipped step. ``lr`` is that step's rate."""
+
+    grad_norm: float
+    skipped: bool
+    lr: float
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """All that a resumed run needs: ``tensors`` under flat names, ``meta`` of plain JSON values.
+
+    The names are the same for every engine and number of ranks: weights (``weights.NAME``) and AdamW moments
+    (``optimizer.NAME.SLOT``), whole and in float32 where the engine keeps them so. Ranks other than the first hold no
+    tensors.
+    """
+
+    tensors: dict[str, Tensor]
+    meta: dict[str, Any]
+
+
+class Engine(Protocol):
+    """What trainers know. ``steps`` counts optimiser steps, ``skipped_steps`` those of them that were skipped.
+
+    ``around`` is entered for every pass (for gradient checkpointing).
+    """
+
+    model: nn.Module
+    name: str
+    steps: int
+    skipped_steps: int
+    max_grad_norm: float | None
+    around: Callable[[], AbstractContextManager[None]]
+
+    def forward(self, compute: Callable[[], Result]) -> Result:
+        """What ``compute`` returns: a pass of the model, of which a loss may be differentiated. The same number of
+        passes on every rank."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss`` (a scalar). A non-finite loss condemns the step instead."""
+
+    def grad_norm(self) -> float:
+        """Global gradient norm over all parameters and ranks; NaN when the step is condemned."""
+
+    def apply(self, grad_norm: float, scale: float) -> StepResult:
+        """Step with gradients times ``scale``, or skip it when ``grad_norm`` is not finite; gradients are cleared."""
+
+    def step(self) -> StepResult:
+        """Clip by the global norm and step."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Inside it every rank holds all weights and may run the model without gradient as often as it likes."""
+
+    def state(self) -> EngineState:
+        """Weights, optimiser state and counters."""
+
+    def load_state(self, state: EngineState) -> None:
+        """The inverse of :meth:`state`."""
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """All parameters by name, gathered from all ranks, on the CPU of the first rank; nothing on the others."""
+
+    def release(self) -> nn.Module:
+        """The trained model as a plain module of one process; the engine is of no use afterwards."""
+
+
+class StepCount:
+    """Counters and schedule that every engine has in common."""
+
+    name: str
+    model: nn.Module
+
+    def __init__(self, config: OptimizerConfig, total_steps: int, warmup_steps: int | None) -> None:
+        self.config, self.total_steps, self.warmup_steps = config, total_steps, warmup_steps
+        self.max_grad_norm = config.max_grad_norm
+        self.steps = self.skipped_steps = self.nonfinite_in_a_row = 0
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def rate(self) -> float:
+        """Learning rate of the step that comes next."""
+        return lr_at(self.steps, self.total_steps, self.config, self.warmup_steps)
+
+    def count(self, finite: bool) -> None:
+        """Take in one step. A skipped one counts in the schedule: the rate stays a function of the step's number."""
+        self.steps += 1
+        self.skipped_steps += not finite
+        self.nonfinite_in_a_row = 0 if finite else self.nonfinite_in_a_row + 1
+
+    def pause_if_ruined(self, reason: str, rate: float, broken: Sequence[str]) -> None:
+        """``TrainingPaused`` after three skipped steps in a row; ``broken`` are parameters that are not finite."""
+        if self.nonfinite_in_a_row < MAX_NONFINITE_IN_A_ROW:
+            return
+        weights = f"weights already non-finite, first in {broken[0]}" if broken else "weights are still finite"
+        raise TrainingPaused(
+            f"{self.name}: {MAX_NONFINITE_IN_A_ROW} steps in a row were not finite (last: {reason}, at step "
+            f"{self.steps}, learning rate {rate:.3g}; {weights}). Likely cause: exploding gradients or a bad row. "
+            "Lower optimizer.lr, tighten optimizer.max_grad_norm, and look at the last rows of the history"
+        )
+
+    def counters(self) -> dict[str, int]:
+        """As JSON."""
+        return {"steps": self.steps, "skipped_steps": self.skipped_steps, "in_a_row": self.nonfinite_in_a_row}
+
+    def load_counters(self, meta: dict[str, Any]) -> None:
+        """The inverse of :meth:`counters`."""
+        self.steps = int(meta["steps"])
+        self.skipped_steps = int(meta["skipped_steps"])
+        self.nonfinite_in_a_row = int(meta["in_a_row"])
+
+
+def clip_scale(norm: float, max_norm: float | None) -> float:
+    """Factor that brings gradients of global norm ``norm`` down to ``max_norm``: ``min(1, max / (norm + 1e-6))``."""
+    if max_norm is None or not math.isfinite(norm):
+        return 1.0
+    return min(1.0, max_norm / (norm + 1e-6))
+
+
+def joint_norm(norms: Sequence[float]) -> float:
+    """L2 norm of the concatenated gradients of several engines; not finite if any of them is not."""
+    return math.sqrt(sum(norm * norm for norm in norms))
+
+
+def joint_step(engines: Sequence[Engine], max_norm: float | None) -> list[StepResult]:
+    """One step of several engines under a common norm (MOSS-RLHF wraps policy and critic in one optimiser).
+
+    All of them are skipped when one is not finite. ``StepResult.grad_norm`` is the joint norm.
+    """
+    norm = joint_norm([engine.grad_norm() for engine in engines])
+    return [engine.apply(norm, clip_scale(norm, max_norm)) for engine in engines]

@@ -1,0 +1,209 @@
+"""DeepSpeed's ZeRO: optimiser state, gradients and weights sharded over the ranks, or offloaded to CPU memory.
+
+DeepSpeed averages gradients over ranks where ours add up, so losses are multiplied by the number of ranks. It lets the
+caller decide when a step ends (``managed_gradient_accumulation: false``), so a step may have any number of passes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core import distributed
+from rlhf_core.config.launch import LaunchConfig
+from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.errors import ConfigError, ModelError, RlhfError
+from rlhf_core.models.io import probe_ids
+from rlhf_core.training.engine import shards
+from rlhf_core.training.engine.base import (
+    EngineState,
+    OptimizerBuilder,
+    Result,
+    StepCount,
+    StepResult,
+    clip_scale,
+)
+from rlhf_core.training.engine.local import require_same_model
+from rlhf_core.training.engine.skeleton import Skeleton
+from rlhf_core.training.engine.zero_config import zero_config
+from rlhf_core.training.optim import build_adamw
+
+MISSING = (
+    "engine deepspeed is chosen, but DeepSpeed is not installed; install it with pip install 'rlhf-pipeline[gpu]', or "
+    "set compute.launch.STAGE.engine to local"
+)
+
+
+def load_deepspeed() -> Any:
+    """The deepspeed package, joined to this process's group; ``RlhfError`` with one clear line where it is missing."""
+    os.environ.setdefault("DS_ACCELERATOR", distributed.device().type)
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise RlhfError(MISSING) from error
+    deepspeed.logger.setLevel("WARNING")
+    # It calls collectives by names that torch is about to change; nobody here can act on that.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+    distributed.require_group()
+    deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+@torch.no_grad()
+def probe(model: nn.Module) -> Tensor:
+    """What a language model or a scalar model computes of fixed tokens, on the CPU in float32."""
+    embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
+    ids = probe_ids(embedding.num_embeddings).to(distributed.device())
+    training = model.training
+    output = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids))
+    model.train(training)
+    return (output if isinstance(output, Tensor) else output.logits).float().cpu()
+
+
+class Root(nn.Module):
+    """What DeepSpeed wraps: every pass goes through its ``forward``, whatever part of the model it runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], Result]) -> Result:
+        """The result of ``compute``, which runs the model."""
+        return compute()
+
+
+class DeepSpeedEngine(StepCount):
+    """A model whose optimiser state, gradients or weights are sharded over the ranks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        total_steps: int,
+        name: str,
+        warmup_steps: int | None,
+        launch: LaunchConfig,
+        folder: Path,
+        build: OptimizerBuilder = build_adamw,
+    ) -> None:
+        """``folder`` is where a relative ``launch.deepspeed`` lies."""
+        super().__init__(config, total_steps, warmup_steps)
+        package = load_deepspeed()
+        self.model, self.name = model, name
+        dtype = next(model.parameters()).dtype
+        settings = zero_config(launch, dtype, config.max_grad_norm, folder)
+        self.stage = int(settings["zero_optimization"]["stage"])
+        self.skeleton = Skeleton(model)
+        optimizer = build(model, config)
+        self.ds, *_ = package.initialize(model=Root(model), optimizer=optimizer, config=settings)
+        self.shards = shards.Shards(self.ds, self.stage, package)
+        self.norm = 0.0
+        if self.stage == 0:
+            # Nothing is sharded: DeepSpeed calls the plain optimiser, which clips and skips here.
+            self.ds.optimizer.register_step_pre_hook(self._clip)
+
+    def forward(self, compute: Callable[[], Result]) -> Result:
+        """What ``compute`` returns, with sharded weights gathered where it needs them."""
+        with self.around():
+            result: Result = self.ds(compute)
+        return result
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss`` (a scalar). A non-finite loss condemns the step instead."""
+        # All ranks make every pass, so a bad loss takes part as NaN, which DeepSpeed's own check then finds.
+        scale = distributed.size() if math.isfinite(float(loss.detach())) else math.nan
+        self.ds.backward(loss * scale)
+
+    def grad_norm(self) -> float:
+        """Refused: DeepSpeed clips inside its step."""
+        raise ConfigError(
+            f"{self.name}: a gradient norm common to two models is only known to engine local; set "
+            "ppo.gradient_norm to separate, or the launch engine to local"
+        )
+
+    def apply(self, grad_norm: float, scale: float) -> StepResult:
+        """Refused, like :meth:`grad_norm`."""
+        raise ConfigError(f"{self.name}: engine deepspeed steps as a whole")
+
+    def step(self) -> StepResult:
+        """Clip by the global norm and step; a step that is not finite is skipped. ``TrainingPaused`` after three."""
+        rate = self.rate()
+        for group in self.ds.optimizer.param_groups:
+            group["lr"] = rate
+        self.ds.step()
+        norm = self.norm if self.stage == 0 else float(self.ds.get_global_grad_norm())
+        finite = math.isfinite(norm) and norm >= 0
+        self.count(finite)
+        if not finite:
+            norm = math.nan
+            self.pause_if_ruined(f"gradient norm {norm}", rate, [])
+        return StepResult(norm, not finite, rate)
+
+    def _clip(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        if not math.isfinite(self.norm):
+            optimizer.zero_grad(set_to_none=True)
+        elif (scale := clip_scale(self.norm, self.max_grad_norm)) != 1.0:
+            torch._foreach_mul_(gradients, scale)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """All weights gathered on every rank, and DeepSpeed's hooks out of the way."""
+        with self.shards.gathered(self.model):
+            yield
+
+    def state(self) -> EngineState:
+        """Whole float32 weights and moments, under the names that every engine uses."""
+        tensors = {}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.shards.read(parameter, self.steps - self.skipped_steps).items():
+                if distributed.is_first():
+                    tensors[key.replace("NAME", name)] = value
+        return EngineState(tensors, self.counters())
+
+    def load_state(self, state: EngineState) -> None:
+        """The inverse of :meth:`state`, whatever engine and number of ranks it is of."""
+        parameters = dict(self.model.named_parameters())
+        saved = set(distributed.from_first(sorted(state.tensors)))
+        require_same_model(saved, set(parameters), self.name)
+        self.load_counters(state.meta)
+        for name, parameter in parameters.items():
+            keys = sorted({f"weights.{name}"} | {k for k in saved if k.rpartition(".")[0] == f"optimizer.{name}"})
+            tensors = distributed.tensors_from_first({k: state.tensors[k] for k in keys if k in state.tensors})
+            moments = {key.rpartition(".")[2]: tensors[key] for key in keys if key.startswith("optimizer.")}
+            self.shards.write(parameter, tensors[f"weights.{name}"], moments)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """All parameters by name as they compute, gathered one at a time, on the CPU of the first rank."""
+        weights = {}
+        for name, parameter in self.model.named_parameters():
+            value = self.shards.weight(parameter)
+            if distributed.is_first():
+                weights[name] = value.cpu()
+        return weights
+
+    def release(self) -> nn.Module:
+        """A plain copy of the model with the gathered weights on the first rank; the shards are freed.
+
+        ``ModelError`` unless it computes what the sharded model did.
+        """
+        with self.whole():
+            expected = probe(self.model)
+        weights = self.full_weights()
+        self.ds.destroy()
+        released = self.skeleton.filled(weights, distributed.device())
+        if distributed.is_first() and not torch.allclose(probe(released), expected, atol=1e-5, rtol=1e-4):
+            raise ModelError(
+                f"{self.name}: the weights gathered from {distributed.size()} ranks do not compute what the sharded "
+                "ones did; nothing was saved, and the last checkpoint holds the training's state"
+            )
+        return released

@@ -1,0 +1,71 @@
+"""Models that are only read (reference, reward model, referee): on the device, waiting in CPU memory, or sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from rlhf_core import distributed
+from rlhf_core.config.launch import LaunchConfig
+from rlhf_core.training.engine.choice import placement
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass
+class FrozenModels:
+    """The frozen models of a run that wait in CPU memory while they have nothing to do; none by default."""
+
+    waiting: list[nn.Module] = field(default_factory=list)
+
+    def place(self, model: Model) -> Model:
+        """``model`` where the launch settings want it; a sharded one is called in the same way."""
+        launch = placement().launch
+        if launch.frozen == "offload":
+            self.waiting.append(model.to("cpu"))
+        elif launch.frozen == "sharded":
+            sharded: Any = ShardedModel(model, launch)
+            return sharded
+        return model
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Waiting models are on the device inside the block."""
+        for model in self.waiting:
+            model.to(distributed.device())
+        try:
+            yield
+        finally:
+            for model in self.waiting:
+                model.to("cpu")
+
+
+class ShardedModel:
+    """A frozen model whose weights are sharded over the ranks and gathered layer by layer.
+
+    All ranks make the same number of passes. What is no pass is asked of the model itself.
+    """
+
+    def __init__(self, model: nn.Module, launch: LaunchConfig) -> None:
+        from rlhf_core.training.engine.deepspeed import Root, load_deepspeed
+        from rlhf_core.training.engine.zero_config import frozen_config
+
+        self.model = model
+        config = frozen_config(launch, next(model.parameters()).dtype)
+        self.ds, *_ = load_deepspeed().initialize(model=Root(model), config=config)
+
+    def __call__(self, **inputs: Any) -> Any:
+        """The model's own forward."""
+        return self.ds(lambda: self.model(**inputs))
+
+    def last_token_scores(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Of a scalar model: the scalar at each row's last real token, (B, L) twice -> (B,)."""
+        scores: Tensor = self.ds(lambda: self.model.last_token_scores(input_ids, attention_mask))  # type: ignore[operator]
+        return scores
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)

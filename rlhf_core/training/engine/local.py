@@ -1,0 +1,152 @@
+"""Plain torch. On several ranks each holds the whole model, and gradients are added up once per step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core import distributed
+from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.errors import CheckpointError
+from rlhf_core.training.engine.base import (
+    OPTIMIZER_SLOTS,
+    EngineState,
+    OptimizerBuilder,
+    Result,
+    StepCount,
+    StepResult,
+    clip_scale,
+)
+from rlhf_core.training.optim import build_adamw
+
+
+class LocalEngine(StepCount):
+    """The whole model, its gradients and its optimiser on every rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        total_steps: int,
+        name: str = "model",
+        warmup_steps: int | None = None,
+        build: OptimizerBuilder = build_adamw,
+    ) -> None:
+        """``warmup_steps`` takes the place of the configured share. ``name`` appears in messages."""
+        super().__init__(config, total_steps, warmup_steps)
+        self.model, self.name = model.to(distributed.device()), name
+        self.optimizer = build(model, config)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.condemned: str | None = None
+        self.added_up = False
+
+    def forward(self, compute: Callable[[], Result]) -> Result:
+        """What ``compute`` returns."""
+        with self.around():
+            return compute()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss`` (a scalar). A non-finite loss condemns the step instead."""
+        if not math.isfinite(value := float(loss.detach())):
+            self.condemned = f"loss {value}"
+        elif self.condemned is None:
+            loss.backward()
+
+    def grad_norm(self) -> float:
+        """Global gradient norm (L2 over all parameters); NaN when a loss of this step was not finite on any rank."""
+        if distributed.anywhere(self.condemned is not None):
+            return math.nan
+        gradients = self._gradients()
+        if not self.added_up:
+            for gradient in gradients:
+                distributed.add(gradient)
+            self.added_up = True
+        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+    def apply(self, grad_norm: float, scale: float) -> StepResult:
+        """Step with gradients times ``scale``, or skip it when ``grad_norm`` is not finite; gradients are cleared.
+
+        ``TrainingPaused`` after three skipped steps in a row.
+        """
+        rate, finite = self.rate(), math.isfinite(grad_norm)
+        if finite:
+            self._optimise(rate, scale)
+        self.count(finite)
+        reason = self.condemned or f"gradient norm {grad_norm}"
+        self.optimizer.zero_grad(set_to_none=True)
+        self.condemned, self.added_up = None, False
+        if not finite:
+            broken = [name for name, p in self.model.named_parameters() if not bool(p.isfinite().all())]
+            self.pause_if_ruined(reason, rate, broken)
+        return StepResult(grad_norm, not finite, rate)
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def _optimise(self, rate: float, scale: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        gradients = self._gradients()
+        if scale != 1.0 and gradients:
+            torch._foreach_mul_(gradients, scale)
+        self.optimizer.step()
+
+    def step(self) -> StepResult:
+        """Clip by the global norm and step."""
+        norm = self.grad_norm()
+        return self.apply(norm, clip_scale(norm, self.max_grad_norm))
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Nothing to gather: every rank holds all weights."""
+        return nullcontext()
+
+    def state(self) -> EngineState:
+        """Copies of weights (``weights.NAME``) and AdamW moments (``optimizer.NAME.SLOT``), and the counters."""
+        tensors = {f"weights.{name}": tensor for name, tensor in self.full_weights().items()}
+        for name, parameter in self.model.named_parameters() if distributed.is_first() else ():
+            for slot, value in self.optimizer.state.get(parameter, {}).items():
+                if slot in OPTIMIZER_SLOTS:
+                    tensors[f"optimizer.{name}.{slot}"] = value.detach().cpu().clone()
+        return EngineState(tensors, self.counters())
+
+    def load_state(self, state: EngineState) -> None:
+        """The inverse of :meth:`state`; ``CheckpointError`` when the tensors are of another model."""
+        parameters = dict(self.model.named_parameters())
+        saved = set(distributed.from_first(sorted(state.tensors)))
+        require_same_model(saved, set(parameters), self.name)
+        for name, parameter in parameters.items():
+            keys = {slot: f"optimizer.{name}.{slot}" for slot in OPTIMIZER_SLOTS}
+            wanted = {f"weights.{name}", *keys.values()} & saved
+            held = {key: state.tensors[key] for key in wanted if key in state.tensors}
+            tensors = distributed.tensors_from_first(held)
+            with torch.no_grad():
+                parameter.copy_(tensors[f"weights.{name}"])
+            moments = {slot: tensors[key].to(parameter.device).clone() for slot, key in keys.items() if key in tensors}
+            if moments:
+                self.optimizer.state[parameter] = moments
+            else:
+                self.optimizer.state.pop(parameter, None)
+        self.load_counters(state.meta)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """All parameters by name (tied ones once), as copies on the CPU of the first rank."""
+        if not distributed.is_first():
+            return {}
+        return {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
+
+    def release(self) -> nn.Module:
+        """The model itself, without gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+        return self.model
+
+
+def require_same_model(saved: set[str], parameters: set[str], name: str) -> None:
+    """``CheckpointError`` unless the saved tensors (``saved``: their keys) are of a model with these ``parameters``."""
+    weights = {key.removeprefix("weights.") for key in saved if key.startswith("weights.")}
+    if weights != parameters:
+        wrong = sorted(weights.symmetric_difference(parameters))[0]
+        raise CheckpointError(f"the saved state of {name} is of another model (it differs in {wrong})")

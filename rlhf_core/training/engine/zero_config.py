@@ -1,0 +1,92 @@
+"""DeepSpeed's configuration from the launch settings: what the engine owns is set here and may not be set elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_core.config.launch import LaunchConfig
+from rlhf_core.errors import ConfigError
+from rlhf_core.files import read_json
+
+# Set by the engine from the stage's own parameters; a file that says something else would change the numbers.
+OWNED = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "managed_gradient_accumulation",
+    "gradient_clipping",
+    "prescale_gradients",
+    "optimizer",
+    "scheduler",
+    "bf16",
+    "fp16",
+    "amp",
+    "torch_autocast",
+)
+
+
+def zero_config(launch: LaunchConfig, dtype: torch.dtype, max_grad_norm: float | None, folder: Path) -> dict[str, Any]:
+    """A fresh DeepSpeed configuration. A file named by ``launch.deepspeed`` is relative to ``folder``.
+
+    ``ConfigError`` for a file that sets what the engine owns, and for a dtype that the ZeRO stage cannot train.
+    """
+    given = _from_file(launch.deepspeed, folder) if launch.deepspeed is not None else _from_settings(launch)
+    config = copy.deepcopy(given)
+    stage = int(config.setdefault("zero_optimization", {}).setdefault("stage", 0))
+    if dtype == torch.bfloat16 and stage == 0:
+        raise ConfigError("zero 0 keeps no float32 master weights for a bfloat16 model; use zero 1, 2 or 3")
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"engine deepspeed trains float32 and bfloat16 models, not {dtype}; see base.dtype")
+    if stage == 1:
+        config["zero_optimization"].setdefault("overlap_comm", False)
+    return config | {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        # Losses are already divided by the totals of the step, and only the trainer knows when it ends.
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": max_grad_norm if max_grad_norm is not None and stage > 0 else 0.0,
+        "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **({"data_types": {"grad_accum_dtype": "fp32"}} if dtype == torch.bfloat16 else {}),
+    }
+
+
+def frozen_config(launch: LaunchConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The configuration of a model that is never trained: its weights sharded, offloaded where parameters are."""
+    zero: dict[str, Any] = {"stage": 3}
+    if launch.offload == "parameters":
+        zero["offload_param"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+    }
+
+
+def _from_settings(launch: LaunchConfig) -> dict[str, Any]:
+    stage = 2 if launch.zero is None else launch.zero
+    zero: dict[str, Any] = {"stage": stage}
+    if launch.offload in ("optimizer", "parameters"):
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if launch.offload == "parameters":
+        zero["offload_param"] = {"device": "cpu"}
+    return {"zero_optimization": zero}
+
+
+def _from_file(name: str, folder: Path) -> dict[str, Any]:
+    path = folder / name
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    owned = [key for key in OWNED if key in config]
+    if owned:
+        raise ConfigError(
+            f"{path} sets {', '.join(owned)}: batch sizes, optimiser, clipping and precision come from params.yaml; "
+            "leave them out"
+        )
+    return config

@@ -1,0 +1,25 @@
+"""A rank that is killed in the middle of optimiser step 5, if it is the second one; otherwise like any other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from rlhf_core.stages import rank
+from rlhf_core.training.engine import LocalEngine, StepResult
+
+STEP = 5
+_original = LocalEngine.step
+
+
+def step_or_die(engine: LocalEngine) -> StepResult:
+    if engine.steps == STEP and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _original(engine)
+
+
+LocalEngine.step = step_or_die  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    sys.exit(rank.main(*sys.argv[1:]))

@@ -1,0 +1,250 @@
+"""ZeRO 0 to 3 on one and two ranks compute what plain torch does on one, and hand over to one another."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from unit.engine import cases
+from unit.ppo.tiny import make_tiny
+
+from rlhf_core import distributed
+from rlhf_core.config.launch import LaunchConfig
+from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.errors import ConfigError
+from rlhf_core.ppo.rewards import RunningMoments
+from rlhf_core.ppo.rollout import Actors, collect, model_scorer
+from rlhf_core.training.engine import Engine, EngineState, LocalEngine
+from rlhf_core.training.engine.base import OptimizerBuilder
+from rlhf_core.training.engine.checkpointing import recomputing
+from rlhf_core.training.engine.choice import placed
+from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.engine.zero_config import zero_config
+from rlhf_core.training.optim import build_adamw
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="DeepSpeed is not installed (pip install 'rlhf-pipeline[gpu]')",
+)
+# As in test_ranks.py: the first shows the gradient, the second ten updates.
+GRADIENT, UPDATES = (1e4, 1), (0.05, 10)
+STAGES = (0, 1, 2, 3)
+KINDS = ("0", "1", "2", "3", "2-offload", "3-offload")
+ROOT = Path(__file__).resolve().parents[3]
+ADAM = OptimizerConfig(lr=1e-2, schedule="constant", warmup=0.0, weight_decay=0.1, max_grad_norm=0.05)
+
+
+def everything(folder: Path, stored: Path) -> None:
+    """What one group of ranks is asked."""
+    for stage in STAGES:
+        make = deepspeed_maker(str(stage), stored.parent, cases.sgd)
+        for case in cases.CASES:
+            before = cases.start(case)
+            for kind, (lr, steps) in {"gradient": GRADIENT, "updates": UPDATES}.items():
+                engines, figures = cases.train(case, make, lr, steps, stored)
+                cases.write_result(folder, f"{case}-{kind}-{stage}", cases.changes(engines, before), figures)
+    for kind in KINDS:
+        with_adam(folder, kind, deepspeed_maker(kind, stored.parent, build_adamw), stored.parent)
+    with_checkpointing(folder, deepspeed_maker("3", stored.parent, cases.sgd))
+    with_bfloat16(deepspeed_maker("2", stored.parent, build_adamw))
+    with_frozen(folder)
+
+
+def with_checkpointing(folder: Path, make: cases.MakeEngine) -> None:
+    """Two steps of a model whose layers recompute their activations."""
+    model = make_tiny().policy
+    engine = make(model, cases.optimizer(0.1), "policy")
+    engine.around = recomputing(model)
+    steps(engine, range(2))
+    cases.write_result(folder, "checkpointing", engine.full_weights(), {})
+
+
+def with_bfloat16(make: cases.MakeEngine) -> None:
+    """Weights compute in bfloat16; steps smaller than its digits still add up, in float32 master weights."""
+    engine = make(make_tiny().policy.to(torch.bfloat16), ADAM.model_copy(update={"lr": 1e-5}), "policy")
+    before = engine.state().tensors
+    for step in (0, 1):
+        steps(engine, range(step, step + 1))
+    after = engine.state().tensors
+    if distributed.is_first():
+        moved = (after["weights.lm_head.weight"] - before["weights.lm_head.weight"]).abs()
+        assert after["weights.lm_head.weight"].dtype == torch.float32
+        assert 1e-6 < float(moved.max()) < 4e-5
+    assert {weight.dtype for weight in engine.full_weights().values()} <= {torch.bfloat16}
+
+
+def with_frozen(folder: Path) -> None:
+    """Frozen models sharded over the ranks."""
+    tiny, frozen = make_tiny(), FrozenModels()
+    with placed(LaunchConfig(engine="deepspeed", frozen="sharded"), folder):
+        reward, reference = frozen.place(tiny.reward), frozen.place(tiny.reference)
+    actors = Actors(tiny.policy, reference, tiny.critic, model_scorer(reward, 2))
+    units = cases.ppo_config(0.1).units
+    with frozen.at_work():
+        found = collect(actors, tiny.prompts[:7], range(100, 107), 5, tiny.sampling, units, RunningMoments(), 0.1)
+    cases.write_result(folder, "frozen", {"scores": found.scores, "reference": found.ref_logprobs}, {})
+
+
+def deepspeed_maker(kind: str, folder: Path, build: OptimizerBuilder) -> cases.MakeEngine:
+    from rlhf_core.training.engine.deepspeed import DeepSpeedEngine
+
+    launch = LaunchConfig(engine="deepspeed", deepspeed=f"zero{kind}.json")
+    return lambda model, config, name: DeepSpeedEngine(model, config, 9, name, None, launch, folder, build)
+
+
+def with_adam(folder: Path, key: str, make: cases.MakeEngine, root: Path) -> None:
+    """Steps with Adam, a bad one among them; the state; a fresh engine that goes on from the local engine's state; and
+    what is released in the end."""
+    engine = make(make_tiny().policy, ADAM, "policy")
+    norms = steps(engine, range(4))
+    saved = engine.state()
+    cases.write_result(folder, f"state-{key}", saved.tensors, saved.meta | norms)
+    handed = root / "1" / "state-local.safetensors"
+    if handed.exists():
+        tensors, _ = cases.read_result(root / "1", "state-local")
+        saved = EngineState(tensors if distributed.is_first() else {}, saved.meta)
+    second = make(cases.another_policy(), ADAM, "policy")
+    second.load_state(saved)
+    steps(second, range(4, 6))
+    with second.whole():
+        inside = logits(second.model)
+    released = second.release()
+    if distributed.is_first():
+        weights = {name: p.detach() for name, p in released.named_parameters()}
+        cases.write_result(folder, f"end-{key}", weights | {"inside": inside, "released": logits(released)}, {})
+
+
+def steps(engine: Engine, numbers: range) -> dict[str, float]:
+    """Optimiser steps of two passes; in step 2 one loss of the last rank is not finite."""
+    norms = {}
+    for step in numbers:
+        for index in range(2):
+            rows = cases.tokens(2 * step + index, 12)
+            batch = torch.tensor(rows).view(2, 6)
+            loss = engine.forward(lambda batch=batch: engine.model(input_ids=batch).logits.square().mean())
+            bad = step == 2 and index == 0 and distributed.rank() == distributed.size() - 1
+            engine.backward(loss * (math.nan if bad else 0.5 / distributed.size()))
+        result = engine.step()
+        assert result.skipped == (step == 2)
+        norms[f"norm{step}"] = result.grad_norm
+    return norms
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return model.eval()(input_ids=torch.arange(12).view(2, 6)).logits.clone()
+
+
+def zero_section(kind: str) -> dict[str, Any]:
+    """Nothing is too small to be sharded, unlike by default."""
+    zero: dict[str, Any] = {"stage": int(kind[0])}
+    if kind[0] == "3":
+        zero["stage3_param_persistence_threshold"] = 0
+    if "offload" in kind:
+        zero |= {"offload_optimizer": {"device": "cpu"}}
+    if kind == "3-offload":
+        zero |= {"offload_param": {"device": "cpu"}}
+    return zero
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Results by number of ranks; those of plain torch on one process lie under 1 without a stage in their names."""
+    root = tmp_path_factory.mktemp("deepspeed")
+    for kind in KINDS:
+        (root / f"zero{kind}.json").write_text(json.dumps({"zero_optimization": zero_section(kind)}))
+    stored = root / "experience.safetensors"
+    cases.save_experience(stored, cases.rollout(make_tiny()))
+    (root / "1").mkdir()
+    for case in cases.CASES:
+        before = cases.start(case)
+        for kind, (lr, count) in {"gradient": GRADIENT, "updates": UPDATES}.items():
+            engines, figures = cases.train(case, cases.local, lr, count, stored)
+            cases.write_result(root / "1", f"{case}-{kind}", cases.changes(engines, before), figures)
+    with_adam(root / "1", "local", lambda model, config, name: LocalEngine(model, config, 9, name), root)
+    plain = make_tiny().policy
+    engine = LocalEngine(plain, cases.optimizer(0.1), 9, build=cases.sgd)
+    steps(engine, range(2))
+    cases.write_result(root / "1", "plain", engine.full_weights(), {})
+    for size in (1, 2):
+        run_ranks(everything, size, root / str(size), stored)
+    return {size: root / str(size) for size in (1, 2)}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", cases.CASES)
+def test_zero_agrees_with_plain_torch(case: str, stage: int, size: int, found: dict[int, Path]) -> None:
+    for kind in ("gradient", "updates"):
+        plain, figures = cases.read_result(found[1], f"{case}-{kind}")
+        sharded, others = cases.read_result(found[size], f"{case}-{kind}-{stage}")
+        assert cases.distance(plain, sharded) < 1e-5, kind
+        compared = {name: value for name, value in figures.items() if kind == "updates" or name == "loss"}
+        assert {name: others[name] for name in compared} == pytest.approx(compared, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_are_the_same_whatever_wrote_them(kind: str, size: int, found: dict[int, Path]) -> None:
+    plain, meta = cases.read_result(found[1], "state-local")
+    sharded, others = cases.read_result(found[size], f"state-{kind}")
+    assert meta["skipped_steps"] == 1 and math.isnan(meta["norm2"])
+    assert others == pytest.approx(meta, rel=1e-4, nan_ok=True)
+    assert sharded.keys() == plain.keys()
+    for name, tensor in plain.items():
+        assert torch.allclose(tensor, sharded[name], rtol=1e-3, atol=1e-6), name
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_from_a_local_state_and_releases_a_plain_model(
+    kind: str, size: int, found: dict[int, Path]
+) -> None:
+    plain, _ = cases.read_result(found[1], "end-local")
+    sharded, _ = cases.read_result(found[size], f"end-{kind}")
+    assert torch.equal(sharded["inside"], sharded["released"])
+    for name, tensor in plain.items():
+        assert torch.allclose(tensor, sharded[name], rtol=1e-3, atol=1e-5), name
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_recomputed_activations_give_the_same_weights(size: int, found: dict[int, Path]) -> None:
+    plain, _ = cases.read_result(found[1], "plain")
+    recomputed, _ = cases.read_result(found[size], "checkpointing")
+    for name, tensor in plain.items():
+        assert torch.allclose(tensor, recomputed[name], rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_sharded_frozen_models_score_alike(size: int, found: dict[int, Path]) -> None:
+    plain = cases.load_experience(found[1].parent / "experience.safetensors")
+    sharded, _ = cases.read_result(found[size], "frozen")
+    assert torch.allclose(plain.scores, sharded["scores"], atol=1e-5)
+    assert torch.allclose(plain.ref_logprobs, sharded["reference"], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero2-offload", "zero3", "zero3-offload"])
+def test_the_files_in_infra_leave_to_the_engine_what_is_its_own(name: str) -> None:
+    launch = LaunchConfig(engine="deepspeed", deepspeed=f"infra/deepspeed/{name}.json")
+    config = zero_config(launch, torch.bfloat16, 1.0, ROOT)
+    assert config["zero_optimization"]["stage"] == int(name[4])
+    assert config["gradient_clipping"] == 1.0 and config["bf16"]["enabled"]
+    assert ("offload_optimizer" in config["zero_optimization"]) == name.endswith("offload")
+
+
+def test_a_file_that_sets_batch_sizes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps({"train_batch_size": 8, "fp16": {"enabled": True}}))
+    with pytest.raises(ConfigError, match=r"train_batch_size, fp16.*leave them out"):
+        zero_config(LaunchConfig(engine="deepspeed", deepspeed="mine.json"), torch.float32, None, tmp_path)
+
+
+def test_bfloat16_needs_master_weights() -> None:
+    with pytest.raises(ConfigError, match="no float32 master weights"):
+        zero_config(LaunchConfig(engine="deepspeed", zero=0), torch.bfloat16, None, Path())

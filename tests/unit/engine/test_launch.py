@@ -1,0 +1,126 @@
+"""A stage that starts its own ranks: the outcome, a rank that dies, and resuming with another number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from unit.training import tiny
+
+from rlhf_core.config.load import check_params
+from rlhf_core.errors import ConfigError, RlhfError
+from rlhf_core.stages import launcher
+from rlhf_core.stages.runner import run_stage
+from rlhf_core.training.engine import LocalEngine, StepResult
+
+SFT = """
+seed: 3
+sft: {steps: 8, batch_size: 7, micro_batch_size: 2, eval_every: 4, samples: 2, checkpoint: {every: 3},
+      optimizer: {lr: 0.01}}
+"""
+TWO = "compute: {launch: {sft: {processes: 2}}}\n"
+DYING = (str(Path(__file__).with_name("dying_rank.py")),)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RLHF_TRACKING", "off")
+    tiny.make_workspace(tmp_path)
+    (tmp_path / "params.yaml").write_text(SFT)
+    return tmp_path
+
+
+def results(workspace: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], dict[str, float]]:
+    """Weights, history and metrics of the finished stage."""
+    history = [json.loads(line) for line in (workspace / "history/sft.jsonl").read_text().splitlines()]
+    metrics = json.loads((workspace / "metrics/sft.json").read_text())
+    clocks = ("seconds", "tokens_per_second")
+    return (
+        load_file(workspace / "models/sft/model.safetensors"),
+        [{k: v for k, v in row.items() if k not in clocks} for row in history],
+        {k: v for k, v in metrics.items() if k not in clocks},
+    )
+
+
+def interrupted_at(step: int) -> Callable[[LocalEngine], StepResult]:
+    """An engine's step that is interrupted the way Ctrl-C does it."""
+    original = LocalEngine.step
+
+    def step_or_stop(engine: LocalEngine) -> StepResult:
+        if engine.steps == step:
+            raise KeyboardInterrupt
+        return original(engine)
+
+    return step_or_stop
+
+
+def assert_same(left: Path, right: Path) -> None:
+    (a, first, one), (b, second, two) = results(left), results(right)
+    assert a.keys() == b.keys()
+    assert all(torch.allclose(a[name], b[name], rtol=1e-3, atol=1e-5) for name in a)
+    assert [row["step"] for row in first] == [row["step"] for row in second]
+    for row, other in zip(first, second, strict=True):
+        assert row == pytest.approx(other, rel=1e-3, abs=1e-5)
+    assert one == pytest.approx(two, rel=1e-3, abs=1e-5)
+
+
+def test_one_of_two_ranks_dies_one_process_goes_on_and_two_ranks_finish(
+    workspace: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = tmp_path_factory.mktemp("alone")
+    monkeypatch.setenv("RLHF_TRACKING", "off")
+    tiny.make_workspace(alone)
+    (alone / "params.yaml").write_text(SFT)
+    run_stage("sft", alone)
+
+    (workspace / "params.yaml").write_text(SFT + TWO)
+    with monkeypatch.context() as patch:
+        patch.setattr(launcher, "RANK", DYING)
+        with pytest.raises(RlhfError, match="rank 1 of 2 was killed by SIGKILL") as raised:
+            run_stage("sft", workspace)
+    assert raised.value.exit_code == 1
+    outcome = json.loads((workspace / ".rlhf/outcomes/sft.json").read_text())
+    assert outcome["exit_code"] == 1 and "rank 1 of 2" in outcome["message"]
+    assert [path.name for path in workspace.glob("work/sft/*/checkpoints/step-*")] == ["step-000003"]
+    assert not (workspace / "models/sft").exists()
+
+    # One process goes on, until it is interrupted; two ranks finish.
+    (workspace / "params.yaml").write_text(SFT)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalEngine, "step", interrupted_at(7))
+        with pytest.raises(KeyboardInterrupt):
+            run_stage("sft", workspace)
+    found = sorted(path.name for path in workspace.glob("work/sft/*/checkpoints/step-*"))
+    assert found == ["step-000003", "step-000006"]
+    (workspace / "params.yaml").write_text(SFT + TWO)
+    run_stage("sft", workspace)
+    assert_same(workspace, alone)
+    assert sorted(path.name for path in (workspace / ".rlhf/outcomes").iterdir()) == ["sft.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("compute: {launch: {sft: {nodes: 2}}}", "rendezvous"),
+        ("compute: {launch: {sft: {zero: 2}}}", "set engine to deepspeed"),
+        ("compute: {launch: {sft: {frozen: sharded}}}", "set engine to deepspeed"),
+        ("compute: {launch: {ppo: {engine: deepspeed, offload: parameters}}}", "needs zero 3"),
+        ("compute: {launch: {ppo: {engine: deepspeed, zero: 0, offload: optimizer}}}", "zero 1 or more"),
+        ("compute: {launch: {ppo: {engine: deepspeed, zero: 3, deepspeed: x.json}}}", "leave out zero"),
+        ("compute: {launch: {evaluate: {processes: 2}}}", "launch"),
+        ("compute: {launch: {ppo: {engine: deepspeed}}}\nppo: {gradient_norm: joint}", "gradient_norm joint"),
+        (
+            "compute: {launch: {ppo: {frozen: offload}}}\nppo: {kl: {estimator: full, placement: loss}}",
+            "cannot wait in CPU memory",
+        ),
+    ],
+)
+def test_contradictory_settings_are_refused(text: str, message: str) -> None:
+    from rlhf_core.config import yaml_text
+
+    with pytest.raises(ConfigError, match=message):
+        check_params(yaml_text.parse(text, "params.yaml"))

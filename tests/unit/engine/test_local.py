@@ -1,0 +1,83 @@
+"""What needs no second rank: recomputed activations, skeletons, engines by launch settings, the missing package."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from unit.engine import cases
+from unit.ppo.tiny import make_tiny
+
+from rlhf_core.config.launch import LaunchConfig
+from rlhf_core.errors import ModelError, RlhfError
+from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.engine.choice import build_engine, finish, placed
+from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.engine.skeleton import Skeleton
+
+
+def test_layers_recompute_in_evaluation_mode_and_change_no_gradient() -> None:
+    ids = torch.arange(12).view(2, 6)
+    gradients, calls = [], []
+    for checkpointing in (False, True):
+        model = make_tiny().policy
+        with placed(LaunchConfig(gradient_checkpointing=checkpointing), Path()):
+            engine = build_engine(model, cases.optimizer(0.1), 1, "policy")
+        count: list[int] = []
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, count=count: count.append(1))
+        engine.backward(engine.forward(lambda model=model: model(input_ids=ids).logits.square().mean()))
+        gradients.append([p.grad for p in model.parameters()])
+        calls.append(len(count))
+        assert not any(module.training for module in model.modules())
+    assert calls == [1, 2]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_model_without_such_layers_is_refused() -> None:
+    with placed(LaunchConfig(gradient_checkpointing=True), Path()), pytest.raises(ModelError, match="switch it off"):
+        build_engine(nn.Linear(2, 2), cases.optimizer(0.1), 1, "policy")
+
+
+def test_a_skeleton_holds_no_weights_until_it_is_filled_and_keeps_ties() -> None:
+    model = make_tiny().policy
+    model.lm_head.weight = model.model.embed_tokens.weight
+    skeleton = Skeleton(model)
+    assert all(p.device.type == "meta" for p in skeleton.model.parameters())
+    weights = {name: p.detach() + 1 for name, p in model.named_parameters()}
+    filled = skeleton.filled(weights, torch.device("cpu"))
+    assert filled.lm_head.weight is filled.model.embed_tokens.weight
+    assert all(torch.equal(p, weights[name]) for name, p in filled.named_parameters())
+    assert filled(input_ids=torch.arange(6).view(1, 6)).logits.isfinite().all()
+
+
+def test_weights_of_another_shape_do_not_fill_a_skeleton() -> None:
+    model = nn.Linear(2, 3)
+    with pytest.raises(ModelError, match=r"weight.*\(3, 2\)"):
+        Skeleton(model).filled({"weight": torch.empty(0), "bias": torch.zeros(3)}, torch.device("cpu"))
+
+
+def test_without_settings_the_engine_is_local_and_hands_back_its_model() -> None:
+    model = make_tiny().policy
+    engine = build_engine(model, cases.optimizer(0.1), 1, "policy")
+    assert isinstance(engine, LocalEngine)
+    assert finish(engine, model) is model
+    assert FrozenModels().place(model) is model
+
+
+def test_offloaded_models_wait_on_the_cpu() -> None:
+    with placed(LaunchConfig(frozen="offload"), Path()):
+        frozen = FrozenModels()
+        model = frozen.place(make_tiny().reward)
+    with frozen.at_work():
+        assert frozen.waiting == [model]
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+def test_a_missing_deepspeed_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    launch = LaunchConfig(engine="deepspeed")
+    with placed(launch, Path()), pytest.raises(RlhfError, match=r"pip install 'rlhf-pipeline\[gpu\]'"):
+        build_engine(make_tiny().policy, cases.optimizer(0.1), 1, "policy")

@@ -1,0 +1,128 @@
+"""Two ranks compute what one process does: gradients, updates, rollouts, figures, moments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+from unit.engine import cases
+from unit.ppo.tiny import make_tiny
+
+from rlhf_core import distributed
+from rlhf_core.data import sharding
+from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.rewards import RunningMoments
+
+# A learning rate so high that the weights after one step are the gradient, and one that moves weights well beyond
+# their rounding without growing it.
+GRADIENT, UPDATES = (1e4, 1), (0.05, 10)
+
+
+def everything(folder: Path, stored: Path) -> None:
+    """What one group of ranks is asked: every case, a rollout and the collectives."""
+    for case in cases.CASES:
+        before = cases.start(case)
+        for kind, (lr, steps) in {"gradient": GRADIENT, "updates": UPDATES}.items():
+            engines, figures = cases.train(case, cases.local, lr, steps, stored)
+            cases.write_result(folder, f"{case}-{kind}", cases.changes(engines, before), figures)
+    if distributed.is_first():
+        cases.save_experience(folder / "rollout.safetensors", shared_rollout())
+    else:
+        shared_rollout()
+    (folder / f"few-{distributed.rank()}.txt").write_text(str(cases.rollout(make_tiny(), range(1)).tokens.tolist()))
+    check_collectives()
+
+
+def shared_rollout() -> Experience:
+    return cases.rollout(make_tiny())
+
+
+def check_collectives() -> None:
+    rank, size = distributed.rank(), distributed.size()
+    assert distributed.totals({"b": 1.5 + rank, "a_max": -float(rank)}) == {
+        "b": 1.5 * size + sum(range(size)),
+        "a_max": 0.0,
+    }
+    assert distributed.anywhere(rank == size - 1) and not distributed.anywhere(False)
+    sent = {"pi": math.pi, "nan": math.nan, "list": [1, None, "é"]}
+    received = distributed.from_first(sent if rank == 0 else None)
+    assert received["pi"] == math.pi and math.isnan(received["nan"]) and received["list"] == [1, None, "é"]
+    assert distributed.gather_items(distributed.share([{"n": i} for i in range(5)])) == [{"n": i} for i in range(5)]
+    whole = torch.arange(10).view(5, 2)
+    mine = distributed.share(whole)
+    assert torch.equal(distributed.gather_rows(mine, 5), whole)
+    assert torch.equal(distributed.gather_rows(distributed.share(whole[:1]), 1), whole[:1])
+    tensors = distributed.tensors_from_first({"x": whole, "y": whole[0].bool()} if rank == 0 else {})
+    assert torch.equal(tensors["x"], whole) and tensors["y"].dtype == torch.bool
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Folders of results by number of ranks."""
+    root = tmp_path_factory.mktemp("ranks")
+    stored = root / "experience.safetensors"
+    cases.save_experience(stored, cases.rollout(make_tiny()))
+    (root / "1").mkdir()
+    everything(root / "1", stored)
+    for size in (2, 3):
+        run_ranks(everything, size, root / str(size), stored)
+    return {size: root / str(size) for size in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", ["gradient", "updates"])
+@pytest.mark.parametrize("case", cases.CASES)
+def test_ranks_agree_with_one_process(case: str, kind: str, size: int, found: dict[int, Path]) -> None:
+    (alone, figures), (together, shared) = (cases.read_result(found[n], f"{case}-{kind}") for n in (1, size))
+    assert cases.distance(alone, together) < 1e-5
+    # Every logged figure is that of the whole batch.
+    assert shared.keys() == figures.keys()
+    # Gradients of 1e4 ruin the weights that are evaluated after the step.
+    compared = {name: value for name, value in figures.items() if kind == "updates" or name == "loss"}
+    assert {name: shared[name] for name in compared} == pytest.approx(compared, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rollouts_are_the_same_samples(size: int, found: dict[int, Path]) -> None:
+    alone, together = (cases.load_experience(found[n] / "rollout.safetensors") for n in (1, size))
+    for field in fields(Experience):
+        one, many = getattr(alone, field.name), getattr(together, field.name)
+        assert one.dtype == many.dtype
+        assert torch.allclose(one.double(), many.double(), atol=1e-5), field.name
+    for name in ("tokens", "attention_mask", "response_mask", "finished"):
+        assert torch.equal(getattr(alone, name), getattr(together, name))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_fewer_prompts_than_ranks(size: int, found: dict[int, Path]) -> None:
+    expected = (found[1] / "few-0.txt").read_text()
+    assert [(found[size] / f"few-{rank}.txt").read_text() for rank in range(size)] == [expected] * size
+
+
+def test_moments_take_in_the_scores_of_all_ranks(found: dict[int, Path]) -> None:
+    alone, together = RunningMoments(), RunningMoments()
+    alone.update(cases.load_experience(found[1] / "rollout.safetensors").scores)
+    together.update(cases.load_experience(found[2] / "rollout.safetensors").scores)
+    assert together.count == alone.count == 7
+    assert together.to_dict() == pytest.approx(alone.to_dict(), rel=1e-6)
+
+
+@given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 9))
+def test_every_row_is_computed_once_and_all_ranks_make_as_many_passes(rows: int, size: int, ranks: int) -> None:
+    seen: list[int] = []
+    counts = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "size", lambda: ranks)
+        for rank in range(ranks):
+            patch.setattr(distributed, "rank", lambda rank=rank: rank)
+            parts = list(sharding.passes(list(range(rows)), size))
+            counts.add(len(parts))
+            assert all(1 <= len(part) <= size for part, _ in parts)
+            seen += [row for part, weight in parts if weight for row in part]
+    assert len(counts) == 1 and sorted(seen) == list(range(rows))

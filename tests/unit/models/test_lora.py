@@ -1,0 +1,118 @@
+"""Adapters: nothing at first, the only thing that is trained, off for the reference, merged for export."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from unit.ppo.tiny import Tiny, make_config, make_tiny, make_trainer
+
+from rlhf_core.config.lora import LoraConfig
+from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.errors import ModelError, RlhfError
+from rlhf_core.models.lora import WithoutAdapters, add_adapters, merge_adapters
+from rlhf_core.training.engine import LocalEngine
+
+needs_peft = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="peft is not installed: pip install 'rlhf-pipeline[lora]'"
+)
+LORA = LoraConfig(rank=2, alpha=4)
+IDS = torch.arange(12).view(2, 6)
+
+
+def logits(model: object) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits.clone()  # type: ignore[operator]
+
+
+def trained(tiny: Tiny) -> None:
+    """A few steps of the policy's adapters."""
+    engine = LocalEngine(tiny.policy, OptimizerConfig(lr=0.05), 5)
+    for _ in range(5):
+        engine.backward(engine.forward(lambda: tiny.policy(input_ids=IDS).logits.square().mean()))
+        engine.step()
+
+
+@needs_peft
+def test_only_adapters_are_trained_and_the_reference_stays_what_it_was() -> None:
+    tiny = make_tiny()
+    before = logits(tiny.policy)
+    weights = {name: p.detach().clone() for name, p in tiny.policy.named_parameters()}
+    add_adapters(tiny.policy, LORA, seed=1)
+    reference = WithoutAdapters(tiny.policy)
+    assert torch.equal(logits(tiny.policy), before)
+    trainable = [name for name, p in tiny.policy.named_parameters() if p.requires_grad]
+    # Two layers of seven matrices, each with an A and a B.
+    assert len(trainable) == 2 * 7 * 2 and all("lora_" in name for name in trainable)
+    trained(tiny)
+    assert torch.equal(logits(reference), before)
+    assert [name for name, p in tiny.policy.named_parameters() if p.requires_grad] == trainable
+    after = logits(tiny.policy)
+    assert not torch.allclose(after, before, atol=1e-3)
+    merge_adapters(tiny.policy)
+    assert torch.allclose(logits(tiny.policy), after, atol=1e-5)
+    assert {name for name, _ in tiny.policy.named_parameters()} == set(weights)
+    assert all(p.requires_grad for p in tiny.policy.parameters())
+
+
+@needs_peft
+def test_the_same_seed_gives_the_same_adapters_and_leaves_the_process_alone() -> None:
+    found = []
+    for _ in range(2):
+        tiny = make_tiny()
+        state = torch.get_rng_state()
+        add_adapters(tiny.policy, LORA, seed=7)
+        assert torch.equal(torch.get_rng_state(), state)
+        found.append([p.detach() for name, p in tiny.policy.named_parameters() if "lora_A" in name])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@needs_peft
+def test_a_scalar_model_trains_adapters_and_head() -> None:
+    critic = make_tiny().critic
+    critic.add_adapters(LoraConfig(rank=1, targets=("q_proj",)), seed=1)
+    trainable = [name for name, p in critic.named_parameters() if p.requires_grad]
+    assert sum("lora_" in name for name in trainable) == 4
+    assert [name for name in trainable if "lora_" not in name] == ["model.score.weight"]
+
+
+@needs_peft
+def test_ppo_with_adapters_keeps_its_reference_and_resumes_exactly(tmp_path: Path) -> None:
+    def run(folder: Path, iterations: int) -> Tiny:
+        tiny = make_tiny()
+        add_adapters(tiny.policy, LORA, seed=3)
+        tiny.reference = WithoutAdapters(tiny.policy)  # type: ignore[assignment]
+        trainer = make_trainer(tiny, make_config(), folder)
+        object.__setattr__(trainer.config, "iterations", iterations)
+        trainer.run()
+        assert trainer.history.rows()[0]["kl"] == pytest.approx(0.0, abs=1e-5)
+        return tiny
+
+    before = logits(make_tiny().policy)
+    whole = run(tmp_path / "whole", 4)
+    assert torch.equal(logits(whole.reference), before)
+    assert not torch.equal(logits(whole.policy), before)
+    run(tmp_path / "parts", 2)
+    assert torch.equal(logits(run(tmp_path / "parts", 4).policy), logits(whole.policy))
+
+
+@needs_peft
+def test_unknown_targets_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"no linear layer query.*q_proj"):
+        add_adapters(make_tiny().policy, LoraConfig(targets=("query",)), seed=1)
+
+
+def test_a_missing_peft_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(RlhfError, match=r"pip install 'rlhf-pipeline\[lora\]'"):
+        add_adapters(make_tiny().policy, LORA, seed=1)
+
+
+def test_adapters_on_a_policy_that_does_not_start_at_its_reference_are_refused() -> None:
+    with pytest.raises(ValueError, match="policy_init must be sft"):
+        PpoConfig(policy_lora=LORA, policy_init="base")
