@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from rlhf_core import distributed
+from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.load import Params
+from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.evaluation.replies import Sampled, measure_drift
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.lora import WithoutAdapters, add_adapters
+from rlhf_core.plan.dry_run import llama_config
 from rlhf_core.plan.lengths import Lengths, Longest
-from rlhf_core.plan.placement import placement_of
-from rlhf_core.plan.setting import Setting
+from rlhf_core.plan.setting import Recipe
 from rlhf_core.plan.shapes import Shape
 from rlhf_core.plan.tensor_memory import TensorMemory
 from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.forward import Tokens
 from rlhf_core.ppo.generation import Rollout, generate
 from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
 from rlhf_core.ppo.rewards import RunningMoments
@@ -28,13 +35,13 @@ from rlhf_core.ppo.rollout import Actors, assemble, model_scorer, score_tokens
 from rlhf_core.ppo.sampling import Sampling, philox_uniforms
 from rlhf_core.ppo.update import Learner, accumulate_policy_gradient
 from rlhf_core.ppo.value import ValueSettings, accumulate_value_gradient
-from rlhf_core.training.engine import LocalEngine, joint_step
+from rlhf_core.training.engine import Engine, joint_step
+from rlhf_core.training.engine.choice import build_engine, placed
 from rlhf_core.training.examples import Example
 from rlhf_core.training.reward import RewardTask
 from rlhf_core.training.sft import SftTask
 
 EOS, PAD = 3, 0
-SELECTION_ROWS = 64
 
 
 class Meter(Protocol):
@@ -72,12 +79,18 @@ class Subject:
     reply: int
 
     @property
-    def setting(self) -> Setting:
+    def recipe(self) -> Recipe:
         """What the plan is told: exactly what is run."""
         total = self.prompt + self.reply
         same = Longest(((total, self.reply),))
         lengths = Lengths(self.prompt, same, same, same, "the rows that are run")
-        return Setting(self.params, self.shape, placement_of(self.params), lengths)
+        return Recipe(self.params, self.shape, lengths, Path())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        dtype: torch.dtype = getattr(torch, self.params.base.dtype)
+        return dtype
 
     def ids(self, row: int, length: int) -> list[int]:
         """Token ids that are neither padding nor the end marker."""
@@ -88,48 +101,22 @@ class Subject:
         return self.ids(row, length - (row % 4 == 1))
 
 
-def config_of(shape: Shape) -> LlamaConfig:
-    """A Llama of this shape."""
-    return LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=shape.positions or 2048,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-        attn_implementation="sdpa",
-    )
-
-
-def device() -> torch.device:
-    """The GPU where there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def new_policy(subject: Subject) -> LlamaForCausalLM:
-    """Random weights in the planned precision."""
+def new_policy(subject: Subject) -> PreTrainedModel:
+    """Random weights in the planned precision, on the GPU where there is one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model = LlamaForCausalLM(config_of(subject.shape))
-    return model.to(device(), getattr(torch, subject.setting.placement.precision)).eval()
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(llama_config(subject.shape), dtype=subject.dtype)
+    return model.to(distributed.device()).eval()
 
 
 def new_scalar(subject: Subject, unembedding: bool = False) -> ScalarModel:
     """A scalar model, with the unembedding that a reward model in training keeps where it is not tied."""
-    config = config_of(subject.shape)
-    config.num_labels = 1
+    shape = subject.shape
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
-        model = LlamaForSequenceClassification(config)
-        table = torch.randn(subject.shape.vocabulary, subject.shape.hidden) if unembedding else None
-    scalar = ScalarModel(model, table).to(device(), getattr(torch, subject.setting.placement.precision))
-    return scalar.eval()
+        model = AutoModelForSequenceClassification.from_config(llama_config(shape), dtype=subject.dtype)
+        table = torch.randn(shape.vocabulary, shape.hidden, dtype=subject.dtype) if unembedding else None
+    return ScalarModel(model, table).to(distributed.device()).eval()
 
 
 def measure(subject: Subject, stages: tuple[str, ...]) -> dict[str, dict[str, int]]:
@@ -137,16 +124,19 @@ def measure(subject: Subject, stages: tuple[str, ...]) -> dict[str, dict[str, in
     found = {}
     for stage in stages:
         meter: Any = CudaMemory() if torch.cuda.is_available() else TensorMemory()
-        with nullcontext() if torch.cuda.is_available() else meter:
+        launch = {str(name): one for name, one in subject.params.compute.launch.items()}.get(stage, LaunchConfig())
+        with nullcontext() if torch.cuda.is_available() else meter, placed(launch, Path()):
             RUNS[stage](subject, meter)
         found[stage] = meter.peaks
     return found
 
 
-def warmed(engine: LocalEngine) -> LocalEngine:
-    """The engine after a step of zero gradients: its optimiser's moments exist, as after the first step of a run."""
-    for parameter in engine.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+def warmed(model: torch.nn.Module, config: OptimizerConfig, name: str) -> Engine:
+    """The engine that the stage would build, after a step of zero gradients: its optimiser's moments exist."""
+    engine = build_engine(model, config, 10, name)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
     engine.step()
     return engine
 
@@ -155,7 +145,7 @@ def run_sft(subject: Subject, meter: Meter) -> None:
     """The heaviest step; a full held-out batch."""
     config = subject.params.sft
     model = new_policy(subject)
-    engine = warmed(LocalEngine(model, config.optimizer, 10, "sft"))
+    engine = warmed(model, config.optimizer, "sft")
     rows = [Example(subject.ids(i, subject.prompt), subject.ragged(i, subject.reply)) for i in range(64)]
     task = SftTask(engine, model, rows[: config.batch_size], rows, config, PAD)
     with meter.phase("update"):
@@ -170,7 +160,7 @@ def run_reward(subject: Subject, meter: Meter) -> None:
     """The heaviest batch of pairs; a full held-out batch."""
     config = subject.params.reward
     model = new_scalar(subject, unembedding=not subject.shape.tied)
-    engine = warmed(LocalEngine(model, config.optimizer, 10, "reward"))
+    engine = warmed(model, config.optimizer, "reward")
     pairs = [
         TokenisedPair(
             i,
@@ -180,9 +170,8 @@ def run_reward(subject: Subject, meter: Meter) -> None:
         )
         for i in range(128)
     ]
-    _, count = subject.setting.lengths.pairs.pairs(
-        config.batch.token_budget, config.batch.min_pairs, config.batch.max_pairs
-    )
+    limits = config.batch
+    _, count = subject.recipe.lengths.pairs.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
     task = RewardTask(engine, model, pairs[:count], pairs, config, PAD, "reward")
     with meter.phase("update"):
         task.train_step(0)
@@ -198,7 +187,7 @@ def run_critic(subject: Subject, meter: Meter) -> None:
     policy, critic, reward = new_policy(subject), new_scalar(subject), new_scalar(subject)
     policy.requires_grad_(False)
     reward.requires_grad_(False)
-    engine = warmed(LocalEngine(critic, config.optimizer, 10, "critic"))
+    engine = warmed(critic, config.optimizer, "critic")
     actors = Actors(policy, policy, critic, model_scorer(reward, units.micro_batch_size))
     experience = _experience(subject, actors, config.batch_size, meter)
     settings = ValueSettings(0.2, micro_batch_size=units.micro_batch_size)
@@ -210,19 +199,20 @@ def run_critic(subject: Subject, meter: Meter) -> None:
 
 
 def run_ppo(subject: Subject, meter: Meter) -> None:
-    """One iteration, as stages/ppo.py keeps its models: judges of their own, and nothing shared."""
+    """One iteration, with the models that stages/ppo.py keeps."""
     config = subject.params.ppo
     policy, critic = new_policy(subject), new_scalar(subject)
-    reference = copy.deepcopy(policy).requires_grad_(False)
+    if config.critic_lora is not None:
+        critic.add_adapters(config.critic_lora, 0)
+    reference = _reference(policy, config)
     reward, referee = (new_scalar(subject).requires_grad_(False) for _ in range(2))
-    judges = [new_scalar(subject) for _ in range(2)]
     learner = Learner(
         config=config,
         sampling=_sampling(subject),
         policy=policy,
-        policy_engine=warmed(LocalEngine(policy, config.policy_optimizer, 10, "policy")),
+        policy_engine=warmed(policy, config.policy_optimizer, "policy"),
         critic=critic,
-        critic_engine=warmed(LocalEngine(critic, config.critic_optimizer, 10, "critic")),
+        critic_engine=warmed(critic, config.critic_optimizer, "critic"),
         reference=reference,
         ptx=_ptx(subject),
     )
@@ -233,7 +223,15 @@ def run_ppo(subject: Subject, meter: Meter) -> None:
     for minibatch in experience.minibatches(config.minibatches, 0, 0):
         _update(learner, minibatch, meter)
     with meter.phase("selection"):
-        _select(subject, policy, reference, judges)
+        _select(subject, policy, reference, (reward, referee))
+
+
+def _reference(policy: PreTrainedModel, config: PpoConfig) -> Any:
+    """A frozen copy, or the policy itself without its adapters."""
+    if config.policy_lora is None:
+        return copy.deepcopy(policy).requires_grad_(False)
+    add_adapters(policy, config.policy_lora, 0)
+    return WithoutAdapters(policy)
 
 
 def _update(learner: Learner, minibatch: Experience, meter: Meter) -> None:
@@ -264,7 +262,7 @@ def _ptx(subject: Subject) -> PtxData | None:
     return PtxData(rows, subject.params.ppo.ptx.batch_size, 0, PAD)
 
 
-def _rollout(subject: Subject, policy: LlamaForCausalLM, rows: int) -> Rollout:
+def _rollout(subject: Subject, policy: PreTrainedModel, rows: int) -> Rollout:
     sampling = _sampling(subject)
     prompts = [subject.ragged(i, subject.prompt) for i in range(rows)]
     return generate(policy, prompts, philox_uniforms(0, range(rows), sampling.max_new_tokens), sampling)
@@ -283,18 +281,20 @@ def _experience(subject: Subject, actors: Actors, rows: int, meter: Meter) -> Ex
     return assemble(plain, scored, scores, units, RunningMoments(), units.kl.coefficient)
 
 
-def _tokens(rollout: Rollout) -> Any:
-    from rlhf_core.ppo.forward import Tokens
-
+def _tokens(rollout: Rollout) -> Tokens:
     return Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
 
 
-def _select(subject: Subject, policy: LlamaForCausalLM, reference: LlamaForCausalLM, judges: list[ScalarModel]) -> None:
+def _select(
+    subject: Subject, policy: PreTrainedModel, reference: PreTrainedModel, judges: Sequence[ScalarModel]
+) -> None:
     """What evaluation.selection does with a batch of validation prompts."""
-    rollout = _rollout(subject, policy, min(subject.params.ppo.selection.prompts, SELECTION_ROWS))
-    measure_drift(Sampled([], [rollout], _sampling(subject)), reference)
+    selection = subject.params.ppo.selection
+    rows = min(selection.prompts, selection.batch_size)
+    rollout = _rollout(subject, policy, rows)
+    measure_drift(Sampled([], [rollout], [1.0], _sampling(subject)), reference)
     for judge in judges:
-        model_scorer(judge, SELECTION_ROWS)(_tokens(rollout))
+        model_scorer(judge, rows)(_tokens(rollout))
 
 
 RUNS = {"sft": run_sft, "reward": run_reward, "critic": run_critic, "ppo": run_ppo}

@@ -52,14 +52,14 @@ def plan(
     profile: Annotated[str | None, typer.Option("--profile", "-p", help="Overlay on params.yaml.")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", "-s", help="section.key=value over params.yaml.")] = None,
     stages: Annotated[list[str] | None, typer.Option("--stage", help="Only this stage; may be repeated.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="GPUs that share one job.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs that share a job: one process on each.")] = None,
     gpu_memory: Annotated[float | None, typer.Option(help="Memory of one GPU in GiB.")] = None,
-    zero_stage: Annotated[int | None, typer.Option(help="DeepSpeed ZeRO stage, 0 to 3.")] = None,
-    offload: Annotated[str | None, typer.Option(help="To host memory: none, optimizer or all.")] = None,
-    precision: Annotated[str | None, typer.Option(help="Of the weights: float32 or bfloat16.")] = None,
+    zero: Annotated[int | None, typer.Option("--zero-stage", help="DeepSpeed's ZeRO stage, 0 to 3.")] = None,
+    offload: Annotated[str | None, typer.Option(help="To host memory: none, optimizer or parameters.")] = None,
+    frozen: Annotated[str | None, typer.Option(help="Frozen models: device, offload or sharded.")] = None,
     gradient_checkpointing: Annotated[bool | None, typer.Option(help="Compute layers again in backward.")] = None,
-    lora_rank: Annotated[int | None, typer.Option(help="Train adapters of this rank only.")] = None,
-    frozen: Annotated[str | None, typer.Option(help="Frozen models: on_device, sharded or offloaded.")] = None,
+    bf16: Annotated[bool | None, typer.Option("--bf16/--fp32", help="Weights in bfloat16 or float32.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="Adapters of this rank instead of all weights.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt of rollouts.")] = None,
     config: Annotated[Path | None, typer.Option(help="config.json in place of the starting model's.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run PPO's passes on shapes and compare.")] = False,
@@ -68,7 +68,8 @@ def plan(
 ) -> None:
     """Estimate memory per GPU by role and phase of every training stage, and what to change when it does not fit.
 
-    Options left out are those of the plan section of params.yaml. Nothing is loaded or downloaded.
+    Options stand for settings of every stage that is planned; those left out are as in params.yaml. Lengths come from
+    the workspace's data, else from the limits of the settings. Nothing is loaded.
 
     Exit codes: 0 it fits or nothing is known against it, 2 it does not fit.
 
@@ -76,18 +77,9 @@ def plan(
     """
     from rlhf_core.plan.command import Request, describe, plan_of, recipe_root
     from rlhf_core.plan.command import check as check_fit
+    from rlhf_core.plan.options import Options
 
-    options = {
-        "gpus": gpus,
-        "gpu_memory_gb": gpu_memory,
-        "zero_stage": zero_stage,
-        "offload": offload,
-        "precision": precision,
-        "gradient_checkpointing": gradient_checkpointing,
-        "lora_rank": lora_rank,
-        "frozen": frozen,
-        "prompt_tokens": prompt_tokens,
-    }
+    options = Options(gpus, gpu_memory, zero, offload, frozen, gradient_checkpointing, bf16, lora_rank, prompt_tokens)
     request = Request(recipe_root(workspace), profile, sets or (), options, stages or (), config)
     if check:
         typer.echo(check_fit(request))

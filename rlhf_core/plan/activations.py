@@ -19,10 +19,10 @@ from rlhf_core.plan.placement import Placement
 from rlhf_core.plan.shapes import Shape
 
 
-def kept_by_layer(shape: Shape, batch: Batch, placement: Placement) -> int:
+def kept_by_layer(shape: Shape, batch: Batch, placement: Placement, adapted: bool) -> int:
     """What one layer keeps for its backward pass."""
     e = placement.element
-    per_token = _kept_with_adapters(shape, e) if placement.lora_rank else _kept_by_maps_and_norms(shape, e)
+    per_token = _kept_with_adapters(shape, e) if adapted else _kept_by_maps_and_norms(shape, e)
     # Queries, output, and keys and values, which are repeated to the queries' heads wherever there is a mask.
     per_token += e * 4 * shape.query_width
     if placement.attention == "eager":
@@ -37,20 +37,17 @@ def _kept_by_maps_and_norms(shape: Shape, e: int) -> int:
 
 
 def _kept_with_adapters(shape: Shape, e: int) -> int:
-    """Frozen maps and norms keep no input of their own, but LoRA's A maps do: the same tensor beside a float32 model,
-    beside a bfloat16 one a float32 copy for each of the seven."""
-    norms, gate = 2 * (shape.hidden * 4 + 4), e * 3 * shape.intermediate
-    if e == 4:
-        return norms + gate + 4 * (2 * shape.hidden + shape.intermediate)
-    return norms + gate + 4 * (5 * shape.hidden + shape.query_width + shape.intermediate)
+    """Frozen maps and norms keep no input of their own; the adapters' A maps keep the norms' outputs and SwiGLU's."""
+    norms = 2 * (shape.hidden * (4 + e) + 4)
+    return norms + e * 4 * shape.intermediate
 
 
-def kept_by_layers(shape: Shape, batch: Batch, placement: Placement) -> int:
+def kept_by_layers(shape: Shape, batch: Batch, placement: Placement, adapted: bool) -> int:
     """What all layers keep, and the mask. With gradient checkpointing each layer keeps its input alone."""
     mask = batch.tokens * batch.width
     if placement.gradient_checkpointing:
         return shape.layers * batch.tokens * shape.hidden * placement.element + mask
-    return shape.layers * kept_by_layer(shape, batch, placement) + mask
+    return shape.layers * kept_by_layer(shape, batch, placement, adapted) + mask
 
 
 def kept_by_last_norm(shape: Shape, batch: Batch, placement: Placement) -> int:

@@ -1,167 +1,122 @@
-"""What to change when a plan does not fit: one change after another, those that cost least first."""
+"""What to change when a stage does not fit: settings tried one after another, those that cost least first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rlhf_core.config.load import Params
-from rlhf_core.plan.estimate import Plan, make_plan
-from rlhf_core.plan.reinforcement import MICRO_BATCH
-from rlhf_core.plan.setting import Setting
+from rlhf_core.errors import ConfigError
+from rlhf_core.plan.assign import assigned
+from rlhf_core.plan.estimate import STAGES, Plan
+from rlhf_core.plan.setting import Recipe, StagePlan
+from rlhf_core.plan.trials import KINDS
 
-# A change that takes away less than this share of what is too much is not worth advising.
-WORTHWHILE = 0.05
-LORA_RANK = 16
+# A change that takes away less than this share of a phase's peak is not worth advising.
+WORTHWHILE = 0.02
+
+
+@dataclass(frozen=True)
+class Step:
+    """``changes`` are settings by path, and ``after`` the stage with them and those of every step before."""
+
+    changes: dict[str, Any]
+    after: StagePlan
+
+    @property
+    def words(self) -> str:
+        """As ``--set`` takes them."""
+        return " ".join(f"{path}={_yaml(value)}" for path, value in self.changes.items())
 
 
 @dataclass(frozen=True)
 class Advice:
-    """``change`` in words, and the plan with it and every advice before it."""
+    """What to change for one stage. ``fits``: the last step does."""
 
-    change: str
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class _Change:
-    words: str
-    setting: Setting
+    stage: str
+    steps: tuple[Step, ...]
+    fits: bool
 
 
 def advise(plan: Plan) -> tuple[Advice, ...]:
-    """Changes that bring the peak down, in order, until the plan fits. Empty when it fits already.
+    """For every stage that does not fit, the settings that make it fit, or come nearest.
 
     Smaller batches of sampling and of passes change no result; gradient checkpointing costs time; sharding and
-    offloading cost communication; LoRA changes what is learned and therefore comes last.
+    offloading cost communication; adapters and smaller optimiser steps change what is learned and come last. A change
+    that turns out not to be needed is left out again, dear ones first.
     """
-    taken: list[Advice] = []
+    limit = plan.limit
+    if limit is None:
+        return ()
+    return tuple(_for_stage(plan.recipe, stage, limit) for stage in plan.stages if stage.peak.use.total > limit)
+
+
+def _for_stage(recipe: Recipe, stage: StagePlan, limit: int) -> Advice:
+    taken: list[dict[str, Any]] = []
+    current, params = stage, recipe.params
     for kind in KINDS:
-        while not plan.fits:
-            better = _tried(plan, kind)
-            if better is None:
+        while current.peak.use.total > limit:
+            found = _first_that_helps(recipe, params, current, limit, kind(params, stage.stage))
+            if found is None:
                 break
-            taken.append(better)
-            plan = better.plan
-    return tuple(taken)
+            params, current, changes = found
+            taken.append(changes)
+    fits = current.peak.use.total <= limit
+    if fits:
+        taken = _needed(recipe, stage.stage, limit, taken)
+    return Advice(stage.stage, tuple(_steps(recipe, stage.stage, taken)), fits)
 
 
-def _tried(plan: Plan, kind: Callable[[Setting], Iterator[_Change]]) -> Advice | None:
-    stages = [stage.stage for stage in plan.stages]
-    for change in kind(plan.setting):
-        after = make_plan(change.setting, stages)
-        if _too_much(after) <= _too_much(plan) * (1 - WORTHWHILE):
-            return Advice(change.words, after)
+def _first_that_helps(
+    recipe: Recipe, params: Params, current: StagePlan, limit: int, trials: Iterator[dict[str, Any]]
+) -> tuple[Params, StagePlan, dict[str, Any]] | None:
+    for changes in trials:
+        after = _planned(recipe, params, current.stage, changes)
+        if after is not None and _helps(current, after[1], limit):
+            return (*after, changes)
     return None
 
 
-def _too_much(plan: Plan) -> int:
-    """Bytes over the limit, over all phases: a change that helps one of two equal peaks must count."""
-    limit = plan.limit or 0
-    return sum(max(phase.use.total - limit, 0) for stage in plan.stages for phase in stage.phases)
+def _planned(recipe: Recipe, params: Params, stage: str, changes: dict[str, Any]) -> tuple[Params, StagePlan] | None:
+    """The stage with ``changes``; None where they contradict other settings."""
+    try:
+        changed = assigned(params, changes)
+    except ConfigError:
+        return None
+    return changed, STAGES[stage](replace(recipe, params=changed).setting(stage))
 
 
-def _placed(setting: Setting, words: str, **changes: object) -> _Change:
-    return _Change(words, replace(setting, placement=replace(setting.placement, **changes)))  # type: ignore[arg-type]
+def _helps(before: StagePlan, after: StagePlan, limit: int) -> bool:
+    """Whether a phase that is too large becomes smaller, and none of those larger."""
+    uses = {phase.name: phase.use.total for phase in after.phases}
+    pairs = [(phase.use.total, uses.get(phase.name, 0)) for phase in before.phases if phase.use.total > limit]
+    return any(new <= old * (1 - WORTHWHILE) for old, new in pairs) and all(new <= old for old, new in pairs)
 
 
-def _with(setting: Setting, words: str, section: str, **changes: object) -> _Change:
-    part = getattr(setting.params, section).model_copy(update=changes)
-    params: Params = setting.params.model_copy(update={section: part})
-    return _Change(words, replace(setting, params=params))
+def _needed(recipe: Recipe, stage: str, limit: int, taken: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``taken`` without what the rest can do without."""
+    kept = list(taken)
+    for changes in reversed(taken):
+        rest = [other for other in kept if other is not changes]
+        params: Params | None = recipe.params
+        last: StagePlan | None = None
+        for other in rest:
+            planned = _planned(recipe, params, stage, other) if params is not None else None
+            params, last = planned if planned is not None else (None, None)
+        if last is not None and last.peak.use.total <= limit:
+            kept = rest
+    return kept
 
 
-def _sampled_together(setting: Setting) -> Iterator[_Change]:
-    """Half as many replies at once, where nothing but memory depends on it."""
-    params = setting.params
-    rows = min(params.ppo.selection.batch_size, params.ppo.selection.prompts) // 2
-    if rows:
-        selection = params.ppo.selection.model_copy(update={"batch_size": rows})
-        yield _with(setting, f"ppo.selection.batch_size {rows}", "ppo", selection=selection)
-    rows = min(params.evaluate.batch_size, params.evaluate.prompts) // 2
-    if rows:
-        yield _with(setting, f"evaluate.batch_size {rows}", "evaluate", batch_size=rows)
+def _steps(recipe: Recipe, stage: str, taken: Sequence[dict[str, Any]]) -> Iterator[Step]:
+    params = recipe.params
+    for changes in taken:
+        planned = _planned(recipe, params, stage, changes)
+        assert planned is not None, "it was tried before"
+        params = planned[0]
+        yield Step(changes, planned[1])
 
 
-def _micro_batches(setting: Setting) -> Iterator[_Change]:
-    """Half as many sequences in a pass of PPO (critic pre-training follows), or of SFT."""
-    place, params = setting.placement, setting.params
-    rows = place.share(max(params.ppo.batch_size // params.ppo.minibatches, params.ppo.ptx.batch_size))
-    ppo = min(params.ppo.micro_batch_size or max(MICRO_BATCH, params.ppo.ptx.batch_size), rows) // 2
-    if ppo:
-        yield _with(setting, f"ppo.micro_batch_size {ppo}", "ppo", micro_batch_size=ppo)
-    sft = min(params.sft.micro_batch_size or params.sft.batch_size, place.share(params.sft.batch_size)) // 2
-    if sft:
-        yield _with(setting, f"sft.micro_batch_size {sft}", "sft", micro_batch_size=sft)
-
-
-def _checkpointing(setting: Setting) -> Iterator[_Change]:
-    if not setting.placement.gradient_checkpointing:
-        yield _placed(setting, "gradient checkpointing", gradient_checkpointing=True)
-
-
-def _sharding(setting: Setting) -> Iterator[_Change]:
-    """Training state, then frozen models: what costs least communication first."""
-    place = setting.placement
-    if place.gpus == 1:
-        return
-    for stage in range(place.zero_stage + 1, 3):
-        yield _deepspeed(setting, f"ZeRO stage {stage}", zero_stage=stage)
-    if place.frozen == "on_device":
-        yield _deepspeed(setting, "frozen models sharded over the GPUs", frozen="sharded")
-
-
-def _frozen_away(setting: Setting) -> Iterator[_Change]:
-    if setting.placement.frozen != "offloaded":
-        yield _placed(setting, "frozen models offloaded to host memory", frozen="offloaded")
-
-
-def _offload(setting: Setting) -> Iterator[_Change]:
-    place = setting.placement
-    if not place.offload_optimizer:
-        words, stage = "optimiser state offloaded to host memory", max(place.zero_stage, 2)
-        yield _deepspeed(setting, words, zero_stage=stage, offload_optimizer=True)
-    if place.gpus > 1 and place.zero_stage < 3:
-        yield _deepspeed(setting, "ZeRO stage 3", zero_stage=3)
-    if not place.offload_parameters:
-        words = "parameters offloaded too (ZeRO stage 3)"
-        yield _deepspeed(setting, words, zero_stage=3, offload_optimizer=True, offload_parameters=True)
-
-
-def _deepspeed(setting: Setting, words: str, **changes: object) -> _Change:
-    said = words if setting.placement.engine == "deepspeed" else f"DeepSpeed, {words}"
-    return _placed(setting, said, engine="deepspeed", **changes)
-
-
-def _precision(setting: Setting) -> Iterator[_Change]:
-    if setting.placement.precision == "float32":
-        yield _placed(setting, "weights in bfloat16", precision="bfloat16")
-
-
-def _token_budget(setting: Setting) -> Iterator[_Change]:
-    """Half the token budget of both reward models: fewer pairs in a step, so another batch size."""
-    words = []
-    for stage in ("reward", "referee"):
-        batch = getattr(setting.params, stage).batch
-        half = batch.model_copy(update={"token_budget": max(batch.token_budget // 2, 1)})
-        setting = _with(setting, "", stage, batch=half).setting
-        words.append(f"{stage}.batch.token_budget {half.token_budget}")
-    yield _Change(", ".join(words), setting)
-
-
-def _lora(setting: Setting) -> Iterator[_Change]:
-    if not setting.placement.lora_rank:
-        yield _placed(setting, f"LoRA of rank {LORA_RANK} instead of training all weights", lora_rank=LORA_RANK)
-
-
-KINDS = (
-    _sampled_together,
-    _micro_batches,
-    _checkpointing,
-    _sharding,
-    _frozen_away,
-    _precision,
-    _offload,
-    _token_budget,
-    _lora,
-)
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

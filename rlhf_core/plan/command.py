@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from rlhf_core.config.overlay import merge, profile_text
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.plan.advice import advise
+from rlhf_core.plan.assign import assigned
 from rlhf_core.plan.estimate import STAGES, Plan, make_plan
 from rlhf_core.plan.lengths import lengths_from_limits
-from rlhf_core.plan.placement import placement_of, with_options
-from rlhf_core.plan.setting import Setting
+from rlhf_core.plan.options import Options
+from rlhf_core.plan.setting import Recipe
 from rlhf_core.plan.shape_sources import starting_shape
 from rlhf_core.plan.table import as_json, one_line, text
 from rlhf_core.stages.runner import workspace_root
@@ -29,13 +30,13 @@ class MemoryExceeded(RlhfError):
 
 @dataclass(frozen=True)
 class Request:
-    """``root`` is a workspace or the project's own recipe; ``options`` are fields of the ``plan`` section (None: as in
-    params.yaml); ``config`` a config.json in place of the starting model's."""
+    """``root`` is a workspace or the project's own recipe; ``options`` are those of the command line, None where not
+    given; ``config`` a config.json in place of the starting model's."""
 
     root: Path
     profile: str | None = None
     sets: Sequence[str] = ()
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=Options)
     stages: Sequence[str] = ()
     config: Path | None = None
 
@@ -53,14 +54,14 @@ def recipe_root(given: Path | None) -> Path:
 def plan_of(request: Request) -> Plan:
     """Estimate what ``request`` asks for. Lengths come from the workspace's data, unless a profile or override may
     have changed what that data would be."""
-    params = with_options(_params(request), request.options)
+    params = _params(request)
     shape = starting_shape(params.base, request.root, request.config)
     lengths = lengths_from_limits(params, shape.positions)
     if not (request.profile or request.sets or request.config):
         from rlhf_core.plan.measured_lengths import lengths_of_workspace
 
         lengths = lengths_of_workspace(request.root, params) or lengths
-    return make_plan(Setting(params, shape, placement_of(params), lengths), request.stages or tuple(STAGES))
+    return make_plan(Recipe(params, shape, lengths, request.root), request.stages or tuple(STAGES))
 
 
 def describe(plan: Plan, *, as_json_text: bool = False, dry_run: bool = False) -> str:
@@ -83,7 +84,7 @@ def check(request: Request) -> str:
     if request.stages and not stages:
         return f"not checked: no memory is planned for {', '.join(request.stages)}"
     try:
-        plan = plan_of(Request(**{**vars(request), "stages": stages}))
+        plan = plan_of(replace(request, stages=stages))
     except ModelError as error:
         return f"not checked: {error}"
     if plan.limit is None:
@@ -95,13 +96,14 @@ def check(request: Request) -> str:
 
 
 def _params(request: Request) -> Params:
-    if not (request.profile or request.sets):
-        return load_params(request.root)
-    overlays = []
-    if request.profile:
-        overlays.append((f"profile {request.profile}", profile_text(profiles_of(request.root), request.profile)))
-    recipe = merge((request.root / PARAMS_FILE).read_text(encoding="utf-8"), overlays, request.sets)
-    return check_params(yaml_text.parse(recipe, "parameters"), "parameters")
+    params = load_params(request.root)
+    if request.profile or request.sets:
+        overlays = []
+        if request.profile:
+            overlays.append((f"profile {request.profile}", profile_text(profiles_of(request.root), request.profile)))
+        recipe = merge((request.root / PARAMS_FILE).read_text(encoding="utf-8"), overlays, request.sets)
+        params = check_params(yaml_text.parse(recipe, "parameters"), "parameters")
+    return assigned(params, request.options.settings(request.stages or tuple(STAGES)))
 
 
 def _dry_run(plan: Plan) -> Any:
@@ -109,4 +111,4 @@ def _dry_run(plan: Plan) -> Any:
     from rlhf_core.plan.dry_run import dry_run
 
     with quiet():
-        return dry_run(plan.setting)
+        return dry_run(plan.recipe)

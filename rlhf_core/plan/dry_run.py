@@ -7,6 +7,7 @@ The bytes that it would have allocated are counted and stand beside the plan's f
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,8 +28,9 @@ from rlhf_core.plan.estimate import GIB
 from rlhf_core.plan.lengths import Batch
 from rlhf_core.plan.logits import policy_backward_copies
 from rlhf_core.plan.passes import SCALAR, Loss, sampling_pass, scoring_pass, training_pass
-from rlhf_core.plan.reinforcement import rollout_batch
-from rlhf_core.plan.setting import Setting
+from rlhf_core.plan.reinforcement import changes_logits, rollout_batch
+from rlhf_core.plan.roles import trained
+from rlhf_core.plan.setting import Recipe, Setting
 from rlhf_core.plan.shapes import Shape
 from rlhf_core.plan.tensor_memory import TensorMemory
 from rlhf_core.ppo.aggregation import StepSize, aggregate
@@ -37,6 +39,7 @@ from rlhf_core.ppo.kl import full_kl
 from rlhf_core.ppo.objectives import ratios, surrogate
 from rlhf_core.ppo.sampling import Sampling, inverse_cdf, log_distribution
 from rlhf_core.ppo.value import value_loss
+from rlhf_core.training.engine.checkpointing import recomputing
 from rlhf_core.training.optim import build_adamw
 
 
@@ -74,6 +77,7 @@ class DryRun:
 
 def llama_config(shape: Shape) -> LlamaConfig:
     """A Llama of these sizes."""
+    settings: dict[str, Any] = {"num_labels": 1, "attn_implementation": "sdpa"}
     return LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -85,22 +89,23 @@ def llama_config(shape: Shape) -> LlamaConfig:
         tie_word_embeddings=shape.tied,
         max_position_embeddings=shape.positions or 2048,
         attention_bias=shape.bias > 0,
-        num_labels=1,
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=None,
-        attn_implementation="sdpa",
+        **settings,
     )
 
 
-def dry_run(setting: Setting) -> DryRun:
+def dry_run(recipe: Recipe) -> DryRun:
     """Build policy, reference, critic, reward model and optimisers, and run one GPU's share of a PPO iteration.
 
     All weights are trained and whole here: adapters and sharding change what is held, not the passes that are counted.
     """
-    place = replace(setting.placement, engine="local", gpus=1, zero_stage=0, lora_rank=0, frozen="on_device")
+    setting = recipe.setting("ppo")
+    rollout = rollout_batch(setting, setting.params.ppo.batch_size)
+    whole = replace(setting.placement, engine="local", gpus=1, zero=0, frozen="device")
     with FakeTensorMode(), TensorMemory() as memory:
-        run = _Run(replace(setting, placement=place), rollout_batch(setting, setting.params.ppo.batch_size), memory)
+        run = _Run(replace(setting, placement=whole), rollout, memory)
         passes = (run.sampling(), run.scoring(), run.policy_update(), run.critic_update())
         models = {"policy": run.policy, "reference": run.reference, "critic": run.critic, "reward": run.reward}
         return DryRun({name: _size(model) for name, model in models.items()}, passes)
@@ -119,9 +124,6 @@ class _Run:
         self.reference = _built(AutoModelForCausalLM, setting.shape, place.precision).requires_grad_(False)
         scalars = [_built(AutoModelForSequenceClassification, setting.shape, place.precision) for _ in range(2)]
         self.critic, self.reward = ScalarModel(scalars[0]), ScalarModel(scalars[1]).requires_grad_(False)
-        if place.gradient_checkpointing:
-            for model in (self.policy, self.critic.model):
-                getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
 
     def sampling(self) -> Pass:
         """Read the prompts, then sample the last token of replies of full length."""
@@ -165,8 +167,8 @@ class _Run:
             response_values(self.critic, part)
             del policy, reference
             self.reward.last_token_scores(part.tokens, part.attention_mask)
-        changed = self.config.temperature != 1.0 or self.config.min_new_tokens > 0
-        planned = scoring_pass(self.setting.shape, self.batch, self.setting.placement, same=False, changed=changed)
+        place, changed = self.setting.placement, changes_logits(self.config)
+        planned = scoring_pass(self.setting.shape, self.batch, place, same=False, changed=changed)
         return Pass("scoring", planned.total, self.memory.peak - before, shape)
 
     def policy_update(self) -> Pass:
@@ -181,9 +183,8 @@ class _Run:
             )
             return self._mean(terms, part), tuple(log_probabilities.shape)
 
-        changed = config.temperature != 1.0 or config.min_new_tokens > 0
         plain = config.model_copy(update={"entropy": type(config.entropy)(), "kl": type(config.kl)()})
-        loss = Loss(policy_backward_copies(plain), held=False, changed=changed)
+        loss = Loss(policy_backward_copies(plain), held=False, changed=changes_logits(config))
         return self._update("update policy", self.policy, config.policy_optimizer, loss, compute)
 
     def critic_update(self) -> Pass:
@@ -204,18 +205,17 @@ class _Run:
         compute: Callable[[Tokens], tuple[Tensor, tuple[int, ...]]],
     ) -> Pass:
         steps = build_adamw(model, optimizer)
+        checkpointing = recomputing(model) if self.setting.placement.gradient_checkpointing else nullcontext
         part, before = self._part(), self._start()
-        # Layers are computed again in training mode alone; there is no drop-out.
-        model.train()
-        value, shape = compute(part)
-        value.backward()
-        model.eval()
+        with checkpointing():
+            value, shape = compute(part)
+            value.backward()
         counted = self.memory.peak - before
         steps.step()
         steps.zero_grad(set_to_none=True)
-        gradients = _size(model) * self.setting.placement.element
         batch = self.batch if loss.copies else replace(self.batch, scored=0)
-        planned = training_pass(self.setting.shape, batch, self.setting.placement, loss, gradients, accumulated=False)
+        role = trained(name, _size(model), self.setting.shape, self.setting.placement)
+        planned = training_pass(self.setting.shape, batch, role, loss, accumulated=False)
         return Pass(name, planned.total, counted, shape)
 
     def _mean(self, terms: Tensor, part: Tokens) -> Tensor:

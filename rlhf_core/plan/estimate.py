@@ -9,7 +9,7 @@ from rlhf_core.config.problems import nearest
 from rlhf_core.errors import ConfigError
 from rlhf_core.plan.evaluation import evaluate_stage
 from rlhf_core.plan.reinforcement import critic_stage, ppo_stage
-from rlhf_core.plan.setting import Setting, StagePlan
+from rlhf_core.plan.setting import Recipe, Setting, StagePlan
 from rlhf_core.plan.supervised import reward_stage, sft_stage
 
 GIB = 1 << 30
@@ -31,7 +31,7 @@ STAGES: dict[str, Callable[[Setting], StagePlan]] = {
 class Plan:
     """``limit`` is what tensors may take of one GPU, in bytes; None where the GPU's memory is not known."""
 
-    setting: Setting
+    recipe: Recipe
     stages: tuple[StagePlan, ...]
     limit: int | None
 
@@ -56,11 +56,11 @@ def usable(gpu_memory_gib: float) -> int:
     return max(int((gpu_memory_gib * GIB - CONTEXT) / (1 + FRAGMENTS)), 0)
 
 
-def make_plan(setting: Setting, stages: Sequence[str] = tuple(STAGES)) -> Plan:
+def make_plan(recipe: Recipe, stages: Sequence[str] = tuple(STAGES)) -> Plan:
     """Estimate ``stages`` against ``plan.gpu_memory_gb``. ``ConfigError`` for a stage that runs no model."""
     for name in stages:
         if name not in STAGES:
             raise ConfigError(f"stage '{name}' is not one that memory is planned for; {nearest(name, STAGES)}")
-    memory = setting.params.plan.gpu_memory_gb
-    plans = tuple(STAGES[name](setting) for name in STAGES if name in stages)
-    return Plan(setting, plans, usable(memory) if memory is not None else None)
+    memory = recipe.params.plan.gpu_memory_gb
+    plans = tuple(STAGES[name](recipe.setting(name)) for name in STAGES if name in stages)
+    return Plan(recipe, plans, usable(memory) if memory is not None else None)

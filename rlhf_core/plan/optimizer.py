@@ -1,8 +1,8 @@
 """Bytes of gradients and optimiser state on one GPU.
 
-Per trained parameter, AdamW: in float32 4 (weight) + 4 (gradient) + 8 (two moments); in bfloat16 with DeepSpeed 2 + 2
-+ 12 (float32 copy and two moments): Rajbhandari et al. 2020, section 3.1. ZeRO-1 shards the last term over the GPUs,
-ZeRO-2 gradients too, ZeRO-3 weights too. Plain torch in bfloat16 keeps its moments in bfloat16: 2 + 2 + 4.
+Per trained parameter, AdamW: plain torch keeps a gradient and two moments of the weight's own precision (in float32 4 +
+8). DeepSpeed keeps a float32 copy of the weight and two float32 moments, 12 (Rajbhandari et al. 2020, section 3.1), and
+sums gradients in float32, 4. ZeRO-1 shards the copy and the moments over the GPUs, ZeRO-2 and 3 the gradients too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from rlhf_core.plan.placement import Placement
 
 # DeepSpeed's default ``reduce_bucket_size``, in elements: gradients wait there to be reduced together.
 BUCKET_ELEMENTS = 500_000_000
-# LoRA adapters are kept in float32 whatever the base model is in.
-ADAPTER_ELEMENT = 4
+MASTER_AND_MOMENTS = 12
+FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,16 @@ class TrainingState:
 
 
 def training_state(trainable: int, placement: Placement) -> TrainingState:
-    """State of ``trainable`` parameters: a whole model's, or its adapters' with LoRA."""
-    if placement.engine == "local":
-        element = ADAPTER_ELEMENT if placement.lora_rank else placement.element
-        return TrainingState(gradients=trainable * element, optimizer=2 * trainable * element)
+    """State of ``trainable`` parameters: a whole model's, or those of its adapters and head."""
+    if placement.engine == "local" or placement.zero == 0:
+        return TrainingState(gradients=trainable * placement.element, optimizer=2 * trainable * placement.element)
     part = placement.share(trainable)
-    gradients = (part if placement.zero_stage >= 2 else trainable) * placement.element
-    optimizer = (part if placement.zero_stage >= 1 else trainable) * 12
-    # Before it steps, ZeRO copies the gradients of its part to float32.
-    state = TrainingState(gradients, optimizer, min(trainable, BUCKET_ELEMENTS) * placement.element, part * 4)
+    gradients = (part if placement.zero >= 2 else trainable) * FLOAT32
+    optimizer = part * MASTER_AND_MOMENTS
+    buffers = min(trainable, BUCKET_ELEMENTS) * placement.element
     if not placement.offload_optimizer:
-        return state
-    kept = 0 if placement.zero_stage >= 2 else gradients
+        # Before it steps, ZeRO copies the gradients of its part once more.
+        return TrainingState(gradients, optimizer, buffers, part * FLOAT32)
+    kept = 0 if placement.zero >= 2 else gradients
     weights = part * placement.element if placement.offload_parameters else 0
-    return TrainingState(kept, 0, state.buffers, 0, host=optimizer + part * 4 + weights)
+    return TrainingState(kept, 0, buffers, 0, host=optimizer + part * FLOAT32 + weights)

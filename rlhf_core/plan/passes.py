@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlhf_core.plan import logits
@@ -16,6 +17,7 @@ from rlhf_core.plan.activations import (
 from rlhf_core.plan.kv_cache import growing_copy, kv_cache
 from rlhf_core.plan.lengths import Batch
 from rlhf_core.plan.placement import Placement
+from rlhf_core.plan.roles import Role
 from rlhf_core.plan.shapes import Shape
 from rlhf_core.plan.usage import Use, peak
 
@@ -36,46 +38,47 @@ CROSS_ENTROPY = Loss(copies=3)
 SCALAR = Loss()
 
 
-def training_pass(
-    shape: Shape, batch: Batch, placement: Placement, loss: Loss, gradients: int, accumulated: bool
-) -> Use:
+def training_pass(shape: Shape, batch: Batch, model: Role, loss: Loss, accumulated: bool) -> Use:
     """Forward and backward of one micro-batch. ``accumulated``: the gradients of an earlier one are there already.
 
     The embedding's gradient is dense; with tied embeddings the unembedding's waits until the pass ends, and both stand
     beside their sum.
     """
-    layers = kept_by_layers(shape, batch, placement)
-    kept = layers + kept_by_last_norm(shape, batch, placement)
-    again = kept_by_layer(shape, batch, placement) if placement.gradient_checkpointing else 0
+    place, gradients = model.placement, model.gradients
+    one_layer = kept_by_layer(shape, batch, place, model.adapted)
+    layers = kept_by_layers(shape, batch, place, model.adapted)
+    last_norm = kept_by_last_norm(shape, batch, place)
+    again = one_layer if place.gradient_checkpointing else 0
     before = gradients if accumulated else 0
-    copy = logits.one_copy(shape, batch.scored)
-    held = copy if loss.held else 0
-    table = 0 if placement.lora_rank else shape.embedding * placement.element
+    held = logits.one_copy(shape, batch.scored) if loss.held else 0
+    table = 0 if model.adapted else shape.embedding * place.element
     unembedding = table if loss.copies else 0
-    waiting = unembedding if shape.tied or not accumulated else 0
-    at_loss = Use(activations=kept, gradients=before)
-    below = Use(logits=held, gradients=before, other=waiting)
-    at_end = (table if accumulated else 0) + (2 * unembedding if shape.tied else 0)
-    moments = [
-        below + Use(activations=kept + norm_backward(shape, batch)),
-        below + Use(activations=layers + again + swiglu_backward(shape, batch, placement)),
-        Use(
-            activations=kept_by_layer(shape, batch, placement) + swiglu_backward(shape, batch, placement),
-            logits=held,
-            gradients=gradients if accumulated else max(gradients - table, 0),
-            other=unembedding if shape.tied else 0,
-        ),
-        Use(logits=held, gradients=gradients, other=at_end),
-    ]
-    if loss.copies:
-        forward = logits.forward_copies(shape, batch.scored, placement, loss.changed)
-        gradient = batch.scored * shape.vocabulary * placement.element
-        moments += [
-            at_loss + Use(logits=forward),
-            at_loss + Use(logits=loss.copies * copy),
-            at_loss + Use(logits=held + gradient, other=unembedding),
+    waiting = unembedding if shape.tied else 0
+    below = Use(logits=held, gradients=before, other=waiting if accumulated else unembedding)
+    swiglu = swiglu_backward(shape, batch, place)
+    first_layer = Use(logits=held, other=waiting, activations=one_layer + swiglu)
+    return peak(
+        [
+            below + Use(activations=layers + last_norm + norm_backward(shape, batch)),
+            below + Use(activations=layers + again + swiglu),
+            first_layer.with_gradients(gradients if accumulated else max(gradients - table, 0)),
+            Use(logits=held, gradients=gradients, other=(table if accumulated else 0) + 2 * waiting),
+            *_at_loss(shape, batch, place, loss, Use(activations=layers + last_norm, gradients=before), unembedding),
         ]
-    return peak(moments)
+    )
+
+
+def _at_loss(
+    shape: Shape, batch: Batch, placement: Placement, loss: Loss, kept: Use, unembedding: int
+) -> Iterator[Use]:
+    """Moments of the unembedding: its forward pass, the loss's backward pass, and the gradient of its weights."""
+    if not loss.copies:
+        return
+    copy = logits.one_copy(shape, batch.scored)
+    gradient = batch.scored * shape.vocabulary * placement.element
+    yield kept + Use(logits=logits.forward_copies(shape, batch.scored, placement, loss.changed))
+    yield kept + Use(logits=loss.copies * copy)
+    yield kept + Use(logits=(copy if loss.held else 0) + gradient, other=unembedding)
 
 
 def plain_pass(shape: Shape, batch: Batch, placement: Placement, changed: bool = False) -> Use:

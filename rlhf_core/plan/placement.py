@@ -5,14 +5,18 @@ ZeRO stages: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Trainin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.load import Params
-from rlhf_core.config.plan import PlanConfig
-from rlhf_core.errors import ConfigError
+from rlhf_core.files import read_json
 
 ELEMENT = {"float32": 4, "bfloat16": 2}
+# DeepSpeed's stage where a launch names none: training.engine.zero_config.
+DEFAULT_ZERO = 2
 
 
 @dataclass(frozen=True)
@@ -21,13 +25,12 @@ class Placement:
 
     engine: Literal["local", "deepspeed"] = "local"
     gpus: int = 1
-    zero_stage: int = 0
+    zero: int = 0
     offload_optimizer: bool = False
     offload_parameters: bool = False
     precision: Literal["float32", "bfloat16"] = "float32"
     gradient_checkpointing: bool = False
-    lora_rank: int = 0
-    frozen: Literal["on_device", "sharded", "offloaded"] = "on_device"
+    frozen: Literal["device", "offload", "sharded"] = "device"
     attention: Literal["sdpa", "eager"] = "sdpa"
 
     @property
@@ -40,39 +43,38 @@ class Placement:
         return -(-size // self.gpus)
 
 
-def placement_of(params: Params) -> Placement:
-    """The placement that params.yaml describes."""
-    plan = params.plan
+def placement_of(params: Params, stage: str, root: Path) -> Placement:
+    """Where ``compute.launch`` places ``stage``, in the precision of the starting model. A DeepSpeed file starts at
+    ``root``."""
+    launches: Mapping[str, LaunchConfig] = {str(name): launch for name, launch in params.compute.launch.items()}
+    launch = launches.get(stage, LaunchConfig())
+    zero = _zero_settings(launch, root)
+    offloaded = {name: bool(zero.get(name)) and zero[name].get("device") != "none" for name in ("optimizer", "param")}
     return Placement(
-        engine=plan.engine,
-        gpus=plan.gpus,
-        zero_stage=plan.zero_stage,
-        offload_optimizer=plan.offload != "none",
-        offload_parameters=plan.offload == "all",
-        precision=plan.precision or params.base.dtype,
-        gradient_checkpointing=plan.gradient_checkpointing,
-        lora_rank=plan.lora_rank or 0,
-        frozen=plan.frozen,
+        engine=launch.engine,
+        gpus=launch.ranks,
+        zero=int(zero.get("stage", 0)),
+        offload_optimizer=offloaded["optimizer"] or offloaded["param"],
+        offload_parameters=offloaded["param"],
+        precision=params.base.dtype,
+        gradient_checkpointing=launch.gradient_checkpointing,
+        frozen=launch.frozen,
     )
 
 
-def with_options(params: Params, options: dict[str, Any]) -> Params:
-    """``params`` with the options of the command line that were given (not None) laid over its ``plan`` section.
-
-    A ZeRO stage or an offload implies DeepSpeed. ``ConfigError`` when the result contradicts itself.
-    """
-    given = {name: value for name, value in options.items() if value is not None}
-    if given.get("zero_stage") or given.get("offload", "none") != "none":
-        given.setdefault("engine", "deepspeed")
-    try:
-        plan = PlanConfig.model_validate({**params.plan.model_dump(), **given})
-    except ValueError as error:
-        reasons = "; ".join(_reason(problem) for problem in getattr(error, "errors", list)())
-        raise ConfigError(f"plan: {reasons or error}") from error
-    return params.model_copy(update={"plan": plan})
-
-
-def _reason(problem: dict[str, Any]) -> str:
-    name = ".".join(str(part) for part in problem["loc"])
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    return f"{name}: {message}" if name else message
+def _zero_settings(launch: LaunchConfig, root: Path) -> dict[str, Any]:
+    """``stage``, and ``optimizer`` and ``param`` with the device that they are offloaded to."""
+    if launch.engine == "local":
+        return {}
+    if launch.deepspeed is not None:
+        given = read_json(root / launch.deepspeed).get("zero_optimization", {})
+        return {
+            "stage": given.get("stage", 0),
+            **{name: given.get(f"offload_{name}") for name in ("optimizer", "param")},
+        }
+    cpu = {"device": "cpu"}
+    return {
+        "stage": DEFAULT_ZERO if launch.zero is None else launch.zero,
+        "optimizer": cpu if launch.offload in ("optimizer", "parameters") else None,
+        "param": cpu if launch.offload == "parameters" else None,
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.plan.lengths import Batch
 from rlhf_core.plan.logits import policy_backward_copies
@@ -16,7 +18,7 @@ from rlhf_core.plan.passes import (
     training_pass,
 )
 from rlhf_core.plan.roles import Role
-from rlhf_core.plan.setting import Setting, StagePlan, most, stage_plan, step
+from rlhf_core.plan.setting import Setting, StagePlan, stage_plan, step, whole
 from rlhf_core.plan.usage import Use, peak, total
 
 # Sequences of one pass where ``micro_batch_size`` is null: ppo.forward.MICRO_BATCH.
@@ -26,89 +28,112 @@ MICRO_BATCH = 16
 def critic_stage(setting: Setting) -> StagePlan:
     """The frozen SFT policy rolls out and is its own reference; the critic learns the returns."""
     config, shape = setting.params.critic, setting.shape
-    policy = setting.frozen("policy", shape.causal_lm)
-    reward = setting.frozen("reward", shape.scalar)
-    critic = setting.trained("critic", shape.scalar)
-    phases = _rollout_phases(setting, config.batch_size, policy, [critic], [reward], same=True)
-    rows = setting.placement.share(config.batch_size // config.minibatches)
-    held = _rollout(setting, config.batch_size)
+    policy, reward = setting.fixed("policy", shape.causal_lm), setting.frozen("reward", shape.scalar)
+    critic = setting.trained("critic", shape.scalar, config.lora)
+    phases = _rollout_phases(setting, config.batch_size, [critic], [reward], same=True)
+    rows, held = setting.placement.share(config.batch_size // config.minibatches), _rollout(setting, config.batch_size)
     phases["update critic"] = _critic_update(setting, rows, critic) + held
     phases["step"] = step([critic]) + held
-    return stage_plan("critic", [policy, critic, reward], phases)
+    return stage_plan("critic", setting, [policy, critic, reward], phases, whole(policy, critic, reward))
 
 
 def ppo_stage(setting: Setting) -> StagePlan:
-    """Rollout, policy, ptx and critic updates, and the selection of checkpoints by judges that are loaded beside."""
-    config, shape, place = setting.params.ppo, setting.shape, setting.placement
-    policy, critic = setting.trained("policy", shape.causal_lm), setting.trained("critic", shape.scalar)
-    reference = setting.frozen("reference", shape.causal_lm)
+    """Rollout, updates of policy and critic, and the selection of checkpoints.
+
+    With adapters on the policy the reference is the policy without them.
+    """
+    config, shape = setting.params.ppo, setting.shape
+    policy = setting.trained("policy", shape.causal_lm, config.policy_lora)
+    critic = setting.trained("critic", shape.scalar, config.critic_lora)
+    references = [] if policy.adapted else [setting.frozen("reference", shape.causal_lm)]
     scorers = [setting.frozen(name, shape.scalar) for name in ("reward", "referee")]
-    judges = [setting.frozen(f"{role.name} (selection)", shape.scalar) for role in scorers]
-    phases = _rollout_phases(setting, config.batch_size, policy, [critic, reference], scorers, same=False)
-    rows = place.share(config.batch_size // config.minibatches)
-    held = _rollout(setting, config.batch_size)
-    phases["update policy"] = _policy_update(setting, rows, policy) + held
+    waiting = [*references, *scorers]
+    phases = _rollout_phases(setting, config.batch_size, [policy, critic], waiting, same=False)
+    phases |= _updates(setting, policy, critic)
+    phases["selection"] = _selection(setting, policy, waiting) + _rollout(setting, config.batch_size)
+    loading = _loading(setting, policy, critic, references, scorers)
+    return stage_plan("ppo", setting, [policy, critic, *waiting], phases, loading)
+
+
+def _rollout_phases(
+    setting: Setting, batch: int, trained: Sequence[Role], waiting: Sequence[Role], same: bool
+) -> dict[str, Use]:
+    """Sampling, scoring by policy, reference and critic, and rewards: trained models whole, frozen ones at work."""
+    place, shape, reply = setting.placement, setting.shape, setting.params.ppo.max_new_tokens
+    rows, scored = rollout_batch(setting, batch)
+    present = total([*(role.running(whole=True) for role in trained), *(role.at_work() for role in waiting)])
+    held = _rollout(setting, batch) + present
+    changed = changes_logits(setting.params.ppo)
+    return {
+        "generation": sampling_pass(shape, rows, setting.lengths.prompt, reply, place) + present,
+        "scoring": scoring_pass(shape, scored, place, same, changed) + held,
+        "rewards": plain_pass(shape, Batch(scored.rows, scored.width), place) + held,
+    }
+
+
+def _updates(setting: Setting, policy: Role, critic: Role) -> dict[str, Use]:
+    config, held = setting.params.ppo, _rollout(setting, setting.params.ppo.batch_size)
+    rows = setting.placement.share(config.batch_size // config.minibatches)
+    phases = {"update policy": _policy_update(setting, rows, policy) + held}
     if config.ptx.weight > 0:
         phases["update ptx"] = _ptx_update(setting, policy) + held
     phases["update critic"] = _critic_update(setting, rows, critic).with_gradients(policy.gradients) + held
     phases["step"] = step([policy, critic]) + held
-    phases["selection"] = _selection(setting, policy, reference, judges) + held
-    return stage_plan("ppo", [policy, critic, reference, *scorers, *judges], phases)
-
-
-def _rollout_phases(
-    setting: Setting, batch: int, policy: Role, others: list[Role], scorers: list[Role], same: bool
-) -> dict[str, Use]:
-    """Generation, scoring by policy, reference and critic, and rewards. ``others``: the models that score beside the
-    policy."""
-    place, shape, reply = setting.placement, setting.shape, setting.params.ppo.max_new_tokens
-    rows, scored = rollout_batch(setting, batch)
-    held = _rollout(setting, batch)
-    running = total([policy.running(whole=True), *(role.running(whole=True) for role in others if role.state)])
-    running += most([role for role in others if not role.state])
-    return {
-        "generation": sampling_pass(shape, rows, setting.lengths.prompt, reply, place) + policy.running(whole=True),
-        "scoring": scoring_pass(shape, scored, place, same, _changed(setting.params.ppo)) + running + held,
-        "rewards": plain_pass(shape, Batch(scored.rows, scored.width), place) + most(scorers) + held,
-    }
+    return phases
 
 
 def _policy_update(setting: Setting, rows: int, policy: Role) -> Use:
     config = setting.params.ppo
     micro = _micro(setting, rows)
     batch = Batch(micro, setting.lengths.prompt + config.max_new_tokens, micro * config.max_new_tokens)
-    loss = Loss(policy_backward_copies(config), held=True, changed=_changed(config))
-    update = training_pass(setting.shape, batch, setting.placement, loss, policy.gradients, rows > micro)
-    return update + policy.running(whole=False)
+    loss = Loss(policy_backward_copies(config), held=True, changed=changes_logits(config))
+    return training_pass(setting.shape, batch, policy, loss, rows > micro) + policy.running(whole=False)
 
 
 def _ptx_update(setting: Setting, policy: Role) -> Use:
     """Texts of any length up to the model's positions; all of a step in one pass unless micro-batches are set."""
     config = setting.params.ppo
     rows = setting.placement.share(config.ptx.batch_size)
-    micro = min(config.micro_batch_size or config.ptx.batch_size, rows)
-    batch = setting.lengths.ptx.batch(micro)
-    update = training_pass(setting.shape, batch, setting.placement, CROSS_ENTROPY, policy.gradients, True)
-    return update + policy.running(whole=False)
+    batch = setting.lengths.ptx.batch(min(config.micro_batch_size or config.ptx.batch_size, rows))
+    return training_pass(setting.shape, batch, policy, CROSS_ENTROPY, True) + policy.running(whole=False)
 
 
 def _critic_update(setting: Setting, rows: int, critic: Role) -> Use:
     micro = _micro(setting, rows)
     batch = Batch(micro, setting.lengths.prompt + setting.params.ppo.max_new_tokens)
-    update = training_pass(setting.shape, batch, setting.placement, SCALAR, critic.gradients, rows > micro)
-    return update + critic.running(whole=False)
+    return training_pass(setting.shape, batch, critic, SCALAR, rows > micro) + critic.running(whole=False)
 
 
-def _selection(setting: Setting, policy: Role, reference: Role, judges: list[Role]) -> Use:
+def _selection(setting: Setting, policy: Role, waiting: Sequence[Role]) -> Use:
     """Replies of the policy, their log-probabilities under the reference, and the judges' scores, batch by batch."""
+    present = total([policy.running(whole=True), *(role.at_work() for role in waiting)])
+    return _selecting(setting) + present
+
+
+def _selecting(setting: Setting) -> Use:
     reply, place, shape = setting.params.ppo.max_new_tokens, setting.placement, setting.shape
-    rows = min(setting.params.ppo.selection.prompts, setting.params.ppo.selection.batch_size)
+    selection = setting.params.ppo.selection
+    rows = min(place.share(selection.prompts), selection.batch_size)
     width = setting.lengths.prompt + reply
     return peak(
         [
-            sampling_pass(shape, rows, setting.lengths.prompt, reply, place) + policy.running(whole=True),
-            plain_pass(shape, Batch(rows, width, rows * reply), place) + reference.running(whole=False),
-            plain_pass(shape, Batch(rows, width), place) + most(judges),
+            sampling_pass(shape, rows, setting.lengths.prompt, reply, place),
+            plain_pass(shape, Batch(rows, width, rows * reply), place),
+        ]
+    )
+
+
+def _loading(setting: Setting, policy: Role, critic: Role, references: Sequence[Role], scorers: Sequence[Role]) -> Use:
+    """Models are loaded whole: policy and reference first, each scorer before it is placed, SFT's replies for the
+    selection, at last the critic."""
+    placed = total(role.held for role in scorers)
+    first = whole(policy, *references)
+    at_work = total(role.at_work() for role in scorers)
+    return peak(
+        [
+            first + placed + whole(scorers[-1]),
+            first + placed + at_work + _selecting(setting),
+            whole(policy, critic) + placed + total(role.held for role in references),
         ]
     )
 
@@ -120,13 +145,13 @@ def rollout_batch(setting: Setting, batch: int) -> tuple[int, Batch]:
     return rows, Batch(micro, setting.lengths.prompt + reply, micro * reply)
 
 
-def _micro(setting: Setting, rows: int) -> int:
-    return min(setting.params.ppo.micro_batch_size or MICRO_BATCH, rows)
-
-
-def _changed(config: PpoConfig) -> bool:
+def changes_logits(config: PpoConfig) -> bool:
     """Whether logits are changed before they become probabilities, which takes another copy."""
     return config.temperature != 1.0 or config.min_new_tokens > 0
+
+
+def _micro(setting: Setting, rows: int) -> int:
+    return min(setting.params.ppo.micro_batch_size or MICRO_BATCH, rows)
 
 
 def _rollout(setting: Setting, batch: int) -> Use:

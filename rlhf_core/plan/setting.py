@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rlhf_core.config.load import Params
+from rlhf_core.config.lora import LoraConfig
 from rlhf_core.plan.lengths import Lengths
-from rlhf_core.plan.placement import Placement
+from rlhf_core.plan.placement import Placement, placement_of
 from rlhf_core.plan.roles import Role, frozen, trained
 from rlhf_core.plan.shapes import Shape
-from rlhf_core.plan.usage import Use, peak, total
+from rlhf_core.plan.usage import Use, total
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings, the starting model's shape, and the lengths of sequences. ``root``: where relative files start."""
+
+    params: Params
+    shape: Shape
+    lengths: Lengths
+    root: Path
+
+    def setting(self, stage: str) -> Setting:
+        """The recipe as one stage sees it."""
+        return Setting(self.params, self.shape, self.lengths, placement_of(self.params, stage, self.root))
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings, the starting model's shape, the placement of one job, and the lengths of its sequences."""
+    """A recipe with the placement of one stage's job."""
 
     params: Params
     shape: Shape
-    placement: Placement
     lengths: Lengths
+    placement: Placement
 
-    def trained(self, name: str, parameters: int) -> Role:
-        """A trained model of the setting's shape, or with LoRA its adapters."""
-        rank = self.placement.lora_rank
-        return trained(name, parameters, self.shape.adapters(rank) if rank else 0, self.placement)
+    def trained(self, name: str, parameters: int, lora: LoraConfig | None = None) -> Role:
+        """A trained model of the setting's shape."""
+        return trained(name, parameters, self.shape, self.placement, lora)
 
     def frozen(self, name: str, parameters: int) -> Role:
-        """A frozen model."""
+        """A frozen model, where the launch settings put those."""
         return frozen(name, parameters, self.placement)
+
+    def fixed(self, name: str, parameters: int) -> Role:
+        """A frozen model that stays on the device whatever the launch settings say."""
+        return frozen(name, parameters, replace(self.placement, frozen="device"))
 
 
 @dataclass(frozen=True)
@@ -44,6 +63,7 @@ class StagePlan:
     """One stage on one GPU."""
 
     stage: str
+    placement: Placement
     roles: tuple[Role, ...]
     phases: tuple[Phase, ...]
 
@@ -58,18 +78,18 @@ class StagePlan:
         return sum(role.host for role in self.roles)
 
 
-def stage_plan(stage: str, roles: list[Role], phases: dict[str, Use]) -> StagePlan:
-    """Phases given by what they need beyond what all roles hold."""
+def stage_plan(stage: str, setting: Setting, roles: list[Role], phases: dict[str, Use], loading: Use) -> StagePlan:
+    """Phases given by what they need beyond what all roles hold; ``loading`` comes before that and stands alone."""
     held = total(role.held for role in roles)
-    return StagePlan(stage, tuple(roles), tuple(Phase(name, held + use) for name, use in phases.items()))
+    during = [Phase(name, held + use) for name, use in phases.items()]
+    return StagePlan(stage, setting.placement, tuple(roles), (Phase("loading", loading), *during))
 
 
 def step(roles: list[Role]) -> Use:
     """The optimiser step of ``roles`` together: all their gradients, and what DeepSpeed makes of them."""
-    used = [Use(gradients=role.gradients, other=role.state.at_step if role.state else 0) for role in roles]
-    return total(used)
+    return total(Use(gradients=role.gradients, other=role.state.at_step if role.state else 0) for role in roles)
 
 
-def most(roles: list[Role]) -> Use:
-    """What the neediest of ``roles`` needs to run; they run one after the other."""
-    return peak([Use(), *(role.running(whole=False) for role in roles)])
+def whole(*roles: Role) -> Use:
+    """Models as they are loaded, before they are sharded or moved away."""
+    return Use(weights=sum(role.whole for role in roles))

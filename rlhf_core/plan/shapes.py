@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +73,13 @@ class Shape:
         """A reward model in training keeps an untied unembedding for its imitation loss."""
         return self.scalar + (0 if self.tied else self.embedding)
 
-    def adapters(self, rank: int) -> int:
-        """Parameters of LoRA pairs A (r x in), B (out x r) on every linear map of the layers (Hu et al. 2021)."""
+    def adapters(self, rank: int, targets: Collection[str] = ()) -> int:
+        """Parameters of LoRA pairs A (r x in), B (out x r) on the maps of the layers named ``targets``, none for all
+        (Hu et al. 2021)."""
         h, q, kv, f = self.hidden, self.query_width, self.kv_width, self.intermediate
-        return rank * self.layers * (2 * (h + q) + 2 * (h + kv) + 3 * (h + f))
+        maps = {"q_proj": h + q, "k_proj": h + kv, "v_proj": h + kv, "o_proj": q + h}
+        maps |= {"gate_proj": h + f, "up_proj": h + f, "down_proj": f + h}
+        return rank * self.layers * sum(ends for name, ends in maps.items() if not targets or name in targets)
 
 
 def shape_of_config(config: Mapping[str, Any], name: str) -> Shape:

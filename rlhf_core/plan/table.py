@@ -17,23 +17,22 @@ HEADS = ("weights", "gradients", "optimiser", "activations", "KV cache", "logits
 
 def text(plan: Plan, advice: Sequence[Advice] = ()) -> str:
     """Roles and phases of every stage, the peak against the limit, and what to change."""
-    blocks = [_head(plan), *(_stage(stage) for stage in plan.stages), _verdict(plan)]
-    if advice:
-        blocks.append(_advice(advice))
+    blocks = [_head(plan), *(_stage(stage) for stage in plan.stages), _verdict(plan), *(_advice(one) for one in advice)]
     return "\n\n".join(blocks)
 
 
 def one_line(plan: Plan, advice: Sequence[Advice]) -> str:
-    """Why the plan does not fit, and the first changes that would make it, in one line."""
+    """Why the plan does not fit, and the settings with which it would, in one line."""
     stage, limit = plan.worst, plan.limit or 0
     words = (
-        f"{stage.stage} does not fit: {gib(stage.peak.use.total)} of tensors per GPU in '{stage.peak.name}', "
-        f"{gib(limit)} may be used on {_gpus(plan.setting.placement)} of {_memory(plan)}"
+        f"{stage.stage} does not fit: {gib(stage.peak.use.total)} of tensors in '{stage.peak.name}' on "
+        f"{_gpus(stage.placement)} of {_memory(plan)}, where {gib(limit)} may be used"
     )
-    if advice and advice[-1].plan.fits:
-        changes = "; ".join(step.change for step in advice)
-        return f"{words}. It would fit with: {changes} ({gib(advice[-1].plan.peak)})"
-    return f"{words}. No setting makes it fit; take more or larger GPUs, or a smaller model"
+    for one in advice:
+        if one.stage == stage.stage and one.fits:
+            changes = " ".join(step.words for step in one.steps)
+            return f"{words}; it would fit with {changes} ({gib(one.steps[-1].after.peak.use.total)})"
+    return f"{words}; no setting makes it fit: take more or larger GPUs, or a smaller model"
 
 
 def as_json(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
@@ -44,10 +43,10 @@ def as_json(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
         "limit": plan.limit,
         "stage": plan.worst.stage,
         "phase": plan.worst.peak.name,
-        "placement": vars(plan.setting.placement),
-        "lengths": plan.setting.lengths.source,
+        "parameters": plan.recipe.shape.causal_lm,
+        "lengths": plan.recipe.lengths.source,
         "stages": {stage.stage: _stage_json(stage) for stage in plan.stages},
-        "advice": [{"change": step.change, "peak": step.plan.peak, "fits": step.plan.fits} for step in advice],
+        "advice": {one.stage: _advice_json(one) for one in advice},
     }
 
 
@@ -57,40 +56,25 @@ def gib(size: float) -> str:
 
 
 def _head(plan: Plan) -> str:
-    shape, place, lengths = plan.setting.shape, plan.setting.placement, plan.setting.lengths
+    shape, lengths, params = plan.recipe.shape, plan.recipe.lengths, plan.recipe.params
     model = (
-        f"model      {shape.causal_lm / 1e6:.1f} M parameters: {shape.layers} layers, hidden {shape.hidden}, "
-        f"vocabulary {shape.vocabulary}{', tied' if shape.tied else ''}"
+        f"model   {shape.causal_lm / 1e6:.1f} M parameters in {params.base.dtype}: {shape.layers} layers, hidden "
+        f"{shape.hidden}, vocabulary {shape.vocabulary}{', tied' if shape.tied else ''}"
     )
-    options = [
-        place.engine if place.engine == "local" else f"deepspeed, ZeRO stage {place.zero_stage}",
-        place.precision,
-        "gradient checkpointing" if place.gradient_checkpointing else "",
-        f"LoRA rank {place.lora_rank}" if place.lora_rank else "",
-        "optimiser and parameters offloaded" if place.offload_parameters else "",
-        "optimiser offloaded" if place.offload_optimizer and not place.offload_parameters else "",
-        f"frozen models {place.frozen.replace('_', ' ')}",
-    ]
-    widths = f"prompt {lengths.prompt} + reply {plan.setting.params.ppo.max_new_tokens}"
+    rollout = f"prompt {lengths.prompt} + reply {params.ppo.max_new_tokens}"
     training = f"SFT {lengths.demonstrations.width}, pairs {lengths.pairs.width}, ptx {lengths.ptx.width}"
-    return "\n".join(
-        [
-            model,
-            f"placement  {_gpus(place)}, {', '.join(option for option in options if option)}",
-            f"tokens     {widths}, {training}; from {lengths.source}",
-        ]
-    )
+    return f"{model}\ntokens  {rollout}, {training}: from {lengths.source}"
 
 
 def _stage(stage: StagePlan) -> str:
     """What the stage's models hold and what its phases need, in GiB, or in MiB where that is easier to read."""
     unit, name = (GIB, "GiB") if stage.peak.use.total >= GIB else (MIB, "MiB")
-    rows: list[tuple[str, ...]] = [(f"{stage.stage}, {name} per GPU", *HEADS), ("held throughout",)]
+    rows: list[tuple[str, ...]] = [(f"{name} per GPU", *HEADS), ("held throughout",)]
     rows += [(f"  {role.name}", *_cells(role.held, unit)) for role in stage.roles]
     rows.append(("at the peak of each phase",))
     for phase in stage.phases:
         rows.append((f"  {phase.name}{' *' if phase is stage.peak else ''}", *_cells(phase.use, unit)))
-    lines = _aligned(rows)
+    lines = [f"{stage.stage} on {_placed(stage.placement)}", *_aligned(rows)]
     if stage.host:
         lines.append(f"and {gib(stage.host)} of host memory for each GPU")
     return "\n".join(lines)
@@ -122,14 +106,26 @@ def _verdict(plan: Plan) -> str:
     return f"{found}. It {verdict}: {share:.0%} of the {gib(plan.limit)} that tensors may take of {_memory(plan)}"
 
 
-def _advice(advice: Sequence[Advice]) -> str:
-    lines = ["to make it fit, each with those before it:"]
-    for number, step in enumerate(advice, 1):
-        where = f"{step.plan.worst.stage}, {step.plan.worst.peak.name}"
-        lines.append(f"  {number}. {step.change}: {gib(step.plan.peak)} ({where}){', fits' if step.plan.fits else ''}")
-    if not advice[-1].plan.fits:
-        lines.append("  that is not enough: take more or larger GPUs, or a smaller model")
+def _advice(advice: Advice) -> str:
+    if not advice.steps:
+        return f"{advice.stage}: no setting helps; take more or larger GPUs, or a smaller model"
+    lines = [f"to make {advice.stage} fit, each with those before it:"]
+    for number, step in enumerate(advice.steps, 1):
+        peak = step.after.peak
+        lines.append(f"  {number}. {step.words}: {gib(peak.use.total)} ({peak.name})")
+    lines.append("  so it fits" if advice.fits else "  that is not enough: more or larger GPUs, or a smaller model")
     return "\n".join(lines)
+
+
+def _placed(place: Placement) -> str:
+    options = [
+        "plain torch" if place.engine == "local" else f"DeepSpeed ZeRO {place.zero}",
+        "gradient checkpointing" if place.gradient_checkpointing else "",
+        "optimiser and parameters offloaded" if place.offload_parameters else "",
+        "optimiser offloaded" if place.offload_optimizer and not place.offload_parameters else "",
+        {"device": "", "offload": "frozen models offloaded", "sharded": "frozen models sharded"}[place.frozen],
+    ]
+    return ", ".join([_gpus(place), *(option for option in options if option)])
 
 
 def _gpus(place: Placement) -> str:
@@ -137,16 +133,22 @@ def _gpus(place: Placement) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    return f"{plan.setting.params.plan.gpu_memory_gb:g} GiB"
+    return f"{plan.recipe.params.plan.gpu_memory_gb:g} GiB"
 
 
 def _stage_json(stage: StagePlan) -> dict[str, Any]:
     return {
+        "placement": vars(stage.placement),
         "peak": stage.peak.use.total,
         "host": stage.host,
         "roles": {role.name: _use_json(role.held) | {"parameters": role.parameters} for role in stage.roles},
         "phases": {phase.name: _use_json(phase.use) for phase in stage.phases},
     }
+
+
+def _advice_json(advice: Advice) -> dict[str, Any]:
+    steps = [{"changes": step.changes, "peak": step.after.peak.use.total} for step in advice.steps]
+    return {"fits": advice.fits, "steps": steps}
 
 
 def _use_json(use: Use) -> dict[str, int]:

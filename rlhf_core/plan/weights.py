@@ -10,29 +10,29 @@ MAX_LIVE_PARAMETERS = 1_000_000_000
 
 def trained_weights(parameters: int, placement: Placement) -> int:
     """Weights of a trained model that stay on each GPU: all of them, under ZeRO-3 a share, offloaded none."""
-    if placement.zero_stage == 3:
+    if placement.zero == 3:
         return 0 if placement.offload_parameters else placement.share(parameters) * placement.element
     return parameters * placement.element
 
 
 def gathered_weights(parameters: int, placement: Placement, whole: bool) -> int:
-    """What ZeRO-3 gathers on top while a trained model runs, ``whole`` or layer by layer."""
-    return _live(parameters, whole) * placement.element if placement.zero_stage == 3 else 0
+    """What ZeRO-3 gathers on top while a trained model runs: ``whole`` for sampling and evaluation, else by layers."""
+    return _live(parameters, whole) * placement.element if placement.zero == 3 else 0
 
 
 def frozen_weights(parameters: int, placement: Placement) -> int:
     """Weights of a frozen model that stay on each GPU."""
-    if placement.frozen == "offloaded":
+    if placement.frozen == "offload" or (placement.frozen == "sharded" and placement.offload_parameters):
         return 0
     kept = placement.share(parameters) if placement.frozen == "sharded" else parameters
     return kept * placement.element
 
 
-def frozen_in_use(parameters: int, placement: Placement, whole: bool) -> int:
-    """What a frozen model needs on top while it runs: all of it from host memory, or what ZeRO-3 gathers."""
-    if placement.frozen == "offloaded":
+def frozen_in_use(parameters: int, placement: Placement) -> int:
+    """What a frozen model needs on top while it is at work: all of it from host memory, or gathered layers."""
+    if placement.frozen == "offload":
         return parameters * placement.element
-    return _live(parameters, whole) * placement.element if placement.frozen == "sharded" else 0
+    return _live(parameters, False) * placement.element if placement.frozen == "sharded" else 0
 
 
 def _live(parameters: int, whole: bool) -> int:

@@ -66,6 +66,7 @@ class CheckpointSelector:
 
     evaluate: SelectionEvaluator
     limits: SelectionConfig
+    judges: Mapping[str, ModelJudge]
     candidates: list[Candidate] = field(default_factory=list)
 
     def consider(self, iteration: int, policy: PreTrainedModel) -> Verdict:
@@ -102,8 +103,8 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> d
     """Train, choose a checkpoint, save it, and describe the run."""
     seed_everything(config.seed)
     policy, reference, tokenizer = load_models(config, inputs)
-    selector = make_selector(config, inputs, reference, tokenizer)
     frozen = FrozenModels()
+    selector = make_selector(config, inputs, reference, tokenizer, frozen)
     if config.policy_lora is None:
         reference = selector.evaluate.reference = frozen.place(reference)
     trainer = make_trainer(config, inputs, outputs.work, tracker, policy, reference, tokenizer, selector, frozen)
@@ -168,7 +169,7 @@ def make_trainer(
     if config.critic_lora is not None:
         critic.add_adapters(config.critic_lora, derive_seed(config.seed, "ppo", "critic", "lora"))
     learner = make_learner(config, inputs, policy, critic, reference, tokenizer)
-    reward, referee = (frozen.place(load_scalar(path)) for path in (inputs.reward, inputs.referee))
+    reward, referee = (selector.judges[name].model for name in ("reward", "referee"))
     return Trainer(
         learner=learner,
         actors=Actors(policy, reference, critic, model_scorer(reward, units.micro_batch_size)),
@@ -224,9 +225,16 @@ def ptx_data(
 
 
 def make_selector(
-    config: PpoConfig, inputs: Paths, reference: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    config: PpoConfig,
+    inputs: Paths,
+    reference: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    frozen: FrozenModels,
 ) -> CheckpointSelector:
-    """The referee on fixed validation prompts; ids are content hashes, so the first of them are a fixed sample."""
+    """The referee on fixed validation prompts; ids are content hashes, so the first of them are a fixed sample.
+
+    Its judges' models are the trainer's reward model and referee.
+    """
     path = inputs.clean / "prompts" / "validation.parquet"
     rows = sorted(read_rows(path, Prompt), key=lambda row: row.id)[: config.selection.prompts]
     if not rows:
@@ -237,8 +245,13 @@ def make_selector(
     def sample(model: PreTrainedModel) -> Any:
         return unfiltered_replies(model, tokenizer, prompts, config.max_new_tokens, seed, rows_together)
 
-    referee, reward = (ModelJudge(inputs[name], name, rows_together) for name in ("referee", "reward"))
-    return CheckpointSelector(SelectionEvaluator(reference, prompts, referee, sample, reward), config.selection)
+    judges = {
+        name: ModelJudge(inputs[name], name, rows_together, frozen.place(load_scalar(inputs[name])))
+        for name in ("reward", "referee")
+    }
+    with frozen.at_work():
+        evaluate = SelectionEvaluator(reference, prompts, judges["referee"], sample, judges["reward"])
+    return CheckpointSelector(evaluate, config.selection, judges)
 
 
 def require_admissible(choice: Choice, config: PpoConfig) -> None:
