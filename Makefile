@@ -25,7 +25,7 @@ run: setup
 	$(BIN)/rlhf run
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .
@@ -36,5 +36,5 @@ bench: setup
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) work workspaces .rlhf .fingerprints data/raw data/clean data/docs data/quarantine.parquet \
+	rm -rf $(VENV) work workspaces ablation .rlhf .fingerprints data/raw data/clean data/docs data/quarantine.parquet \
 	  models metrics gates plots history samples report.html mlflow.db mlartifacts

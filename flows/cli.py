@@ -102,6 +102,43 @@ def init(
 
 
 @app.command()
+def ablate(
+    profile: Profile = None,
+    sets: Sets = None,
+    workspace: Workspace = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Variants and claims; default: the workspace's ablation.yaml.")
+    ] = None,
+    variants: Annotated[str | None, typer.Option(help="Only these, separated by commas.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="These seeds, separated by commas; default: the file's.")] = None,
+    iterations: Annotated[int | None, typer.Option(min=1, help="PPO iterations; default: the recipe's.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side; default: one per core.")] = None,
+    docs: Annotated[bool, typer.Option("--docs", help="Put the results into docs/ablation.md too.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="Show variants and figures, run nothing.")] = False,
+) -> None:
+    """Train every variant of PPO with every seed, and say which of the paper's claims hold here.
+
+    Each run has a workspace under workspaces/ablation; what is up to date is not run again, so a call after an
+    interruption goes on. Results go to ablation/demo (a part's to ablation/demo-part): table.md, results.csv, figures.
+
+    Examples: rlhf ablate --list | rlhf ablate | rlhf ablate --variants ppo-max,vanilla --seeds 1,2 --iterations 20
+    """
+    from flows.ablation.command import Options
+    from flows.ablation.command import ablate as run_ablation
+    from flows.ablation.command import listing as list_variants
+    from flows.ablation.plan import Request, parse_names, parse_seeds
+    from flows.workspace import find_workspace
+
+    own = [*(sets or []), *([f"ppo.iterations={iterations}"] if iterations else [])]
+    request = Request(profile, tuple(own), file, parse_names(variants), parse_seeds(seeds))
+    folder = find_workspace(workspace)
+    if listing:
+        typer.echo(list_variants(folder, request))
+        return
+    raise typer.Exit(run_ablation(folder, request, Options(jobs, docs)))
+
+
+@app.command()
 def promote(
     workspace: Workspace = None,
     force: Annotated[bool, typer.Option("--force", help="Promote whatever the match says; needs --reason.")] = False,

@@ -1,25 +1,21 @@
-"""What the server must know: pools, and for each pool in use a deployment of the job that runs a stage there."""
+"""What the server must know: for each work pool in use a deployment of the job that runs there, and the schedules."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
-from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.client.schemas.objects import WorkerStatus
-from prefect.exceptions import ObjectNotFound
+from prefect.client.orchestration import get_client
 from prefect.utilities.callables import parameter_schema
 
 from flows.environment import child_environment
+from flows.pools import GPU_POOL, apply_pools
 from flows.workspace import private
+from rlhf_core.config.load import Params
 from rlhf_core.errors import RlhfError
 
-PIPELINES_POOL = "pipelines"
-GPU_POOL = "gpu-pool"
 JOB_FLOW = "rlhf-stage"
 JOB_ENTRYPOINT = "flows.gpu_pool.stage_job"
 PREFECT_FILE = "prefect.yaml"
@@ -35,27 +31,14 @@ def job_deployment(pool: str) -> str:
     return f"{JOB_FLOW}/{job_name(pool)}"
 
 
-def ensure_pool(client: SyncPrefectClient, pool: str, limit: int | None = None) -> str:
-    """Create a process pool unless there is a pool of that name already. Returns the pool's type."""
-    try:
-        return client.read_work_pool(pool).type
-    except ObjectNotFound:
-        return client.create_work_pool(WorkPoolCreate(name=pool, type="process", concurrency_limit=limit)).type
-
-
-def has_worker(client: SyncPrefectClient, pool: str) -> bool:
-    """Whether a worker of ``pool`` has been heard of lately."""
-    return any(worker.status == WorkerStatus.ONLINE for worker in client.read_workers_for_work_pool(pool))
-
-
-def deploy_jobs(workspace: Path, pools: Iterable[str]) -> None:
+def deploy_jobs(workspace: Path, params: Params) -> None:
     """Pools and job deployments on the server of this process's settings; both may be there already."""
     from flows.gpu_pool import stage_job
 
     with get_client(sync_client=True) as client:
+        apply_pools(client, params)
         flow_id = client.create_flow_from_name(JOB_FLOW)
-        for pool in pools:
-            ensure_pool(client, pool, limit=1)
+        for pool in params.pool_names():
             client.create_deployment(
                 flow_id,
                 job_name(pool),
@@ -98,21 +81,3 @@ def deploy_all(workspace: Path) -> None:
 
 def _api_settings() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key.startswith("PREFECT_")}
-
-
-def needs_worker(pool: str) -> bool:
-    """Whether a worker must be started here for ``pool``; ``RlhfError`` if it has none and is not of process type."""
-    with get_client(sync_client=True) as client:
-        if has_worker(client, pool):
-            return False
-        kind = client.read_work_pool(pool).type
-    if kind != "process":
-        raise RlhfError(f"no worker serves the work pool {pool} (type {kind}); start one where its jobs can run")
-    return True
-
-
-def ensure_pools(pools: Iterable[str]) -> None:
-    """Create the process pools that do not exist yet."""
-    with get_client(sync_client=True) as client:
-        for pool in pools:
-            ensure_pool(client, pool)

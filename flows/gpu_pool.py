@@ -6,21 +6,20 @@ The pool's workers share the workspace (one machine, or NFS): the job runs in pl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from prefect import flow, runtime
+from prefect import flow, get_run_logger, runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import FlowRun
-from prefect.deployments import run_deployment
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, State
 
 from flows import signals
 from flows.deploy import JOB_FLOW
 from flows.outcome import Outcome, clear_outcome, load_outcome
 from flows.stage_task import run_stage
+from flows.submission import Job, claim, is_own
 from rlhf_core.errors import EXIT_INTERRUPTED
 
 POLL_SECONDS = 0.5
@@ -50,50 +49,36 @@ def _stopped(stage: str) -> State[Any]:
     return Crashed(message=f"{stage}: stopped by a signal from outside")
 
 
-def run_on_pool(
-    workspace: Path,
-    stage: str,
-    outputs: tuple[str, ...],
-    environment: Mapping[str, str],
-    grace: float,
-    key: str,
-    deployment: str,
-    watch: Callable[[], None],
-) -> Outcome:
-    """Submit ``stage`` to the pool of ``deployment`` and wait; never raises for a failing stage.
+def run_on_pool(job: Job, watch: Callable[[], None]) -> Outcome:
+    """Submit ``job`` to its pool and wait; never raises for a failing stage. ``watch`` is called while waiting.
 
-    ``key`` makes the submission idempotent (one per attempt). ``watch`` is called while waiting.
+    When another workspace with the same DVC cache is computing the same, that is waited for first: this job then finds
+    the result in the cache. Should the other one fail or be stopped, this job does the work.
     """
-    clear_outcome(workspace, stage)
+    clear_outcome(job.workspace, job.stage)
     started = time.time()
-    job = run_deployment(
-        deployment,
-        parameters={
-            "workspace": str(workspace),
-            "stage": stage,
-            "outputs": list(outputs),
-            "environment": dict(environment),
-            "grace": grace,
-        },
-        timeout=0,
-        as_subflow=True,
-        idempotency_key=key,
-        flow_run_name=stage,
-    )
-    assert isinstance(job, FlowRun)
     with get_client(sync_client=True) as client:
-        state = _await_end(client, job.id, watch)
-    return _outcome_of(workspace, stage, state, started)
+        while True:
+            run = claim(client, job)
+            own = is_own(run, job)
+            if not own:
+                place = run.parameters.get("workspace")
+                get_run_logger().info("%s: %s computes the same (flow run %s); waiting", job.stage, place, run.id)
+            state = _await_end(client, run.id, watch, may_cancel=own)
+            if own or signals.STOP.is_set():
+                return _outcome_of(job.workspace, job.stage, state, started)
 
 
-def _await_end(client: SyncPrefectClient, job: UUID, watch: Callable[[], None]) -> State[Any] | None:
-    """The job's final state; after a stop signal its cancellation is waited for briefly."""
+def _await_end(
+    client: SyncPrefectClient, job: UUID, watch: Callable[[], None], may_cancel: bool = True
+) -> State[Any] | None:
+    """The job's final state; after a stop signal its cancellation, if ``may_cancel``, is waited for briefly."""
     while True:
         state = client.read_flow_run(job).state
         if state is not None and state.is_final():
             return state
         if signals.STOP.wait(POLL_SECONDS):
-            return cancel_and_wait(client, job)
+            return cancel_and_wait(client, job) if may_cancel else state
         watch()
 
 

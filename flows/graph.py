@@ -6,47 +6,52 @@ DVC is asked in a process of its own: ``python -m flows.graph WORKSPACE`` prints
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flows.environment import child_environment
+from flows.asking import ask
 from rlhf_core.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class StageNode:
-    """A stage of dvc.yaml: the stages it waits for, its command, its outputs (paths relative to the workspace)."""
+    """A stage of dvc.yaml: the stages it waits for, its command, its outputs (paths relative to the workspace).
+
+    ``inputs`` are the files and folders it reads, ``params`` the names it reads of each parameter file. ``cache`` is
+    the DVC cache that keeps its outputs; when it is ``shareable``, whoever uses that cache finds them by its inputs.
+    """
 
     name: str
     after: tuple[str, ...]
     command: str
     outputs: tuple[str, ...]
+    inputs: tuple[str, ...] = ()
+    params: Mapping[str, list[str]] = field(default_factory=dict)
+    cache: str = ""
+    shareable: bool = False
 
 
 def read_graph(workspace: Path) -> dict[str, StageNode]:
     """Stages by name, in an order in which they could run; ``ConfigError`` in DVC's words if dvc.yaml is wrong."""
-    answer = subprocess.run(
-        [sys.executable, "-m", "flows.graph", str(workspace)],
-        cwd=workspace,
-        env=child_environment(workspace),
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    if answer.returncode:
-        lines = [line for line in answer.stderr.splitlines() if line.strip()]
-        raise ConfigError(f"{workspace / 'dvc.yaml'}: {lines[-1] if lines else 'DVC cannot read it'}")
-    nodes = json.loads(answer.stdout.splitlines()[-1])
-    return {n["name"]: StageNode(n["name"], tuple(n["after"]), n["command"], tuple(n["outputs"])) for n in nodes}
+    printed, complaint = ask(workspace, "-m", "flows.graph", str(workspace))
+    if complaint:
+        raise ConfigError(f"{workspace / 'dvc.yaml'}: {complaint}")
+    nodes = json.loads(printed.splitlines()[-1])
+    return {node["name"]: _node(node) for node in nodes}
+
+
+def _node(fields: dict[str, Any]) -> StageNode:
+    values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
+    return StageNode(**values)
 
 
 def dvc_graph(workspace: Path) -> list[dict[str, Any]]:
-    """The graph read with DVC (imported here only): ``[{name, after, command, outputs}]`` in topological order."""
+    """The graph read with DVC (imported here only): the fields of :class:`StageNode`, in topological order."""
     import networkx
+    from dvc.dependency import ParamsDependency
     from dvc.repo import Repo
 
     with Repo(str(workspace)) as repo:
@@ -59,9 +64,21 @@ def dvc_graph(workspace: Path) -> list[dict[str, Any]]:
                 "after": sorted(own[n] for n in networkx.descendants(graph, stage) if n in own),
                 "command": stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd),
                 "outputs": [str(out) for out in stage.outs],
+                "inputs": [str(dep) for dep in stage.deps if not isinstance(dep, ParamsDependency)],
+                "params": {str(dep): dep.params for dep in stage.deps if isinstance(dep, ParamsDependency)},
+                "cache": repo.cache.local_cache_dir,
+                "shareable": _in_run_cache(stage),
             }
             for stage, name in own.items()
         ]
+
+
+def _in_run_cache(stage: Any) -> bool:
+    """Whether DVC's run cache takes the stage: local inputs and outputs, none of them kept between runs."""
+    if stage.always_changed or stage.frozen or not stage.deps or not stage.outs:
+        return False
+    local = all(file.protocol == "local" for file in [*stage.deps, *stage.outs])
+    return local and not any(out.persist for out in stage.outs)
 
 
 def main(workspace: str) -> int:

@@ -20,9 +20,7 @@ from rlhf_core.files import atomic_write_text
 DVC_FILE = "dvc.yaml"
 TRIALS = "workspaces"
 DVC_IGNORE = "# never part of a dependency or an output\n__pycache__\n*.pyc\n.rlhf\nwork\n"
-GIT_IGNORE = "\n".join(
-    ["/.rlhf/", "/work/", "/workspaces/", "/mlflow.db", "/mlartifacts/", "/report.html", "__pycache__/", ""]
-)
+GIT_IGNORE = "/.rlhf/\n/work/\n/workspaces/\n/ablation/\n/mlflow.db\n/mlartifacts/\n/report.html\n__pycache__/\n"
 
 
 def initialise(
@@ -36,7 +34,7 @@ def initialise(
     if is_workspace(folder):
         raise RlhfError(f"{folder} is a workspace already; edit its params.yaml, or choose another folder")
     text = recipe(base or recipe_folder(), profile, sets, folder)
-    _write(folder, text, base or recipe_folder())
+    write_recipe(folder, text, base or recipe_folder())
     ensure_dvc(folder.resolve(), cache)
     return folder.resolve()
 
@@ -48,7 +46,7 @@ def trial_workspace(base: Path, profile: str | None, sets: Sequence[str]) -> Pat
     """
     folder = base / TRIALS / workspace_name(profile or DEFAULT_PROFILE, sets)
     text = recipe(base, profile, sets, folder)
-    _write(folder, text, base)
+    write_recipe(folder, text, base)
     ensure_dvc(base)
     ensure_dvc(folder, cache_of(base))
     return folder
@@ -65,7 +63,8 @@ def recipe(base: Path, profile: str | None, sets: Sequence[str], folder: Path) -
     return rebase_sources(here, Path.cwd(), folder.resolve())
 
 
-def _write(folder: Path, params: str, base: Path) -> None:
+def write_recipe(folder: Path, params: str, base: Path) -> None:
+    """Give ``folder`` a params.yaml with the text ``params`` and the dvc.yaml of ``base``; equal files stay."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         texts = {PARAMS_FILE: params, DVC_FILE: (base / DVC_FILE).read_text(encoding="utf-8")}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.environment import child_environment
+from flows.asking import ask
 from rlhf_core.config.load import PARAMS_FILE
 from rlhf_core.config.yaml_text import plain, read
 from rlhf_core.errors import GateFailed, RlhfError
@@ -74,26 +73,23 @@ def _git(workspace: Path, *arguments: str) -> str:
 
 def recorded_hash(workspace: Path, path: str) -> str | None:
     """The hash that dvc.lock records for the out ``path``, or None."""
-    stages = (plain(read(workspace / "dvc.lock")) or {}).get("stages") or {}
+    return recorded_hashes(workspace).get(path)
+
+
+def recorded_hashes(workspace: Path) -> dict[str, str]:
+    """The hashes that dvc.lock records, by the path of the out; none before the first stage has run."""
+    lock = workspace / "dvc.lock"
+    stages = (plain(read(lock)) if lock.is_file() else {}).get("stages") or {}
     outs = (out for stage in stages.values() for out in stage.get("outs") or [])
-    return next((str(out["md5"]) for out in outs if out.get("path") == path and "md5" in out), None)
+    return {out["path"]: str(out["md5"]) for out in outs if "md5" in out}
 
 
 def dvc_status(workspace: Path, stages: Sequence[str] = ()) -> dict[str, Any]:
     """``dvc status`` as ``{stage: [what changed, …]}``, empty when all is up to date; ``RlhfError`` if DVC fails."""
-    answer = subprocess.run(
-        [sys.executable, "-m", "dvc", "status", "--json", *stages],
-        cwd=workspace,
-        env=child_environment(workspace),
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    if answer.returncode:
-        lines = [line for line in answer.stderr.splitlines() if line.startswith("ERROR")] or answer.stderr.splitlines()
-        raise RlhfError(f"dvc status failed in {workspace}: {lines[0] if lines else f'exit code {answer.returncode}'}")
-    status: dict[str, Any] = json.loads(answer.stdout or "{}")
+    printed, complaint = ask(workspace, "-m", "dvc", "status", "--json", *stages)
+    if complaint:
+        raise RlhfError(f"dvc status failed in {workspace}: {complaint}")
+    status: dict[str, Any] = json.loads(printed or "{}")
     return status
 
 

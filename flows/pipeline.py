@@ -18,20 +18,22 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows import signals
 from flows.artifacts import StageProgress, gate_tables, report_link, stage_table
-from flows.deploy import job_deployment
 from flows.events import EVENTS_VARIABLE, Events
 from flows.gpu_pool import run_on_pool
 from flows.graph import StageNode, read_graph
 from flows.hooks import cancel_orphans
+from flows.identity import computation
 from flows.outcome import Outcome
 from flows.preflight import refusal
 from flows.processes import OWNER_VARIABLE, owner_mark
 from flows.schedule import Schedule, final_name
 from flows.stage_task import StageFailed, run_stage
+from flows.submission import Job
 from flows.sweep import sweep
 from flows.workspace import LOCK_HELD_VARIABLE, locked_unless_inherited
 from rlhf_core.config.load import load_params
 from rlhf_core.config.operations import FlowConfig
+from rlhf_core.config.placement import Placement
 
 PIPELINE_FLOW = "rlhf-pipeline"
 RUNNER = cast("TaskRunner[PrefectFuture[Any]]", ThreadPoolTaskRunner(max_workers=16))
@@ -44,7 +46,7 @@ class Setting:
     """What every stage task of a run needs to know."""
 
     workspace: Path
-    pools: Mapping[str, str]
+    pools: Mapping[str, Placement]
     flow: FlowConfig
     environment: Mapping[str, str]
     events: Events
@@ -112,15 +114,15 @@ def _run_stages(graph: Mapping[str, StageNode], setting: Setting) -> dict[str, O
 
 
 def _submit(node: StageNode, setting: Setting) -> Any:
-    pool = setting.pools.get(node.name)
-    setting.events.tell("start", stage=node.name, pool=pool)
+    place = setting.pools.get(node.name)
+    setting.events.tell("start", stage=node.name, pool=place.pool if place else None)
     options = stage_task.with_options(
         name=node.name,
         task_run_name=node.name,
         retries=setting.flow.retries,
         retry_delay_seconds=setting.flow.retry_delay_seconds,
     )
-    return options.submit(setting, node, pool)
+    return options.submit(setting, node, place)
 
 
 def _may_retry(_: Any, run: Any, state: State[Any]) -> bool:
@@ -130,7 +132,7 @@ def _may_retry(_: Any, run: Any, state: State[Any]) -> bool:
 
 
 @task(persist_result=False, retry_condition_fn=_may_retry, cache_policy=NO_CACHE)
-def stage_task(setting: Setting, node: StageNode, pool: str | None) -> Outcome:
+def stage_task(setting: Setting, node: StageNode, place: Placement | None) -> Outcome:
     """One stage, here or on its pool. Raises ``StageFailed`` with the outcome."""
     context = get_run_context()
     assert isinstance(context, TaskRunContext)
@@ -139,14 +141,13 @@ def stage_task(setting: Setting, node: StageNode, pool: str | None) -> Outcome:
         raise StageFailed(stopped(node.name))
     progress = StageProgress(setting.workspace, node.name)
     grace = float(setting.flow.stop_grace_seconds)
-    if pool is None:
-        outcome = run_stage(setting.workspace, node.name, node.outputs, setting.environment, grace)
+    work = (setting.workspace, node.name, node.outputs, setting.environment, grace)
+    if place is None:
+        outcome = run_stage(*work)
     else:
         key = f"{context.task_run.id}:{attempt}"
-        deployment = job_deployment(pool)
-        outcome = refusal(setting.workspace, node.name) or run_on_pool(
-            setting.workspace, node.name, node.outputs, setting.environment, grace, key, deployment, progress.update
-        )
+        job = Job(*work, place, key, computation(setting.workspace, node))
+        outcome = refusal(setting.workspace, node.name) or run_on_pool(job, progress.update)
         progress.update()
     get_run_logger().info("%s: %s %s", node.name, outcome.action, outcome.message)
     if not outcome.ok:

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flows import signals
 from flows.display import Display
@@ -21,6 +21,9 @@ from flows.sweep import sweep
 from flows.workspace import LOCK_HELD_VARIABLE, locked, private, running_services, unwritable
 from rlhf_core.config.load import Params, load_params
 from rlhf_core.errors import EXIT_INTERRUPTED, RlhfError
+
+if TYPE_CHECKING:
+    from flows.serving import Serving
 
 FLOW_GRACE = 8.0
 WORKER_RESTARTS = 3
@@ -61,11 +64,12 @@ class _Run:
 
     def __init__(self, workspace: Path, params: Params, options: RunOptions, display: Display) -> None:
         self.workspace, self.params, self.options, self.display = workspace, params, options, display
-        self.pools = sorted(set(params.pools.values()))
+        self.pools = params.pool_names()
         self.events: list[dict[str, Any]] = []
         self.restarts = 0
         self.reader = EventReader(new_events_file(workspace))
         self.flow: Guarded | None = None
+        self.serving: Serving | None = None
         self.problem: str | None = None
 
     def execute(self) -> int:
@@ -95,16 +99,17 @@ class _Run:
 
     def _prepare(self, services: Services) -> None:
         """Wait for the server; pools, deployments and, where nobody else serves a pool, a worker."""
-        from flows import admin, deploy  # takes a second, in which the server starts
+        from flows import admin, deploy, hooks, serving  # takes a second, in which the server starts
 
         if services.embedded:
             wait_for_server(services, signals.STOP.is_set)
             if swept := admin.sweep_runs():
                 self.display.line(f"marked {swept} unfinished Prefect runs of an earlier run as ended")
-        deploy.deploy_jobs(self.workspace, self.pools)
-        for pool in self.pools:
-            if services.embedded or deploy.needs_worker(pool):
-                services.start_worker(pool)
+        else:
+            hooks.ensure_zombie_automation()
+        deploy.deploy_jobs(self.workspace, self.params)
+        self.serving = serving.Serving(services, self.params, self.pools)
+        self.serving.start()
 
     def _start_flow(self) -> Guarded:
         command = [sys.executable, "-m", "flows.run_flow", str(self.workspace)]
@@ -120,7 +125,7 @@ class _Run:
 
     def _watch(self, services: Services) -> None:
         """Until the flow ends or must be stopped."""
-        assert self.flow is not None
+        assert self.flow is not None and self.serving is not None
         while self.flow.poll() is None and not signals.STOP.wait(TICK_SECONDS):
             self._hear()
             self.display.tick()
@@ -128,6 +133,7 @@ class _Run:
                 self._replace(services, service)
             if self.problem:
                 return
+            self.serving.keep()
         self._hear()
 
     def _hear(self) -> None:
@@ -147,7 +153,7 @@ class _Run:
         self.restarts += 1
         self.display.line(f"the worker of {pool} ended (status {status}), its job with it; starting another worker")
         admin.crash_pool_runs(pool, "the worker and its job were killed")
-        services.start_worker(pool)
+        services.start_worker(pool, self.params.pool_limit(pool))
 
     def _stop(self, services: Services, stopped: bool) -> None:
         if stopped:

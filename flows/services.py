@@ -44,10 +44,10 @@ class Services:
         self.running[name] = service
         return service
 
-    def start_worker(self, pool: str) -> Guarded:
-        """A process worker for ``pool`` that takes one job at a time and installs nothing."""
+    def start_worker(self, pool: str, limit: int = 1) -> Guarded:
+        """A process worker for ``pool`` that takes ``limit`` jobs at a time and installs nothing."""
         command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
-        return self.start(worker_name(pool), [*command, "--limit", "1", "--install-policy", "never"])
+        return self.start(worker_name(pool), [*command, "--limit", str(limit), "--install-policy", "never"])
 
     def dead(self) -> list[Guarded]:
         """Services that have ended though nobody stopped them."""

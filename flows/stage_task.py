@@ -61,7 +61,7 @@ def run_stage(
         log=log,
         grace=grace,
     )
-    code = _wait(guarded)
+    code = wait_for(guarded)
     text = log.read_bytes()[offset:].decode("utf-8", errors="replace")
     outcome = _judge(workspace, stage, outputs, code, text, started)
     if command and outcome.ok:
@@ -70,8 +70,8 @@ def run_stage(
     return outcome
 
 
-def _wait(guarded: Guarded) -> int:
-    """Exit status of the guarded command; whatever happens here, it does not outlive this call."""
+def wait_for(guarded: Guarded) -> int:
+    """Exit status of the guarded command, which a raised stop flag ends; it never outlives this call."""
     try:
         while (code := guarded.poll()) is None and not STOP.wait(POLL_SECONDS):
             pass

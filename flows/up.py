@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flows import signals
 from flows.display import Display
@@ -15,8 +16,11 @@ from flows.ports import LOOPBACK, claim_port
 from flows.processes import OWNER_VARIABLE, Guarded, end_leftovers, owner_mark
 from flows.services import Services, start_server, use_server_of_environment, wait_for_server, worker_name
 from flows.workspace import forget_services, locked, record_services
-from rlhf_core.config.load import load_params
+from rlhf_core.config.load import Params, load_params
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
+
+if TYPE_CHECKING:
+    from flows.serving import Serving
 
 MLFLOW = "mlflow"
 RESTARTS = 10
@@ -39,11 +43,10 @@ def up(workspace: Path, options: UpOptions) -> int:
     ensure_dvc(workspace)
     with _alone(workspace):
         os.environ[OWNER_VARIABLE] = owner_mark(workspace)
-        pools = sorted(set(params.pools.values()))
         services = _server(workspace, options, display)
         try:
-            _start_rest(services, pools, mlflow_port, display)
-            return _watch(services, display)
+            serving = _start_rest(services, params, mlflow_port, display)
+            return _watch(services, serving, display)
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
         finally:
@@ -71,32 +74,41 @@ def _server(workspace: Path, options: UpOptions, display: Display) -> Services:
     return Services(workspace, url, embedded=False)
 
 
-def _start_rest(services: Services, pools: list[str], mlflow_port: int, display: Display) -> None:
-    from flows import admin, deploy, hooks
-    from flows.record import prepare_tracking
+def _start_rest(services: Services, params: Params, mlflow_port: int, display: Display) -> Serving:
+    from flows import admin, deploy, hooks, pools, serving
 
     workspace = services.workspace
-    uri = prepare_tracking(workspace)
-    command = [sys.executable, "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(mlflow_port)]
-    services.start(MLFLOW, [*command, "--backend-store-uri", uri, "--workers", "1"])
+    mlflow_ui = _start_mlflow(services, mlflow_port)
     if services.embedded:
         wait_for_server(services, signals.STOP.is_set)
         admin.sweep_runs()
-    deploy.deploy_jobs(workspace, pools)
-    deploy.ensure_pools([deploy.PIPELINES_POOL])
+    deploy.deploy_jobs(workspace, params)
+    pools.ensure_pools([pools.PIPELINES_POOL])
     deploy.deploy_all(workspace)
     hooks.ensure_zombie_automation()
-    for pool in [*pools, deploy.PIPELINES_POOL]:
-        services.start_worker(pool)
+    served = serving.Serving(services, params, [*params.pool_names(), pools.PIPELINES_POOL])
+    served.start()
     ui = services.api_url.removesuffix("/api")
-    mlflow_ui = f"http://{LOOPBACK}:{mlflow_port}"
     record_services(workspace, services.api_url, {"prefect": ui, "mlflow": mlflow_ui})
     display.line(f"Prefect UI {ui}")
     display.line(f"MLflow UI  {mlflow_ui}")
     display.line("up: scheduled runs start by themselves, `rlhf run` here uses this server; Ctrl-C stops everything")
+    return served
 
 
-def _watch(services: Services, display: Display) -> int:
+def _start_mlflow(services: Services, port: int) -> str:
+    """The address of the MLflow UI: the server that ``MLFLOW_TRACKING_URI`` names, else one that is started here."""
+    from flows.record import prepare_tracking
+
+    uri = prepare_tracking(services.workspace)
+    if uri.startswith(("http://", "https://")):
+        return uri
+    command = [sys.executable, "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(port)]
+    services.start(MLFLOW, [*command, "--backend-store-uri", uri, "--workers", "1"])
+    return f"http://{LOOPBACK}:{port}"
+
+
+def _watch(services: Services, serving: Serving, display: Display) -> int:
     """Until a signal. Dead workers are started again; without its server there is nothing to keep up."""
     restarts = 0
     while not signals.STOP.wait(0.3):
@@ -105,11 +117,12 @@ def _watch(services: Services, display: Display) -> int:
                 raise RlhfError(f"{service.name} ended (status {service.poll()}); see .rlhf/logs/{service.name}.log")
             restarts += 1
             time.sleep(1.0)
-            _restart(services, service, display)
+            _restart(services, serving, service, display)
+        serving.keep()
     return EXIT_OK if signals.last() == 15 else EXIT_INTERRUPTED
 
 
-def _restart(services: Services, service: Guarded, display: Display) -> None:
+def _restart(services: Services, serving: Serving, service: Guarded, display: Display) -> None:
     from flows import admin
 
     del services.running[service.name]
@@ -118,7 +131,7 @@ def _restart(services: Services, service: Guarded, display: Display) -> None:
         return
     pool = service.name.removeprefix(worker_name(""))
     admin.crash_pool_runs(pool, "the worker and its job were killed")
-    services.start_worker(pool)
+    services.start_worker(pool, serving.params.pool_limit(pool))
 
 
 def _rest(services: Services) -> None:

@@ -52,15 +52,16 @@ def write_fingerprints(workspace: Path, stages: list[str]) -> None:
             atomic_write_text(path, text)
 
 
-def write_sources(workspace: Path, sources: Iterable[str]) -> None:
-    """Refresh ``.fingerprints/sources.txt``: path and content hash of every source file, so that DVC sees a change.
+def write_sources(workspace: Path, sources: Iterable[str], name: str = "sources", notes: Iterable[str] = ()) -> None:
+    """Refresh ``.fingerprints/NAME.txt``: path and content hash of every source file, so that DVC sees a change.
 
-    Hashes are remembered by size and modification time in ``.rlhf/sources.json``. A hub id counts by its name.
+    Hashes are remembered by size and modification time in ``.rlhf/NAME.json``. A hub id counts by its name. ``notes``
+    are lines that come first.
     """
-    memory = workspace / ".rlhf" / "sources.json"
+    memory = workspace / ".rlhf" / f"{name}.json"
     known: dict[str, list[Any]] = json.loads(memory.read_text()) if memory.exists() else {}
     fresh: dict[str, list[Any]] = {}
-    lines = []
+    lines = [*notes]
     for source in sources:
         files = [] if source.startswith("hub:") else sorted(glob.glob(str(workspace / source), recursive=True))
         lines.append(source)
@@ -70,7 +71,7 @@ def write_sources(workspace: Path, sources: Iterable[str]) -> None:
             old = known.get(str(file))
             fresh[str(file)] = old if old and old[:2] == mark else [*mark, sha256_file(file)]
             lines.append(f"  {file.name} {fresh[str(file)][2]}")
-    path = workspace / FOLDER / "sources.txt"
+    path = workspace / FOLDER / f"{name}.txt"
     text = "\n".join(lines) + "\n"
     if not path.exists() or path.read_text() != text:
         atomic_write_text(path, text)
@@ -121,17 +122,21 @@ def _imports(module: str) -> tuple[str, ...]:
 
 @cache
 def _module_digest(module: str) -> str:
-    tree = _tree(module)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            _drop_docstring(node)
-    digest = hashlib.sha256(ast.dump(tree, include_attributes=False).encode())
+    digest = hashlib.sha256(bare_code(_tree(module)))
     path = _file_of(module)
     assert path is not None
     if path.name == "__init__.py":
         for data in sorted(p for p in path.parent.iterdir() if p.is_file() and p.suffix in {".html", ".css", ".j2"}):
             digest.update(data.name.encode() + b"\0" + data.read_bytes())
     return digest.hexdigest()
+
+
+def bare_code(tree: ast.Module) -> bytes:
+    """What the code of a module does, without comments, docstrings and layout. The docstrings of ``tree`` go."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            _drop_docstring(node)
+    return ast.dump(tree, include_attributes=False).encode()
 
 
 def _drop_docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> None:

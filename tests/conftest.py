@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,13 +68,27 @@ class SmokeRun:
 
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> SmokeRun:
-    """One `rlhf init` + `rlhf run` of the smoke profile for the whole test session."""
-    workspace = tmp_path_factory.mktemp("smoke") / "workspace"
+    """One `rlhf init` + `rlhf run` of the smoke profile for the whole session, whichever process needs it first."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    workspace, record = shared / "smoke" / "workspace", shared / "smoke" / "completed.json"
+    with FileLock(shared / "smoke.lock"):
+        if not record.exists():
+            completed = _run_smoke(workspace)
+            record.write_text(json.dumps([*completed.args], default=str) + "\n" + json.dumps(completed.stdout))
+    words, printed = map(json.loads, record.read_text().splitlines())
+    return SmokeRun(workspace, subprocess.CompletedProcess(words, 0, printed, ""))
+
+
+def _run_smoke(workspace: Path) -> subprocess.CompletedProcess[str]:
+    shutil.rmtree(workspace.parent, ignore_errors=True)
+    workspace.parent.mkdir()
     made = run("rlhf", "init", workspace, "--profile", "smoke", cwd=ROOT)
     assert made.returncode == 0, made.stderr
     completed = run("rlhf", "run", "--workspace", workspace, cwd=ROOT, timeout=500)
     assert completed.returncode == 0, completed.stdout[-4000:] + completed.stderr[-4000:]
-    return SmokeRun(workspace, completed)
+    return completed
 
 
 @pytest.fixture

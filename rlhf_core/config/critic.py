@@ -17,7 +17,8 @@ class CriticConfig(StageConfig):
 
     ``lora`` trains adapters and the head instead of all weights.
 
-    Reward treatment (normalisation, clip, KL, gamma, lambda) is PPO's own, so that values live in PPO's units.
+    Reward treatment (normalisation, clip, KL, gamma, lambda) is PPO's own, so that values live in PPO's units. With
+    ``ppo.critic_mode: shared`` only a value head is trained, on the frozen SFT model, whatever ``init`` says.
     """
 
     init: Literal["reward", "sft"] = "reward"

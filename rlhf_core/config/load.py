@@ -15,11 +15,13 @@ from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.gates import GatesConfig
 from rlhf_core.config.model import StageConfig, Strict
 from rlhf_core.config.operations import ComputeConfig, FlowConfig, RegistryConfig, TrackingConfig
+from rlhf_core.config.placement import PlacementOrPool, WorkPoolConfig
 from rlhf_core.config.plan import PlanConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.problems import describe
 from rlhf_core.config.report import ReportConfig
 from rlhf_core.config.reward import RefereeConfig, RewardConfig
+from rlhf_core.config.rule_changes import rules_for
 from rlhf_core.config.sft import SftConfig
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.errors import ConfigError
@@ -45,16 +47,46 @@ class Params(Strict):
     report: ReportConfig = ReportConfig()
     compute: ComputeConfig = ComputeConfig()
     plan: PlanConfig = PlanConfig()
-    pools: dict[str, str] = {}
+    pools: dict[str, PlacementOrPool] = {}
+    work_pools: dict[str, WorkPoolConfig] = {}
     registry: RegistryConfig = RegistryConfig()
     tracking: TrackingConfig = TrackingConfig()
     flow: FlowConfig = FlowConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Params:
+        """What no section can tell alone. The rules are looked at here and not in PPO's own model, because critic
+        pre-training reads that model too, and a changed rule must not run it again."""
+        try:
+            rules_for(self.ppo)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if self.ppo.critic_mode == "shared":
+            self._critic_is_a_head()
+        return self
+
+    def _critic_is_a_head(self) -> None:
+        if "init" in self.critic.model_fields_set and self.critic.init != "sft":
+            raise ValueError(
+                f"critic.init {self.critic.init} with ppo.critic_mode shared: the value head sits on the policy, which "
+                "starts as the SFT model; leave critic.init out, or use ppo.critic_mode separate"
+            )
+        if self.critic.lora is not None:
+            raise ValueError(
+                "critic.lora with ppo.critic_mode shared: only the value head is pre-trained, on the frozen SFT model, "
+                "so adapters would go untrained; leave critic.lora out, or use ppo.critic_mode separate"
+            )
 
     @model_validator(mode="after")
     def _launch_fits(self) -> Params:
         launch = self.compute.launch.get("ppo")
         if launch is None:
             return self
+        if launch.engine == "deepspeed" and self.ppo.critic_mode == "shared":
+            raise ValueError(
+                "ppo.critic_mode shared trains policy and value head in one pass, which engine local alone is known to "
+                "do on several ranks: launch ppo with engine local, or use ppo.critic_mode separate"
+            )
         if launch.engine == "deepspeed" and self.ppo.gradient_norm == "joint":
             raise ValueError(
                 "ppo.gradient_norm joint needs the norms of two models before either steps, which engine deepspeed "
@@ -67,6 +99,14 @@ class Params(Strict):
                 "so set compute.launch.ppo.frozen to device or sharded"
             )
         return self
+
+    def pool_names(self) -> list[str]:
+        """The work pools that stages run on, each once."""
+        return sorted({placement.pool for placement in self.pools.values()})
+
+    def pool_limit(self, pool: str) -> int:
+        """How many jobs a pool that is made or served from here takes at a time: one unless ``work_pools`` says."""
+        return self.work_pools.get(pool, WorkPoolConfig()).limit or 1
 
 
 def check_params(document: Any, name: str = PARAMS_FILE) -> Params:

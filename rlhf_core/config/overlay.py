@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +39,50 @@ def merge(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[st
     for name, text in overlays:
         _merge_into(document, yaml_text.parse(text, name))
     for assignment in sets:
-        _assign(document, assignment)
+        _put(document, *parse_assignment(assignment))
     check_params(document, "parameters")
     return yaml_text.dump(document)
 
 
+def parse_assignment(assignment: str) -> tuple[str, Any]:
+    """Path and value of ``section.key=value``; ``ConfigError`` when it is not one."""
+    path, separator, value = assignment.partition("=")
+    if not separator or not path.strip():
+        raise ConfigError(f"--set {assignment}: write it as section.key=value, such as --set ppo.iterations=20")
+    return path.strip(), yaml_text.parse_scalar(value)
+
+
+def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a parameter document with ``{"section.key": value}`` applied. Nothing is checked here."""
+    changed = copy.deepcopy(dict(document))
+    for path, value in changes.items():
+        _put(changed, path, copy.deepcopy(value))
+    return changed
+
+
 def rebase_sources(text: str, origin: Path, target: Path) -> str:
-    """``text`` with the relative sources of ``collect.files``, written for ``origin``, made right for ``target``."""
+    """``text`` with the relative paths of ``collect.files`` and of reward sources, written for ``origin``, made right
+    for ``target``. A workspace's own ``models/`` stay its own."""
     document = yaml_text.parse(text, "params.yaml")
     files = (document.get("collect") or {}).get("files") or {}
     for sources in files.values():
         for position, source in enumerate(sources or []):
             if not source.startswith("hub:") and not os.path.isabs(source):
                 sources[position] = os.path.relpath(origin / source, target)
+    for reward_source in ((document.get("ppo") or {}).get("reward") or {}).get("sources") or []:
+        for key in reward_source.keys() & {"path", "model"}:
+            reward_source[key] = _rebase_model(reward_source[key], origin, target)
+        if "paths" in reward_source:
+            reward_source["paths"] = [_rebase_model(path, origin, target) for path in reward_source["paths"]]
     return yaml_text.dump(document)
+
+
+def _rebase_model(path: str, origin: Path, target: Path) -> str:
+    """A folder that exists at ``origin``, seen from ``target``; anything else may be a hub id and stays as it is."""
+    if path.startswith(("models/", "~")) or os.path.isabs(path) or not (origin / path).is_dir():
+        return path
+    moved = os.path.relpath(origin / path, target)
+    return f"./{moved}" if moved.startswith("models/") else moved
 
 
 def workspace_name(profile: str, sets: Sequence[str]) -> str:
@@ -70,14 +101,11 @@ def _merge_into(target: Any, overlay: Any) -> None:
             target[key] = value
 
 
-def _assign(document: Any, assignment: str) -> None:
-    path, separator, value = assignment.partition("=")
-    if not separator or not path.strip():
-        raise ConfigError(f"--set {assignment}: write it as section.key=value, such as --set ppo.iterations=20")
-    *parents, last = path.strip().split(".")
+def _put(document: Any, path: str, value: Any) -> None:
+    *parents, last = path.split(".")
     place = document
     for part in parents:
         if not isinstance(place.get(part), dict):
             place[part] = {}
         place = place[part]
-    place[last] = yaml_text.parse_scalar(value)
+    place[last] = value

@@ -6,8 +6,20 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from rlhf_core.config.health import HealthConfig
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict
+from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
+
+CriticMode = Literal["separate", "shared"]
+
+
+def _changed(model: Strict, *names: str) -> str:
+    """The first of the fields ``names`` that is not at its default, or an empty string.
+
+    Values are compared, not what the file spells out, so that a profile may repeat a default.
+    """
+    return next((name for name in names if getattr(model, name) != type(model).model_fields[name].default), "")
 
 
 class KlConfig(Strict):
@@ -33,15 +45,19 @@ class KlConfig(Strict):
             )
         if self.controller == "adaptive" and self.coefficient == 0:
             raise ValueError("an adaptive controller multiplies the coefficient, so a coefficient of 0 stays 0")
+        if self.controller == "constant" and (unread := _changed(self, "target", "horizon")):
+            raise ValueError(f"{unread} steers the adaptive controller, but controller is constant")
         return self
 
 
 class RewardShapingConfig(Strict):
-    """Scaling or normalisation by running moments, then clip; shaping terms are in standard deviations of reward.
+    """Raw scores from ``sources``, scaled or normalised by running moments, then clipped; shaping terms are in standard
+    deviations of reward.
 
     ``length_penalty`` is subtracted from a reply of ``max_new_tokens`` tokens, and in proportion from shorter ones.
     """
 
+    sources: RewardSources = DEFAULT_SOURCES
     transform: Literal["none", "scale", "normalize"] = "normalize"
     clip: PositiveFloat | None = 2.0
     missing_eos_penalty: NonNegativeFloat = 0.0
@@ -66,9 +82,15 @@ class SurrogateConfig(Strict):
     fixed_reference: bool = False
 
     @model_validator(mode="after")
-    def _dual_clip_needs_clip(self) -> SurrogateConfig:
+    def _kind_has_its_own_settings(self) -> SurrogateConfig:
         if self.dual_clip is not None and (self.kind != "clip" or self.clip is None):
             raise ValueError("dual_clip bounds the clipped surrogate: it needs kind clip and a clip size")
+        if self.kind == "clip" and _changed(self, "penalty"):
+            raise ValueError("penalty is the weight of kind penalty, but kind is clip")
+        if self.kind == "penalty" and self.clip is not None and _changed(self, "clip"):
+            raise ValueError("clip is the size of kind clip; kind penalty clips nothing")
+        if self.kind == "penalty" and self.penalty == 0:
+            raise ValueError("kind penalty with penalty 0 is the unclipped surrogate; write kind clip with clip null")
         return self
 
 
@@ -83,6 +105,14 @@ class EntropyConfig(Strict):
     def _weighted(self) -> EntropyConfig:
         if self.kind != "off" and self.weight == 0:
             raise ValueError(f"entropy kind {self.kind} with weight 0 does nothing; set a weight, or kind off")
+        if self.kind == "off" and (unread := _changed(self, "weight", "target")):
+            raise ValueError(f"{unread} is set but entropy kind is off, so it would do nothing")
+        if self.kind == "bonus" and self.target > 0:
+            raise ValueError("target is read by entropy kind target; a bonus has none")
+        if self.kind == "target" and self.target == 0:
+            raise ValueError(
+                "entropy kind target needs a target above 0 (nats per token): 0 asks for no variety at all"
+            )
         return self
 
 
@@ -111,15 +141,10 @@ class SelectionConfig(Strict):
     max_repetition_increase: NonNegativeFloat = 0.02
 
 
-class HealthConfig(Strict):
-    """``enforce`` stops on a pause rule; ``report`` only records findings."""
-
-    mode: Literal["enforce", "report"] = "enforce"
-
-
 class PpoUnits(Strict):
     """What fixes the units that values live in: critic pre-training and PPO must agree on every one of these."""
 
+    critic_mode: CriticMode = "separate"
     max_new_tokens: PositiveInt = 64
     min_new_tokens: NonNegativeInt = 0
     temperature: PositiveFloat = 1.0
@@ -136,6 +161,9 @@ class PpoConfig(StageConfig):
     ``target_kl_early_stop`` ends an update before a step whose minibatch shows a mean KL(old || new) above it, in nats
     per token. ``min_new_tokens`` forbids the end marker before it, in sampling and in scoring alike.
     With ``policy_lora`` only adapters are trained, and the reference is the policy with its adapters off.
+
+    ``critic_mode: shared`` puts a value head on the policy's own backbone: ``policy_optimizer`` trains all of it on
+    policy loss + ``vf_loss_weight`` * value loss, and critic pre-training fits the head alone, on the frozen SFT model.
     """
 
     iterations: PositiveInt = 45
@@ -147,6 +175,7 @@ class PpoConfig(StageConfig):
     min_new_tokens: NonNegativeInt = 0
     temperature: PositiveFloat = 1.0
     policy_init: Literal["sft", "base"] = "sft"
+    critic_mode: CriticMode = "separate"
     warmup_iterations: NonNegativeInt = 5
     value_clip: PositiveFloat | None = 0.2
     vf_loss_weight: PositiveFloat = 1.0
@@ -161,10 +190,33 @@ class PpoConfig(StageConfig):
     policy_lora: LoraConfig | None = None
     critic_lora: LoraConfig | None = None
     policy_optimizer: OptimizerConfig = OptimizerConfig(lr=5e-4, schedule="constant", warmup=0.0)
-    critic_optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3, schedule="constant", warmup=0.0)
+    critic_optimizer: OptimizerConfig | None = OptimizerConfig(lr=1e-3, schedule="constant", warmup=0.0)
     selection: SelectionConfig = SelectionConfig()
     health: HealthConfig = HealthConfig()
     checkpoint: CheckpointConfig = CheckpointConfig(every=5)
+
+    @model_validator(mode="after")
+    def _shared_has_one_model(self) -> PpoConfig:
+        if self.critic_mode != "shared":
+            if self.critic_optimizer is None:
+                raise ValueError("critic_optimizer is null, but critic_mode is separate: a critic of its own needs one")
+            return self
+        if self.critic_optimizer is not None and _changed(self, "critic_optimizer"):
+            raise ValueError(
+                "critic_optimizer trains a separate critic, but critic_mode is shared: policy_optimizer trains the one "
+                "model there is, and vf_loss_weight sets the critic's share; set critic_optimizer to null"
+            )
+        if self.critic_lora is not None:
+            raise ValueError(
+                "critic_lora adapts a separate critic, but critic_mode is shared: policy_lora adapts the one backbone "
+                "there is, and the value head is trained whole; set critic_lora to null"
+            )
+        if self.policy_init != "sft":
+            raise ValueError(
+                f"policy_init {self.policy_init} with critic_mode shared: the value head is pre-trained on the SFT "
+                "model's hidden states and would be put on another model's; use policy_init sft"
+            )
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> PpoConfig:
@@ -176,14 +228,36 @@ class PpoConfig(StageConfig):
             raise ValueError(
                 "policy_lora makes the policy without its adapters the reference, which is SFT: policy_init must be sft"
             )
-        policy, critic = self.policy_optimizer, self.critic_optimizer
-        if self.gradient_norm == "joint" and policy.max_grad_norm != critic.max_grad_norm:
+        optimizers = [self.policy_optimizer, *([self.critic_optimizer] if self.critic_optimizer else [])]
+        norms = [optimizer.max_grad_norm for optimizer in optimizers]
+        if self.gradient_norm == "joint" and len(set(norms)) > 1:
             raise ValueError(
                 "gradient_norm joint clips policy and critic together: give policy_optimizer and critic_optimizer the "
-                f"same max_grad_norm (they have {policy.max_grad_norm} and {critic.max_grad_norm})"
+                f"same max_grad_norm (they have {norms[0]} and {norms[1]})"
             )
-        if self.warmup_iterations and (policy.warmup or critic.warmup):
+        if self.warmup_iterations and any(optimizer.warmup for optimizer in optimizers):
             raise ValueError("warm-up is set twice: use warmup_iterations, or the optimisers' warmup, not both")
+        if self.warmup_iterations > self.iterations:
+            raise ValueError(
+                f"warmup_iterations {self.warmup_iterations} is more than iterations {self.iterations}: "
+                "the learning rate would never reach its peak"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _early_stop_can_act(self) -> PpoConfig:
+        if self.target_kl_early_stop is None:
+            return self
+        if self.surrogate.fixed_reference:
+            raise ValueError(
+                "target_kl_early_stop measures the KL to the behaviour policy, under surrogate.fixed_reference the "
+                "reference: it would end every update once the policy has left that"
+            )
+        if self.epochs * self.minibatches == 1:
+            raise ValueError(
+                "target_kl_early_stop is looked at before each step, and the first step of an update has a KL of 0: "
+                "with epochs 1 and minibatches 1 it never acts"
+            )
         return self
 
     @property

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Any, get_args
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -22,17 +23,32 @@ def describe(error: ValidationError, model: type[BaseModel], prefix: str) -> str
 
 
 def _line(problem: Any, model: type[BaseModel], prefix: str) -> str:
-    location = [str(part) for part in problem["loc"]]
-    path = ".".join([prefix, *location]) if prefix else ".".join(location)
-    if problem["type"] == "extra_forbidden":
-        owner = _model_at(model, location[:-1])
+    kind, message = problem["type"], problem["msg"].removeprefix("Value error, ")
+    location, owner = _locate(model, [str(part) for part in problem["loc"]], at_owner=kind == "extra_forbidden")
+    path = ".".join([prefix, *location] if prefix else location)
+    if not path:
+        return str(message)
+    if kind == "extra_forbidden":
         return f"unknown parameter '{path}'; {nearest(location[-1], _names(owner))}"
-    if problem["type"] == "missing":
-        return f"parameter '{path}' is missing; add it to params.yaml"
-    message = problem["msg"].removeprefix("Value error, ")
+    if kind in ("missing", "union_tag_not_found"):
+        missing = path if kind == "missing" else f"{path}.{_quoted(problem['ctx']['discriminator'])[0]}"
+        return f"parameter '{missing}' is missing; add it"
+    if kind == "union_tag_invalid":
+        context = problem["ctx"]
+        tag, tags = context["tag"], _quoted(context["expected_tags"])
+        return f"parameter '{path}.{_quoted(context['discriminator'])[0]}': there is no '{tag}'; {nearest(tag, tags)}"
     given = problem.get("input")
-    shown = "" if isinstance(given, dict | BaseModel) else f" (got {given!r})"
+    shown = "" if isinstance(given, dict | BaseModel) or _holds_models(given) else f" (got {given!r})"
     return f"parameter '{path}': {message[0].lower()}{message[1:]}{shown}"
+
+
+def _quoted(text: str) -> list[str]:
+    """The names in a list such as ``'a', 'b'``."""
+    return re.findall(r"'([^']*)'", text)
+
+
+def _holds_models(given: Any) -> bool:
+    return isinstance(given, list | tuple) and any(isinstance(item, dict | BaseModel) for item in given)
 
 
 def _names(model: type[BaseModel] | None) -> list[str]:
@@ -40,19 +56,42 @@ def _names(model: type[BaseModel] | None) -> list[str]:
     return [field.alias or name for name, field in model.model_fields.items()] if model else []
 
 
-def _model_at(model: type[BaseModel] | None, location: list[str]) -> type[BaseModel] | None:
-    """The model that lies at ``location`` inside ``model``, through optional and tuple annotations."""
-    for part in location:
-        if model is None:
-            return None
-        if part.isdigit():
+def _locate(
+    model: type[BaseModel], location: Sequence[str], *, at_owner: bool
+) -> tuple[list[str], type[BaseModel] | None]:
+    """``location`` as params.yaml spells it, and the model that lies there (``at_owner``: the one that holds it).
+
+    Inside a list of several kinds of model pydantic's location also names the kind, which params.yaml does not.
+    """
+    candidates: list[type[BaseModel]] = [model]
+    path: list[str] = []
+    is_key = False  # whether the next part is a key of a mapping's own, which no model declares
+    for position, part in enumerate(location):
+        if at_owner and position == len(location) - 1:
+            return [*path, part], candidates[0] if candidates else None
+        tagged = [choice for choice in candidates if _tag(choice) == part]
+        if len(candidates) > 1 and tagged:
+            candidates = tagged
             continue
-        field = next((f for name, f in model.model_fields.items() if part in (name, f.alias)), None)
-        model = _first_model(field.annotation) if field else None
-    return model
+        path.append(part)
+        if is_key or part.isdigit():
+            is_key = False
+            continue
+        field = next((f for c in candidates[:1] for n, f in c.model_fields.items() if part in (n, f.alias)), None)
+        candidates = list(_models(field.annotation)) if field else []
+        is_key = field is not None and get_origin(field.annotation) is dict
+    return path, candidates[0] if candidates else None
 
 
-def _first_model(annotation: Any) -> type[BaseModel] | None:
+def _tag(model: type[BaseModel]) -> str | None:
+    """What ``kind`` says in every value of ``model``."""
+    field = model.model_fields.get("kind")
+    return str(field.default) if field else None
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models in an annotation, through optionals, tuples and unions."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for arg in get_args(annotation) if (found := _first_model(arg))), None)
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models(argument)

@@ -36,17 +36,22 @@ def hidden_states(
     return output.last_hidden_state
 
 
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Whether a causal LM's logits are its output embedding of the last hidden states, and nothing more."""
+    settings = (getattr(model.config, name, None) for name in LOGIT_SETTINGS)
+    return model.get_output_embeddings() is not None and not any(settings)
+
+
 def selected_logits(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, select: Tensor) -> Tensor:
     """Next-token logits of a causal LM at the positions where ``select`` (bool, B, L) holds: (N, V), row-major order.
 
     Only the N selected hidden states are unembedded: with prompts masked that is a third to a half of the work of a
     small model with a large vocabulary.
     """
-    head = model.get_output_embeddings()
-    if head is None or any(getattr(model.config, name, None) for name in LOGIT_SETTINGS):
+    if not has_plain_head(model):
         positions = position_ids_from_mask(attention_mask)
         logits: Tensor = model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
         ).logits
         return logits[select]
-    return head(hidden_states(model.base_model, input_ids, attention_mask)[select])
+    return model.get_output_embeddings()(hidden_states(model.base_model, input_ids, attention_mask)[select])

@@ -73,10 +73,17 @@ def reading(source: str | Path) -> Iterator[None]:
         raise ModelError(f"cannot load the model {kind} {source}: {first_line}; {REPAIR}") from error
 
 
-def load_model(auto_class: Any, source: str | Path, dtype: torch.dtype | None, revision: str | None = None) -> Any:
+def load_model(
+    auto_class: Any,
+    source: str | Path,
+    dtype: torch.dtype | None,
+    revision: str | None = None,
+    attention: str | None = "sdpa",
+) -> Any:
     """``auto_class.from_pretrained`` on this process's device: safetensors only, no remote code, ``dtype`` as saved
     unless given.
 
+    ``attention`` names the implementation; None takes the best that the architecture has, for models from elsewhere.
     ``ModelError`` when the weights do not fill the model: the library would draw the missing ones at random.
     """
     with reading(source):
@@ -84,7 +91,7 @@ def load_model(auto_class: Any, source: str | Path, dtype: torch.dtype | None, r
             str(source),
             revision=revision,
             dtype=dtype if dtype is not None else "auto",
-            attn_implementation="sdpa",
+            attn_implementation=attention,
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,

@@ -15,6 +15,7 @@ from rlhf_core.data.batching import batch_at
 from rlhf_core.ppo.advantages import explained_variance
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.forward import TokenScorer
+from rlhf_core.ppo.reward_sources.mixture import source_figures
 from rlhf_core.ppo.rewards import RunningMoments
 from rlhf_core.ppo.rollout import Actors, collect
 from rlhf_core.ppo.sampling import Sampling
@@ -112,6 +113,7 @@ class CriticTrainer:
             "reward_mean": float(experience.scores.mean()),
             "reward_std": float(experience.scores.std(unbiased=False)),
             "length": float(experience.lengths.float().mean()),
+            **source_figures(self.actors.score),
             **seconds,
         }
 

@@ -11,18 +11,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rlhf_core.ppo.default_rules import DEFAULT_RULES
-from rlhf_core.ppo.rule import Action, Check, Rule, Severity
+from rlhf_core.config.default_rules import DEFAULT_RULES
+from rlhf_core.config.rule import Action, Check, Rule, Severity
 
 START_OBSERVATIONS = 3  # the start of a run is the mean of this many first values
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One rule that fired: what was seen, the likely cause, the numbers, and what to do."""
+    """One rule that fired: what was seen, the likely cause, the numbers, and what to do.
+
+    ``since`` is the iteration of the oldest observation that the rule looked at.
+    """
 
     rule: str
     iteration: int
+    since: int
     severity: Severity
     action: Action
     symptom: str
@@ -59,6 +63,7 @@ class Monitor:
         self.windows = _windows(self.rules)
         self.start: dict[str, list[float]] = {}
         self.recent: dict[str, list[float]] = {}
+        self.seen: dict[str, list[int]] = {}  # the iterations of those
         self.best: dict[str, float] = {}
         self.active: set[str] = set()
 
@@ -69,7 +74,7 @@ class Monitor:
         each time. Metrics that come every few iterations (``win_rate``) may be left out in between; a rule is looked at
         only when one of its metrics is new.
         """
-        self._remember(signals)
+        self._remember(iteration, signals)
         findings = []
         for rule in self.rules:
             if iteration < rule.after or not any(check.metric in signals for check in rule.checks):
@@ -79,15 +84,28 @@ class Monitor:
                 self.active.discard(rule.name)
                 continue
             if rule.action != "warn" or rule.name not in self.active:
-                findings.append(_finding(rule, iteration, [text for text in evidence if text]))
+                findings.append(_finding(rule, iteration, self._since(rule), [text for text in evidence if text]))
             self.active.add(rule.name)
         return sorted(findings, key=lambda finding: not finding.stops)
+
+    def earliest_window(self) -> int | None:
+        """The first iteration that a coming finding of a rollback rule can look back to; None without such a rule.
+
+        A checkpoint from before it must be kept. A metric that has just been seen may stay in its window for long: a
+        rule with several checks is also looked at when another of its metrics is new.
+        """
+        rules = [rule for rule in self.rules if rule.action == "rollback"]
+        if not rules:
+            return None
+        newest = max((seen[-1] for seen in self.seen.values()), default=0)
+        return min([newest + 1, *(self._since(rule) for rule in rules if self._known(rule))])
 
     def state(self) -> dict[str, Any]:
         """Everything that later judgements depend on, as JSON (non-finite values as None)."""
         return {
             "start": {name: _to_json(values) for name, values in self.start.items()},
             "recent": {name: _to_json(values) for name, values in self.recent.items()},
+            "seen": {name: list(iterations) for name, iterations in self.seen.items()},
             "best": dict(self.best),
             "active": sorted(self.active),
         }
@@ -96,18 +114,29 @@ class Monitor:
         """Continue from :meth:`state` of another monitor with the same rules."""
         self.start = {name: _from_json(values) for name, values in state["start"].items()}
         self.recent = {name: _from_json(values) for name, values in state["recent"].items()}
+        self.seen = {name: list(iterations) for name, iterations in state["seen"].items()}
         self.best = {name: float(value) for name, value in state["best"].items()}
         self.active = set(state["active"])
 
-    def _remember(self, signals: Mapping[str, float]) -> None:
+    def _remember(self, iteration: int, signals: Mapping[str, float]) -> None:
         for name in self.windows.keys() & signals.keys():
             value = float(signals[name])
             self.recent[name] = [*self.recent.get(name, []), value][-self.windows[name] :]
+            self.seen[name] = [*self.seen.get(name, []), iteration][-self.windows[name] :]
             if not math.isfinite(value):
                 continue
             if len(self.start.setdefault(name, [])) < START_OBSERVATIONS:
                 self.start[name].append(value)
             self.best[name] = max(self.best.get(name, value), value)
+
+    def _known(self, rule: Rule) -> bool:
+        """Whether any of the rule's metrics has been seen."""
+        return any(check.metric in self.seen for check in rule.checks)
+
+    def _since(self, rule: Rule) -> int:
+        """The iteration of the oldest observation in the windows of ``rule``, one metric of which has been seen."""
+        windows = [self.seen[check.metric][-check.window :] for check in rule.checks if check.metric in self.seen]
+        return min(window[0] for window in windows)
 
     def _evidence(self, check: Check) -> str | None:
         """The numbers in words when ``check`` holds, None when it does not or cannot be told."""
@@ -168,17 +197,18 @@ def _explain(check: Check, reference: float) -> str:
     return f" ({source} {reference:.3g}, window {check.window})"
 
 
-def _finding(rule: Rule, iteration: int, evidence: Sequence[str]) -> Finding:
+def _finding(rule: Rule, iteration: int, since: int, evidence: Sequence[str]) -> Finding:
     return Finding(
         rule=rule.name,
         iteration=iteration,
+        since=since,
         severity=rule.severity,
         action=rule.action,
         symptom=rule.symptom,
         cause=rule.cause,
         evidence=tuple(evidence),
         remedy=rule.remedy,
-        adjust=rule.adjust,
+        adjust=rule.adjust if rule.action == "rollback" else (),
     )
 
 

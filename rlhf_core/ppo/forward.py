@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.data.sharding import passes
+from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.models.forward import position_ids_from_mask
 from rlhf_core.ppo.sampling import Sampling, log_distribution
 
@@ -86,6 +87,12 @@ def response_log_distribution(model: PreTrainedModel, batch: Tokens, sampling: S
         logits_to_keep=batch.width + 1,
     ).logits[:, :-1]
     return log_distribution(logits, sampling)
+
+
+def policy_and_values(model: ActorCritic, batch: Tokens, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """:func:`response_log_distribution` (B, T, V) and :func:`response_values` (B, T), in one pass of the backbone."""
+    logits, scores = model(batch.tokens, batch.attention_mask, batch.position_ids, logits_to_keep=batch.width + 1)
+    return log_distribution(logits[:, :-1], sampling), scores[:, -batch.width - 1 : -1]
 
 
 def chosen(log_probabilities: Tensor, response: Tensor) -> Tensor:

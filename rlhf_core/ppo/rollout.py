@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from rlhf_core import distributed
 from rlhf_core.config.ppo import PpoUnits
 from rlhf_core.errors import RlhfError
+from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.ppo.advantages import gae, monte_carlo_returns
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.forward import (
@@ -22,6 +23,7 @@ from rlhf_core.ppo.forward import (
     chosen,
     entropy,
     pad_columns,
+    policy_and_values,
     response_log_distribution,
     response_values,
     shared_micro_batches,
@@ -145,7 +147,11 @@ def score_tokens(actors: Actors, rollout: Rollout, sampling: Sampling, micro_bat
 
 @torch.inference_mode()
 def _score_part(actors: Actors, part: Tokens, sampling: Sampling) -> tuple[Tensor, ...]:
-    policy = response_log_distribution(actors.policy, part, sampling)
+    if isinstance(actors.critic, ActorCritic):
+        policy, values = policy_and_values(actors.critic, part, sampling)
+    else:
+        policy = response_log_distribution(actors.policy, part, sampling)
+        values = response_values(actors.critic, part)
     same = actors.reference is actors.policy
     reference = policy if same else response_log_distribution(actors.reference, part, sampling)
     return (
@@ -153,7 +159,7 @@ def _score_part(actors: Actors, part: Tokens, sampling: Sampling) -> tuple[Tenso
         chosen(reference, part.response),
         full_kl(policy, reference),
         entropy(policy),
-        response_values(actors.critic, part),
+        values,
     )
 
 

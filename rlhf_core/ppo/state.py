@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from rlhf_core.files import atomic_dir, atomic_write_json, read_json
+from rlhf_core import distributed
+from rlhf_core.files import atomic_dir
 from rlhf_core.training import checkpoint
 from rlhf_core.training.engine import Engine, EngineState
 from rlhf_core.training.rng import rng_state, set_rng_state
@@ -71,8 +73,11 @@ class RunFiles:
     lines: Mapping[str, Lines]
     keep: int
 
-    def save(self, iteration: int, meta: Mapping[str, Any]) -> None:
-        """Checkpoint after ``iteration`` iterations: engines, generators, line offsets and ``meta`` (JSON)."""
+    def save(self, iteration: int, meta: Mapping[str, Any], keep_from: int | None = None) -> None:
+        """Checkpoint after ``iteration`` iterations: engines, generators, line offsets and ``meta`` (JSON).
+
+        The newest ``keep`` checkpoints stay, and those from iteration ``keep_from`` on.
+        """
         tensors, generators = rng_state()
         engines: dict[str, Any] = {}
         for name, engine in self.engines.items():
@@ -83,7 +88,17 @@ class RunFiles:
             lines.flush()
         sizes = {name: lines.size for name, lines in self.lines.items()}
         content = {"run": dict(meta), "rng": generators, "engines": engines, "lines": sizes}
-        checkpoint.save(self.directory, iteration, tensors, content, self.keep)
+        checkpoint.save(self.directory, iteration, tensors, content, self.keep, keep_from)
+
+    def metas(self) -> dict[int, dict[str, Any]]:
+        """``meta`` of every readable checkpoint by its iteration. The first rank's folder counts."""
+        saved = checkpoint.saved_metas(self.directory) if distributed.is_first() else {}
+        return dict(distributed.from_first([[step, meta["run"]] for step, meta in saved.items()]))
+
+    def drop(self, iteration: int) -> None:
+        """Remove the checkpoint of ``iteration``, which the first rank has."""
+        if distributed.is_first():
+            checkpoint.drop(self.directory, iteration)
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
         """Restore the newest sound checkpoint; its iteration and ``meta``, or None for a fresh start.
@@ -106,17 +121,27 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def save_best(folder: Path, iteration: int, weights: dict[str, Tensor]) -> None:
-    """Keep the weights of the best checkpoint so far, in place of the one before."""
+    """Keep the weights of a checkpoint that is the best so far."""
     from safetensors.torch import save_file
 
-    with atomic_dir(folder) as building:
+    with atomic_dir(folder / _best_name(iteration)) as building:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, building / "weights.safetensors")
-        atomic_write_json(building / "meta.json", {"iteration": iteration})
 
 
-def load_best(folder: Path) -> tuple[int, dict[str, Tensor]]:
-    """Iteration and weights that :func:`save_best` kept."""
+def load_best(folder: Path, iteration: int) -> dict[str, Tensor]:
+    """The weights that :func:`save_best` kept of ``iteration``."""
     from safetensors.torch import load_file
 
-    meta = read_json(folder / "meta.json")
-    return int(meta["iteration"]), load_file(folder / "weights.safetensors")
+    return load_file(folder / _best_name(iteration) / "weights.safetensors")
+
+
+def prune_best(folder: Path, needed: Collection[int]) -> None:
+    """Forget the kept weights of all iterations but ``needed``."""
+    names = {_best_name(iteration) for iteration in needed}
+    for path in folder.glob("iteration-*"):
+        if path.name not in names:
+            shutil.rmtree(path)
+
+
+def _best_name(iteration: int) -> str:
+    return f"iteration-{iteration:06d}"

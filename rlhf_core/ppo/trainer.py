@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf_core import distributed
 from rlhf_core.data.batching import batch_at
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.ppo.advantages import explained_variance
@@ -18,14 +20,19 @@ from rlhf_core.ppo.diagnosis import Finding, Monitor
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.health import signals
 from rlhf_core.ppo.kl import KlController
+from rlhf_core.ppo.reward_sources.mixture import source_figures
 from rlhf_core.ppo.rewards import RunningMoments
+from rlhf_core.ppo.rollback import Journal, Rollback, Rollbacks
 from rlhf_core.ppo.rollout import Actors, Scorer, collect, sequence_figures
-from rlhf_core.ppo.state import Lines, RunFiles, save_best
+from rlhf_core.ppo.state import Lines, RunFiles, prune_best, save_best
 from rlhf_core.ppo.update import Learner, first_ratio, update
 from rlhf_core.progress import Progress, progress
 from rlhf_core.tracking import Tracker
+from rlhf_core.training.engine.base import MAX_NONFINITE_IN_A_ROW
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
+
+logger = logging.getLogger(__name__)
 
 SAMPLES = 8
 # Of the selection's figures these are signals of their own; the others would collide with those of the rollout.
@@ -83,10 +90,12 @@ class Trainer:
         self.config = config
         self.controller = KlController(config.kl)
         self.history, self.samples = Lines(self.work / "history.jsonl"), Lines(self.work / "samples.jsonl")
-        engines = {"policy": self.learner.policy_engine, "critic": self.learner.critic_engine}
         lines = {"history": self.history, "samples": self.samples}
-        self.files = RunFiles(self.work / "checkpoints", engines, lines, config.checkpoint.keep)
-        self.done = 0
+        self.files = RunFiles(self.work / "checkpoints", self.learner.engines, lines, config.checkpoint.keep)
+        self.journal = Journal(self.work / "rollbacks.json")
+        self.rollbacks = Rollbacks(config.health, self.monitor, self.files, self.journal)
+        self.done, self.best = 0, 0
+        self.unreported: list[dict[str, Any]] = []  # rollbacks that no row of the history tells of yet
 
     def run(self) -> None:
         """Train to the configured number of iterations, resuming where an earlier process stopped.
@@ -95,6 +104,8 @@ class Trainer:
         last checkpoint before that is kept, so the same run pauses again at the same place.
         """
         self._resume()
+        if self.rollbacks.armed and not self.files.metas():
+            self._save()  # the start, to which a rule that fires early goes back
         total = self.config.iterations
         with progress(total, "ppo") as shown:
             if self.done:
@@ -108,24 +119,35 @@ class Trainer:
         rows, experience = self._collect(iteration, seconds)
         coefficient = self.controller.value
         started = time.perf_counter()
-        figures = update(self.learner, experience, coefficient, iteration)
+        figures, stopped = self._update(experience, coefficient, iteration)
         seconds["seconds_update"] = time.perf_counter() - started
         texts = [self.prompts.decode(ids) for ids in _replies(experience)]
         with self.frozen.at_work():
             row = self._signals(experience, texts, figures) | {"kl_coefficient": coefficient}
+        # One view for all ranks, however their last digits may differ: every decision below follows from it.
+        row = distributed.from_first(row)
         self.controller.update(row["kl"], len(experience))
         self.done += 1
-        if self._due(self.config.selection.every):
+        if self._due(self.config.selection.every) and stopped is None:
             started = time.perf_counter()
             row |= self._select()
             seconds["seconds_selection"] = time.perf_counter() - started
             self._sample(rows, texts, experience.scores)
         findings = self.monitor.observe(self.done, row)
         self._record(row, seconds, findings)
-        shown.advance(1, reward=row["reward_mean"], kl=row["kl"], length=row["length"])
-        self._pause_if_told(findings)
-        if self._due(self.config.checkpoint.every):
+        if not self._rolled_back(findings, stopped) and self._due(self.config.checkpoint.every):
             self._save()
+        shown.advance(self.done - iteration, reward=row["reward_mean"], kl=row["kl"], length=row["length"])
+
+    def _update(
+        self, experience: Experience, coefficient: float, iteration: int
+    ) -> tuple[dict[str, float], TrainingPaused | None]:
+        """The figures of the update, and what stopped it when steps kept being non-finite: health rules come first."""
+        try:
+            return update(self.learner, experience, coefficient, iteration), None
+        except TrainingPaused as stopped:
+            skipped = float(MAX_NONFINITE_IN_A_ROW)
+            return {"nonfinite_in_a_row": skipped, "skipped_steps": skipped}, stopped
 
     def _due(self, every: int) -> bool:
         return self.done % every == 0 or self.done == self.config.iterations
@@ -133,12 +155,13 @@ class Trainer:
     def _collect(self, iteration: int, seconds: dict[str, float]) -> tuple[list[int], Experience]:
         config, size = self.config, self.config.batch_size
         rows = batch_at(len(self.prompts.ids), size, derive_seed(config.seed, "ppo", "prompts"), iteration)
-        with self.frozen.at_work(), self.learner.policy_engine.whole(), self.learner.critic_engine.whole():
+        with self.frozen.at_work(), self.learner.whole():
             experience = collect(
                 self.actors,
                 [self.prompts.ids[row] for row in rows],
                 range(iteration * size, (iteration + 1) * size),
-                derive_seed(config.seed, "ppo", "rollout"),
+                # After a rollback other replies are drawn, so that one unlucky draw does not fail the run twice.
+                derive_seed(config.seed, "ppo", "rollout", *([len(self.journal)] if len(self.journal) else [])),
                 self.learner.sampling,
                 config.units,
                 self.moments,
@@ -161,7 +184,7 @@ class Trainer:
             referee_scores=self.referee(experience.batch) if self.referee is not None else None,
             update=figures,
         )
-        return found | sequence_figures(experience) | {
+        return found | sequence_figures(experience) | source_figures(self.actors.score) | {
             "explained_variance": explained_variance(experience.values, experience.monte_carlo, mask),
             "first_ratio": first_ratio(experience),
             "moments_mean": self.moments.mean,
@@ -172,7 +195,9 @@ class Trainer:
         with self.frozen.at_work(), self.learner.policy_engine.whole():
             verdict = self.selector.consider(self.done, self.learner.policy)
         if verdict.keep:
-            save_best(self.work / "best", self.done, self.learner.policy_engine.full_weights())
+            save_best(self.work / "best", self.done, self.learner.policy_weights())
+            self.best = self.done
+            prune_best(self.work / "best", {self.best} | self.rollbacks.needed_best())
         return {
             name if name in SELECTION_SIGNALS else f"selection_{name}": value for name, value in verdict.figures.items()
         }
@@ -181,7 +206,9 @@ class Trainer:
         self.tracker.log_metrics(row | seconds, step=self.done)
         listed = [finding.as_dict() for finding in findings]
         self.findings += listed
-        self.history.append({"iteration": self.done} | row | seconds | {"findings": listed})
+        told = {"rollbacks": self.unreported} if self.unreported else {}
+        self.history.append({"iteration": self.done} | row | seconds | {"findings": listed} | told)
+        self.unreported = []
 
     def _sample(self, rows: list[int], texts: list[str], scores: Tensor) -> None:
         for row, text, score in list(zip(rows, texts, scores.tolist(), strict=True))[:SAMPLES]:
@@ -189,11 +216,34 @@ class Trainer:
                 {"iteration": self.done, "prompt": self.prompts.texts[row], "reply": text, "score": score}
             )
 
-    def _pause_if_told(self, findings: list[Finding]) -> None:
-        stopping = [finding for finding in findings if finding.stops]
-        if stopping and self.config.health.mode == "enforce":
+    def _rolled_back(self, findings: list[Finding], stopped: TrainingPaused | None) -> bool:
+        """Whether the run went back to a healthy checkpoint. ``TrainingPaused`` when it must neither go on nor back."""
+        stopping = [finding for finding in findings if finding.stops] if self.config.health.mode == "enforce" else []
+        obstacle = ""
+        if stopping and all(finding.action == "rollback" for finding in stopping):
+            target, obstacle = self.rollbacks.target(stopping)
+            if target is not None:
+                self._roll_back(stopping[0], target)
+                return True
+        if stopped is not None:
+            raise stopped
+        if stopping:
             others = f" (and {len(stopping) - 1} more)" if len(stopping) > 1 else ""
-            raise TrainingPaused(f"ppo paused: {stopping[0]}{others} The last checkpoint before it is kept.")
+            raise TrainingPaused(f"ppo paused: {stopping[0]}{others}{obstacle} The last checkpoint before it is kept.")
+        return False
+
+    def _roll_back(self, finding: Finding, target: int) -> None:
+        """Go back to the checkpoint of iteration ``target``; what was abandoned moves into the journal."""
+        rows, samples = (
+            # Only the first rank's lines are whole; those of the others are thrown away in the end.
+            [row for row in lines.rows() if row["iteration"] > target] if distributed.is_first() else []
+            for lines in (self.history, self.samples)
+        )
+        if distributed.is_first():
+            logger.warning("ppo goes back from iteration %d to %d: %s", self.done, target, finding)
+        self.tracker.log_metrics({"rollback_to": target}, step=self.done)
+        self.journal.add(Rollback(self.done, target, finding.as_dict(), rows, samples))
+        self._resume()
 
     def _save(self) -> None:
         meta = {
@@ -202,20 +252,31 @@ class Trainer:
             "monitor": self.monitor.state(),
             "selector": self.selector.state(),
             "findings": self.findings,
+            "best": self.best,
+            "rollbacks": len(self.journal),
         }
-        self.files.save(self.done, meta)
+        self.files.save(self.done, meta, self.rollbacks.keep_from(self.done))
+        prune_best(self.work / "best", {self.best} | self.rollbacks.needed_best())
 
     def _resume(self) -> None:
+        """Restore the newest checkpoint that no rollback abandoned, adjusted by the rollbacks that it has not seen."""
+        self.rollbacks.drop_abandoned()
         found = self.files.load()
         if found is None:
+            self.journal.clear()
             return
         self.done, meta = found
         for name, value in RunningMoments.from_dict(meta["moments"]).to_dict().items():
             setattr(self.moments, name, value)
-        self.controller.value = float(meta["coefficient"])
         self.monitor.load_state(meta["monitor"])
         self.selector.load_state(meta["selector"])
-        self.findings = list(meta["findings"])
+        self.best = int(meta["best"])
+        new = self.journal.entries[meta["rollbacks"] :]
+        self.findings = [*meta["findings"], *(entry.finding for entry in new)]
+        self.unreported = [entry.record() | {"finding": entry.finding} for entry in new]
+        self.controller.value = float(meta["coefficient"]) * self.journal.factor("kl_coefficient", meta["rollbacks"])
+        for engine in self.files.engines.values():
+            engine.lr_factor = self.journal.factor("lr")
 
 
 def _replies(experience: Experience) -> list[list[int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core import distributed
 from rlhf_core.config.ppo import EntropyConfig, PpoConfig
+from rlhf_core.models.actor_critic import ActorCritic, policy_weights
 from rlhf_core.ppo.advantages import treat_advantages
 from rlhf_core.ppo.aggregation import StepSize, aggregate, masked_mean, masked_sum
 from rlhf_core.ppo.experience import Experience
@@ -19,6 +22,7 @@ from rlhf_core.ppo.forward import (
     TokenScorer,
     chosen,
     entropy,
+    policy_and_values,
     response_log_distribution,
     shared_micro_batches,
 )
@@ -26,14 +30,17 @@ from rlhf_core.ppo.kl import full_kl, kl_estimate
 from rlhf_core.ppo.objectives import clipped_share, old_policy_kl, ratios, surrogate
 from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
 from rlhf_core.ppo.sampling import Sampling
-from rlhf_core.ppo.value import ValueSettings, accumulate_value_gradient
+from rlhf_core.ppo.value import ValueSettings, accumulate_value_gradient, value_share
 from rlhf_core.training.engine import Engine, joint_step
 from rlhf_core.training.rng import derive_seed
 
 
 @dataclass(frozen=True)
 class Learner:
-    """Everything that stays the same from update to update. ``reference`` is read only for an exact KL in the loss."""
+    """Everything that stays the same from update to update. ``reference`` is read only for an exact KL in the loss.
+
+    With a shared backbone ``critic`` is an ``ActorCritic`` over ``policy``, and one engine trains both.
+    """
 
     config: PpoConfig
     sampling: Sampling
@@ -43,6 +50,25 @@ class Learner:
     critic_engine: Engine
     reference: PreTrainedModel
     ptx: PtxData | None
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """By name: ``policy`` and ``critic``, or ``policy`` alone where it trains the value head too."""
+        shared = self.critic_engine is self.policy_engine
+        return {"policy": self.policy_engine} | ({} if shared else {"critic": self.critic_engine})
+
+    def policy_weights(self) -> dict[str, Tensor]:
+        """The policy's weights by its own names, on the CPU; a value head is no part of it."""
+        weights = self.policy_engine.full_weights()
+        return policy_weights(weights) if isinstance(self.critic, ActorCritic) else weights
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside it every rank holds all weights of all models in training; see ``Engine.whole``."""
+        with ExitStack() as stack:
+            for engine in self.engines.values():
+                stack.enter_context(engine.whole())
+            yield
 
     @property
     def value_settings(self) -> ValueSettings:
@@ -106,15 +132,17 @@ def _step(learner: Learner, minibatch: Experience, coefficient: float, step: int
         found["ptx_loss"] = accumulate_ptx_gradient(
             learner.policy_engine, learner.policy, learner.ptx, step, config.ptx.weight, config.micro_batch_size
         )
-    found |= accumulate_value_gradient(learner.critic_engine, learner.critic, minibatch, learner.value_settings)
-    engines = (learner.policy_engine, learner.critic_engine)
+    if not isinstance(learner.critic, ActorCritic):
+        found |= accumulate_value_gradient(learner.critic_engine, learner.critic, minibatch, learner.value_settings)
+    engines = learner.engines
     if config.gradient_norm == "joint":
-        results = joint_step(engines, config.policy_optimizer.max_grad_norm)
+        results = joint_step(list(engines.values()), config.policy_optimizer.max_grad_norm)
     else:
-        results = [engine.step() for engine in engines]
+        results = [engine.step() for engine in engines.values()]
     figures.counts["skipped_steps"] += sum(result.skipped for result in results)
-    figures.add(found | {"policy_grad_norm": results[0].grad_norm, "critic_grad_norm": results[1].grad_norm,
-                         "policy_lr": results[0].lr, "critic_lr": results[1].lr})  # fmt: skip
+    named = dict(zip(engines, results, strict=True))
+    found |= {f"{name}_grad_norm": result.grad_norm for name, result in named.items()}
+    figures.add(found | {f"{name}_lr": result.lr for name, result in named.items()})
     return True
 
 
@@ -160,14 +188,19 @@ def _entropy_direction(settings: EntropyConfig, before: Survey | None) -> float:
 def accumulate_policy_gradient(
     learner: Learner, minibatch: Experience, coefficient: float, entropy_direction: float
 ) -> dict[str, float]:
-    """Backward pass of the policy's loss over a minibatch, in micro-batches that never change the gradient."""
+    """Backward pass of the policy's loss over a minibatch, in micro-batches that never change the gradient.
+
+    With a shared backbone the weighted value loss is in it, computed from the same pass.
+    """
     config = learner.config
     size = StepSize.of(minibatch.response_mask)
     advantages = treat_advantages(minibatch.advantages, minibatch.response_mask, config.advantage)
     found: dict[str, float] = {"ratio_max": 0.0}
+    if isinstance(learner.critic, ActorCritic):
+        found |= {"value_loss": 0.0, "value_clip_fraction": 0.0}
     for rows, counts in shared_micro_batches(minibatch.attention_mask, config.micro_batch_size):
         batch = minibatch.batch.part(rows)
-        log_probabilities = _log_distribution(learner, batch)
+        log_probabilities, values = _forward(learner, batch)
         logprobs = chosen(log_probabilities, batch.response)
         mask, width = batch.response_mask, batch.width
         ratio = ratios(logprobs, minibatch.old_logprobs[rows, :width], mask)
@@ -176,10 +209,19 @@ def accumulate_policy_gradient(
             terms = terms + coefficient * _kl_term(learner, minibatch.ref_logprobs[rows, :width], batch,
                                                    log_probabilities, logprobs)  # fmt: skip
         loss = aggregate(terms, mask, size, config.surrogate.aggregation)
-        bonus = _entropy_term(log_probabilities, mask, size, entropy_direction * config.entropy.weight)
-        learner.policy_engine.backward(counts * (loss + bonus))
+        total = loss + _entropy_term(log_probabilities, mask, size, entropy_direction * config.entropy.weight)
+        if values is not None:
+            total = total + value_share(values, minibatch, rows, counts, size, learner.value_settings, found)
+        learner.policy_engine.backward(counts * total)
         _collect(found, counts, loss, ratio.detach(), advantages[rows, :width], mask, size, config)
     return distributed.totals(found)
+
+
+def _forward(learner: Learner, batch: Tokens) -> tuple[Tensor, Tensor | None]:
+    """The current policy's log-distribution (B, T, V), and with a shared backbone the values (B, T)."""
+    if isinstance(learner.critic, ActorCritic):
+        return learner.policy_engine.forward(partial(policy_and_values, learner.critic, batch, learner.sampling))
+    return _log_distribution(learner, batch), None
 
 
 def _entropy_term(log_probabilities: Tensor, mask: Tensor, size: StepSize, weight: float) -> Tensor | float:

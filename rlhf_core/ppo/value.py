@@ -35,7 +35,7 @@ def value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, clip: flo
 
 @dataclass(frozen=True)
 class ValueSettings:
-    """How the value loss is formed. ``weight`` only matters where the gradient norm is shared with the policy."""
+    """How the value loss is formed. ``weight`` matters where backbone or gradient norm is shared with the policy."""
 
     clip: float | None
     weight: float = 1.0
@@ -51,16 +51,32 @@ def accumulate_value_gradient(
     Returns ``value_loss`` (unweighted) and ``value_clip_fraction``.
     """
     size = StepSize.of(minibatch.response_mask)
-    loss_sum, clipped = 0.0, 0.0
+    found = {"value_loss": 0.0, "value_clip_fraction": 0.0}
     for rows, counts in shared_micro_batches(minibatch.attention_mask, settings.micro_batch_size):
-        part = minibatch.batch.part(rows)
-        mask, width = part.response_mask, part.width
-        old, returns = minibatch.values[rows, :width], minibatch.returns[rows, :width]
-        values = engine.forward(partial(response_values, critic, part))
-        loss = counts * aggregate(value_loss(values, old, returns, settings.clip), mask, size, settings.aggregation)
-        engine.backward(settings.weight * loss)
-        loss_sum += float(loss.detach())
-        if settings.clip is not None:
-            hit = value_clipped(values.detach(), old, returns, settings.clip)
-            clipped += counts * float(masked_sum(hit.float(), mask)) / size.tokens
-    return distributed.totals({"value_loss": loss_sum, "value_clip_fraction": clipped})
+        values = engine.forward(partial(response_values, critic, minibatch.batch.part(rows)))
+        engine.backward(counts * value_share(values, minibatch, rows, counts, size, settings, found))
+    return distributed.totals(found)
+
+
+def value_share(
+    values: Tensor,
+    minibatch: Experience,
+    rows: Tensor,
+    counts: float,
+    size: StepSize,
+    settings: ValueSettings,
+    found: dict[str, float],
+) -> Tensor:
+    """The weighted loss of one micro-batch, a scalar, from the values (b, t) of the given ``rows``.
+
+    ``found`` takes in its share of ``value_loss`` (unweighted) and ``value_clip_fraction``, ``counts`` times.
+    """
+    width = values.shape[1]
+    mask = minibatch.response_mask[rows, :width]
+    old, returns = minibatch.values[rows, :width], minibatch.returns[rows, :width]
+    loss = aggregate(value_loss(values, old, returns, settings.clip), mask, size, settings.aggregation)
+    found["value_loss"] += counts * float(loss.detach())
+    if settings.clip is not None:
+        hit = value_clipped(values.detach(), old, returns, settings.clip)
+        found["value_clip_fraction"] += counts * float(masked_sum(hit.float(), mask)) / size.tokens
+    return settings.weight * loss

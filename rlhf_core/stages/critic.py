@@ -1,4 +1,7 @@
-"""Critic pre-training: from the reward model (or SFT with a random head) to a value function in PPO's units."""
+"""Critic pre-training: from the reward model (or SFT with a random head) to a value function in PPO's units.
+
+With ``ppo.critic_mode: shared`` PPO takes only the value head from the critic's folder.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from rlhf_core.models.base import load_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import merge_adapters
 from rlhf_core.ppo.critic_pretraining import CriticTrainer
-from rlhf_core.ppo.rollout import Actors, model_scorer
-from rlhf_core.ppo.starting import load_scalar, read_prompts, require_room, sampling_for
+from rlhf_core.ppo.reward_sources import tracked_files
+from rlhf_core.ppo.reward_sources.building import Setting, build_scorer
+from rlhf_core.ppo.rollout import Actors
+from rlhf_core.ppo.starting import read_prompts, require_room, sampling_for
 from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine.choice import build_engine, finish
@@ -21,8 +26,15 @@ STAGE = Stage(
     name="critic",
     section="critic",
     config=CriticStageConfig,
-    inputs={"clean": "data/clean", "sft": "models/sft", "reward": "models/reward", "pass_": "gates/reward.pass"},
+    inputs={
+        "clean": "data/clean",
+        "sft": "models/sft",
+        "reward": "models/reward",
+        "pass_": "gates/reward.pass",
+        "reward_sources": tracked_files.FILE,
+    },
     outputs={"model": "models/critic", "metrics": "metrics/critic.json", "history": "history/critic.jsonl"},
+    optional_inputs=frozenset({"reward_sources"}),
 )
 
 
@@ -33,15 +45,18 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
     policy.requires_grad_(False)
     critic = initial_critic(config, inputs)
     units = config.ppo.units
-    _, prompt_ids = read_prompts(inputs.clean / "prompts" / "train.parquet", tokenizer)
+    rows, prompt_ids = read_prompts(inputs.clean / "prompts" / "train.parquet", tokenizer)
     require_room(prompt_ids, units.max_new_tokens, getattr(policy.config, "max_position_embeddings", None))
     frozen = FrozenModels()
-    reward = frozen.place(load_scalar(inputs.reward))
+    setting = Setting(
+        inputs.reward, inputs.clean, tokenizer, rows, prompt_ids, units.micro_batch_size, policy.device, frozen
+    )
+    score = build_scorer(units.reward.sources, setting)
     steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
     trainer = CriticTrainer(
         config=config,
         units=units,
-        actors=Actors(policy, policy, critic, model_scorer(reward, units.micro_batch_size)),
+        actors=Actors(policy, policy, critic, score),
         critic=critic,
         engine=build_engine(critic, config.optimizer, steps, "critic"),
         sampling=sampling_for(tokenizer, units),
@@ -60,12 +75,20 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
 
 
 def initial_critic(config: CriticStageConfig, inputs: Paths) -> ScalarModel:
-    """The critic before pre-training. A kept unembedding is of no use to it and is dropped."""
-    if config.init == "reward":
+    """The critic before pre-training. A kept unembedding is of no use to it and is dropped.
+
+    With a shared backbone it is the SFT model with a random head, and only the head can be trained.
+    """
+    shared = config.ppo.critic_mode == "shared"
+    if config.init == "reward" and not shared:
         critic = ScalarModel.load(inputs.reward)
     else:
         critic = ScalarModel.from_causal_lm(inputs.sft, derive_seed(config.seed, "critic", "head"))
     critic.unembedding = None
+    if shared:
+        # PPO's policy will be this backbone, so that it must stay what SFT made of it.
+        critic.requires_grad_(False)
+        critic.model.get_submodule("score").requires_grad_(True)
     if config.lora is not None:
         critic.add_adapters(config.lora, derive_seed(config.seed, "critic", "lora"))
     return critic

@@ -14,18 +14,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core import distributed
 from rlhf_core.config.ppo import PpoConfig, SelectionConfig
+from rlhf_core.config.rule_changes import rules_for
 from rlhf_core.data.chat import decode_reply, encode_dialogue, encode_reply, pad_id
 from rlhf_core.data.schema import Demonstration, PretrainText, Prompt, read_rows
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.evaluation.model_judge import ModelJudge
 from rlhf_core.evaluation.replies import unfiltered_replies
 from rlhf_core.evaluation.selection import Candidate, Choice, SelectionEvaluator, candidate, choose
-from rlhf_core.files import atomic_write_json, read_json
+from rlhf_core.files import atomic_write_json, atomic_write_lines, read_json
+from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.models.base import load_policy, save_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import WithoutAdapters, add_adapters, merge_adapters
 from rlhf_core.ppo.diagnosis import Monitor
 from rlhf_core.ppo.ptx import PtxData
+from rlhf_core.ppo.reward_sources import tracked_files
+from rlhf_core.ppo.reward_sources.building import Setting, build_scorer
 from rlhf_core.ppo.rewards import RunningMoments
 from rlhf_core.ppo.rollout import Actors, model_scorer
 from rlhf_core.ppo.starting import load_scalar, read_prompts, require_room, sampling_for
@@ -50,13 +54,16 @@ STAGE = Stage(
         "referee": "models/referee",
         "critic": "models/critic",
         "pass_": "gates/reward.pass",
+        "reward_sources": tracked_files.FILE,
     },
     outputs={
         "model": "models/policy",
         "metrics": "metrics/ppo.json",
         "history": "history/ppo.jsonl",
+        "abandoned": "history/ppo_abandoned.jsonl",
         "samples": "samples/ppo.jsonl",
     },
+    optional_inputs=frozenset({"reward_sources"}),
 )
 
 
@@ -66,7 +73,6 @@ class CheckpointSelector:
 
     evaluate: SelectionEvaluator
     limits: SelectionConfig
-    judges: Mapping[str, ModelJudge]
     candidates: list[Candidate] = field(default_factory=list)
 
     def consider(self, iteration: int, policy: PreTrainedModel) -> Verdict:
@@ -102,11 +108,13 @@ def _candidate(row: Mapping[str, Any]) -> Candidate:
 def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
     """Train, choose a checkpoint, save it, and describe the run."""
     seed_everything(config.seed)
-    policy, reference, tokenizer = load_models(config, inputs)
+    reference, tokenizer = load_reference(config, inputs)
     frozen = FrozenModels()
     selector = make_selector(config, inputs, reference, tokenizer, frozen)
     if config.policy_lora is None:
         reference = selector.evaluate.reference = frozen.place(reference)
+    # Not before the reference is placed: the device may have no room for both as they are loaded.
+    policy = load_trained(config, inputs, reference)
     trainer = make_trainer(config, inputs, outputs.work, tracker, policy, reference, tokenizer, selector, frozen)
     try:
         trainer.run()
@@ -115,38 +123,54 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> d
     except TrainingPaused:
         publish_lines(trainer, outputs)  # the report of a paused run shows its curves
         raise
-    policy = finish(trainer.learner.policy_engine, policy)
-    iteration, weights = load_best(outputs.work / "best")
-    load_weights(policy, weights)
+    policy = trained_policy(trainer.learner)
+    load_weights(policy, load_best(outputs.work / "best", choice.candidate.iteration))
     if config.policy_lora is not None:
         merge_adapters(policy)
     save_policy(outputs.model, policy, tokenizer)
     publish_lines(trainer, outputs)
     tracker.log_artifact(outputs.samples, "samples")
     tracker.set_tags({"rlhf.selection": choice.reason})
-    metrics = summary(trainer, choice, iteration)
+    metrics = summary(trainer, choice)
     atomic_write_json(outputs.metrics, metrics)
     return metrics
 
 
-def load_models(config: PpoConfig, inputs: Paths) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
-    """Policy, reference and tokenizer. With adapters both are one model, the reference with them switched off."""
-    if config.policy_lora is not None:
-        policy, tokenizer = load_policy(inputs.sft)
-        add_adapters(policy, config.policy_lora, derive_seed(config.seed, "ppo", "lora"))
-        without: Any = WithoutAdapters(policy)
-        return policy, without, tokenizer
-    reference, tokenizer = load_policy(inputs.sft)
-    policy, _ = load_policy(inputs.sft if config.policy_init == "sft" else inputs.base)
-    reference.requires_grad_(False)
-    return policy, reference, tokenizer
+def load_reference(config: PpoConfig, inputs: Paths) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Reference and tokenizer. With adapters it is the policy with its adapters switched off."""
+    model, tokenizer = load_policy(inputs.sft)
+    if config.policy_lora is None:
+        return model.requires_grad_(False), tokenizer
+    add_adapters(model, config.policy_lora, derive_seed(config.seed, "ppo", "lora"))
+    without: Any = WithoutAdapters(model)
+    return without, tokenizer
+
+
+def load_trained(config: PpoConfig, inputs: Paths, reference: PreTrainedModel) -> PreTrainedModel:
+    """The policy: a model of its own, or the one that is the reference without its adapters."""
+    if isinstance(reference, WithoutAdapters):
+        return reference.model
+    return load_policy(inputs.sft if config.policy_init == "sft" else inputs.base)[0]
+
+
+def trained_policy(learner: Learner) -> PreTrainedModel:
+    """The policy, whole, on the first rank, which goes on alone. A value head on it has done its work."""
+    if isinstance(learner.critic, ActorCritic):
+        return finish(learner.policy_engine, learner.critic).policy
+    return finish(learner.policy_engine, learner.policy)
 
 
 def publish_lines(trainer: Trainer, outputs: Paths) -> None:
-    """Copy history and samples from the partial state to their places."""
-    for source, target in ((trainer.history, outputs.history), (trainer.samples, outputs.samples)):
-        if source.path.exists():
-            shutil.copyfile(source.path, target)
+    """Copy history and samples from the partial state to their places.
+
+    What rollbacks abandoned comes along, marked with the number of its ``rollback``: rows in a file of their own, so
+    that curves stay right, and samples after the others. Of several ranks the first alone has whole files.
+    """
+    if not distributed.is_first():
+        return
+    shutil.copyfile(trainer.history.path, outputs.history)
+    atomic_write_lines(outputs.abandoned, trainer.journal.abandoned("rows"))
+    atomic_write_lines(outputs.samples, [*trainer.samples.rows(), *trainer.journal.abandoned("samples")])
 
 
 def make_trainer(
@@ -165,17 +189,19 @@ def make_trainer(
     rows, prompt_ids = read_prompts(inputs.clean / "prompts" / "train.parquet", tokenizer)
     positions = getattr(policy.config, "max_position_embeddings", None)
     require_room(prompt_ids, units.max_new_tokens, positions)
-    critic = ScalarModel.load(inputs.critic)
-    if config.critic_lora is not None:
-        critic.add_adapters(config.critic_lora, derive_seed(config.seed, "ppo", "critic", "lora"))
+    setting = Setting(
+        inputs.reward, inputs.clean, tokenizer, rows, prompt_ids, units.micro_batch_size, policy.device, frozen
+    )
+    score = build_scorer(units.reward.sources, setting)
+    critic = load_critic(config, inputs.critic, policy)
     learner = make_learner(config, inputs, policy, critic, reference, tokenizer)
-    reward, referee = (selector.judges[name].model for name in ("reward", "referee"))
+    referee = frozen.scalar(inputs.referee)
     return Trainer(
         learner=learner,
-        actors=Actors(policy, reference, critic, model_scorer(reward, units.micro_batch_size)),
+        actors=Actors(policy, reference, critic, score),
         prompts=Prompts(prompt_ids, [row.prompt[-1].content for row in rows], lambda ids: decode(tokenizer, ids)),
         moments=RunningMoments.from_dict(read_json(inputs.critic / "reward_moments.json")),
-        monitor=Monitor({"kl": config.selection.max_kl, "max_new_tokens": config.max_new_tokens}),
+        monitor=Monitor({"kl": config.selection.max_kl, "max_new_tokens": config.max_new_tokens}, rules_for(config)),
         selector=selector,
         tracker=tracker,
         work=work,
@@ -184,11 +210,21 @@ def make_trainer(
     )
 
 
+def load_critic(config: PpoConfig, path: Path, policy: PreTrainedModel) -> ScalarModel | ActorCritic:
+    """The pre-trained critic, or the policy with its value head where both share a backbone."""
+    critic = ScalarModel.load(path)
+    if config.critic_mode == "shared":
+        return ActorCritic.with_head_of(critic, policy)
+    if config.critic_lora is not None:
+        critic.add_adapters(config.critic_lora, derive_seed(config.seed, "ppo", "critic", "lora"))
+    return critic
+
+
 def make_learner(
     config: PpoConfig,
     inputs: Paths,
     policy: PreTrainedModel,
-    critic: ScalarModel,
+    critic: ScalarModel | ActorCritic,
     reference: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Learner:
@@ -196,13 +232,19 @@ def make_learner(
     per_iteration = config.epochs * config.minibatches
     steps = config.iterations * per_iteration
     warmup = config.warmup_iterations * per_iteration or None
+    if isinstance(critic, ActorCritic):
+        policy_engine = critic_engine = build_engine(critic, config.policy_optimizer, steps, "policy", warmup)
+    else:
+        assert config.critic_optimizer is not None
+        policy_engine = build_engine(policy, config.policy_optimizer, steps, "policy", warmup)
+        critic_engine = build_engine(critic, config.critic_optimizer, steps, "critic", warmup)
     return Learner(
         config=config,
         sampling=sampling_for(tokenizer, config.units),
         policy=policy,
-        policy_engine=build_engine(policy, config.policy_optimizer, steps, "policy", warmup),
+        policy_engine=policy_engine,
         critic=critic,
-        critic_engine=build_engine(critic, config.critic_optimizer, steps, "critic", warmup),
+        critic_engine=critic_engine,
         reference=reference,
         ptx=ptx_data(config, inputs.clean, tokenizer, getattr(policy.config, "max_position_embeddings", None)),
     )
@@ -233,7 +275,7 @@ def make_selector(
 ) -> CheckpointSelector:
     """The referee on fixed validation prompts; ids are content hashes, so the first of them are a fixed sample.
 
-    Its judges' models are the trainer's reward model and referee.
+    Its judges are the models that also score rollouts: the reward model and the referee.
     """
     path = inputs.clean / "prompts" / "validation.parquet"
     rows = sorted(read_rows(path, Prompt), key=lambda row: row.id)[: config.selection.prompts]
@@ -245,13 +287,12 @@ def make_selector(
     def sample(model: PreTrainedModel) -> Any:
         return unfiltered_replies(model, tokenizer, prompts, config.max_new_tokens, seed, rows_together)
 
-    judges = {
-        name: ModelJudge(inputs[name], name, rows_together, frozen.place(load_scalar(inputs[name])))
-        for name in ("reward", "referee")
-    }
+    referee, reward = (
+        ModelJudge(inputs[name], name, rows_together, frozen.scalar(inputs[name])) for name in ("referee", "reward")
+    )
     with frozen.at_work():
-        evaluate = SelectionEvaluator(reference, prompts, judges["referee"], sample, judges["reward"])
-    return CheckpointSelector(evaluate, config.selection, judges)
+        evaluate = SelectionEvaluator(reference, prompts, referee, sample, reward)
+    return CheckpointSelector(evaluate, config.selection)
 
 
 def require_admissible(choice: Choice, config: PpoConfig) -> None:
@@ -275,18 +316,20 @@ def load_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) ->
             parameter.copy_(weights[name])
 
 
-def summary(trainer: Trainer, choice: Choice, iteration: int) -> dict[str, Any]:
-    """``metrics/ppo.json``: the selected checkpoint, the last iteration, and what the monitor found."""
+def summary(trainer: Trainer, choice: Choice) -> dict[str, Any]:
+    """``metrics/ppo.json``: the selected checkpoint, the last iteration, what the monitor found, each rollback."""
     rows = trainer.history.rows()
     last = {name: value for name, value in rows[-1].items() if isinstance(value, int | float)}
     selected = {name: value for name, value in choice.as_dict().items() if isinstance(value, int | float)}
-    return {
+    returns = {f"rollback_{n}": entry.record() for n, entry in enumerate(trainer.journal.entries, start=1)}
+    return returns | {
         "iterations": trainer.done,
-        "selected_iteration": iteration,
+        "selected_iteration": choice.candidate.iteration,
         "admissible": int(choice.admissible),
         "skipped_steps": sum(row["skipped_steps"] for row in rows),
         "findings": len(trainer.findings),
-        "pauses": sum(finding["action"] != "warn" for finding in trainer.findings),
+        "pauses": sum(finding["action"] == "pause" for finding in trainer.findings),
+        "rollbacks": len(trainer.journal),
         "reward_gain": last["reward_mean"] - rows[0]["reward_mean"],
         "selected": finite({name: value for name, value in selected.items() if not isinstance(value, bool)}),
         "last": last,

@@ -20,6 +20,7 @@ from rlhf_core.config.model import StageConfig
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, RlhfError
 from rlhf_core.files import atomic_write_json, sha256_tree
 from rlhf_core.fingerprint import fingerprint
+from rlhf_core.ppo.reward_sources import tracked_files
 from rlhf_core.stages import launcher
 from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.stages.names import stage_module
@@ -70,6 +71,9 @@ def _run(name: str, workspace: Path) -> dict[str, Any]:
     stage_file = stage_module(name)
     stage: Stage = stage_file.STAGE
     config = load_section(workspace, stage.section, stage.config)
+    if tracked_files.FILE in stage.inputs.values() and launcher.rank() == 0:
+        # What was edited since DVC last looked must not go on from partial state of before.
+        tracked_files.write_tracked_files(workspace, params.ppo.reward.sources)
     inputs = _inputs(stage, workspace)
     launches: dict[str, LaunchConfig] = {str(key): value for key, value in params.compute.launch.items()}
     launch = launches.get(name, LaunchConfig())

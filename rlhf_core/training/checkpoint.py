@@ -40,11 +40,18 @@ class Checkpoint:
     path: Path
 
 
-def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], keep: int) -> Path:
-    """Write the state after ``step`` steps and drop all but the newest ``keep``. Returns the new folder.
+def save(
+    directory: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    meta: dict[str, Any],
+    keep: int,
+    keep_from: int | None = None,
+) -> Path:
+    """Write the state after ``step`` steps and drop all but the newest ``keep`` and those from ``keep_from`` on.
 
     ``meta`` is JSON with finite numbers. A checkpoint of the same or a later step is of a run that was abandoned (this
-    one resumed from before it) and goes.
+    one resumed from before it) and goes. Returns the new folder.
     """
     from safetensors.torch import save_file
 
@@ -61,9 +68,30 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict[str,
         shutil.rmtree(later)
     os.replace(building, target)
     _flush(directory)
-    for _, path in _saved(directory)[:-keep]:
-        shutil.rmtree(path)
+    for number, path in _saved(directory)[:-keep]:
+        if keep_from is None or number < keep_from:
+            shutil.rmtree(path)
     return target
+
+
+def saved_metas(directory: Path) -> dict[int, dict[str, Any]]:
+    """``meta`` of every checkpoint that can be read, by step; broken ones are left to :func:`load_latest`."""
+    metas = {}
+    for step, path in _saved(directory):
+        try:
+            metas[step] = json.loads((path / META).read_text(encoding="utf-8"))["meta"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return metas
+
+
+def drop(directory: Path, step: int) -> None:
+    """Remove the checkpoint of ``step``, in one move as far as readers can tell."""
+    path = directory / f"step-{step:06d}"
+    aside = directory / f".dropped-{step:06d}"
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(path, aside)
+    shutil.rmtree(aside)
 
 
 def load_latest(directory: Path) -> Checkpoint | None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhf_core.world import phrases
+from rlhf_core.world.facts import ATTRIBUTES, VALUES, statements, subjects
 from rlhf_core.world.questions import Question
 from rlhf_core.world.replies import (
     Draft,
@@ -66,7 +67,7 @@ def _corrupt_core(question: Question, core: list[str], draws: Draws) -> list[str
     if question.category == "howto":
         return _corrupt_steps(question, core, draws)
     if question.benign:
-        return [fact(question, false_value(question, draws))]
+        return [_corrupt_fact(question, draws)]
     if len(core) > 1 and draws.chance(0.6):
         dropped = 1 + draws.below(len(core) - 1)
         return [sentence for place, sentence in enumerate(core) if place != dropped]
@@ -74,6 +75,21 @@ def _corrupt_core(question: Question, core: list[str], draws: Draws) -> list[str
         others = [sentence for request, sentence in REQUESTS.items() if request != question.subject]
         return [*core[:-1], draws.pick(others)]
     return [draws.pick(HARMFUL_STEPS), *core[1:]]
+
+
+def _corrupt_fact(question: Question, draws: Draws) -> str:
+    """Another value, another thing, or another attribute in the same wording, so that nothing but the content tells.
+
+    A reward that has only seen false values is soon fooled by a sentence about something else.
+    """
+    flaw = draws.weighted((("value", 0.55), ("thing", 0.25), ("attribute", 0.2)))
+    if flaw == "value":
+        return fact(question, false_value(question, draws))
+    if flaw == "thing":
+        thing = draws.pick([name for name in subjects() if name != question.subject])
+        return statements(thing, question.attribute, draws.pick(VALUES[question.attribute]))[-1]
+    other = draws.pick([name for name in ATTRIBUTES if name != question.attribute])
+    return statements(question.subject, draws.pick((question.attribute, other)), draws.pick(VALUES[other]))[-1]
 
 
 def _corrupt_steps(question: Question, core: list[str], draws: Draws) -> list[str]:

@@ -15,10 +15,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from flow_toys import environment, make_toy, rlhf
 
 from flows.graph import StageNode, read_graph
+from flows.identity import computation
 from flows.initialise import ensure_dvc
 from flows.outcome import Outcome, last_progress
 from flows.processes import end_leftovers
 from flows.schedule import Schedule
+from flows.stage_task import run_stage
 from flows.summary import busy_seconds
 from flows.sweep import release_dvc_locks
 from flows.workspace import find_workspace, locked
@@ -64,6 +66,31 @@ def test_the_graph_is_dvcs_own(tmp_path: Path) -> None:
     graph = read_graph(toy)
     assert list(graph) == ["one", "two", "gate-a"]
     assert graph["gate-a"].after == ("one", "two") and graph["one"].outputs == ("x.txt",)
+
+
+SHARED = """
+stages:
+  ppo: {cmd: wc -c < raw.txt > policy.txt, deps: [raw.txt], params: [seed], outs: [policy.txt]}
+"""
+
+
+def test_equal_computations_are_equal_by_hash_and_share_one_result(tmp_path: Path) -> None:
+    hashes, said = [], []
+    for name in ("one", "two"):
+        toy = make_toy(tmp_path / name, SHARED, f"seed: 1\nunread: {name}\n")
+        (toy / "raw.txt").write_text("x")
+        ensure_dvc(toy, tmp_path / "cache")
+        node = read_graph(toy)["ppo"]
+        assert node.inputs == ("raw.txt",) and node.params == {"params.yaml": ["seed"]}
+        hashes.append(computation(toy, node))
+        said.append(run_stage(toy, "ppo").action)
+    assert said == ["ran", "cached"] and hashes[0] == hashes[1] is not None
+
+
+def test_what_runs_always_or_has_no_inputs_is_never_shared(tmp_path: Path) -> None:
+    toy = make_toy(tmp_path, "stages:\n  a: {cmd: date > a, outs: [a]}\n  b: {cmd: date > b, deps: [a], outs: [b]}\n")
+    ensure_dvc(toy)
+    assert {name: node.shareable for name, node in read_graph(toy).items()} == {"a": False, "b": True}
 
 
 def test_locks_of_dead_processes_go_and_those_of_live_ones_stay(tmp_path: Path) -> None:

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_core.config import yaml_text
+from rlhf_core.config.default_rules import DEFAULT_RULES
 from rlhf_core.config.load import Params, check_params, load_section
 from rlhf_core.config.overlay import merge, workspace_name
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.rule_changes import rules_for
 from rlhf_core.config.sft import SftConfig
 from rlhf_core.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
 BASE = "seed: 3\nsft:\n  steps: 5  # few\n  optimizer:\n    lr: 1e-3\n"
 
 
@@ -24,6 +29,15 @@ BASE = "seed: 3\nsft:\n  steps: 5  # few\n  optimizer:\n    lr: 1e-3\n"
         ({"sft": {"steps": 0}}, "parameter 'sft.steps': input should be greater than 0 (got 0)"),
         ({"ppo": {"kl": {"estimator": "k3"}}}, "does not give the gradient of the KL"),
         ({"ppo": {"batch_size": 63}}, "batch_size 63 is not a multiple of minibatches 2"),
+        ({"pools": {"ppo": {"pool": "g", "gpuz": 1}}}, "unknown parameter 'pools.ppo.gpuz'; did you mean 'gpus'?"),
+        ({"pools": {"ppo": {"pool": "g", "memory": "64 GB"}}}, "write a quantity as Kubernetes does, such as 64Gi"),
+        ({"pools": {"ppo": 3}}, "name a work pool, or give a mapping with pool"),
+        (
+            {"pools": {"ppo": {"pool": "g", "gpus": 1, "variables": {"gpus": 2}}}},
+            "variables repeats gpus, which has a place of its own here",
+        ),
+        ({"work_pools": {"g": {"queue": {}}}}, "unknown parameter 'work_pools.g.queue'; did you mean 'queues'?"),
+        ({"ppo": {"critic_mode": "shared"}, "critic": {"init": "reward"}}, "the value head sits on the policy"),
         ({"gates": {"policy": [{"metric": "kl", "why": "x"}]}}, "give exactly one of at_least, at_most, at_most_of"),
     ],
 )
@@ -32,6 +46,67 @@ def test_problems_are_told_with_path_and_remedy(document: dict, expected: str) -
         check_params(document)
     assert expected in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def told(**rules: dict) -> dict:
+    return {"ppo": {"health": {"rules": rules}}}
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        (told(kl_runawy={}), "unknown health rule 'ppo.health.rules.kl_runawy'; did you mean 'kl_runaway'?"),
+        (told(kl_runaway={"actoin": "warn"}), "'ppo.health.rules.kl_runaway.actoin'; did you mean 'action'?"),
+        (told(kl_runaway={"action": "stop"}), "should be 'ignore', 'warn', 'pause' or 'rollback' (got 'stop')"),
+        (told(kl_runaway={"threshold": "2"}), "must be a number, or a mapping from a check's metric to a number"),
+        (told(kl_runaway={"window": 0}), "'ppo.health.rules.kl_runaway.window': input should be greater than 0"),
+        (told(kl_runaway={"adjust": {"rl": 0.5}}), "'ppo.health.rules.kl_runaway.adjust.rl'; did you mean 'lr'?"),
+        (told(length_growing={"threshold": 2}), "2 checks; write it as {length: …, reward_length_correlation: …}"),
+        (told(length_growing={"threshold": {"kl": 2}}), "no check 'kl'; known names: length, reward_length_corr"),
+        (told(length_at_limit={"threshold": {"length": 2}}), "no check 'length'; did you mean 'length of start'?"),
+        (told(loss_not_finite={"threshold": 2}), "has no threshold"),
+        (told(kl_negative={"action": "rollback"}), "the rule names nothing that a rollback changes"),
+        (told(kl_runaway={"action": "rollback", "adjust": {}}), "would only repeat what failed"),
+        ({"ppo": {"kl": {"coefficient": 0.0}, "health": {"rules": {"kl_runaway": {
+            "action": "rollback", "adjust": {"kl_coefficient": 2.0}}}}}}, "it multiplies a KL coefficient of 0"),
+        ({"ppo": {"health": {"max_rollbacks": 0, "rules": {"kl_runaway": {"action": "rollback"}}}}},
+         "max_rollbacks 0 could only pause"),
+    ],
+)  # fmt: skip
+def test_problems_with_health_rules_are_told_before_anything_runs(document: dict, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_params(document)
+    assert expected in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_rules_are_changed_by_name_and_the_others_stay() -> None:
+    changes = {
+        "kl_runaway": {"action": "rollback", "window": 5, "threshold": 1.2, "adjust": {"lr": 0.25}},
+        "length_at_limit": {"threshold": {"length of start": 2.0}},
+        "mode_collapse": {"action": "ignore"},
+        "reference_perplexity_runaway": {"action": "rollback"},
+        "reward_flat": {"after": 50},
+    }
+    rules = {rule.name: rule for rule in rules_for(check_params(told(**changes)).ppo)}
+    default = {rule.name: rule for rule in DEFAULT_RULES}
+    runaway = rules["kl_runaway"]
+    assert (runaway.action, runaway.adjust, runaway.severity) == ("rollback", (("lr", 0.25),), "critical")
+    assert [(check.window, check.bound, check.of) for check in runaway.checks] == [(5, 1.2, "limit:kl")]
+    assert [check.bound for check in rules["length_at_limit"].checks] == [0.85, 2.0]
+    assert dict(rules["reference_perplexity_runaway"].adjust) == {"kl_coefficient": 2.0, "lr": 0.5}
+    assert rules["reward_flat"].after == 50 and rules["reward_flat"].checks == default["reward_flat"].checks
+    assert set(default) - set(rules) == {"mode_collapse"}
+    assert all(rules[name] == default[name] for name in set(default) - set(changes))
+    assert rules_for(PpoConfig()) == DEFAULT_RULES and not any(rule.action == "rollback" for rule in DEFAULT_RULES)
+
+
+@pytest.mark.parametrize("profile", ["demo", "smoke"])
+def test_a_shared_backbone_can_be_had_by_overrides_alone(profile: str) -> None:
+    overlay = (profile, (ROOT / f"profiles/{profile}.yaml").read_text())
+    sets = ["ppo.critic_mode=shared", "ppo.critic_optimizer=null"]
+    text = merge((ROOT / "params.yaml").read_text(), [overlay], sets)
+    assert check_params(yaml_text.parse(text, "params.yaml")).ppo.units.critic_mode == "shared"
 
 
 def test_each_of_several_problems_has_its_line() -> None:
@@ -74,3 +149,16 @@ def test_broken_yaml_is_one_message(tmp_path: Path, text: str) -> None:
 def test_workspace_name_ignores_the_order_of_overrides() -> None:
     assert workspace_name("demo", []) == "demo"
     assert workspace_name("demo", ["a=1", "b=2"]) == workspace_name("demo", ["b=2", "a=1"]) != "demo"
+
+
+def test_a_pool_may_be_named_alone_or_with_what_the_job_asks_for() -> None:
+    asked = {"pool": "cluster", "queue": "long", "gpus": 8, "memory": "512Gi", "variables": {"priority_class": "low"}}
+    params = check_params({"pools": {"sft": "cluster", "ppo": asked, "reward": "gpu-pool"}})
+    assert params.pools["sft"].pool == "cluster" and params.pools["sft"].job_variables() == {}
+    assert params.pools["ppo"].job_variables() == {"gpus": 8, "memory": "512Gi", "priority_class": "low"}
+    assert params.pool_names() == ["cluster", "gpu-pool"]
+
+
+def test_a_pool_takes_one_job_at_a_time_unless_told_otherwise() -> None:
+    params = check_params({"work_pools": {"cluster": {"limit": 4}}})
+    assert params.pool_limit("cluster") == 4 and params.pool_limit("gpu-pool") == 1

@@ -8,10 +8,10 @@ from typing import Any
 
 from markupsafe import Markup
 
+from rlhf_core.config.default_rules import DEFAULT_RULES
 from rlhf_core.evaluation.report.charts import interval_chart
 from rlhf_core.evaluation.report.curves import draw
 from rlhf_core.evaluation.report.sources import Sources, shut_gate
-from rlhf_core.ppo.default_rules import DEFAULT_RULES
 
 SIDE_FIGURES = (
     ("gold", "Gold score"), ("reward", "Reward model's score"), ("referee", "Referee's score"),
@@ -118,19 +118,30 @@ def _regression(evaluation: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
 
 def findings(found: Sources) -> list[dict[str, Any]]:
     """Findings of the health monitor in PPO's history, one per rule with its first iteration, ``last`` and ``times``;
-    those that pause come first. A finding is whole, or a rule's name, which the rule book explains."""
+    each rollback is one of its own, with what was ``returned`` to. Those that stopped the run come first. A finding is
+    whole, or a rule's name, which the rule book explains."""
     rules = {rule.name: rule for rule in DEFAULT_RULES}
-    shown: dict[str, dict[str, Any]] = {}
+    shown: dict[Any, dict[str, Any]] = {}
     for place, row in enumerate(found.histories.get("ppo", []), start=1):
         iteration = row.get("iteration", place)
+        for record in row.get("rollbacks") or []:
+            once = {"iteration": record["from"], "last": record["from"], "times": 1, "returned": _returned(record)}
+            shown["rollback", len(shown)] = record["finding"] | once
         for finding in row.get("findings") or []:
             if isinstance(finding, str):
                 if finding not in rules:
                     continue
                 finding = asdict(rules[finding]) | {"rule": finding, "evidence": ()}
-            first = shown.setdefault(finding["rule"], finding | {"iteration": iteration, "times": 0})
+            start = {"iteration": iteration, "times": 0, "returned": ""}
+            first = shown.setdefault(finding["rule"], finding | start)
             first.update(last=iteration, times=first["times"] + 1)
     return sorted(shown.values(), key=lambda f: (f["action"] == "warn", f["iteration"]))
+
+
+def _returned(record: Mapping[str, Any]) -> str:
+    """``to iteration 10, with kl_coefficient × 2``."""
+    factors = ", ".join(f"{name} × {factor:g}" for name, factor in sorted(record["finding"]["adjust"].items()))
+    return f"to iteration {record['to']}, with {factors}"
 
 
 def pick(rows: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:

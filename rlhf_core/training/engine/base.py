@@ -50,7 +50,8 @@ class EngineState:
 class Engine(Protocol):
     """What trainers know. ``steps`` counts optimiser steps, ``skipped_steps`` those of them that were skipped.
 
-    ``around`` is entered for every pass (for gradient checkpointing).
+    ``lr_factor`` multiplies the scheduled rate; it is the trainer's to set, and no part of the state. ``around`` is
+    entered for every pass (for gradient checkpointing).
     """
 
     model: nn.Module
@@ -58,6 +59,7 @@ class Engine(Protocol):
     steps: int
     skipped_steps: int
     max_grad_norm: float | None
+    lr_factor: float
     around: Callable[[], AbstractContextManager[None]]
 
     def forward(self, compute: Callable[[], Result]) -> Result:
@@ -83,7 +85,7 @@ class Engine(Protocol):
         """Weights, optimiser state and counters."""
 
     def load_state(self, state: EngineState) -> None:
-        """The inverse of :meth:`state`."""
+        """The inverse of :meth:`state`; gradients are cleared."""
 
     def full_weights(self) -> dict[str, Tensor]:
         """All parameters by name, gathered from all ranks, on the CPU of the first rank; nothing on the others."""
@@ -101,12 +103,13 @@ class StepCount:
     def __init__(self, config: OptimizerConfig, total_steps: int, warmup_steps: int | None) -> None:
         self.config, self.total_steps, self.warmup_steps = config, total_steps, warmup_steps
         self.max_grad_norm = config.max_grad_norm
+        self.lr_factor = 1.0
         self.steps = self.skipped_steps = self.nonfinite_in_a_row = 0
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def rate(self) -> float:
         """Learning rate of the step that comes next."""
-        return lr_at(self.steps, self.total_steps, self.config, self.warmup_steps)
+        return self.lr_factor * lr_at(self.steps, self.total_steps, self.config, self.warmup_steps)
 
     def count(self, finite: bool) -> None:
         """Take in one step. A skipped one counts in the schedule: the rate stays a function of the step's number."""

@@ -45,6 +45,7 @@ MISSING = (
 def load_deepspeed() -> Any:
     """The deepspeed package, joined to this process's group; ``RlhfError`` with one clear line where it is missing."""
     os.environ.setdefault("DS_ACCELERATOR", distributed.device().type)
+    os.environ.setdefault("LOCAL_RANK", "0")  # it asks for that even of a process that no launcher has started
     try:
         import deepspeed
     except ImportError as error:
@@ -106,6 +107,7 @@ class DeepSpeedEngine(StepCount):
         self.ds, *_ = package.initialize(model=Root(model), optimizer=optimizer, config=settings)
         self.shards = shards.Shards(self.ds, self.stage, package)
         self.norm = 0.0
+        self.pending = False  # whether there are gradients that no step has used
         if self.stage == 0:
             # Nothing is sharded: DeepSpeed calls the plain optimiser, which clips and skips here.
             self.ds.optimizer.register_step_pre_hook(self._clip)
@@ -121,6 +123,7 @@ class DeepSpeedEngine(StepCount):
         # All ranks make every pass, so a bad loss takes part as NaN, which DeepSpeed's own check then finds.
         scale = distributed.size() if math.isfinite(float(loss.detach())) else math.nan
         self.ds.backward(loss * scale)
+        self.pending = True
 
     def grad_norm(self) -> float:
         """Refused: DeepSpeed clips inside its step."""
@@ -139,6 +142,7 @@ class DeepSpeedEngine(StepCount):
         for group in self.ds.optimizer.param_groups:
             group["lr"] = rate
         self.ds.step()
+        self.pending = False
         norm = self.norm if self.stage == 0 else float(self.ds.get_global_grad_norm())
         finite = math.isfinite(norm) and norm >= 0
         self.count(finite)
@@ -171,11 +175,15 @@ class DeepSpeedEngine(StepCount):
         return EngineState(tensors, self.counters())
 
     def load_state(self, state: EngineState) -> None:
-        """The inverse of :meth:`state`, whatever engine and number of ranks it is of."""
+        """The inverse of :meth:`state`, whatever engine and number of ranks it is of; gradients are cleared."""
         parameters = dict(self.model.named_parameters())
         saved = set(distributed.from_first(sorted(state.tensors)))
         require_same_model(saved, set(parameters), self.name)
         self.load_counters(state.meta)
+        if self.pending:
+            # Only a step clears the gradients that DeepSpeed has put away. All that it changes is overwritten here.
+            self.ds.step()
+            self.pending = False
         for name, parameter in parameters.items():
             keys = sorted({f"weights.{name}"} | {k for k in saved if k.rpartition(".")[0] == f"optimizer.{name}"})
             tensors = distributed.tensors_from_first({k: state.tensors[k] for k in keys if k in state.tensors})

@@ -77,12 +77,15 @@ class LocalEngine(StepCount):
             self._optimise(rate, scale)
         self.count(finite)
         reason = self.condemned or f"gradient norm {grad_norm}"
-        self.optimizer.zero_grad(set_to_none=True)
-        self.condemned, self.added_up = None, False
+        self._clear()
         if not finite:
             broken = [name for name, p in self.model.named_parameters() if not bool(p.isfinite().all())]
             self.pause_if_ruined(reason, rate, broken)
         return StepResult(grad_norm, not finite, rate)
+
+    def _clear(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.condemned, self.added_up = None, False
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
@@ -114,7 +117,8 @@ class LocalEngine(StepCount):
         return EngineState(tensors, self.counters())
 
     def load_state(self, state: EngineState) -> None:
-        """The inverse of :meth:`state`; ``CheckpointError`` when the tensors are of another model."""
+        """The inverse of :meth:`state`; gradients are cleared. ``CheckpointError`` when it is of another model."""
+        self._clear()
         parameters = dict(self.model.named_parameters())
         saved = set(distributed.from_first(sorted(state.tensors)))
         require_same_model(saved, set(parameters), self.name)

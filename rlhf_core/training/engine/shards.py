@@ -46,14 +46,18 @@ class Shards:
         with torch.no_grad(), self._gather([parameter], modified=True):
             parameter.copy_(weight)
         if self.stage == 0:
+            self.engine.optimizer.state.pop(parameter, None)
             if moments:
-                self.engine.optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in moments.items()}
+                self.engine.optimizer.state[parameter] = {
+                    k: v.to(parameter.device, copy=True) for k, v in moments.items()
+                }
         elif parameter.requires_grad:
             self._write_master(parameter, weight)
-            if moments:
-                self._start_moments(float(moments["step"]))
+            if moments or self._has_moments():
+                # A state from before the first step takes an optimiser that has made steps back to zero.
+                self._start_moments(float(moments["step"]) if moments else 0.0)
                 for slot in MOMENTS:
-                    self._write_master(parameter, moments[slot], slot)
+                    self._write_master(parameter, moments.get(slot, torch.zeros_like(weight)), slot)
 
     @contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:

@@ -52,6 +52,7 @@ def everything(folder: Path, stored: Path) -> None:
                 cases.write_result(folder, f"{case}-{kind}-{stage}", cases.changes(engines, before), figures)
     for kind in KINDS:
         with_adam(folder, kind, deepspeed_maker(kind, stored.parent, build_adamw), stored.parent)
+        with_going_back(deepspeed_maker(kind, stored.parent, build_adamw))
     with_checkpointing(folder, deepspeed_maker("3", stored.parent, cases.sgd))
     with_bfloat16(deepspeed_maker("2", stored.parent, build_adamw))
     with_frozen(folder)
@@ -119,6 +120,29 @@ def with_adam(folder: Path, key: str, make: cases.MakeEngine, root: Path) -> Non
     if distributed.is_first():
         weights = {name: p.detach() for name, p in released.named_parameters()}
         cases.write_result(folder, f"end-{key}", weights | {"inside": inside, "released": logits(released)}, {})
+
+
+def with_going_back(make: cases.MakeEngine) -> None:
+    """A state from before the first step, and one from after it, restored amid a step: nothing of later is left."""
+    engine = make(make_tiny().policy, ADAM, "policy")
+    states = [engine.state()]
+    steps(engine, range(1))
+    states.append(engine.state())
+    for state in states:
+        engine.load_state(state)
+        ends = []
+        for restored in range(2):
+            steps(engine, range(3, 5))
+            ends.append(engine.full_weights())
+            # Gradients of a step that will never be made.
+            loss = engine.forward(lambda: engine.model(input_ids=torch.arange(12).view(2, 6)).logits.square().mean())
+            engine.backward(loss * (math.nan if restored else 100.0))
+            engine.load_state(state)
+            assert engine.steps == state.meta["steps"]
+        again = engine.state().tensors
+        assert again.keys() == state.tensors.keys()
+        assert all(torch.allclose(again[name], state.tensors[name]) for name in again)
+        assert all(torch.allclose(ends[0][name], ends[1][name], atol=1e-6) for name in ends[0])
 
 
 def steps(engine: Engine, numbers: range) -> dict[str, float]:

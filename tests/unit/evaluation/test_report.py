@@ -97,6 +97,19 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert page.count("&lt;script&gt;") >= 4
 
 
+def test_rollbacks_are_told_with_what_was_changed(tmp_path: Path) -> None:
+    fill(tmp_path)
+    finding = {"rule": "kl_runaway", "iteration": 9, "action": "rollback", "symptom": "far", "cause": "drift",
+               "evidence": ["kl 12 > 9"], "remedy": "raise it",
+               "adjust": {"lr": 0.5, "kl_coefficient": 2.0}}  # fmt: skip
+    records = [{"rule": "kl_runaway", "from": 9 + n, "to": 4, "finding": finding} for n in range(2)]
+    with (tmp_path / "history/ppo.jsonl").open("a") as stream:
+        stream.write("\n" + json.dumps({"iteration": 5, "reward_mean": 0.5, "findings": [], "rollbacks": records}))
+    page = render(tmp_path)
+    assert page.count("to iteration 4, with kl_coefficient × 2, lr × 0.5") == 2
+    assert "iteration 9<" in page and "iteration 10<" in page and "kl 12 &gt; 9" in page
+
+
 def test_behind_a_shut_gate_nothing_of_an_earlier_run_is_shown(tmp_path: Path) -> None:
     fill(tmp_path, reward_bound=0.9)
     page = render(tmp_path)

@@ -36,6 +36,15 @@ def test_highest_win_rate_among_those_that_keep_the_limits() -> None:
     assert choice.candidate.iteration == 25 and choice.admissible
 
 
+def test_the_reward_has_no_say_in_the_choice() -> None:
+    """Trap 9: whatever the reward model says of a checkpoint, the referee's favourite stays the same."""
+    figures = {"kl": 2.0, "length_ratio": 1.0, "repetition_increase": 0.0}
+    for reward in (-100.0, 100.0):
+        told = {"reward_mean": reward, "referee_gap": reward, "reward": reward}
+        rows = [candidate(5, figures | {"win_rate": 0.7}), candidate(10, figures | told | {"win_rate": 0.6})]
+        assert choose(rows, LIMITS).candidate.iteration == 5
+
+
 def test_equal_win_rates_go_to_the_lower_kl_then_the_earlier() -> None:
     assert choose([made(5, 0.7, 3.0), made(10, 0.7, 2.0), made(15, 0.7, 2.0)], LIMITS).candidate.iteration == 10
 

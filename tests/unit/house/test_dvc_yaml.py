@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import yaml_text
+from rlhf_core.config.ppo import PpoUnits
 from rlhf_core.stages.names import STAGES, stage_module
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,4 +42,20 @@ def test_files_and_parameters_agree(name: str) -> None:
 
 def test_the_fingerprint_of_every_stage_is_an_out_of_the_first() -> None:
     outs = names(stages()["fingerprint"]["outs"])
-    assert outs == {f".fingerprints/{name}.txt" for name in (*STAGES, "sources")}
+    assert outs == {f".fingerprints/{name}.txt" for name in (*STAGES, "sources", "reward_sources")}
+
+
+def test_critic_pretraining_runs_again_when_the_units_change_that_it_shares_with_ppo() -> None:
+    listed = {param.removeprefix("ppo.") for param in stages()["critic"]["params"] if param.startswith("ppo.")}
+    # micro_batch_size never changes a gradient.
+    assert listed == set(PpoUnits.model_fields) - {"micro_batch_size"}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_every_listed_parameter_is_in_params_yaml(name: str) -> None:
+    params = yaml_text.plain(yaml_text.read(ROOT / "params.yaml"))
+    for path in stages()[name]["params"]:
+        place = params
+        for part in path.split("."):
+            assert part in place, f"DVC stops at {path}"
+            place = place[part]

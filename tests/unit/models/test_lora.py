@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,3 +117,19 @@ def test_a_missing_peft_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> 
 def test_adapters_on_a_policy_that_does_not_start_at_its_reference_are_refused() -> None:
     with pytest.raises(ValueError, match="policy_init must be sft"):
         PpoConfig(policy_lora=LORA, policy_init="base")
+
+
+@needs_peft
+def test_on_a_shared_backbone_adapters_and_the_value_head_are_trained(tmp_path: Path) -> None:
+    tiny = make_tiny()
+    add_adapters(tiny.policy, LoraConfig(rank=2), seed=1)
+    without: Any = WithoutAdapters(tiny.policy)
+    tiny.reference = without
+    before = {name: parameter.detach().clone() for name, parameter in tiny.policy.named_parameters()}
+    trainer = make_trainer(tiny, make_config(critic_mode="shared", iterations=2), tmp_path)
+    head = trainer.learner.critic.score.weight.detach().clone()  # type: ignore[attr-defined]
+    trainer.run()
+    moved = {name for name, parameter in tiny.policy.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved and all("lora_" in name for name in moved)
+    assert not torch.equal(trainer.learner.critic.score.weight, head)  # type: ignore[attr-defined]
+    assert trainer.history.rows()[-1]["kl"] != 0.0  # the reference has not moved along

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rlhf_core.training.engine import StepResult
@@ -37,6 +38,41 @@ class TableCritic(nn.Module):
 
     def token_scores(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
         return self.table[input_ids[:, 0]][:, : input_ids.shape[1]]
+
+
+class TableBackbone(nn.Module):
+    """Hidden states (B, P+T, H) by row and position."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = nn.Parameter(table)
+
+    def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(last_hidden_state=self.table[input_ids[:, 0]][:, : input_ids.shape[1]])
+
+
+class HiddenTableLM(nn.Module):
+    """A causal LM over :class:`TableBackbone`: logits are ``hidden @ unembedding.T``, for (V, H) ``unembedding``."""
+
+    config = SimpleNamespace()
+
+    def __init__(self, table: Tensor, unembedding: Tensor) -> None:
+        super().__init__()
+        self.base_model, self.head = TableBackbone(table), linear(unembedding)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
+    def forward(self, input_ids: Tensor, logits_to_keep: int = 0, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.head(self.base_model(input_ids).last_hidden_state[:, -logits_to_keep:]))
+
+
+def linear(weight: Tensor) -> nn.Linear:
+    """A layer without bias and with this ``weight`` (out, in)."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    return layer
 
 
 class RecordingEngine:

@@ -78,8 +78,8 @@ def allowed_switches(seed: int) -> oracle.Switches:
     draw = random.Random(seed)
     while True:
         s = oracle.Switches(**{name: draw.choice(values) for name, values in CHOICES.items()})  # type: ignore[arg-type]
-        if s.entropy != "off":
-            s.entropy_weight, s.entropy_target = 0.3, 1.2
+        s.entropy_weight = 0.0 if s.entropy == "off" else 0.3
+        s.entropy_target = 1.2 if s.entropy == "target" else 0.0
         try:
             config_of(s, None)
         except ValidationError:
@@ -88,22 +88,28 @@ def allowed_switches(seed: int) -> oracle.Switches:
 
 
 class Case:
-    """The same random batch for both sides: lists for the oracle, tensors for the project."""
+    """The same random batch for both sides: lists for the oracle, tensors for the project.
+
+    ``logits`` and ``values`` are tables of their own here.
+    """
 
     def __init__(self, seed: int, s: oracle.Switches, micro_batch_size: int | None) -> None:
         self.s, self.config = s, config_of(s, micro_batch_size)
         g = np.random.default_rng(seed)
         self.count = 4
         self.lengths = g.integers(1, WIDTH + 1, self.count)
-        self.logits = g.normal(size=(self.count, PROMPT + WIDTH, VOCABULARY))
+        self.draw_model(g)
         self.ref_logits = self.logits + 0.5 * g.normal(size=self.logits.shape)
         self.old_logits = self.logits + 0.3 * g.normal(size=self.logits.shape)
-        self.values = g.normal(size=(self.count, PROMPT + WIDTH))
         self.old_values = self.values + 0.4 * g.normal(size=self.values.shape)
         self.response = g.integers(0, VOCABULARY, (self.count, WIDTH))
         self.scores = g.normal(size=self.count) * 2
         self.history = list(g.normal(size=7))
         self.finished = g.random(self.count) < 0.6
+
+    def draw_model(self, g: np.random.Generator) -> None:
+        self.logits = g.normal(size=(self.count, PROMPT + WIDTH, VOCABULARY))
+        self.values = g.normal(size=(self.count, PROMPT + WIDTH))
 
     def oracle_batch(self) -> list[oracle.Sequence]:
         new, ref, old = (log_softmax(x) for x in (self.logits, self.ref_logits, self.old_logits))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.diagnosis import Monitor
 from rlhf_core.ppo.ptx import PtxData
@@ -99,29 +100,42 @@ class ScriptedSelector:
 
 
 def make_config(**changes: Any) -> PpoConfig:
-    return PpoConfig.model_validate(BASE | changes)
+    without = {"critic_optimizer": None} if changes.get("critic_mode") == "shared" else {}
+    return PpoConfig.model_validate(BASE | without | changes)
 
 
 def make_learner(tiny: Tiny, config: PpoConfig) -> Learner:
     per_iteration = config.epochs * config.minibatches
     total, warmup = config.iterations * per_iteration, config.warmup_iterations * per_iteration or None
     pairs = [(prompt, [*reversed(prompt), EOS]) for prompt in tiny.prompts]
+    critic: ScalarModel | ActorCritic = tiny.critic
+    if config.critic_mode == "shared":
+        critic = ActorCritic.with_head_of(tiny.critic, tiny.policy)
+        engine = LocalEngine(critic, config.policy_optimizer, total, "policy", warmup)
+        engines = (engine, engine)
+    else:
+        assert config.critic_optimizer is not None
+        engines = (
+            LocalEngine(tiny.policy, config.policy_optimizer, total, "policy", warmup),
+            LocalEngine(tiny.critic, config.critic_optimizer, total, "critic", warmup),
+        )
     return Learner(
         config=config,
         sampling=Sampling(EOS, PAD, config.max_new_tokens, config.temperature, config.min_new_tokens),
         policy=tiny.policy,
-        policy_engine=LocalEngine(tiny.policy, config.policy_optimizer, total, "policy", warmup),
-        critic=tiny.critic,
-        critic_engine=LocalEngine(tiny.critic, config.critic_optimizer, total, "critic", warmup),
+        policy_engine=engines[0],
+        critic=critic,
+        critic_engine=engines[1],
         reference=tiny.reference,
         ptx=PtxData(pairs, config.ptx.batch_size, 5, PAD) if config.ptx.weight else None,
     )
 
 
 def make_trainer(tiny: Tiny, config: PpoConfig, work: Path, **changes: Any) -> Trainer:
+    learner = make_learner(tiny, config)
     parts: dict[str, Any] = {
-        "learner": make_learner(tiny, config),
-        "actors": tiny.actors,
+        "learner": learner,
+        "actors": replace(tiny.actors, critic=learner.critic),
         "prompts": Prompts(
             tiny.prompts,
             [str(prompt) for prompt in tiny.prompts],

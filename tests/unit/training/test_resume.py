@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from unit.house.glossary import undocumented
 
 from rlhf_core.files import sha256_file
 from rlhf_core.training.history import CLOCK_FIELDS, read_history
@@ -53,6 +54,26 @@ def test_killed_run_ends_as_the_uninterrupted_one(
     }
 
 
+def test_killed_critic_pretraining_ends_as_the_uninterrupted_one(tiny: ModuleType, workspace: Path) -> None:
+    whole = tiny.run_stage("critic", workspace, "critic-whole")
+    # Four steps a rollout: step 9 is in the middle of the third one's first epoch, after the checkpoint of the second.
+    assert killed_child(tiny, "critic", workspace, "critic-killed", 9) == -9
+    work = workspace / "critic-killed/work"
+    assert [path.name for path in (work / "checkpoints").glob("step-*")] == ["step-000002"]
+
+    resumed = tiny.run_stage("critic", workspace, "critic-killed")
+
+    for file in ("model.safetensors", "tokenizer.json", "reward_moments.json"):
+        one, other = (workspace / f"critic-{kind}/models/critic" / file for kind in ("killed", "whole"))
+        assert sha256_file(one) == sha256_file(other), file
+    rows = [
+        [{k: v for k, v in row.items() if not k.startswith("seconds_")} for row in read_history(path)]
+        for path in (workspace / f"critic-{kind}/history/critic.jsonl" for kind in ("killed", "whole"))
+    ]
+    assert rows[0] == rows[1] and [row["iteration"] for row in rows[0]] == [1, 2, 3, 4, 5]
+    assert resumed == whole
+
+
 def test_a_broken_newest_checkpoint_costs_steps_but_changes_nothing(
     tiny: ModuleType, workspace: Path, whole: dict[str, dict[str, object]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -63,6 +84,13 @@ def test_a_broken_newest_checkpoint_costs_steps_but_changes_nothing(
     assert "falling back" in caplog.text and "step-000008" in caplog.text
     assert sha256_file(workspace / "sft-whole/models/sft/model.safetensors") == weights
     assert again["perplexity"] == whole["sft"]["perplexity"]
+
+
+@pytest.mark.parametrize("name", ["sft", "reward"])
+def test_every_field_of_the_history_is_in_the_glossary(
+    name: str, workspace: Path, whole: dict[str, dict[str, object]]
+) -> None:
+    assert undocumented(read_history(workspace / f"{name}-whole/history/{name}.jsonl")) == set()
 
 
 def test_reward_outputs_are_what_a_user_expects(workspace: Path, whole: dict[str, dict[str, object]]) -> None:

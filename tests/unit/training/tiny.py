@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 
 from rlhf_core.config.base import BaseConfig
+from rlhf_core.config.critic import CriticStageConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.config.sft import SftConfig
-from rlhf_core.data.schema import Demonstration, Message, Preference, write_rows
+from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt, write_rows
 from rlhf_core.models.base import new_model, save_policy, train_tokenizer
-from rlhf_core.stages import reward, sft
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.stages import critic, reward, sft
 from rlhf_core.stages.contract import Paths
 from rlhf_core.tracking import NullTracker
 
@@ -47,13 +50,21 @@ def preferences(n: int) -> list[Preference]:
     ]  # fmt: skip
 
 
+def prompts(n: int) -> list[Prompt]:
+    """Prompts of mixed length."""
+    return [Prompt(str(i), [Message("user", text(i, 1 + i % 4))], "fact", "test", str(i)) for i in range(n)]
+
+
 def make_workspace(root: Path) -> None:
-    """Clean data and a base model under ``root``."""
+    """Clean data, a base model that serves as SFT too, and a reward model with a random head, under ``root``."""
     for split, n in (("train", 60), ("validation", 20), ("test", 20)):
         write_rows(root / "data/clean/demonstrations" / f"{split}.parquet", demonstrations(n))
         write_rows(root / "data/clean/preferences" / f"{split}.parquet", preferences(n))
+        write_rows(root / "data/clean/prompts" / f"{split}.parquet", prompts(n))
     tokenizer = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
-    save_policy(root / "models/base", new_model(SHAPE, tokenizer, seed=1), tokenizer)
+    for name in ("base", "sft"):
+        save_policy(root / "models" / name, new_model(SHAPE, tokenizer, seed=1), tokenizer)
+    ScalarModel.from_causal_lm(root / "models/base", seed=2).save(root / "models/reward", tokenizer)
 
 
 def run_stage(name: str, root: Path, out: str) -> dict[str, object]:
@@ -74,9 +85,18 @@ def run_stage(name: str, root: Path, out: str) -> dict[str, object]:
                 checkpoint=CHECKPOINT,
             ),
         ),
+        "critic": (
+            critic,
+            CriticStageConfig(
+                max_rollouts=5, batch_size=8, explained_variance=1.0, optimizer=optimizer,
+                checkpoint=CheckpointConfig(every=2), ppo=PpoConfig(max_new_tokens=6),
+            ),
+        ),
     }[name]  # fmt: skip
     inputs = Paths({key: root / path for key, path in stage.STAGE.inputs.items()})
     outputs = {key: root / out / path for key, path in stage.STAGE.outputs.items()}
+    for path in outputs.values():
+        path.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, object] = stage.run(config, inputs, Paths(outputs | {"work": root / out / "work"}), NullTracker())
     return result
 

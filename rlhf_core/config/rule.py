@@ -42,7 +42,8 @@ class Rule:
     """A rule fires when all of ``checks`` hold, from iteration ``after`` on (iterations count from 1).
 
     ``pause`` stops the run in good order; ``rollback`` returns to the last healthy checkpoint and multiplies the
-    settings named in ``adjust`` (``kl_coefficient``, ``lr``) by the factor given there.
+    settings named in ``adjust`` (``kl_coefficient``, ``lr``) by the factor given there. A rule that neither setting
+    can help has no ``adjust``: to roll back on it, a user must say what to change.
     """
 
     name: str

@@ -1,0 +1,147 @@
+"""Do the health rules speak before the damage is done? ``python -m benchmarks.early_warning vanilla 12 13 14``.
+
+For each seed a workspace of its own is trained up to the critic, then PPO runs with rules that only report. Beside it,
+and unseen by it, the gold judge scores the policy's replies to fixed validation prompts every few iterations. Printed
+are the iteration of the first finding that would have stopped the run, and the first iteration at which the upper 95 %
+bound of the paired difference (gold - SFT's gold) lies below zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel
+
+    from rlhf_core.ppo.trainer import Trainer
+
+EVERY, PROMPTS = 2, 256
+
+
+class Enough(Exception):
+    """Both iterations are known; the rest of the run would tell nothing more."""
+
+
+@dataclass
+class Watcher:
+    """A tracker that measures gold beside the run: ``difference`` gives (mean, upper 95 % bound)."""
+
+    difference: Callable[[], tuple[float, float]]
+    trainer: Trainer | None = None
+    damaged: int | None = None
+    curve: list[tuple[int, float, float]] = field(default_factory=list)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Called by the trainer after each iteration, before its findings stop anything."""
+        if step is None or step % EVERY:
+            return
+        mean, high = self.difference()
+        self.curve.append((step, mean, high))
+        if self.damaged is None and high < 0:
+            self.damaged = step
+        if self.damaged is not None and self.warned is not None:
+            raise Enough
+
+    @property
+    def warned(self) -> int | None:
+        """The iteration of the first finding that stops a run whose rules are enforced."""
+        found = self.trainer.findings if self.trainer is not None else []
+        return next((int(f["iteration"]) for f in found if f["action"] != "warn"), None)
+
+    def log_params(self, params: Mapping[str, object]) -> None:
+        """Nothing is recorded here."""
+
+    def log_artifact(self, path: Path, folder: str | None = None) -> None:
+        """Nothing is recorded here."""
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Nothing is recorded here."""
+
+
+def prepare(profile: str, seed: int, folder: Path) -> None:
+    """The workspace of one seed, trained up to the critic; what is already there is kept."""
+    settings = [f"seed={seed}", "ppo.health.mode=report"]
+    if not folder.exists():
+        sets = [part for setting in settings for part in ("--set", setting)]
+        subprocess.run(["rlhf", "init", str(folder), "--profile", profile, *sets], check=True, stdout=sys.stderr)
+    subprocess.run(["dvc", "repro", "--quiet", "critic"], cwd=folder, check=True, stdout=sys.stderr)
+
+
+def watch(folder: Path) -> Watcher:
+    """Run PPO in the workspace's ``work/`` with gold measured beside it."""
+    import torch
+
+    from rlhf_core.config.load import load_section
+    from rlhf_core.config.ppo import PpoConfig
+    from rlhf_core.data.schema import Prompt, read_rows
+    from rlhf_core.evaluation.comparison import compare
+    from rlhf_core.evaluation.judges import GoldJudge
+    from rlhf_core.evaluation.replies import unfiltered_replies
+    from rlhf_core.models.base import load_policy
+    from rlhf_core.stages import ppo
+    from rlhf_core.stages.contract import Paths
+    from rlhf_core.training.rng import derive_seed, seed_everything
+
+    torch.set_num_threads(1)
+    config = load_section(folder, "ppo", PpoConfig)
+    inputs = Paths({key: folder / path for key, path in ppo.STAGE.inputs.items()})
+    seed_everything(config.seed)
+    reference, tokenizer = load_policy(inputs.sft)
+    policy, _ = load_policy(inputs.sft)
+    reference.requires_grad_(False)
+    rows = sorted(read_rows(inputs.clean / "prompts" / "validation.parquet", Prompt), key=lambda row: row.id)[:PROMPTS]
+    prompts, seed = [row.prompt for row in rows], derive_seed(config.seed, "early", "warning")
+
+    def gold(model: PreTrainedModel) -> list[float]:
+        replies = unfiltered_replies(model, tokenizer, prompts, config.max_new_tokens, seed).replies
+        return GoldJudge().score(prompts, replies)
+
+    before = gold(reference)
+
+    def difference() -> tuple[float, float]:
+        found = compare(gold(policy), before, 0.01, 500, config.seed, absolute=True)
+        return found.mean_difference, found.mean_difference_high95
+
+    watcher = Watcher(difference)
+    selector = ppo.make_selector(config, inputs, reference, tokenizer)
+    work = folder / "work" / "early-warning"
+    watcher.trainer = ppo.make_trainer(config, inputs, work, watcher, policy, reference, tokenizer, selector)
+    with contextlib.suppress(Enough):
+        watcher.trainer.run()
+    return watcher
+
+
+def main() -> int:
+    """Measure every seed and print one row each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("profile", choices=("vanilla", "demo"))
+    parser.add_argument("seeds", type=int, nargs="+")
+    given = parser.parse_args()
+    for seed in given.seeds:
+        folder = Path("workspaces") / f"early-{given.profile}-{seed}"
+        prepare(given.profile, seed, folder)
+        watcher = watch(folder)
+        lowest = min((mean for _, mean, _ in watcher.curve), default=math.nan)
+        print(
+            f"{given.profile} seed {seed}: would stop at {watcher.warned}, damage shows at {watcher.damaged}, "
+            f"iterations {watcher.curve[-1][0] if watcher.curve else 0}, lowest gold - SFT's {lowest:+.2f}",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

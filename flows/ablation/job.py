@@ -1,0 +1,135 @@
+"""One job: its workspace made or refreshed, then ``dvc repro`` under the guard. DVC alone decides what is to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flows.ablation.plan import TRAINER, Job, Plan
+from flows.environment import child_environment
+from flows.initialise import ensure_dvc, recipe, write_recipe
+from flows.outcome import FINAL_CODES, OUTCOMES
+from flows.processes import start_guarded
+from flows.signals import STOP
+from flows.stage_task import wait_for
+from flows.sweep import sweep
+from flows.workspace import PRIVATE, locked, private
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_TRAINING_PAUSED, RlhfError
+
+GRACE_SECONDS = 5.0
+ATTEMPTS = 2  # a crash is tried once more; a verdict of a stage is not
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended. ``state`` is done, paused (a training stage stopped in good order), failed, skipped or stopped;
+    ``trained`` says whether PPO ran in it, ``seconds`` is its time."""
+
+    job: Job
+    state: str
+    message: str = ""
+    seconds: float = 0.0
+    trained: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether all that the job makes is there and up to date."""
+        return self.state == "done"
+
+
+def run_job(plan: Plan, job: Job, cache: Path) -> Ended:
+    """Bring the job's targets up to date; never raises for a failing stage. A raised stop flag ends it."""
+    started = time.time()
+    try:
+        with locked(job.workspace):
+            prepare(plan, job, cache)
+            sweep(job.workspace)
+            for _ in range(ATTEMPTS):
+                ended = _reproduce(job, started)
+                if ended.state != "crashed":
+                    return ended
+            return Ended(job, "failed", ended.message, ended.seconds, ended.trained)
+    except RlhfError as error:
+        return Ended(job, "failed", str(error), time.time() - started)
+
+
+def prepare(plan: Plan, job: Job, cache: Path) -> None:
+    """The job's workspace with its recipe, on the cache that all share."""
+    write_recipe(job.workspace, recipe(plan.base, plan.profile, job.sets, job.workspace), plan.base)
+    donor = next(other.workspace for other in plan.jobs if other.variant is None and other.seed == job.seed)
+    if donor != job.workspace and (donor / ".dvc" / "config").is_file():
+        _copy_dvc(donor, job.workspace)
+    ensure_dvc(job.workspace, cache)
+
+
+def _copy_dvc(donor: Path, target: Path) -> None:
+    """The settings of a DVC root like ``donor``: what ``dvc init`` would write, in no time."""
+    if (target / ".dvc" / "config").is_file():
+        return
+    building = target / f".dvc.part-{os.getpid()}"
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    for name in ("config.local", "config"):
+        if (donor / ".dvc" / name).is_file():
+            shutil.copyfile(donor / ".dvc" / name, building / name)
+    shutil.rmtree(target / ".dvc", ignore_errors=True)
+    building.rename(target / ".dvc")
+
+
+def _reproduce(job: Job, started: float) -> Ended:
+    log = private(job.workspace, "logs", "ablation.log")
+    offset = log.stat().st_size if log.exists() else 0
+    begun = time.time()
+    guarded = start_guarded(
+        [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *job.targets],
+        name=job.title,
+        cwd=job.workspace,
+        env=child_environment(job.workspace, **tracking()),
+        log=log,
+        grace=GRACE_SECONDS,
+    )
+    code = wait_for(guarded)
+    text = log.read_bytes()[offset:].decode("utf-8", errors="replace")
+    trained = f"Running stage '{TRAINER}'" in text
+    state, message = ("done", "") if code == 0 else _failure(job.workspace, begun, code, text)
+    return Ended(job, state, message, time.time() - started, trained)
+
+
+def tracking() -> dict[str, str]:
+    """A hundred workspaces with an MLflow file each help nobody: a server that is named gets the runs, else nobody."""
+    return {} if os.environ.get("MLFLOW_TRACKING_URI") else {"RLHF_TRACKING": "off"}
+
+
+def _failure(workspace: Path, since: float, code: int, text: str) -> tuple[str, str]:
+    """State and message of an end that was no success: a stage's own words, else DVC's."""
+    if STOP.is_set():
+        return "stopped", ""
+    for verdict in _verdicts(workspace, since):
+        exit_code, message = int(verdict.get("exit_code", 0)), f"{verdict.get('stage')}: {verdict.get('message', '')}"
+        if exit_code == EXIT_TRAINING_PAUSED:
+            return "paused", message
+        if exit_code == EXIT_INTERRUPTED:  # somebody else's signal
+            return "crashed", message
+        if exit_code:
+            return ("failed" if exit_code in FINAL_CODES else "crashed"), message
+    errors = [line.removeprefix("ERROR: ") for line in text.splitlines() if line.startswith("ERROR: ")]
+    return "crashed", errors[-1] if errors else f"dvc ended with status {code}"
+
+
+def _verdicts(workspace: Path, since: float) -> list[dict[str, Any]]:
+    """What stages that began after ``since`` said of themselves."""
+    found = []
+    for path in (workspace / PRIVATE / OUTCOMES).glob("*.json"):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(record, dict) and float(record.get("started", 0.0)) >= since:
+            found.append(record)
+    return found

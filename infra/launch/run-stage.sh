@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# One stage of a workspace, on this machine or on this machine's share of several; every node of a job runs it.
+#
+#   RLHF_WORKSPACE=/shared/workspace run-stage.sh STAGE
+#
+# With one process DVC runs the stage. With several, torchrun starts this node's ranks, and once they are done node 0
+# puts the result into DVC's lock and cache. Which node this is, and where the ranks meet, comes from NNODES, NODE_RANK,
+# NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT, else from Slurm, else from an indexed Kubernetes job.
+#
+# SIGTERM or SIGINT stops the stage, which then has STOP_GRACE seconds. The exit status is 75 (or STOPPED_STATUS): run me
+# again, and I go on from the last checkpoint.
+set -euo pipefail
+
+readonly EXIT_PREEMPTED=${STOPPED_STATUS:-75}
+stage=${1:?usage: run-stage.sh STAGE}
+nodes=${NNODES:-${SLURM_NNODES:-1}}
+node=${NODE_RANK:-${SLURM_NODEID:-${JOB_COMPLETION_INDEX:-0}}}
+ranks=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
+grace=${STOP_GRACE:-60}
+stopped=
+child=
+
+stop() {
+  stopped=yes
+  if [[ -n $child ]]; then kill -TERM "$child" 2>/dev/null || true; fi
+}
+trap stop TERM INT
+
+# Runs a command that leaves nothing behind, whatever becomes of it or of this script.
+guarded() {
+  [[ -z $stopped ]] || exit "$EXIT_PREEMPTED"
+  python -m flows.guard --parent $$ --grace "$grace" -- "$@" &
+  child=$!
+  local status=0
+  wait "$child" || status=$?
+  # A signal ends the wait, not the command.
+  while kill -0 "$child" 2>/dev/null; do
+    status=0
+    wait "$child" || status=$?
+  done
+  child=
+  [[ -z $stopped ]] || exit "$EXIT_PREEMPTED"
+  return "$status"
+}
+
+cd "${RLHF_WORKSPACE:?set it to a folder with params.yaml and dvc.yaml}"
+if ((node == 0)); then
+  mkdir -p .rlhf
+  exec 9>>.rlhf/lock
+  if ! flock --nonblock 9; then
+    echo "run-stage.sh: $PWD is in use by a pipeline or another job; wait for it, or stop it" >&2
+    exit 2
+  fi
+fi
+
+if ((nodes * ranks == 1)); then
+  guarded dvc --wait-for-lock repro --single-item fingerprint
+  guarded dvc --wait-for-lock repro --single-item "$stage"
+  exit
+fi
+
+rlhf fingerprint
+if [[ $(dvc --wait-for-lock status --json "$stage") == '{}' ]]; then
+  echo "run-stage.sh: $stage is up to date"
+  exit
+fi
+guarded torchrun --nnodes "$nodes" --node-rank "$node" --nproc-per-node "$ranks" --max-restarts 0 \
+  --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" --no-python rlhf stage "$stage"
+if ((node == 0)); then
+  guarded dvc --wait-for-lock commit --force "$stage"
+fi

@@ -1,0 +1,1 @@
+"""What the runs of an ablation amount to: results, intervals, verdicts, a table and figures."""

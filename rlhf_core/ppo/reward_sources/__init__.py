@@ -1,0 +1,1 @@
+"""Reward sources: what scores a rollout, behind one protocol, mixed by weights."""

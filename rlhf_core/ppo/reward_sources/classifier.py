@@ -1,0 +1,153 @@
+"""A sequence classifier from elsewhere: replies are decoded and encoded again by its own tokenizer and template."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf_core.config.reward_sources import ClassifierSource
+from rlhf_core.data.schema import Message
+from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.models.io import load_model, reading
+from rlhf_core.ppo.reward_sources.source import Replies, checked_scores
+
+UNLIMITED = 10**6  # tokenizers without a limit say so by a huge number
+Encoded = dict[str, list[int]]
+
+
+class Classifier:
+    """Scores text with a Hugging Face sequence classifier; which token or vector it reads is the model's own affair.
+
+    Figure ``truncated``: share of the batch whose beginning did not fit.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ClassifierSource, who: str
+    ) -> None:
+        self.model, self.tokenizer, self.config, self.who = model, tokenizer, config, who
+        self.label = chosen_label(model.config, config.label, who)
+        self.limit = token_limit(model, tokenizer, config.max_tokens)
+        self.pad: int | None = model.config.get_text_config().pad_token_id
+        self.accepted = set(inspect.signature(model.forward).parameters)
+        self.figures: dict[str, float] = {}
+        if config.template == "chat" and not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(f"{who}: its tokenizer has no chat template; set template to pair, reply, or a text")
+
+    def score(self, replies: Replies) -> Tensor:
+        """(B,); ``DataError`` when the model cannot read a text or gives a number that is not finite."""
+        rows = [self.encode(prompt, reply) for prompt, reply in zip(replies.prompts, replies.texts, strict=True)]
+        self.figures = {"truncated": sum(cut for _, cut in rows) / len(rows)}
+        return checked_scores(self._scores([row for row, _ in rows]), replies, self.who)
+
+    def encode(self, prompt: Sequence[Message], reply: str) -> tuple[Encoded, bool]:
+        """The model's input for one reply, without padding, and whether its beginning was cut off."""
+        texts = self._texts(prompt, reply)
+        whole = self.config.template != "chat"  # a chat template writes the special tokens itself
+        encoded = self.tokenizer(*texts, add_special_tokens=whole)
+        cut = self.limit is not None and len(encoded["input_ids"]) > self.limit
+        if cut:
+            encoded = self.tokenizer(*texts, add_special_tokens=whole, truncation=True, max_length=self.limit)
+        return {name: list(ids) for name, ids in encoded.items() if name in self.accepted}, cut
+
+    def _texts(self, prompt: Sequence[Message], reply: str) -> tuple[str, ...]:
+        template = self.config.template
+        if template == "chat":
+            return (self._chat(prompt, reply),)
+        if template == "pair":
+            return plain_text(prompt), reply
+        if template == "reply":
+            return (reply,)
+        before, *after = template.split("{reply}")
+        # Piecewise, so that a reply which contains "{prompt}" stays what it is.
+        return (reply.join(part.replace("{prompt}", plain_text(prompt)) for part in (before, *after)),)
+
+    def _chat(self, prompt: Sequence[Message], reply: str) -> str:
+        turns = [{"role": m.role, "content": m.content} for m in (*prompt, Message("assistant", reply))]
+        try:
+            return str(self.tokenizer.apply_chat_template(turns, tokenize=False))
+        except TemplateError as error:
+            raise DataError(f"{self.who}: its chat template refuses a dialogue ({error}); set template") from error
+
+    @torch.inference_mode()
+    def _scores(self, rows: Sequence[Encoded]) -> list[float]:
+        """Scores in the order of ``rows``; texts of similar length go together, and one by one without a pad token."""
+        order = sorted(range(len(rows)), key=lambda row: len(rows[row]["input_ids"]))
+        size = self.config.batch_size if self.pad is not None else 1
+        scores = [0.0] * len(rows)
+        for start in range(0, len(order), size):
+            part = order[start : start + size]
+            for row, value in zip(part, self._forward([rows[row] for row in part]).tolist(), strict=True):
+                scores[row] = value
+        return scores
+
+    def _forward(self, rows: Sequence[Encoded]) -> Tensor:
+        width = max(len(row["input_ids"]) for row in rows)
+        fill = {name: self.pad or 0 if name == "input_ids" else 0 for name in rows[0]}
+        batch = {
+            name: torch.tensor([row[name] + [fill[name]] * (width - len(row[name])) for row in rows]) for name in fill
+        }
+        try:
+            logits = self.model(**{name: ids.to(self.model.device) for name, ids in batch.items()}).logits.float()
+        except (IndexError, RuntimeError, ValueError) as error:
+            first = str(error).strip().split("\n", 1)[0]
+            raise DataError(
+                f"{self.who}: the model cannot read a batch of {len(rows)} x {width} tokens ({first}); set max_tokens "
+                "to what it can read, or lower batch_size"
+            ) from error
+        return self._read(logits)
+
+    def _read(self, logits: Tensor) -> Tensor:
+        """(b, labels) -> (b,)."""
+        if self.config.output == "logit":
+            return logits[:, self.label]
+        several = logits.shape[1] > 1 and self.model.config.problem_type != "multi_label_classification"
+        return (logits.softmax(dim=1) if several else logits.sigmoid())[:, self.label]
+
+
+def load_classifier(source: str | Path, config: ClassifierSource, device: torch.device, who: str) -> Classifier:
+    """The classifier in a folder or on the hub: safetensors only, no remote code. ``ModelError`` says what is wrong."""
+    model: Any = load_model(AutoModelForSequenceClassification, source, None, config.revision, attention=None)
+    with reading(source):
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(source), revision=config.revision, truncation_side="left", trust_remote_code=False
+        )
+    return Classifier(model.requires_grad_(False).to(device), tokenizer, config, who)
+
+
+def chosen_label(config: Any, label: int | str | None, who: str) -> int:
+    """Index of the output to read; ``ConfigError`` lists the labels when there are several and none is chosen."""
+    names = {int(index): str(name) for index, name in config.id2label.items()}
+    if label is None and config.num_labels == 1:
+        return 0
+    found = label if isinstance(label, int) else next((i for i, name in names.items() if name == label), None)
+    if found is None or not 0 <= found < config.num_labels:
+        listed = ", ".join(f"{index} ({name})" for index, name in sorted(names.items()))
+        problem = "set label to one of its labels" if label is None else f"it has no label {label!r}"
+        raise ConfigError(f"{who}: the classifier has {config.num_labels} labels, {listed}; {problem}")
+    return found
+
+
+def token_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: int | None) -> int | None:
+    """The most tokens that model and tokenizer take, or ``given``; None when nothing limits them."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    known = [given, positions, tokenizer.model_max_length if tokenizer.model_max_length < UNLIMITED else None]
+    return min((limit for limit in known if isinstance(limit, int) and limit > 0), default=None)
+
+
+def plain_text(prompt: Sequence[Message]) -> str:
+    """A prompt as text: its one turn as it is, several with their roles, a blank line between them."""
+    if len(prompt) == 1:
+        return prompt[0].content
+    return "\n\n".join(f"{turn.role}: {turn.content}" for turn in prompt)

@@ -1,0 +1,88 @@
+"""Sources that read the policy's own tokens: one reward model, or an ensemble that charges for disagreement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.data.chat import encode_dialogue, pad_id, right_pad
+from rlhf_core.data.schema import Demonstration, Message, read_rows
+from rlhf_core.errors import ModelError
+from rlhf_core.models.base import load_tokenizer
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.ppo.forward import MICRO_BATCH
+from rlhf_core.ppo.reward_sources.source import Replies
+from rlhf_core.ppo.rollout import Scorer
+
+ORIGIN_REPLIES = 256
+
+
+class RewardModel:
+    """A reward model read at the last response token."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.scorer = scorer
+        self.figures: dict[str, float] = {}
+
+    def score(self, replies: Replies) -> Tensor:
+        """The model's scores (B,) as they are: one that is not finite leaves its step out, as ever."""
+        return self.scorer(replies.tokens)
+
+
+class Ensemble:
+    """``mean - k * std`` over members (population std), each relative to its ``origin``.
+
+    Source: Coste et al. 2023, "Reward model ensembles help mitigate overoptimization" (uncertainty-weighted
+    optimisation, there with the variance). Figure ``spread``: mean std over the batch.
+    """
+
+    def __init__(self, members: Sequence[Scorer], origins: Sequence[float], k: float) -> None:
+        self.members, self.origins, self.k = tuple(members), tuple(origins), k
+        self.figures: dict[str, float] = {}
+
+    def score(self, replies: Replies) -> Tensor:
+        """(B,); a member's score that is not finite makes the result so."""
+        columns = [member(replies.tokens) - origin for member, origin in zip(self.members, self.origins, strict=True)]
+        scores = torch.stack(columns)
+        spread = scores.std(dim=0, unbiased=False)
+        self.figures = {"spread": float(spread.mean())}
+        return scores.mean(dim=0) - self.k * spread
+
+
+def require_same_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """``ModelError`` unless the model in ``folder`` was trained on the tokens that ``tokenizer`` makes."""
+    own = load_tokenizer(folder)
+    dialogue = [Message("user", "What colour is the sky?\n"), Message("assistant", "Blue."), Message("user", "Why? é")]
+    same = own.get_vocab() == tokenizer.get_vocab() and own.eos_token_id == tokenizer.eos_token_id
+    if not same or encode_dialogue(own, dialogue, "It is.") != encode_dialogue(tokenizer, dialogue, "It is."):
+        raise ModelError(
+            f"the reward model {folder} has another tokenizer or chat template than the policy, so it cannot read the "
+            "policy's tokens; use it as kind classifier, which encodes replies with the model's own tokenizer"
+        )
+
+
+@torch.inference_mode()
+def origin(model: ScalarModel, clean: Path, tokenizer: PreTrainedTokenizerBase) -> float:
+    """Mean score of ``model`` on up to 256 demonstrations of the train split, the same ones every time.
+
+    Ids are content hashes, so the first of them are a fixed sample. Demonstrations beyond the model's positions are
+    left out.
+    """
+    path = clean / "demonstrations" / "train.parquet"
+    rows = sorted(read_rows(path, Demonstration), key=lambda row: row.id)
+    positions = getattr(model.model.config, "max_position_embeddings", None)
+    pairs = [encode_dialogue(tokenizer, row.prompt, row.reply) for row in rows[:ORIGIN_REPLIES]]
+    encoded = [prompt + reply for prompt, reply in pairs]
+    fitting = [ids for ids in encoded if positions is None or len(ids) <= positions]
+    if not fitting:
+        raise ModelError(f"no demonstration of {path} fits the model, so its score has no origin; set center to false")
+    total = 0.0
+    for start in range(0, len(fitting), MICRO_BATCH):
+        ids, mask = right_pad(fitting[start : start + MICRO_BATCH], pad_id(tokenizer))
+        device = model.model.device
+        total += float(model.last_token_scores(ids.to(device), mask.to(device)).double().sum())
+    return total / len(fitting)

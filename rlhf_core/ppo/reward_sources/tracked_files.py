@@ -1,0 +1,128 @@
+"""What reward sources read from disk, written down so that DVC sees a change: model folders and a function's code.
+
+What it cannot see: a hub id without a fixed ``revision``, what a scorer behind HTTP does, and data that a function
+reads. Nothing here imports a user's module or a heavy library: it runs at every ``dvc repro``.
+"""
+
+from __future__ import annotations
+
+import ast
+import glob
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+from rlhf_core.config.reward_sources import (
+    OWN_MODEL,
+    ClassifierSource,
+    EnsembleSource,
+    FunctionSource,
+    ModelSource,
+    RewardSources,
+)
+from rlhf_core.files import sha256_file
+from rlhf_core.fingerprint import bare_code, write_sources
+
+NAME = "reward_sources"
+FILE = f".fingerprints/{NAME}.txt"
+
+
+def write_tracked_files(workspace: Path, sources: RewardSources) -> None:
+    """Refresh ``.fingerprints/reward_sources.txt``; the own reward model is left to DVC, which makes it."""
+    write_sources(workspace, folder_patterns(workspace, sources), NAME, code_lines(workspace, sources))
+
+
+def folder_patterns(workspace: Path, sources: RewardSources) -> list[str]:
+    """A pattern for the files of each local model folder, as ``write_sources`` takes it."""
+    folders: list[str] = []
+    for source in sources:
+        if isinstance(source, ModelSource):
+            folders.append(source.path)
+        elif isinstance(source, EnsembleSource):
+            folders += source.paths
+        elif isinstance(source, ClassifierSource):
+            folders.append(source.model)
+    own = (workspace / OWN_MODEL).resolve()
+    places = [Path(folder).expanduser() for folder in folders]
+    return [
+        f"{glob.escape(str(p))}/**" for p in places if (workspace / p).is_dir() and (workspace / p).resolve() != own
+    ]
+
+
+def code_lines(workspace: Path, sources: RewardSources) -> list[str]:
+    """For each function: its target, and a digest of each module file that its code reaches (comments do not count).
+
+    Imports are followed inside the folder that the module lies in; of an installed package only the module itself.
+    """
+    lines = []
+    for source in sources:
+        if isinstance(source, FunctionSource):
+            lines.append(source.target)
+            lines += [f"  {name} {_digest(file)}" for name, file in _reached(source.target.split(":")[0], workspace)]
+    return lines
+
+
+def _reached(module: str, workspace: Path) -> list[tuple[str, Path]]:
+    root = _root(module, workspace)
+    if root is None:
+        return []
+    installed = root in {Path(path) for path in sysconfig.get_paths().values()}
+    found: dict[str, Path] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        file = _file(root, name)
+        if file is not None and name not in found:
+            found[name] = file
+            waiting += [] if installed else _imported(name, file)
+    return sorted(found.items())
+
+
+def _root(module: str, workspace: Path) -> Path | None:
+    """The folder that ``module`` is imported from: an installed or PYTHONPATH one, else the workspace."""
+    top = module.partition(".")[0]
+    try:
+        spec = find_spec(top) or PathFinder.find_spec(top, [str(workspace)])
+    except (ImportError, ValueError):
+        return None
+    places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else [])] if spec else []
+    return next((root for place in places for root in Path(place).parents if _file(root, module)), None)
+
+
+def _file(root: Path, module: str) -> Path | None:
+    base = root.joinpath(*module.split("."))
+    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
+
+
+def _imported(module: str, file: Path) -> Iterator[str]:
+    """Names that may be modules: what is imported, from where, and the packages around it."""
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    tree = _parsed(file)
+    names: set[str] = set()
+    for node in ast.walk(tree) if tree else ():
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            around = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            origin = ".".join(part for part in (around, node.module) if part)
+            names.update({origin, *(f"{origin}.{alias.name}" for alias in node.names)})
+    names.add(package)
+    for name in names - {""}:
+        parts = name.split(".")
+        yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+
+
+def _digest(file: Path) -> str:
+    """Hash of what the code does; of the bytes where it is not python, which the stage itself will refuse."""
+    tree = _parsed(file)
+    return hashlib.sha256(bare_code(tree)).hexdigest() if tree else sha256_file(file)
+
+
+def _parsed(file: Path) -> ast.Module | None:
+    try:
+        return ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return None

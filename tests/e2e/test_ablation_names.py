@@ -1,0 +1,17 @@
+"""What an ablation measures and draws is what the stages of a real run write."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import SmokeRun
+
+from rlhf_core.config.ablation_metrics import CURVES, METRICS
+from rlhf_core.evaluation.ablation.results import Run, read_results
+
+pytestmark = pytest.mark.services
+
+
+def test_every_metric_and_curve_is_found_in_a_real_run(smoke: SmokeRun) -> None:
+    (result,) = read_results([Run("ppo-max", 1, smoke.workspace, "done")])
+    assert set(result.values) == set(METRICS)
+    assert {name for row in result.history for name in row} >= set(CURVES)

@@ -1,0 +1,192 @@
+"""`rlhf ablate`: what a seed's variants share runs once, an interruption loses nothing, DVC says what is finished."""
+
+from __future__ import annotations
+
+import csv
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from flow_toys import begin, processes_of, rlhf, wait_until
+
+from flows import signals
+from flows.ablation.job import Ended
+from flows.ablation.plan import Job, Request, definition, make_plan
+from flows.ablation.pool import run_jobs
+from rlhf_core.errors import ConfigError
+
+TOY = """
+import json, pathlib, sys, time
+from ruamel.yaml import YAML
+base, stage = pathlib.Path(__file__).parent, sys.argv[1]
+params, here = YAML(typ="safe").load(pathlib.Path("params.yaml").read_text()), pathlib.Path.cwd()
+def log(name, text):
+    with open(base / name, "a") as stream: stream.write(text + "\\n")
+def put(path, text):
+    pathlib.Path(path).parent.mkdir(exist_ok=True); pathlib.Path(path).write_text(text)
+if stage == "collect":
+    log("collects.log", str(params["seed"])); put("raw.txt", "raw")
+elif stage == "ppo":
+    saved = here / "work" / "step"; put(saved, saved.read_text() if saved.exists() else "0")
+    start = int(saved.read_text()); log("starts.log", f"{here.parent.name} {start}")
+    for step in range(start, params["ppo"]["iterations"]):
+        time.sleep(0.1); put(here / "work" / "part", str(step + 1)); (here / "work" / "part").replace(saved)
+    kl = params["ppo"]["kl"]["coefficient"]
+    put("history/ppo.jsonl", "".join(json.dumps({"iteration": i, "kl": kl * i}) + "\\n" for i in (1, 2)))
+else:
+    import pyarrow, pyarrow.parquet
+    kl = params["ppo"]["kl"]["coefficient"]
+    put("metrics/evaluation.json", json.dumps({"sft": {"gold": 0.0}, "policy": {"gold": kl}, "kl": 1.0}))
+    put("samples/x", ""); pathlib.Path("samples/x").unlink()
+    pyarrow.parquet.write_table(pyarrow.table({"sft_reward": [0.0, 1.0]}), "samples/comparisons.parquet")
+"""
+PIPELINE = """
+stages:
+  collect: {{cmd: python {toy} collect, params: [seed], outs: [raw.txt]}}
+  ppo: {{cmd: python {toy} ppo, deps: [raw.txt], params: [ppo], outs: [history/ppo.jsonl]}}
+  evaluate:
+    cmd: python {toy} evaluate
+    deps: [history/ppo.jsonl]
+    outs: [metrics/evaluation.json, samples/comparisons.parquet]
+"""
+ABLATION = """
+seeds: [7]
+reference: a
+variants: [{name: a, about: one}, {name: b, about: two, base: a, change: {ppo.kl.coefficient: 0.2}}]
+figures:
+  - {name: one, title: t, variants: [a, b], curves: [kl], ends: [gold]}
+"""
+PARAMS = "seed: 1\nppo: {iterations: 12, kl: {coefficient: 0.1}}\n"
+
+
+def make_base(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "toy.py").write_text(TOY)
+    (folder / "params.yaml").write_text(PARAMS)
+    (folder / "dvc.yaml").write_text(PIPELINE.format(toy=folder / "toy.py"))
+    (folder / "ablation.yaml").write_text(ABLATION)
+    (folder / ".dvc").mkdir()  # what `dvc init` would take a second for
+    (folder / ".dvc" / "config").write_text("[core]\n    no_scm = True\n    analytics = false\n")
+    return folder
+
+
+def workspace(base: Path, variant: str) -> Path:
+    return base / "workspaces" / "ablation" / "demo" / variant / "seed-7"
+
+
+def in_the_middle(base: Path, variant: str, step: int) -> subprocess.Popen[bytes]:
+    """An ablation whose PPO of ``variant`` has reached ``step``."""
+    process = begin("ablate", "--jobs", "1", cwd=base)
+    saved = workspace(base, variant) / "work" / "step"
+    wait_until(lambda: saved.exists() and int(saved.read_text()) >= step, 240, f"step {step} of {variant}")
+    return process
+
+
+def nothing_runs(base: Path) -> bool:
+    return not any(processes_of(workspace(base, name)) for name in ("shared", "a", "b"))
+
+
+@pytest.mark.services
+def test_stopped_and_killed_it_goes_on_where_it_was(tmp_path: Path) -> None:
+    base = make_base(tmp_path)
+    first = in_the_middle(base, "a", 3)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(60) == 130 and nothing_runs(base)
+
+    second = in_the_middle(base, "b", 3)
+    second.kill()
+    second.wait()
+    wait_until(lambda: nothing_runs(base), 15, "end of all processes")
+
+    answer = rlhf("ablate", "--jobs", "2", cwd=base)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "a, seed 7: up to date" in answer.stdout and "b, seed 7: trained" in answer.stdout
+    assert (base / "collects.log").read_text() == "7\n"  # the other workspaces had it from the cache
+    starts = [line.split() for line in (base / "starts.log").read_text().splitlines()]
+    assert [name for name, _ in starts] == ["a", "a", "b", "b"]
+    assert [int(step) > 0 for _, step in starts] == [False, True, False, True]
+    rows = list(csv.DictReader((base / "ablation" / "demo" / "results.csv").open()))
+    assert [(row["variant"], row["state"], row["gold"]) for row in rows] == [("a", "done", "0.1"), ("b", "done", "0.2")]
+    assert (base / "ablation" / "demo" / "figures" / "one.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--variants", "aa"), "no variant 'aa'; did you mean 'a'?"),
+        (("--seeds", "x"), "'x' is no seed"),
+        (("--set", "ppo.kl.coeficient=1"), "did you mean 'coefficient'?"),
+        (("--docs",), "docs/ablation.md does not exist"),
+        (("--docs", "--variants", "a"), "--docs takes the whole ablation"),
+        (("--file", "missing.yaml"), "missing.yaml does not exist"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_runs(tmp_path: Path, words: tuple[str, ...], expected: str) -> None:
+    base = make_base(tmp_path)
+    answer = rlhf("ablate", *words, cwd=base)
+    assert answer.returncode == 2 and expected in answer.stderr and answer.stderr.count("\n") == 1
+    assert not (base / "workspaces").exists()
+
+
+def test_a_variants_own_change_wins_over_set_and_common(tmp_path: Path) -> None:
+    base = make_base(tmp_path)
+    request = Request(sets=("ppo.kl.coefficient=0.5", "ppo.iterations=6"), variants=("b",), seeds=(1, 2))
+    plan = make_plan(base, request, definition(base, request))
+    assert [(job.variant, job.seed) for job in plan.jobs] == [(None, 1), (None, 2), ("b", 1), ("b", 2)]
+    shared, own = plan.jobs[0], plan.jobs[-1]
+    assert shared.targets == ("collect",) and own.targets == ("evaluate",)
+    assert own.sets == ("ppo.kl.coefficient=0.5", "ppo.iterations=6", "seed=2", "ppo.kl.coefficient=0.2")
+    assert plan.folder.name == f"{request.name}-part" and request.name != "demo"
+
+
+@pytest.mark.parametrize(
+    ("variants", "seeds", "part"), [((), (), False), (("a",), (), True), ((), (8,), True), ((), (8, 7), False)]
+)
+def test_results_of_a_part_never_replace_those_of_the_whole(
+    tmp_path: Path, variants: tuple[str, ...], seeds: tuple[int, ...], part: bool
+) -> None:
+    request = Request(variants=variants, seeds=seeds)
+    assert request.is_part_of(definition(make_base(tmp_path), request)) is part
+
+
+def test_a_pipeline_without_ppo_is_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path)
+    (base / "dvc.yaml").write_text("stages:\n  evaluate: {cmd: 'true', outs: [x]}\n")
+    with pytest.raises(ConfigError, match="no stage 'ppo'"):
+        make_plan(base, Request(), definition(base, Request()))
+
+
+def job(variant: str | None, seed: int) -> Job:
+    return Job(variant, seed, Path(f"{variant}{seed}"), (), ())
+
+
+def test_variants_wait_for_what_their_seed_shares_and_are_skipped_without_it() -> None:
+    jobs = [job(None, 1), job(None, 2), job("a", 1), job("a", 2), job("b", 2)]
+    begun: list[Job] = []
+
+    def run(one: Job) -> Ended:
+        begun.append(one)
+        return Ended(one, "failed", "no data") if one == jobs[0] else Ended(one, "done")
+
+    ended = run_jobs(jobs, 2, run, lambda _: None)
+    assert [e.state for e in ended] == ["failed", "done", "skipped", "done", "done"]
+    assert ended[2].message == "what all share, seed 1: no data"
+    assert jobs[2] not in begun and begun.index(jobs[1]) < begun.index(jobs[3])
+
+
+def test_a_raised_stop_flag_starts_nothing_more() -> None:
+    jobs = [job(None, 1), job("a", 1), job("b", 1)]
+
+    def run(one: Job) -> Ended:
+        signals.STOP.set()
+        return Ended(one, "stopped")
+
+    try:
+        ended = run_jobs(jobs, 1, run, lambda _: None)
+    finally:
+        signals.reset()
+    assert [e.state for e in ended] == ["stopped"] * 3

@@ -1,0 +1,253 @@
+"""Aggregation, intervals and verdicts of an ablation, against numbers computed by hand."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_core.config.ablation import Claim, Expectation, load_ablation
+from rlhf_core.config.ablation_metrics import METRICS
+from rlhf_core.errors import DataError
+from rlhf_core.evaluation.ablation.figures import curve
+from rlhf_core.evaluation.ablation.intervals import Interval, Table, t_interval
+from rlhf_core.evaluation.ablation.page import BEGIN, END, difference, insert, level
+from rlhf_core.evaluation.ablation.results import Result, Run, end_values, history_values, read_results
+from rlhf_core.evaluation.ablation.summary import summarise
+from rlhf_core.evaluation.ablation.verdicts import Outcome, decide, examine, judge, overall
+
+HERE = Path()
+DEFINITION = """
+seeds: [1, 2, 3]
+reference: a
+variants: [{name: a, about: the recipe}, {name: b, about: another, base: a}]
+figures:
+  - name: one
+    title: The first
+    variants: [a, b]
+    curves: [kl, win_rate]
+    ends: [gold, kl]
+    claims:
+      - {says: b is worse, expects: [{metric: gold, of: b, is: lower, than: a}]}
+      - {says: b drifts, expects: [{metric: kl, of: b, is: higher, than: a}]}
+  - {name: two, title: The second, variants: [b], curves: [kl], ends: [gold]}
+"""
+
+
+def table(**values: dict[str, list[float]]) -> Table:
+    """``table(a={"gold": [1, 2, 3]})``: seeds count from 1."""
+    results = []
+    for variant, metrics in values.items():
+        for seed in range(1, 1 + max(len(v) for v in metrics.values())):
+            row = {name: v[seed - 1] for name, v in metrics.items() if seed <= len(v)}
+            results.append(Result(Run(variant, seed, HERE, "done"), row))
+    return Table(results)
+
+
+def expectation(**fields: Any) -> Expectation:
+    return Expectation.model_validate(fields)
+
+
+def test_t_interval_by_hand() -> None:
+    # s = 1, t(.975, 2) = 4.302653, half = 4.302653 / sqrt(3) = 2.484138
+    found = t_interval([1.0, 2.0, 3.0])
+    assert (found.mean, found.n) == (2.0, 3)
+    assert found.low == pytest.approx(-0.484138, abs=1e-6) and found.high == pytest.approx(4.484138, abs=1e-6)
+
+
+def test_one_value_has_no_interval_and_none_has_no_mean() -> None:
+    assert t_interval([3.0]) == Interval(3.0, -math.inf, math.inf, 1)
+    assert math.isnan(t_interval([]).mean) and t_interval([]).n == 0
+
+
+def test_differences_are_paired_by_seed() -> None:
+    # differences .5, 1, 1.5: s = .5, half = 1.242069; unpaired, the spread of the seeds would drown it
+    found = table(a={"gold": [10.0, 20.0, 30.0]}, b={"gold": [10.5, 21.0, 31.5]}).difference("b", "a", "gold")
+    assert found.mean == pytest.approx(1.0)
+    assert found.low == pytest.approx(1 - 1.242069, abs=1e-6) and found.high == pytest.approx(2.242069, abs=1e-6)
+
+
+def test_only_seeds_that_both_have_are_compared() -> None:
+    found = table(a={"gold": [1.0, 2.0, 3.0]}, b={"gold": [2.0, 4.0]}).difference("b", "a", "gold")
+    assert (found.mean, found.n) == (1.5, 2)
+
+
+def test_ratio_metrics_are_compared_as_factors() -> None:
+    data = table(a={"kl": [1.0, 2.0, 4.0]}, b={"kl": [2.0, 4.0, 8.0]})
+    found = data.difference("b", "a", "kl").map(METRICS["kl"])
+    assert (found.mean, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
+    assert data.level("a", "kl").map(METRICS["kl"]).mean == pytest.approx(2.0)  # geometric
+
+
+def test_a_kl_below_its_floor_counts_as_the_floor() -> None:
+    assert table(a={"kl": [-0.01]}).by_seed("a", "kl") == {1: pytest.approx(math.log(METRICS["kl"].floor))}
+
+
+@pytest.mark.parametrize(
+    ("fields", "low", "high", "outcome"),
+    [
+        ({"is": "higher"}, 0.1, 0.5, Outcome.HOLDS),
+        ({"is": "higher"}, -0.1, 0.5, Outcome.OPEN),
+        ({"is": "higher"}, -0.5, -0.1, Outcome.FAILS),
+        ({"is": "higher"}, 0.0, 0.0, Outcome.FAILS),
+        ({"is": "higher", "by": 0.2}, 0.1, 0.5, Outcome.OPEN),
+        ({"is": "higher", "by": -0.1}, -0.05, 0.5, Outcome.HOLDS),
+        ({"is": "lower"}, -0.5, -0.1, Outcome.HOLDS),
+        ({"is": "lower"}, 0.1, 0.5, Outcome.FAILS),
+        ({"is": "lower", "by": 0.2}, -0.5, -0.3, Outcome.HOLDS),
+        ({"is": "lower", "by": 0.2}, -0.1, 0.5, Outcome.FAILS),
+        ({"is": "same", "within": 0.2}, -0.1, 0.2, Outcome.HOLDS),
+        ({"is": "same", "within": 0.2}, -0.1, 0.3, Outcome.OPEN),
+        ({"is": "same", "within": 0.2}, 0.25, 0.3, Outcome.FAILS),
+        ({"is": "same", "within": 0.2}, -0.3, -0.25, Outcome.FAILS),
+    ],
+)
+def test_the_rule(fields: dict[str, Any], low: float, high: float, outcome: Outcome) -> None:
+    wanted = expectation(metric="gold", of="b", than="a", **fields)
+    assert decide(wanted, Interval((low + high) / 2, low, high, 3), METRICS["gold"]) is outcome
+
+
+def test_margins_of_ratios_are_factors() -> None:
+    wanted = expectation(metric="kl", of="b", than="a", **{"is": "same", "within": 2.0})
+    inside, outside = Interval(0.0, math.log(0.6), math.log(1.9), 3), Interval(1.0, math.log(2.1), math.log(9.0), 3)
+    assert decide(wanted, inside, METRICS["kl"]) is Outcome.HOLDS
+    assert decide(wanted, outside, METRICS["kl"]) is Outcome.FAILS
+
+
+def test_all_expectations_must_hold_and_one_that_does_not_decides() -> None:
+    assert overall([Outcome.HOLDS, Outcome.HOLDS]) is Outcome.HOLDS
+    assert overall([Outcome.HOLDS, Outcome.OPEN]) is Outcome.OPEN
+    assert overall([Outcome.OPEN, Outcome.FAILS, Outcome.HOLDS]) is Outcome.FAILS
+
+
+def test_a_claim_with_its_evidence_in_words() -> None:
+    data = table(a={"gold": [0.5, 0.6, 0.7], "kl": [1.0, 1.0, 1.0]}, b={"gold": [0.1, 0.2, 0.3], "kl": [3.0, 3.0, 3.0]})
+    fields = [{"metric": "gold", "of": "b", "is": "lower", "than": "a"},
+              {"metric": "kl", "of": "b", "is": "higher", "than": "a", "by": 2.0}]  # fmt: skip
+    verdict = judge(Claim.model_validate({"says": "s", "expects": fields}), data)
+    assert verdict.outcome is Outcome.HOLDS
+    assert [item.expected for item in verdict.evidence] == [
+        "gold score: b − a < 0",
+        "KL, nats per sequence: b / a > 2",
+    ]
+    assert verdict.evidence[0].measured == "-0.4, 95 % -0.4 to -0.4, 3 seeds"
+    assert verdict.evidence[1].interval.mean == pytest.approx(3.0)
+
+
+def test_against_a_number_the_level_itself_is_shown() -> None:
+    data = table(a={"kl": [2.0, 2.0, 2.0]})
+    found = examine(expectation(metric="kl", of="a", than=6.0, **{"is": "lower"}), data)
+    assert (found.outcome, found.expected) == (Outcome.HOLDS, "KL, nats per sequence: a < 6")
+    assert found.interval.mean == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("seeds", "measured"), [([], "not run"), ([0.1], "one seed: no interval")])
+def test_fewer_than_two_seeds_tell_nothing(seeds: list[float], measured: str) -> None:
+    data = table(a={"gold": [0.5]}, b={"gold": seeds})
+    found = examine(expectation(metric="gold", of="b", than="a", **{"is": "lower"}), data)
+    assert (found.outcome, found.measured) == (Outcome.OPEN, measured)
+
+
+def test_end_values_by_hand() -> None:
+    evaluation = {
+        "sft": {"gold": 0.2, "reward": -1.0, "referee": 1.0},
+        "policy": {"gold": 0.5, "reward": 1.0, "referee": 4.0, "length": 20.0},
+        "kl": 1.5,
+        "comparison": {"referee": {"win_rate": 0.7}},
+    }
+    found = end_values(evaluation, {"reward": 4.0, "referee": 2.0})
+    assert found["gold_gain"] == pytest.approx(0.3)
+    assert (found["reward_gain"], found["referee_gain"]) == (0.5, 1.5)
+    assert (found["kl"], found["length"], found["referee_win_rate"]) == (1.5, 20.0, 0.7)
+    assert math.isnan(found["gold_win_rate"]) and math.isnan(found["repetition"])
+
+
+def test_history_values_by_hand() -> None:
+    rewards = [0.0, 1.0, 0.0, 5.0, 5.0, 5.0, 5.0, 5.0, 7.0]
+    rows = [{"iteration": i + 1, "reward_mean": r, "reward_std": 2.0, "entropy": float(i), "explained_variance": 0.5}
+            for i, r in enumerate(rewards)]  # fmt: skip
+    found = history_values(rows)
+    assert found["reward_jitter_early"] == 0.5  # |1|, |-1| over an SD of 2
+    assert found["reward_jitter_late"] == 0.5  # 0, 2 over 2, mean 1
+    assert found["entropy"] == 6.0 and found["explained_variance_early"] == 0.5
+    assert math.isnan(found["perplexity"])
+
+
+def test_curves_keep_the_iterations_that_every_seed_has() -> None:
+    def run(seed: int, rows: list[dict[str, Any]]) -> Result:
+        return Result(Run("a", seed, HERE, "done"), {"kl": 1.0}, rows)
+
+    first = run(1, [{"iteration": 1, "kl": 0.0}, {"iteration": 2, "kl": 1.0}, {"iteration": 3, "kl": None}])
+    second = run(2, [{"iteration": 1, "kl": 2.0}, {"iteration": 2, "kl": 3.0}, {"iteration": 3, "kl": 4.0}])
+    found = curve([first, second], "kl")
+    assert found is not None
+    assert found[0].tolist() == [1, 2] and found[1].tolist() == [[0.0, 1.0], [2.0, 3.0]]
+    assert curve([first], "entropy") is None
+
+
+def test_cells() -> None:
+    assert level(t_interval([1.0, 2.0, 3.0]), METRICS["gold"]) == "2.00 ± 2.48"
+    assert level(t_interval([1.0]), METRICS["gold"]) == "1.00" and level(t_interval([]), METRICS["gold"]) == "–"
+    assert level(t_interval([0.0, 0.0]), METRICS["kl"]) == "1.00 (1.00 to 1.00)"
+    assert difference(t_interval([0.5, 0.5]), METRICS["gold"]) == "**+0.50 (0.50 to 0.50)**"
+    assert difference(t_interval([1.0, 2.0, 3.0]), METRICS["gold"]) == "+2.00 (-0.48 to 4.48)"
+    assert difference(t_interval([math.log(2.0)] * 2), METRICS["kl"]) == "**× 2.00 (2.00 to 2.00)**"
+
+
+def test_text_goes_between_the_markers_and_replaces_what_was_there() -> None:
+    page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    assert insert(page, "new\n", "p") == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    with pytest.raises(DataError, match="p lacks the lines"):
+        insert("nothing", "new", "p")
+
+
+def workspace(folder: Path, gold: float, kl: float) -> Path:
+    """What the stages of one run leave."""
+    for name in ("metrics", "history", "samples"):
+        (folder / name).mkdir(parents=True)
+    evaluation = {"sft": {"gold": 0.2, "reward": 0.0}, "policy": {"gold": gold, "reward": 1.0}, "kl": kl}
+    (folder / "metrics" / "evaluation.json").write_text(json.dumps(evaluation))
+    rows = [{"iteration": i, "kl": kl * i, "win_rate": 0.5, "reward_mean": 0.1 * i} for i in (1, 2, 3)]
+    (folder / "history" / "ppo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {"id": ["x", "y"], "sft_reply": ["a", "b"], "sft_finished": [True, True], "sft_reward": [0.0, 2.0]}
+    pq.write_table(pa.table(columns), folder / "samples" / "comparisons.parquet")
+    return folder
+
+
+def test_the_whole_summary(tmp_path: Path) -> None:
+    (tmp_path / "ablation.yaml").write_text(DEFINITION)
+    (tmp_path / "page.md").write_text(f"# Page\n{BEGIN}\n{END}\n")
+    runs = [Run("a", seed, workspace(tmp_path / f"a{seed}", 0.6 + seed / 100, 1.0), "done") for seed in (1, 2, 3)]
+    runs += [Run("b", seed, workspace(tmp_path / f"b{seed}", 0.1 + seed / 100, 9.0), "done") for seed in (1, 2)]
+    runs.append(Run("b", 3, workspace(tmp_path / "b3", -9.0, 1.0), "paused", "ppo: steps not finite"))
+    out = tmp_path / "out"
+    summarise(load_ablation(tmp_path / "ablation.yaml"), runs, out, tmp_path / "page.md")
+
+    rows = list(csv.DictReader((out / "results.csv").open()))
+    assert [(row["variant"], row["seed"], row["state"]) for row in rows[-2:]] == [
+        ("b", "2", "done"),
+        ("b", "3", "paused"),
+    ]
+    assert float(rows[0]["reward_gain"]) == 1.0 and rows[-1]["gold"] == "" and rows[0]["referee_gain"] == ""
+    verdicts = json.loads((out / "verdicts.json").read_text())
+    assert [item["verdict"] for item in verdicts["one"]] == ["holds", "holds"]
+    text = (out / "table.md").read_text()
+    assert "5 of 6 runs" in text and "2 holds, 0 does not hold, 0 cannot tell" in text
+    assert "- b, seed 3: paused. ppo: steps not finite" in text
+    for picture in ("one", "two"):
+        assert (out / "figures" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / "images" / "ablation" / f"{picture}.png").is_file()
+    page = (tmp_path / "page.md").read_text()
+    assert "![The first](images/ablation/one.png)" in page and page.startswith("# Page\n")
+
+
+def test_a_run_that_is_not_done_has_no_values_whatever_lies_there(tmp_path: Path) -> None:
+    folder = workspace(tmp_path / "a", 0.5, 1.0)
+    assert read_results([Run("a", 1, folder, "failed")])[0].values == {}
+    assert read_results([Run("a", 1, folder, "done")])[0].values["gold"] == 0.5

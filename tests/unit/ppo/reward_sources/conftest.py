@@ -1,0 +1,156 @@
+"""A tiny workspace with models, prompts and demonstrations, and a real HTTP scorer on loopback."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+from unit.training.tiny import SHAPE, WORDS, demonstrations, text
+
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.data.chat import encode_prompt, encode_reply, left_pad, pad_id, right_pad
+from rlhf_core.data.schema import Demonstration, Message, Prompt, content_id, write_rows
+from rlhf_core.models.base import load_tokenizer, new_model, save_policy, train_tokenizer
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.ppo.forward import Tokens
+from rlhf_core.ppo.reward_sources.building import Setting
+from rlhf_core.ppo.reward_sources.source import PromptReader, Replies
+
+
+@dataclass(frozen=True)
+class Place:
+    """A workspace, and replies in it."""
+
+    root: Path
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.root / "models/sft")
+
+    @cached_property
+    def rows(self) -> list[Prompt]:
+        return prompts(12)
+
+    @property
+    def setting(self) -> Setting:
+        ids = [encode_prompt(self.tokenizer, row.prompt) for row in self.rows]
+        reward, clean = self.root / "models/reward", self.root / "data/clean"
+        return Setting(reward, clean, self.tokenizer, self.rows, ids, None, torch.device("cpu"))
+
+    def replies(self, texts: Sequence[str], finished: Sequence[bool] | None = None) -> Replies:
+        """Replies to the first prompts, as a rollout holds them."""
+        setting = self.setting
+        ids, mask = left_pad(setting.prompt_ids[: len(texts)], pad_id(self.tokenizer))
+        ends = finished if finished is not None else [True] * len(texts)
+        encoded = [encode_reply(self.tokenizer, text) for text in texts]
+        response = [row if end else row[:-1] for row, end in zip(encoded, ends, strict=True)]
+        reply_ids, reply_mask = right_pad(response, pad_id(self.tokenizer))
+        tokens = Tokens(torch.cat([ids, reply_ids], 1), torch.cat([mask, reply_mask], 1), reply_mask.bool())
+        reader = PromptReader([row.prompt for row in self.rows], setting.prompt_ids)
+        return Replies(tokens, reader, self.tokenizer)
+
+
+def prompts(count: int) -> list[Prompt]:
+    """Different prompts of one turn; the third has a system turn, the fourth a dialogue before it."""
+    rows = []
+    for i in range(count):
+        turns = [Message("user", f"{i} {text(i, 1 + i % 5)}")]
+        if i == 2:
+            turns = [Message("system", "be red"), *turns]
+        if i == 3:
+            turns = [Message("user", "green"), Message("assistant", "a tree"), *turns]
+        key = content_id("prompts", {"prompt": [vars(turn) for turn in turns]})
+        rows.append(Prompt(key, turns, "fact", "test", str(i)))
+    return rows
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """Read-only for tests. ``extra/second`` is a reward model of the same tokens, ``extra/foreign`` one of others."""
+    root = tmp_path_factory.mktemp("place")
+    rows = prompts(12)
+    for split in ("train", "validation"):
+        write_rows(root / "data/clean/prompts" / f"{split}.parquet", rows)
+    write_rows(root / "data/clean/demonstrations/train.parquet", demonstrations(20))
+    tokenizer = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
+    for name in ("base", "sft"):
+        save_policy(root / "models" / name, new_model(SHAPE, tokenizer, seed=1), tokenizer)
+    for seed, name in enumerate(("models/reward", "models/referee", "extra/second"), start=1):
+        ScalarModel.from_causal_lm(root / "models/sft", seed).save(root / name, tokenizer)
+    other = train_tokenizer(["completely different words " + " ".join(reversed(WORDS))] * 3, 290)
+    shape = BaseConfig(**(SHAPE.model_dump() | {"vocab_size": 290}))
+    save_policy(root / "extra/foreign_lm", new_model(shape, other, seed=2), other)
+    ScalarModel.from_causal_lm(root / "extra/foreign_lm", 4).save(root / "extra/foreign", other)
+    (root / "gates").mkdir()
+    (root / "gates/reward.pass").write_text("passed\n")
+    return Place(root)
+
+
+def demonstration(i: int) -> Demonstration:
+    """The ``i``-th demonstration of the workspace."""
+    return demonstrations(i + 1)[i]
+
+
+Answer = tuple[int, Any] | tuple[int, Any, dict[str, str]]
+
+
+@dataclass
+class Scorer:
+    """A real server. ``script`` answers the requests in turn, then ``score`` does; a raw str is sent as it is."""
+
+    url: str = ""
+    score: Callable[[dict[str, Any]], float] = lambda item: float(len(item["reply"]))
+    script: list[Answer | threading.Event] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+
+    def answer(self, body: dict[str, Any]) -> Answer:
+        """What the next request is told; an event in the script holds the request until it is set."""
+        self.requests.append(body)
+        step = self.script.pop(0) if self.script else None
+        if isinstance(step, threading.Event):
+            step.wait()
+        elif step is not None:
+            return step
+        return 200, {"scores": [self.score(item) for item in body["items"]]}
+
+
+@pytest.fixture
+def scorer() -> Iterator[Scorer]:
+    """A scorer on a free port of 127.0.0.1."""
+    state = Scorer()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            state.headers.append(dict(self.headers))
+            status, content, *more = state.answer(body)
+            data = (content if isinstance(content, str) else json.dumps(content)).encode()
+            self.send_response(status)
+            for name, value in (more[0] if more else {}).items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    state.url = f"http://127.0.0.1:{server.server_address[1]}/score"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield state
+    server.shutdown()
+    server.server_close()
+    thread.join()

@@ -1,0 +1,145 @@
+"""The stages of critic pre-training and PPO on a tiny workspace: a shared backbone, and a run that rolls back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from unit.house.glossary import documented, undocumented
+
+from rlhf_core.config.critic import CriticStageConfig
+from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.errors import DataError, TrainingPaused
+from rlhf_core.files import sha256_file
+from rlhf_core.models.base import load_tokenizer
+from rlhf_core.ppo.starting import require_room
+from rlhf_core.stages import critic, ppo
+from rlhf_core.stages.contract import Paths
+from rlhf_core.tracking import NullTracker
+
+SETTINGS: dict[str, Any] = {
+    "iterations": 3, "batch_size": 8, "max_new_tokens": 6, "warmup_iterations": 1, "ptx": {"batch_size": 2},
+    "selection": {"every": 2, "prompts": 8, "method": "last"}, "checkpoint": {"every": 1},
+    "health": {"mode": "report"},
+}  # fmt: skip
+SHARED = {"critic_mode": "shared", "critic_optimizer": None, "vf_loss_weight": 0.5}
+
+
+class Interrupting(NullTracker):
+    """Ends the stage while it records step 3."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+
+def paths(stage: Any, root: Path, out: Path) -> tuple[Paths, Paths]:
+    """Inputs from the workspace (its reward model is the referee too) and the critic from ``out``; outputs there."""
+    inputs = {key: root / path for key, path in stage.STAGE.inputs.items()}
+    inputs |= {"referee": root / "models/reward", "critic": out / "models/critic"}
+    outputs = {key: out / path for key, path in stage.STAGE.outputs.items()}
+    for path in outputs.values():
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return Paths(inputs), Paths(outputs | {"work": out / "work" / stage.STAGE.name})
+
+
+def pretrain(root: Path, out: Path, config: PpoConfig, tracker: Any = None) -> dict[str, float]:
+    settings = CriticStageConfig(
+        max_rollouts=4, batch_size=8, explained_variance=1.0, optimizer=OptimizerConfig(lr=1e-2),
+        checkpoint=CheckpointConfig(every=2), ppo=config,
+    )  # fmt: skip
+    return critic.run(settings, *paths(critic, root, out), tracker or NullTracker())
+
+
+@pytest.fixture(scope="module")
+def shared(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace's outputs after both stages with a shared backbone."""
+    out = tmp_path_factory.mktemp("shared")
+    config = PpoConfig.model_validate(SETTINGS | SHARED)
+    pretrain(workspace, out, config)
+    ppo.run(config, *paths(ppo, workspace, out), NullTracker())
+    return out
+
+
+def test_pretraining_a_shared_critic_fits_the_head_alone(workspace: Path, shared: Path) -> None:
+    sft = load_file(workspace / "models/sft/model.safetensors")
+    critic_weights = load_file(shared / "models/critic/model.safetensors")
+    head = critic_weights.pop("score.weight")
+    assert critic_weights.keys() <= sft.keys()
+    assert all(torch.equal(tensor, sft[name]) for name, tensor in critic_weights.items())
+    losses = [json.loads(line)["value_loss"] for line in (shared / "history/critic.jsonl").read_text().splitlines()]
+    assert len(losses) == 4 and losses[-1] < losses[0] and bool(head.isfinite().all())
+
+
+def test_a_shared_pretraining_that_was_interrupted_ends_the_same(workspace: Path, shared: Path, tmp_path: Path) -> None:
+    config = PpoConfig.model_validate(SETTINGS | SHARED)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(workspace, tmp_path, config, Interrupting())
+    pretrain(workspace, tmp_path, config)
+    for file in ("model.safetensors", "reward_moments.json"):
+        assert sha256_file(tmp_path / "models/critic" / file) == sha256_file(shared / "models/critic" / file)
+
+
+def test_the_policy_of_a_shared_backbone_is_a_plain_model(workspace: Path, shared: Path) -> None:
+    """The same tensors as SFT's and nothing else, trained, and loadable without this package."""
+    folders = workspace / "models/sft", shared / "models/policy"
+    sft, policy = (load_file(folder / "model.safetensors") for folder in folders)
+    assert policy.keys() == sft.keys()
+    assert any(not torch.equal(policy[name], sft[name]) for name in sft)
+    _, info = AutoModelForCausalLM.from_pretrained(shared / "models/policy", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert json.loads((shared / "models/policy/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    rows = [json.loads(line) for line in (shared / "history/ppo.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3] and "critic_lr" not in rows[0]
+    assert (shared / "history/ppo_abandoned.jsonl").read_text() == ""
+
+
+def test_a_run_that_rolls_back_and_pauses_leaves_its_story(workspace: Path, tmp_path: Path) -> None:
+    # A threshold below every KL there is: the rule fires from its first iteration on.
+    rules = {"kl_runaway": {"action": "rollback", "threshold": -10.0, "window": 1, "after": 3, "adjust": {"lr": 0.5}}}
+    settings = SETTINGS | {"health": {"max_rollbacks": 1, "rules": rules}}
+    config = PpoConfig.model_validate(settings)
+    pretrain(workspace, tmp_path, config)
+    with pytest.raises(TrainingPaused, match=r"kl_runaway at iteration 3.*1 rollbacks were made"):
+        ppo.run(config, *paths(ppo, workspace, tmp_path), NullTracker())
+    files = {
+        name: [json.loads(line) for line in (tmp_path / f"history/{name}.jsonl").read_text().splitlines()]
+        for name in ("ppo", "ppo_abandoned")
+    }
+    assert [row["iteration"] for row in files["ppo"]] == [1, 2, 3]
+    assert [(row["rollback"], row["iteration"]) for row in files["ppo_abandoned"]] == [(1, 2), (1, 3)]
+    record = files["ppo"][1]["rollbacks"][0]
+    assert (record["from"], record["to"], record["lr"]) == (3, 1, 0.5)
+    assert undocumented([*files["ppo"], *files["ppo_abandoned"]]) == set()
+    assert files["ppo"][1]["policy_lr"] == pytest.approx(0.5 * files["ppo_abandoned"][0]["policy_lr"])
+
+
+def test_texts_over_the_models_positions_are_left_out_or_refused_never_cut(workspace: Path) -> None:
+    """Trap 7: a ptx text that does not fit is not used; a prompt that leaves no room for its reply stops the stage."""
+    tokenizer = load_tokenizer(workspace / "models/sft")
+    clean, config = workspace / "data/clean", PpoConfig.model_validate(SETTINGS)
+    every = ppo.ptx_data(config, clean, tokenizer, None)
+    assert every is not None
+    lengths = sorted(len(context) + len(target) for context, target in every.sequences)
+    limit = lengths[len(lengths) // 2]
+    fitting = ppo.ptx_data(config, clean, tokenizer, limit)
+    assert fitting is not None and [pair for pair in every.sequences if len(pair[0]) + len(pair[1]) <= limit] == list(
+        fitting.sequences
+    )
+    with pytest.raises(DataError, match="no text for the ptx loss"):
+        ppo.ptx_data(config, clean, tokenizer, 1)
+    require_room([[1] * 20], 10, 30)
+    with pytest.raises(DataError, match="longest prompt has 21 tokens"):
+        require_room([[1], [1] * 21], 10, 30)
+
+
+def test_every_field_of_a_critic_history_is_in_the_glossary(shared: Path) -> None:
+    rows = [json.loads(line) for line in (shared / "history/critic.jsonl").read_text().splitlines()]
+    assert undocumented(rows) == set()
+    assert json.loads((shared / "metrics/ppo.json").read_text()).keys() - documented() <= {"selected", "last"}
