@@ -149,13 +149,15 @@ class PpoUnits(Strict):
     min_new_tokens: NonNegativeInt = 0
     temperature: PositiveFloat = 1.0
     micro_batch_size: PositiveInt | None = None
+    sampling_batch_size: PositiveInt | None = None
     kl: KlConfig = KlConfig()
     reward: RewardShapingConfig = RewardShapingConfig()
     advantage: AdvantageConfig = AdvantageConfig()
 
 
 class PpoConfig(StageConfig):
-    """All of PPO. ``micro_batch_size`` bounds the sequences of one pass (null: 16) and never changes a gradient.
+    """All of PPO. ``micro_batch_size`` bounds the sequences of one pass (null: 16) and never changes a gradient;
+    ``sampling_batch_size`` bounds those sampled at once (null: all of a process), whose cache may be what does not fit.
 
     ``warmup_iterations`` raises both learning rates linearly; it replaces the optimisers' own ``warmup`` share.
     ``target_kl_early_stop`` ends an update before a step whose minibatch shows a mean KL(old || new) above it, in nats
@@ -171,6 +173,7 @@ class PpoConfig(StageConfig):
     minibatches: PositiveInt = 2
     epochs: PositiveInt = 1
     micro_batch_size: PositiveInt | None = None
+    sampling_batch_size: PositiveInt | None = None
     max_new_tokens: PositiveInt = 64
     min_new_tokens: NonNegativeInt = 0
     temperature: PositiveFloat = 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -24,12 +25,24 @@ class LastTokenModel(Protocol):
         """(B, L) twice -> scalar at each row's last real token (B,)."""
 
 
-class Judge(Protocol):
-    """Scores replies; higher is better. ``absolute_tie`` is a tie margin in the judge's own unit where it has one,
-    None for judges whose unit means nothing (their margin is relative to the spread of scores)."""
+class Scale(Protocol):
+    """What a judge's scores mean. ``absolute_tie`` is a tie margin in the judge's own unit where it has one, None for
+    judges whose unit means nothing (their margin is relative to the spread of scores)."""
 
     name: str
     absolute_tie: float | None
+
+
+@dataclass
+class ScaleOf:
+    """The scale of a judge that is no longer there."""
+
+    name: str
+    absolute_tie: float | None
+
+
+class Judge(Scale, Protocol):
+    """Scores replies; higher is better."""
 
     def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
         """One score per (prompt, reply)."""

@@ -1,4 +1,4 @@
-"""Phases of the evaluation stage (stages/evaluate.py): both policies and both judges are there all the time."""
+"""Phases of the evaluation stage (stages/evaluate.py): SFT, policy and judges are in memory one after the other."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from rlhf_core.plan.usage import peak
 
 
 def evaluate_stage(setting: Setting) -> StagePlan:
-    """Replies with the evaluation filters, unfiltered ones for KL with their score under SFT, and the judges."""
+    """Replies with the evaluation filters and without, the latter's score under SFT, and the judges."""
     config, place, shape = setting.params.evaluate, setting.placement, setting.shape
-    roles = [setting.fixed(name, shape.causal_lm) for name in ("sft", "policy")]
-    roles += [setting.fixed(name, shape.scalar) for name in ("reward", "referee")]
+    model, judge = whole(setting.fixed("model", shape.causal_lm)), whole(setting.fixed("judge", shape.scalar))
     rows, few = min(config.batch_size, config.prompts), min(config.batch_size, config.kl_samples)
     prompt, judged, free = setting.lengths.prompt, config.sampling.max_new_tokens, config.max_new_tokens
-    drift = [
+    spoken = [
+        filtered_sampling_pass(shape, rows, prompt, judged, place),
         sampling_pass(shape, few, prompt, free, place),
-        plain_pass(shape, Batch(few, prompt + free, few * free), place),
     ]
     phases = {
-        "generation": filtered_sampling_pass(shape, rows, prompt, judged, place),
-        "drift": peak(drift),
-        "judging": plain_pass(shape, Batch(rows, prompt + judged), place),
+        "generation": peak(spoken) + model,
+        "drift": plain_pass(shape, Batch(few, prompt + free, few * free), place) + model,
+        "judging": plain_pass(shape, Batch(rows, prompt + judged), place) + judge,
     }
-    return stage_plan("evaluate", setting, roles, phases, whole(*roles))
+    return stage_plan("evaluate", setting, [], phases, model)

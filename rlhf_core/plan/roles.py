@@ -9,7 +9,13 @@ from rlhf_core.plan.optimizer import TrainingState, training_state
 from rlhf_core.plan.placement import Placement
 from rlhf_core.plan.shapes import Shape
 from rlhf_core.plan.usage import Use
-from rlhf_core.plan.weights import frozen_in_use, frozen_weights, gathered_weights, trained_weights
+from rlhf_core.plan.weights import (
+    brought_in,
+    frozen_weights,
+    gathered_by_layers,
+    gathered_weights,
+    trained_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,12 @@ class Role:
         return Use(weights=gathered_weights(self.parameters, self.placement, whole))
 
     def at_work(self) -> Use:
-        """What a frozen model needs on top while it is at work."""
-        return Use(weights=frozen_in_use(self.parameters, self.placement))
+        """What a frozen model needs on top while any of them is at work."""
+        return Use(weights=brought_in(self.parameters, self.placement))
+
+    def gathering(self) -> Use:
+        """What a frozen model needs on top while it runs itself."""
+        return Use(weights=gathered_by_layers(self.parameters, self.placement))
 
 
 def trained(name: str, parameters: int, shape: Shape, placement: Placement, lora: LoraConfig | None = None) -> Role:
@@ -69,6 +79,11 @@ def trained(name: str, parameters: int, shape: Shape, placement: Placement, lora
     adapters = shape.adapters(lora.rank, lora.targets)
     head = shape.hidden if parameters != shape.causal_lm else 0
     return Role(name, parameters + adapters, placement, training_state(adapters + head, placement), adapted=True)
+
+
+def with_trained_head(name: str, parameters: int, shape: Shape, placement: Placement) -> Role:
+    """A scalar model of which only the head is trained."""
+    return Role(name, parameters, placement, training_state(shape.hidden, placement), adapted=True)
 
 
 def frozen(name: str, parameters: int, placement: Placement) -> Role:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from rlhf_core.config.load import Params
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.plan.lengths import Lengths
 from rlhf_core.plan.placement import Placement, placement_of
-from rlhf_core.plan.roles import Role, frozen, trained
+from rlhf_core.plan.roles import Role, frozen, trained, with_trained_head
 from rlhf_core.plan.shapes import Shape
 from rlhf_core.plan.usage import Use, total
 
@@ -25,7 +26,8 @@ class Recipe:
 
     def setting(self, stage: str) -> Setting:
         """The recipe as one stage sees it."""
-        return Setting(self.params, self.shape, self.lengths, placement_of(self.params, stage, self.root))
+        placement = placement_of(self.params, stage, self.root)
+        return Setting(self.params, self.shape, self.lengths, placement, self.root)
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,15 @@ class Setting:
     shape: Shape
     lengths: Lengths
     placement: Placement
+    root: Path
 
     def trained(self, name: str, parameters: int, lora: LoraConfig | None = None) -> Role:
         """A trained model of the setting's shape."""
         return trained(name, parameters, self.shape, self.placement, lora)
+
+    def with_trained_head(self, name: str, parameters: int) -> Role:
+        """A scalar model of which only the head is trained."""
+        return with_trained_head(name, parameters, self.shape, self.placement)
 
     def frozen(self, name: str, parameters: int) -> Role:
         """A frozen model, where the launch settings put those."""
@@ -85,7 +92,7 @@ def stage_plan(stage: str, setting: Setting, roles: list[Role], phases: dict[str
     return StagePlan(stage, setting.placement, tuple(roles), (Phase("loading", loading), *during))
 
 
-def step(roles: list[Role]) -> Use:
+def step(roles: Sequence[Role]) -> Use:
     """The optimiser step of ``roles`` together: all their gradients, and what DeepSpeed makes of them."""
     return total(Use(gradients=role.gradients, other=role.state.at_step if role.state else 0) for role in roles)
 

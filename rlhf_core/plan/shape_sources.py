@@ -24,8 +24,13 @@ def starting_shape(base: BaseConfig, root: Path, config_file: Path | None = None
         return _scratch(base, root / "models" / "base" / "config.json")
     folder = root / Path(base.source).expanduser()
     if folder.is_dir():
-        return _read(folder / "config.json")
+        return shape_of_folder(folder)
     return KNOWN.get(base.source) or _from_hub(base.source, base.revision)
+
+
+def shape_of_folder(folder: Path) -> Shape:
+    """The shape of a model folder; ``ModelError`` where its config.json is missing or of another family."""
+    return _read(folder / "config.json")
 
 
 def _scratch(base: BaseConfig, built: Path) -> Shape:

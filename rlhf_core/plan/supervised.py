@@ -7,19 +7,19 @@ from rlhf_core.plan.lengths import Batch
 from rlhf_core.plan.passes import CROSS_ENTROPY, SCALAR, plain_pass, training_pass
 from rlhf_core.plan.setting import Setting, StagePlan, stage_plan, step, whole
 
-# Rows of one held-out batch: training.sft.EVALUATION_ROWS and training.reward.SCORING_ROWS.
+# Rows of one held-out batch: training.sft.EVALUATION_ROWS (where no micro-batch is set) and training.reward.SCORING_ROWS.
 SFT_EVALUATION_ROWS = 64
 REWARD_EVALUATION_ROWS = 128
 
 
 def sft_stage(setting: Setting) -> StagePlan:
-    """Micro-batches of demonstrations; held-out batches have a fixed size of their own."""
+    """Micro-batches of demonstrations, to train on and to hold out."""
     config, place, shape = setting.params.sft, setting.placement, setting.shape
     policy, data = setting.trained("policy", shape.causal_lm), setting.lengths.demonstrations
     rows = place.share(config.batch_size)
     micro = min(config.micro_batch_size or config.batch_size, rows)
     update = training_pass(shape, data.batch(micro), policy, CROSS_ENTROPY, rows > micro)
-    held_out = plain_pass(shape, data.batch(SFT_EVALUATION_ROWS), place)
+    held_out = plain_pass(shape, data.batch(config.micro_batch_size or SFT_EVALUATION_ROWS), place)
     phases = {
         "update": update + policy.running(whole=False),
         "step": step([policy]),

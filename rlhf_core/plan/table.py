@@ -69,7 +69,8 @@ def _head(plan: Plan) -> str:
 def _stage(stage: StagePlan) -> str:
     """What the stage's models hold and what its phases need, in GiB, or in MiB where that is easier to read."""
     unit, name = (GIB, "GiB") if stage.peak.use.total >= GIB else (MIB, "MiB")
-    rows: list[tuple[str, ...]] = [(f"{name} per GPU", *HEADS), ("held throughout",)]
+    rows: list[tuple[str, ...]] = [(f"{name} per GPU", *HEADS)]
+    rows += [("held throughout",)] if stage.roles else []
     rows += [(f"  {role.name}", *_cells(role.held, unit)) for role in stage.roles]
     rows.append(("at the peak of each phase",))
     for phase in stage.phases:

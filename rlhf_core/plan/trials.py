@@ -21,11 +21,13 @@ ADAPTERS = {
 
 def _together(params: Params, stage: str) -> Iterator[Changes]:
     """Half as many replies sampled at once, where nothing but memory depends on it."""
+    ppo, ranks = params.ppo, _launch(params, stage).ranks
     if stage == "ppo":
-        selection = params.ppo.selection
-        mine = -(-selection.prompts // _launch(params, stage).ranks)
-        yield from _half("ppo.selection.batch_size", min(selection.batch_size, mine))
-    elif stage == "evaluate":
+        yield from _half("ppo.selection.batch_size", min(ppo.selection.batch_size, -(-ppo.selection.prompts // ranks)))
+    if stage in ("critic", "ppo"):
+        mine = -(-(params.critic.batch_size if stage == "critic" else ppo.batch_size) // ranks)
+        yield from _half("ppo.sampling_batch_size", min(ppo.sampling_batch_size or mine, mine))
+    if stage == "evaluate":
         yield from _half("evaluate.batch_size", min(params.evaluate.batch_size, params.evaluate.prompts))
 
 

@@ -28,10 +28,13 @@ def frozen_weights(parameters: int, placement: Placement) -> int:
     return kept * placement.element
 
 
-def frozen_in_use(parameters: int, placement: Placement) -> int:
-    """What a frozen model needs on top while it is at work: all of it from host memory, or gathered layers."""
-    if placement.frozen == "offload":
-        return parameters * placement.element
+def brought_in(parameters: int, placement: Placement) -> int:
+    """What a frozen model of host memory needs while rollouts or selection are under way, at work or not."""
+    return parameters * placement.element if placement.frozen == "offload" else 0
+
+
+def gathered_by_layers(parameters: int, placement: Placement) -> int:
+    """What a sharded frozen model gathers while it runs."""
     return _live(parameters, False) * placement.element if placement.frozen == "sharded" else 0
 
 

@@ -32,7 +32,7 @@ from rlhf_core.ppo.reward_sources import tracked_files
 from rlhf_core.ppo.reward_sources.building import Setting, build_scorer
 from rlhf_core.ppo.rewards import RunningMoments
 from rlhf_core.ppo.rollout import Actors, model_scorer
-from rlhf_core.ppo.starting import load_scalar, read_prompts, require_room, sampling_for
+from rlhf_core.ppo.starting import read_prompts, require_room, sampling_for
 from rlhf_core.ppo.state import finite, load_best
 from rlhf_core.ppo.trainer import Prompts, Trainer, Verdict
 from rlhf_core.ppo.update import Learner
