@@ -28,11 +28,11 @@ from rlhf_core.plan.shapes import Shape
 from rlhf_core.plan.tensor_memory import TensorMemory
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.forward import Tokens
-from rlhf_core.ppo.generation import Rollout, generate
+from rlhf_core.ppo.generation import Rollout
 from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
 from rlhf_core.ppo.rewards import RunningMoments
-from rlhf_core.ppo.rollout import Actors, assemble, model_scorer, score_tokens
-from rlhf_core.ppo.sampling import Sampling, philox_uniforms
+from rlhf_core.ppo.rollout import Actors, assemble, model_scorer, sample_together, score_tokens
+from rlhf_core.ppo.sampling import Sampling
 from rlhf_core.ppo.update import Learner, accumulate_policy_gradient
 from rlhf_core.ppo.value import ValueSettings, accumulate_value_gradient
 from rlhf_core.training.engine import Engine, joint_step
@@ -262,17 +262,16 @@ def _ptx(subject: Subject) -> PtxData | None:
     return PtxData(rows, subject.params.ppo.ptx.batch_size, 0, PAD)
 
 
-def _rollout(subject: Subject, policy: PreTrainedModel, rows: int) -> Rollout:
-    sampling = _sampling(subject)
+def _rollout(subject: Subject, policy: PreTrainedModel, rows: int, at_once: int | None = None) -> Rollout:
     prompts = [subject.ragged(i, subject.prompt) for i in range(rows)]
-    return generate(policy, prompts, philox_uniforms(0, range(rows), sampling.max_new_tokens), sampling)
+    return sample_together(policy, prompts, range(rows), 0, _sampling(subject), at_once)
 
 
 def _experience(subject: Subject, actors: Actors, rows: int, meter: Meter) -> Experience:
     """What ``ppo.rollout.collect`` does, phase by phase."""
     units = subject.params.ppo.units
     with meter.phase("generation"):
-        rollout = _rollout(subject, actors.policy, rows)
+        rollout = _rollout(subject, actors.policy, rows, units.sampling_batch_size)
     with meter.phase("scoring"):
         scored = score_tokens(actors, rollout, _sampling(subject), units.micro_batch_size)
     with meter.phase("rewards"):

@@ -95,9 +95,9 @@ def _helps(before: StagePlan, after: StagePlan, limit: int) -> bool:
 
 
 def _needed(recipe: Recipe, stage: str, limit: int, taken: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``taken`` without what the rest can do without."""
-    kept = list(taken)
-    for changes in reversed(taken):
+    """``taken`` without what the rest can do without. Of repeated changes to the same settings the last one stands."""
+    kept = list({tuple(changes): changes for changes in taken}.values())
+    for changes in reversed(kept):
         rest = [other for other in kept if other is not changes]
         params: Params | None = recipe.params
         last: StagePlan | None = None

@@ -30,15 +30,11 @@ def forward_copies(shape: Shape, positions: int, placement: Placement, changed: 
 def policy_backward_copies(config: PpoConfig) -> int:
     """Float32 copies at the peak of the policy's backward pass.
 
-    Log-probabilities, their gradient, and that of the logits; an entropy term and an exact KL in the loss keep
-    intermediate results and give gradients of their own.
+    Log-probabilities, their gradient, and that of the logits. An entropy term and an exact KL in the loss each add what
+    their product keeps and its gradient.
     """
-    copies = 3
-    if config.entropy.kind != "off":
-        copies += 3
-    if config.kl.placement == "loss" and config.kl.estimator == "full" and config.kl.coefficient > 0:
-        copies += 4
-    return copies
+    exact = config.kl.placement == "loss" and config.kl.estimator == "full" and config.kl.coefficient > 0
+    return 3 + 2 * (config.entropy.kind != "off") + 2 * exact
 
 
 def scoring_copies(same: bool) -> int:

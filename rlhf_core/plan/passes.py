@@ -56,12 +56,13 @@ def training_pass(shape: Shape, batch: Batch, model: Role, loss: Loss, accumulat
     waiting = unembedding if shape.tied else 0
     below = Use(logits=held, gradients=before, other=waiting if accumulated else unembedding)
     swiglu = swiglu_backward(shape, batch, place)
+    of_a_layer = gradients // shape.layers if model.adapted else shape.layer * place.element
     first_layer = Use(logits=held, other=waiting, activations=one_layer + swiglu)
     return peak(
         [
             below + Use(activations=layers + last_norm + norm_backward(shape, batch)),
             below + Use(activations=layers + again + swiglu),
-            first_layer.with_gradients(gradients if accumulated else max(gradients - table, 0)),
+            first_layer.with_gradients(gradients if accumulated else max(gradients - table - of_a_layer, 0)),
             Use(logits=held, gradients=gradients, other=(table if accumulated else 0) + 2 * waiting),
             *_at_loss(shape, batch, place, loss, Use(activations=layers + last_norm, gradients=before), unembedding),
         ]

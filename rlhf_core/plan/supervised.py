@@ -7,7 +7,7 @@ from rlhf_core.plan.lengths import Batch
 from rlhf_core.plan.passes import CROSS_ENTROPY, SCALAR, plain_pass, training_pass
 from rlhf_core.plan.setting import Setting, StagePlan, stage_plan, step, whole
 
-# Rows of one held-out batch: training.sft.EVALUATION_ROWS (where no micro-batch is set) and training.reward.SCORING_ROWS.
+# Rows of one held-out batch: training.sft.EVALUATION_ROWS (if no micro-batch is set), training.reward.SCORING_ROWS.
 SFT_EVALUATION_ROWS = 64
 REWARD_EVALUATION_ROWS = 128
 
