@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -73,3 +74,12 @@ def ensure_zombie_automation() -> None:
     with get_client(sync_client=True) as client:
         if not client.read_automations_by_name(ZOMBIES):
             client.create_automation(zombie_automation())
+
+
+def has_zombie_automation() -> bool:
+    """Whether somebody else's server has :func:`zombie_automation`, after trying to create it; some refuse any."""
+    try:
+        ensure_zombie_automation()
+    except httpx.HTTPStatusError:
+        return False
+    return True

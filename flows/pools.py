@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import WorkerStatus, WorkPool
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
 from rlhf_core.config.load import Params
 from rlhf_core.config.placement import WorkPoolConfig
@@ -25,7 +26,9 @@ def ensure_pool(client: SyncPrefectClient, pool: str, limit: int | None = None) 
     try:
         return client.read_work_pool(pool)
     except ObjectNotFound:
-        return client.create_work_pool(WorkPoolCreate(name=pool, type=PROCESS, concurrency_limit=limit))
+        with contextlib.suppress(ObjectAlreadyExists):  # by another run, just now
+            return client.create_work_pool(WorkPoolCreate(name=pool, type=PROCESS, concurrency_limit=limit))
+    return client.read_work_pool(pool)
 
 
 def ensure_pools(pools: Iterable[str]) -> None:
@@ -55,7 +58,8 @@ def _apply_queues(client: SyncPrefectClient, pool: str, priorities: dict[str, in
     known = {queue.name: queue for queue in client.read_work_queues(work_pool_name=pool)}
     for name, priority in priorities.items():
         if name not in known:
-            client.create_work_queue(name, priority=priority, work_pool_name=pool)
+            with contextlib.suppress(ObjectAlreadyExists):
+                client.create_work_queue(name, priority=priority, work_pool_name=pool)
         elif known[name].priority != priority:
             client.update_work_queue(known[name].id, priority=priority)
 

@@ -105,8 +105,8 @@ class _Run:
             wait_for_server(services, signals.STOP.is_set)
             if swept := admin.sweep_runs():
                 self.display.line(f"marked {swept} unfinished Prefect runs of an earlier run as ended")
-        else:
-            hooks.ensure_zombie_automation()
+        elif not hooks.has_zombie_automation():
+            self.display.line("this server takes no automation: a run whose machine dies will keep its slot")
         deploy.deploy_jobs(self.workspace, self.params)
         self.serving = serving.Serving(services, self.params, self.pools)
         self.serving.start()

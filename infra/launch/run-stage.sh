@@ -3,9 +3,10 @@
 #
 #   RLHF_WORKSPACE=/shared/workspace run-stage.sh STAGE
 #
-# With one process DVC runs the stage. With several, torchrun starts this node's ranks, and once they are done node 0
-# puts the result into DVC's lock and cache. Which node this is, and where the ranks meet, comes from NNODES, NODE_RANK,
-# NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT, else from Slurm, else from an indexed Kubernetes job.
+# On one node DVC runs the stage, which starts as many processes as compute.launch in params.yaml says. On several,
+# torchrun starts NPROC_PER_NODE ranks on each, and once they are done node 0 puts the result into DVC's lock and cache.
+# Which node this is, and where the ranks meet, comes from NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, else from
+# Slurm, else from an indexed Kubernetes job.
 #
 # SIGTERM or SIGINT stops the stage, which then has STOP_GRACE seconds. The exit status is 75 (or STOPPED_STATUS): run me
 # again, and I go on from the last checkpoint.
@@ -53,7 +54,7 @@ if ((node == 0)); then
   fi
 fi
 
-if ((nodes * ranks == 1)); then
+if ((nodes == 1)); then
   guarded dvc --wait-for-lock repro --single-item fingerprint
   guarded dvc --wait-for-lock repro --single-item "$stage"
   exit

@@ -13,6 +13,7 @@ from rlhf_core.config.collect import CollectConfig
 from rlhf_core.config.critic import CriticConfig
 from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.gates import GatesConfig
+from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.model import StageConfig, Strict
 from rlhf_core.config.operations import ComputeConfig, FlowConfig, RegistryConfig, TrackingConfig
 from rlhf_core.config.placement import PlacementOrPool, WorkPoolConfig
@@ -98,6 +99,24 @@ class Params(Strict):
                 "ppo.kl.estimator full in the loss runs the reference in every update: it cannot wait in CPU memory, "
                 "so set compute.launch.ppo.frozen to device or sharded"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _pools_fit(self) -> Params:
+        """A job of a pool is one machine, whose GPUs are one for each process of the stage."""
+        launches = {str(stage): launch for stage, launch in self.compute.launch.items()}
+        for stage, place in self.pools.items():
+            launch = launches.get(stage, LaunchConfig())
+            if launch.nodes > 1:
+                raise ValueError(
+                    f"compute.launch.{stage}.nodes is {launch.nodes}, but a job of the pool {place.pool} is one "
+                    f"machine; set nodes to 1, or take {stage} out of pools and start it as docs/operations.md says"
+                )
+            if place.gpus and place.gpus != launch.processes:
+                raise ValueError(
+                    f"pools.{stage}.gpus is {place.gpus}, but the stage runs as {launch.processes} process(es), one "
+                    "GPU each (compute.launch); set both to the same number"
+                )
         return self
 
     def pool_names(self) -> list[str]:

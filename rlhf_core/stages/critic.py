@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import shutil
 
+import torch
+
 from rlhf_core.config.critic import CriticStageConfig
 from rlhf_core.models.base import load_policy
 from rlhf_core.models.heads import ScalarModel
@@ -77,7 +79,7 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
 def initial_critic(config: CriticStageConfig, inputs: Paths) -> ScalarModel:
     """The critic before pre-training. A kept unembedding is of no use to it and is dropped.
 
-    With a shared backbone it is the SFT model with a random head, and only the head can be trained.
+    With a shared backbone it is the SFT model with a head of zeros, and only the head can be trained.
     """
     shared = config.ppo.critic_mode == "shared"
     if config.init == "reward" and not shared:
@@ -86,9 +88,11 @@ def initial_critic(config: CriticStageConfig, inputs: Paths) -> ScalarModel:
         critic = ScalarModel.from_causal_lm(inputs.sft, derive_seed(config.seed, "critic", "head"))
     critic.unembedding = None
     if shared:
-        # PPO's policy will be this backbone, so that it must stay what SFT made of it.
+        # PPO's policy will be this backbone, so that it must stay what SFT made of it. The head starts at zero: a
+        # random one explains less than nothing, and no backbone adapts to it.
         critic.requires_grad_(False)
-        critic.model.get_submodule("score").requires_grad_(True)
+        head = critic.model.get_submodule("score").requires_grad_(True)
+        torch.nn.init.zeros_(head.get_parameter("weight"))
     if config.lora is not None:
         critic.add_adapters(config.lora, derive_seed(config.seed, "critic", "lora"))
     return critic

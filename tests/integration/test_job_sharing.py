@@ -31,6 +31,7 @@ PARAMS = {
         "ppo": {"pool": "cluster", "queue": "long", "image": "rlhf:1", "cpus": "32", "shared_memory": "64Gi", **ASKED},
         "sft": "gpu-pool",
     },
+    "compute": {"launch": {"ppo": {"processes": 8}}},
     "work_pools": {"cluster": {"limit": 3, "queues": {"long": 2, "default": 5}}},
 }
 

@@ -152,11 +152,33 @@ def test_workspace_name_ignores_the_order_of_overrides() -> None:
 
 
 def test_a_pool_may_be_named_alone_or_with_what_the_job_asks_for() -> None:
-    asked = {"pool": "cluster", "queue": "long", "gpus": 8, "memory": "512Gi", "variables": {"priority_class": "low"}}
+    asked = {"pool": "cluster", "queue": "long", "gpus": 1, "memory": "512Gi", "variables": {"priority_class": "low"}}
     params = check_params({"pools": {"sft": "cluster", "ppo": asked, "reward": "gpu-pool"}})
     assert params.pools["sft"].pool == "cluster" and params.pools["sft"].job_variables() == {}
-    assert params.pools["ppo"].job_variables() == {"gpus": 8, "memory": "512Gi", "priority_class": "low"}
+    assert params.pools["ppo"].job_variables() == {"gpus": 1, "memory": "512Gi", "priority_class": "low"}
     assert params.pool_names() == ["cluster", "gpu-pool"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "launch", "complaint"),
+    [
+        (8, {"processes": 8}, None),
+        (None, {"processes": 8}, None),
+        (0, {}, None),
+        (8, {}, "pools.ppo.gpus is 8, but the stage runs as 1 process"),
+        (1, {"processes": 2}, "pools.ppo.gpus is 1, but the stage runs as 2 process"),
+        (None, {"nodes": 2, "rendezvous": "a:1"}, "nodes is 2, but a job of the pool cluster is one machine"),
+    ],
+)
+def test_a_job_has_one_gpu_for_each_process_and_one_machine(
+    gpus: int | None, launch: dict, complaint: str | None
+) -> None:
+    document = {"pools": {"ppo": {"pool": "cluster", "gpus": gpus}}, "compute": {"launch": {"ppo": launch}}}
+    if complaint is None:
+        assert check_params(document).pools["ppo"].gpus == gpus
+    else:
+        with pytest.raises(ConfigError, match=complaint):
+            check_params(document)
 
 
 def test_a_pool_takes_one_job_at_a_time_unless_told_otherwise() -> None:

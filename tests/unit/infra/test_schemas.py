@@ -83,7 +83,8 @@ def test_prefect_accepts_the_work_pool_template() -> None:
 def test_the_template_knows_just_what_a_placement_can_ask_for() -> None:
     known = set(places.template()["variables"]["properties"])
     assert set(ASKED) == set(Placement.model_fields) - PLACE <= known
-    params = check_params({"pools": {"ppo": {"pool": GPU_POOL, **ASKED}}})
+    launch = {"ppo": {"engine": "deepspeed", "processes": 8}}
+    params = check_params({"pools": {"ppo": {"pool": GPU_POOL, **ASKED}}, "compute": {"launch": launch}})
     check_requests(WorkPool(name=GPU_POOL, type="kubernetes", base_job_template=places.template()), params)
     validate(params.pools["ppo"].job_variables(), places.template()["variables"], raise_on_error=True)
 

@@ -77,6 +77,13 @@ def test_pretraining_a_shared_critic_fits_the_head_alone(workspace: Path, shared
     assert len(losses) == 4 and losses[-1] < losses[0] and bool(head.isfinite().all())
 
 
+def test_a_shared_critic_begins_with_a_head_of_zeros(workspace: Path, tmp_path: Path) -> None:
+    settings = CriticStageConfig(ppo=PpoConfig.model_validate(SETTINGS | SHARED))
+    model = critic.initial_critic(settings, paths(critic, workspace, tmp_path)[0])
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert list(trained) == ["model.score.weight"] and not bool(trained["model.score.weight"].any())
+
+
 def test_a_shared_pretraining_that_was_interrupted_ends_the_same(workspace: Path, shared: Path, tmp_path: Path) -> None:
     config = PpoConfig.model_validate(SETTINGS | SHARED)
     with pytest.raises(KeyboardInterrupt):
