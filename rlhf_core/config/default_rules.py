@@ -5,7 +5,8 @@ per sequence, vanilla PPO with 10 to 92 while its reward kept rising, with trigr
 replies up to the token limit. KL, perplexity under the reference, repetition and missing EOS separate the two; entropy
 and the policy's own perplexity do not, so they only ever support another check. A bound that pauses sits well above
 anything seen in a healthy run; its warning sits between. Damage to the true preference begins before all of these, at a
-KL of 1 to 3; what tells a doomed run from a sound one so early is the critic, see ``drift_with_blind_critic``.
+KL of 1 to 3. So early a doomed run's replies look like those of a sound one; what differs is whether anything pulls the
+policy back (``drift_unopposed``) and whether the critic sees anything (``drift_with_blind_critic``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ DRIFT_RULES = (
          "the policy is further from the reference than its KL budget", DRIFT, RAISE_KL, adjust=NEARER),
     Rule("kl_runaway", (Check("kl", ">", 1.5, "limit:kl"),), "critical", "pause",
          "KL to the reference is far over its budget", DRIFT, RAISE_KL, adjust=NEARER),
+    Rule("drift_unopposed", (Check("kl_pull", "<", 0.01, window=1), Check("kl", ">", 0.2, "limit:kl", window=2)),
+         "critical", "pause", "the policy moves away from the reference and nothing pulls it back",
+         "no KL penalty, or one that vanishes beside the rewards: drift that has begun does not end by itself",
+         "set ppo.kl.coefficient, normalise the reward; if there is no penalty on purpose, ignore this rule",
+         adjust=NEARER),
     Rule("kl_negative", (Check("kl", "<", -0.1, window=5),), "critical", "pause",
          "the mean KL is negative, which no pair of distributions can have",
          "replies are scored under another distribution than the one that sampled them, or masks are wrong",

@@ -5,6 +5,7 @@ Shapes: B sequences, T response positions, V vocabulary. All divergences are in 
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -50,3 +51,12 @@ class KlController:
             return
         error = min(max(kl_per_sequence / self.config.target - 1, -0.2), 0.2)
         self.value *= 1 + error * sequences / self.config.horizon
+
+
+def kl_pull(treated_scores: Tensor, coefficient: float) -> float:
+    """What one nat of drift costs, in standard deviations of the treated scores, (B,): β / SD.
+
+    NaN where all scores are equal, since there is nothing then that the penalty could be weighed against.
+    """
+    spread = float(treated_scores.std(correction=0))
+    return coefficient / spread if spread > 0 else math.nan

@@ -19,7 +19,7 @@ from rlhf_core.ppo.advantages import explained_variance
 from rlhf_core.ppo.diagnosis import Finding, Monitor
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.health import signals
-from rlhf_core.ppo.kl import KlController
+from rlhf_core.ppo.kl import KlController, kl_pull
 from rlhf_core.ppo.reward_sources.mixture import source_figures
 from rlhf_core.ppo.rewards import RunningMoments
 from rlhf_core.ppo.rollback import Journal, Rollback, Rollbacks
@@ -123,7 +123,10 @@ class Trainer:
         seconds["seconds_update"] = time.perf_counter() - started
         texts = [self.prompts.decode(ids) for ids in _replies(experience)]
         with self.frozen.at_work():
-            row = self._signals(experience, texts, figures) | {"kl_coefficient": coefficient}
+            row = self._signals(experience, texts, figures) | {
+                "kl_coefficient": coefficient,
+                "kl_pull": kl_pull(experience.shaped_scores, coefficient),
+            }
         # One view for all ranks, however their last digits may differ: every decision below follows from it.
         row = distributed.from_first(row)
         self.controller.update(row["kl"], len(experience))

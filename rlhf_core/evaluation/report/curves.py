@@ -68,7 +68,7 @@ PLANS = (
     Plan("ppo", "Clipped share", {"policy": ("clip_fraction",), "value": ("value_clip_fraction",)}),
     Plan("ppo", "Reward's correlation", {"with length": ("reward_length_correlation",),
                                          "with the referee": ("reward_referee_correlation",)}),
-    Plan("ppo", "KL coefficient", {"β": ("kl_coefficient",)}),
+    Plan("ppo", "KL coefficient", {"β": ("kl_coefficient",), "β per SD of treated reward": ("kl_pull",)}),
 )  # fmt: skip
 
 

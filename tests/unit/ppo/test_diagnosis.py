@@ -104,6 +104,14 @@ def test_progress_that_only_the_reward_model_sees() -> None:
     assert [(f.rule, f.iteration) for f in found if f.stops] == [("reward_without_wins", 6)]
 
 
+@pytest.mark.parametrize(("pull", "stops"), [(0.0, [4]), (0.05, []), (math.nan, [])])
+def test_drift_stops_early_only_where_nothing_pulls_back(pull: float, stops: list[int]) -> None:
+    monitor = Monitor(LIMITS)
+    drift = [0.0, 0.6, 1.1, 1.7, 2.2]  # means of two: .85 at iteration 3, 1.4 at 4; a fifth of the budget is 1.2
+    found = [f for i, kl in enumerate(drift, 1) for f in monitor.observe(i, {"kl": kl, "kl_pull": pull})]
+    assert [f.iteration for f in found if f.stops][:1] == stops
+
+
 def test_flat_reward_is_a_warning_only() -> None:
     found = run(Monitor(LIMITS), {}, noise=0.0)
     assert {f.rule for f in found if f.rule == "reward_flat"} == {"reward_flat"}

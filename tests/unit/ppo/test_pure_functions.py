@@ -13,7 +13,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.ppo.advantages import explained_variance, gae, masked_whiten, monte_carlo_returns, treat_advantages
 from rlhf_core.ppo.aggregation import StepSize, aggregate, masked_mean
 from rlhf_core.ppo.forward import entropy
-from rlhf_core.ppo.kl import KlController, full_kl, kl_estimate
+from rlhf_core.ppo.kl import KlController, full_kl, kl_estimate, kl_pull
 from rlhf_core.ppo.objectives import clipped_share, clipped_surrogate, penalty_surrogate, ratios, surrogate
 from rlhf_core.ppo.rewards import RunningMoments, shape_scores, token_rewards, transform_scores
 from rlhf_core.ppo.value import value_clipped, value_loss
@@ -41,6 +41,14 @@ def test_course_example_of_a_token_reward() -> None:
     kl = kl_estimate(t([-1.2, -2.0]), t([-1.6, -2.0]), "k1")
     rewards = token_rewards(t(1.0), torch.tensor([[True, True]]), kl, 0.05)
     assert close(rewards, [[-0.02, 1.0]])
+
+
+def test_what_a_nat_of_drift_costs() -> None:
+    # Mean 2, squared deviations 1, 1, 1, 1: SD 1. Twice the spread halves the pull.
+    assert kl_pull(t(1.0, 3.0, 1.0, 3.0), 0.05) == pytest.approx(0.05)
+    assert kl_pull(t(0.0, 4.0, 0.0, 4.0), 0.05) == pytest.approx(0.025)
+    assert kl_pull(t(0.0, 4.0), 0.0) == 0.0
+    assert math.isnan(kl_pull(t(1.0, 1.0), 0.05))
 
 
 def test_full_kl_by_hand() -> None:

@@ -83,6 +83,7 @@ def test_a_run_writes_every_signal(tiny: Tiny, tmp_path: Path) -> None:
         "distinct_2",
         "reward_length_correlation",
         "kl_coefficient",
+        "kl_pull",
         "ptx_loss",
         "policy_loss",
         "skipped_steps",
