@@ -31,5 +31,5 @@ def refusal(workspace: Path, stage: str) -> Outcome | None:
     )
     if answer.returncode != EXIT_USER_ERROR:
         return None
-    message = answer.stderr.strip().removeprefix("rlhf: ")
+    message = answer.stderr.strip().rpartition("\n")[2].removeprefix("rlhf: ")
     return Outcome(stage, "failed", EXIT_USER_ERROR, message, started, time.time(), 0.0)

@@ -44,7 +44,7 @@ def advise(plan: Plan) -> tuple[Advice, ...]:
 
     Smaller batches of sampling and of passes change no result; gradient checkpointing costs time; sharding and
     offloading cost communication; adapters and smaller optimiser steps change what is learned and come last. A change
-    that turns out not to be needed is left out again, dear ones first.
+    that turns out not to lower the peak, or not to be needed, is left out again, dear ones first.
     """
     limit = plan.limit
     if limit is None:
@@ -62,10 +62,9 @@ def _for_stage(recipe: Recipe, stage: StagePlan, limit: int) -> Advice:
                 break
             params, current, changes = found
             taken.append(changes)
-    fits = current.peak.use.total <= limit
-    if fits:
-        taken = _needed(recipe, stage.stage, limit, taken)
-    return Advice(stage.stage, tuple(_steps(recipe, stage.stage, taken)), fits)
+    reached = current.peak.use.total
+    needed = _needed(recipe, stage.stage, max(limit, reached), taken)
+    return Advice(stage.stage, tuple(_steps(recipe, stage.stage, needed)), reached <= limit)
 
 
 def _first_that_helps(
@@ -94,17 +93,16 @@ def _helps(before: StagePlan, after: StagePlan, limit: int) -> bool:
     return any(new <= old * (1 - WORTHWHILE) for old, new in pairs) and all(new <= old for old, new in pairs)
 
 
-def _needed(recipe: Recipe, stage: str, limit: int, taken: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``taken`` without what the rest can do without. Of repeated changes to the same settings the last one stands."""
+def _needed(recipe: Recipe, stage: str, goal: int, taken: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``taken`` without what the peak keeps to ``goal`` without. Of repeated changes to the same settings the last one
+    stands."""
     kept = list({tuple(changes): changes for changes in taken}.values())
     for changes in reversed(kept):
         rest = [other for other in kept if other is not changes]
-        params: Params | None = recipe.params
-        last: StagePlan | None = None
+        found = _planned(recipe, recipe.params, stage, {})
         for other in rest:
-            planned = _planned(recipe, params, stage, other) if params is not None else None
-            params, last = planned if planned is not None else (None, None)
-        if last is not None and last.peak.use.total <= limit:
+            found = _planned(recipe, found[0], stage, other) if found is not None else None
+        if found is not None and found[1].peak.use.total <= goal:
             kept = rest
     return kept
 

@@ -60,7 +60,7 @@ def plan_of(request: Request) -> Plan:
     if not (request.profile or request.sets or request.config):
         from rlhf_core.plan.measured_lengths import lengths_of_workspace
 
-        lengths = lengths_of_workspace(request.root, params) or lengths
+        lengths = lengths_of_workspace(request.root, params, shape.positions) or lengths
     return make_plan(Recipe(params, shape, lengths, request.root), request.stages or tuple(STAGES))
 
 

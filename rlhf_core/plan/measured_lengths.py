@@ -14,10 +14,14 @@ Row = TypeVar("Row")
 TOKENISED = 2000
 
 
-def lengths_of_workspace(root: Path, params: Params) -> Lengths | None:
-    """What the clean data of ``root`` holds; None where it, or the tokenizer, has not been made yet."""
+def lengths_of_workspace(root: Path, params: Params, positions: int | None = None) -> Lengths | None:
+    """What the clean data of ``root`` holds; None where it, or the tokenizer, has not been made yet. ``positions`` are
+    the model's: ptx leaves longer texts out."""
     clean, tokenizer_folder = root / "data" / "clean", root / "models" / "base"
-    if not clean.is_dir() or not (tokenizer_folder / "config.json").is_file():
+    from_pretrain = params.ppo.ptx.weight > 0 and params.ppo.ptx.data == "pretrain"
+    kinds = ("demonstrations", "preferences", "prompts", *(["pretrain"] if from_pretrain else []))
+    needed = [tokenizer_folder / "config.json", *(clean / kind / "train.parquet" for kind in kinds)]
+    if not all(path.is_file() for path in needed):
         return None
     from transformers import PreTrainedTokenizerBase
 
@@ -43,13 +47,14 @@ def lengths_of_workspace(root: Path, params: Params) -> Lengths | None:
         return len(prompt) + max(len(chosen), len(rejected)), len(chosen)
 
     demonstrations = read_rows(clean / "demonstrations" / "train.parquet", Demonstration)
-    preferences = read_rows(clean / "preferences" / "train.parquet", Preference)
+    parts = [clean / kind / "train.parquet" for kind in ("preferences", "preferences_referee")]
+    preferences = [row for part in parts if part.is_file() for row in read_rows(part, Preference)]
     prompts = read_rows(clean / "prompts" / "train.parquet", Prompt)
     spoken = [dialogue(row) for row in _longest(demonstrations, lambda row: question(row) + len(row.reply))]
     written = [pair(row) for row in _longest(preferences, characters)]
     asked = [len(encode_prompt(tokenizer, row.prompt)) for row in _longest(prompts, question)]
     ptx = spoken
-    if params.ppo.ptx.data == "pretrain":
+    if from_pretrain:
         texts = read_rows(clean / "pretrain" / "train.parquet", PretrainText)
         lengths = [len(encode_reply(tokenizer, row.text)) for row in _longest(texts, lambda row: len(row.text))]
         ptx = [(length, length) for length in lengths]
@@ -57,7 +62,7 @@ def lengths_of_workspace(root: Path, params: Params) -> Lengths | None:
         prompt=params.plan.prompt_tokens or max(asked),
         demonstrations=_sorted(spoken, params.sft.max_tokens),
         pairs=_sorted(written, max(params.reward.max_tokens, params.referee.max_tokens)),
-        ptx=_sorted(ptx, None),
+        ptx=_sorted(ptx, positions),
         source="the workspace's own data",
     )
 

@@ -66,6 +66,21 @@ def test_what_cannot_fit_at_all_is_said_so() -> None:
     assert line.startswith("ppo does not fit: ") and line.endswith("smaller model") and "\n" not in line
 
 
+def test_where_it_cannot_fit_only_what_lowers_the_peak_is_advised() -> None:
+    plan = make_plan(subjects.large(30, **EIGHT))
+    short = [one for one in advise(plan) if not one.fits]
+    assert {one.stage for one in short} >= {"critic"}
+    for one in short:
+        reached = one.steps[-1].after.peak.use.total if one.steps else 0
+        for left_out in one.steps:
+            params = plan.recipe.params
+            for step in one.steps:
+                params = params if step is left_out else assigned(params, step.changes)
+            assert make_plan(replace(plan.recipe, params=params), [one.stage]).peak > reached
+        paths = [tuple(step.changes) for step in one.steps]
+        assert len(set(paths)) == len(paths)
+
+
 def test_table_and_json_say_the_same() -> None:
     plan = make_plan(subjects.large(80, **EIGHT), ["critic", "ppo"])
     advice = advise(plan)
