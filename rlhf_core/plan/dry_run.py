@@ -6,7 +6,7 @@ The bytes that it would have allocated are counted and stand beside the plan's f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -106,7 +106,7 @@ def dry_run(recipe: Recipe) -> DryRun:
     whole = replace(setting.placement, engine="local", gpus=1, zero=0, frozen="device")
     with FakeTensorMode(), TensorMemory() as memory:
         run = _Run(replace(setting, placement=whole), rollout, memory)
-        passes = (run.sampling(), run.scoring(), run.policy_update(), run.critic_update())
+        passes = (run.sampling(), run.scoring(), run.policy_update(), *run.critic_update())
         models = {"policy": run.policy, "reference": run.reference, "critic": run.critic, "reward": run.reward}
         return DryRun({name: _size(model) for name, model in models.items()}, passes)
 
@@ -187,14 +187,18 @@ class _Run:
         loss = Loss(policy_backward_copies(plain), held=False, changed=changes_logits(config))
         return self._update("update policy", self.policy, config.policy_optimizer, loss, compute)
 
-    def critic_update(self) -> Pass:
-        """Value loss, backward and optimiser step of the critic on one micro-batch."""
+    def critic_update(self) -> Iterator[Pass]:
+        """Value loss, backward and optimiser step of the critic on one micro-batch; none where it has no optimiser,
+        since it shares the policy's backbone."""
+        optimizer = self.config.critic_optimizer
+        if optimizer is None:
+            return
 
         def compute(part: Tokens) -> tuple[Tensor, tuple[int, ...]]:
             values = response_values(self.critic, part)
             return self._mean(value_loss(values, values.detach(), values.detach(), None), part), tuple(values.shape)
 
-        return self._update("update critic", self.critic, self.config.critic_optimizer, SCALAR, compute)
+        yield self._update("update critic", self.critic, optimizer, SCALAR, compute)
 
     def _update(
         self,

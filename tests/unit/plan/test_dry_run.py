@@ -41,3 +41,11 @@ def test_planned_and_counted_bytes_agree_at_the_widths_of_llama_7b(checkpointing
         512,
         32000,
     ]
+
+
+def test_a_critic_on_the_policys_backbone_has_no_update_of_its_own() -> None:
+    recipe = wide()
+    shared = recipe.params.ppo.model_copy(update={"critic_mode": "shared", "critic_optimizer": None})
+    small = replace(recipe.shape, hidden=64, intermediate=96, heads=4, kv_heads=4, head_dim=16, vocabulary=100)
+    found = dry_run(replace(recipe, shape=small, params=recipe.params.model_copy(update={"ppo": shared})))
+    assert [one.name for one in found.passes] == ["generation", "scoring", "update policy"]
