@@ -78,6 +78,7 @@ def test_offloaded_models_wait_on_the_cpu() -> None:
 
 def test_a_scoring_model_is_loaded_once_however_many_ask_for_it(tmp_path: Path) -> None:
     make_tiny().reward.model.save_pretrained(tmp_path / "reward")
+    (tmp_path / "reward" / "tokenizer.json").write_text("{}")
     with placed(LaunchConfig(frozen="offload"), Path()):
         frozen = FrozenModels()
         model = frozen.scalar(tmp_path / "reward")
