@@ -13,7 +13,7 @@ from flows.environment import child_environment
 from flows.workspace import is_workspace, unwritable
 from rlhf_core.config.load import PARAMS_FILE
 from rlhf_core.config.overlay import DEFAULT_PROFILE, merge, profile_text, rebase_sources, workspace_name
-from rlhf_core.config.recipe import recipe_folder
+from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import RlhfError
 from rlhf_core.files import atomic_write_text
 
@@ -61,12 +61,6 @@ def recipe(base: Path, profile: str | None, sets: Sequence[str], folder: Path) -
     text = merge((base / PARAMS_FILE).read_text(encoding="utf-8"), overlays)
     here = merge(rebase_sources(text, base.resolve(), Path.cwd()), sets=sets)
     return rebase_sources(here, Path.cwd(), folder.resolve())
-
-
-def profiles_of(base: Path) -> Path:
-    """The folder of profiles: the workspace's own if it has one, else the project's."""
-    own = base / "profiles"
-    return own if own.is_dir() else recipe_folder() / "profiles"
 
 
 def write_recipe(folder: Path, params: str, base: Path) -> None:

@@ -24,6 +24,7 @@ from flows.graph import StageNode, read_graph
 from flows.hooks import cancel_orphans
 from flows.identity import computation
 from flows.outcome import Outcome
+from flows.preflight import refusal
 from flows.processes import OWNER_VARIABLE, owner_mark
 from flows.schedule import Schedule, final_name
 from flows.stage_task import StageFailed, run_stage
@@ -145,7 +146,8 @@ def stage_task(setting: Setting, node: StageNode, place: Placement | None) -> Ou
         outcome = run_stage(*work)
     else:
         key = f"{context.task_run.id}:{attempt}"
-        outcome = run_on_pool(Job(*work, place, key, computation(setting.workspace, node)), progress.update)
+        job = Job(*work, place, key, computation(setting.workspace, node))
+        outcome = refusal(setting.workspace, node.name) or run_on_pool(job, progress.update)
         progress.update()
     get_run_logger().info("%s: %s %s", node.name, outcome.action, outcome.message)
     if not outcome.ok:

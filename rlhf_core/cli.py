@@ -1,4 +1,4 @@
-"""The core's commands: stage, fingerprint, report, data, match. Heavy imports wait until a command runs."""
+"""The core's commands: stage, fingerprint, plan, report, data, match. Heavy imports wait until a command runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR
 
 if TYPE_CHECKING:
     from rlhf_core.config.ablation import Ablation
@@ -49,6 +51,49 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     write_fingerprints(root, list(STAGES))
     write_sources(root, [*files.preferences, *files.demonstrations, *files.prompts, *files.pretrain])
     write_tracked_files(root, params.ppo.reward.sources)
+
+
+@app.command()
+def plan(
+    workspace: WorkspaceOption = None,
+    profile: Annotated[str | None, typer.Option("--profile", "-p", help="Overlay on params.yaml.")] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", "-s", help="section.key=value over params.yaml.")] = None,
+    stages: Annotated[list[str] | None, typer.Option("--stage", help="Only this stage; may be repeated.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs that share a job: one process on each.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(help="Memory of one GPU in GiB.")] = None,
+    zero: Annotated[int | None, typer.Option("--zero-stage", help="DeepSpeed's ZeRO stage, 0 to 3.")] = None,
+    offload: Annotated[str | None, typer.Option(help="To host memory: none, optimizer or parameters.")] = None,
+    frozen: Annotated[str | None, typer.Option(help="Frozen models: device, offload or sharded.")] = None,
+    gradient_checkpointing: Annotated[bool | None, typer.Option(help="Compute layers again in backward.")] = None,
+    bf16: Annotated[bool | None, typer.Option("--bf16/--fp32", help="Weights in bfloat16 or float32.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="Adapters of this rank instead of all weights.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt of rollouts.")] = None,
+    config: Annotated[Path | None, typer.Option(help="config.json in place of the starting model's.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Run PPO's passes on shapes and compare.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="One line; refuse what cannot fit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
+) -> None:
+    """Estimate memory per GPU by role and phase of every training stage, and what to change when it does not fit.
+
+    Options stand for settings of every stage that is planned; those left out are as in params.yaml. Lengths come from
+    the workspace's data, else from the limits of the settings. Nothing is loaded.
+
+    Exit codes: 0 it fits or nothing is known against it, 2 it does not fit.
+
+    Example: rlhf plan --profile paper-7b --gpus 8 --gpu-memory 80
+    """
+    from rlhf_core.plan.command import Request, describe, plan_of, recipe_root
+    from rlhf_core.plan.command import check as check_fit
+    from rlhf_core.plan.options import Options
+
+    options = Options(gpus, gpu_memory, zero, offload, frozen, gradient_checkpointing, bf16, lora_rank, prompt_tokens)
+    request = Request(recipe_root(workspace), profile, sets or (), options, stages or (), config)
+    if check:
+        typer.echo(check_fit(request))
+        return
+    found = plan_of(request)
+    typer.echo(describe(found, as_json_text=as_json, dry_run=dry_run))
+    raise typer.Exit(EXIT_OK if found.fits else EXIT_USER_ERROR)
 
 
 @app.command()

@@ -10,12 +10,14 @@ from rlhf_core.config.model import SamplingConfig, StageConfig
 class EvaluateConfig(StageConfig):
     """``tie_margin`` is the difference of judge scores, as a share of their spread, below which a pair is a tie
     (the gold judge has a unit and a margin of its own). ``sampling`` makes the replies that are judged;
-    ``max_new_tokens`` limits the unfiltered ones that KL and perplexity are measured on.
+    ``max_new_tokens`` limits the unfiltered ones that KL and perplexity are measured on. ``batch_size`` replies are
+    sampled and judged together: it bounds memory, and every reply keeps its own random numbers.
     """
 
     prompts: PositiveInt = 256
     sampling: SamplingConfig = SamplingConfig()
     kl_samples: PositiveInt = 256
+    batch_size: PositiveInt = 64
     max_new_tokens: PositiveInt = 64
     tie_margin: float = Field(default=0.05, ge=0)
     bad_cases: PositiveInt = 20

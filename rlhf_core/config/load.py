@@ -17,6 +17,7 @@ from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.model import StageConfig, Strict
 from rlhf_core.config.operations import ComputeConfig, FlowConfig, RegistryConfig, TrackingConfig
 from rlhf_core.config.placement import PlacementOrPool, WorkPoolConfig
+from rlhf_core.config.plan import PlanConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.problems import describe
 from rlhf_core.config.report import ReportConfig
@@ -46,6 +47,7 @@ class Params(Strict):
     evaluate: EvaluateConfig = EvaluateConfig()
     report: ReportConfig = ReportConfig()
     compute: ComputeConfig = ComputeConfig()
+    plan: PlanConfig = PlanConfig()
     pools: dict[str, PlacementOrPool] = {}
     work_pools: dict[str, WorkPoolConfig] = {}
     registry: RegistryConfig = RegistryConfig()

@@ -128,12 +128,14 @@ class SelectionConfig(Strict):
     """Which checkpoint becomes the policy: the one with the referee's best win rate on fixed validation prompts.
 
     It must keep the limits on KL (nats per sequence), reply length (times SFT's) and repetition (added to SFT's).
-    ``last`` keeps the final one.
+    ``last`` keeps the final one. ``batch_size`` replies are sampled and judged together: it bounds memory, and
+    every reply keeps its own random numbers.
     """
 
     method: Literal["referee", "last"] = "referee"
     every: PositiveInt = 5
     prompts: PositiveInt = 128
+    batch_size: PositiveInt = 64
     max_kl: PositiveFloat = 6.0
     max_length_ratio: PositiveFloat = 1.6
     max_repetition_increase: NonNegativeFloat = 0.02
@@ -147,13 +149,15 @@ class PpoUnits(Strict):
     min_new_tokens: NonNegativeInt = 0
     temperature: PositiveFloat = 1.0
     micro_batch_size: PositiveInt | None = None
+    sampling_batch_size: PositiveInt | None = None
     kl: KlConfig = KlConfig()
     reward: RewardShapingConfig = RewardShapingConfig()
     advantage: AdvantageConfig = AdvantageConfig()
 
 
 class PpoConfig(StageConfig):
-    """All of PPO. ``micro_batch_size`` bounds the sequences of one pass (null: 16) and never changes a gradient.
+    """All of PPO. ``micro_batch_size`` bounds the sequences of one pass (null: 16) and never changes a gradient;
+    ``sampling_batch_size`` bounds those sampled at once (null: all of a process), whose cache may be what does not fit.
 
     ``warmup_iterations`` raises both learning rates linearly; it replaces the optimisers' own ``warmup`` share.
     ``target_kl_early_stop`` ends an update before a step whose minibatch shows a mean KL(old || new) above it, in nats
@@ -169,6 +173,7 @@ class PpoConfig(StageConfig):
     minibatches: PositiveInt = 2
     epochs: PositiveInt = 1
     micro_batch_size: PositiveInt | None = None
+    sampling_batch_size: PositiveInt | None = None
     max_new_tokens: PositiveInt = 64
     min_new_tokens: NonNegativeInt = 0
     temperature: PositiveFloat = 1.0

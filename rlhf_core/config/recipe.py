@@ -16,3 +16,9 @@ def recipe_folder() -> Path:
         if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
             return folder
     raise ConfigError(f"the default recipe is neither in {checkout} nor in {installed}; install rlhf-pipeline again")
+
+
+def profiles_of(base: Path) -> Path:
+    """The folder of profiles: the workspace's own if it has one, else the project's."""
+    own = base / "profiles"
+    return own if own.is_dir() else recipe_folder() / "profiles"

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhf_core.data.schema import Prompt
 from rlhf_core.evaluation.comparison import Comparison, compare
-from rlhf_core.evaluation.model_judge import Judge
+from rlhf_core.evaluation.model_judge import Judge, Scale
 from rlhf_core.evaluation.regression import pass_rates
 from rlhf_core.evaluation.replies import Drift
 from rlhf_core.evaluation.text_metrics import Reply, describe
@@ -26,10 +26,10 @@ class Side:
     scores: dict[str, list[float]] = field(default_factory=dict)
 
     def judged(self, judges: Sequence[Judge], prompts: Sequence[Prompt]) -> Side:
-        """The same side with the scores of every judge."""
+        """The same side with the scores of these judges too."""
         messages = [row.prompt for row in prompts]
         scores = {judge.name: judge.score(messages, self.replies) for judge in judges}
-        return Side(self.replies, self.regression, self.drift, scores)
+        return Side(self.replies, self.regression, self.drift, self.scores | scores)
 
     def figures(self) -> dict[str, float]:
         """Mean score by each judge, what the text looks like, and perplexity under the SFT model."""
@@ -115,7 +115,7 @@ class Evaluation:
 
 
 def compare_sides(
-    policy: Side, sft: Side, judges: Sequence[Judge], tie_margin: float, bootstrap: int, seed: int
+    policy: Side, sft: Side, judges: Sequence[Scale], tie_margin: float, bootstrap: int, seed: int
 ) -> dict[str, Comparison]:
     """One comparison per judge; a judge with a unit of its own brings its own tie margin."""
     found = {}

@@ -38,7 +38,7 @@ def run_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, An
     if not rows:
         raise DataError(f"{workspace / PROMPTS} has no rows; raise validate.split.test")
     prompts = [row.prompt for row in rows]
-    judges: list[Judge] = [ModelJudge(workspace / REFEREE, "referee")]
+    judges: list[Judge] = [ModelJudge(workspace / REFEREE, "referee", config.batch_size)]
     if all(is_world(prompt[-1].content) for prompt in prompts):
         judges.append(GoldJudge())
     with progress(2 * len(prompts), "match") as shown:
@@ -58,7 +58,7 @@ def _replies(
     folder: Path, prompts: Sequence[Sequence[Message]], config: EvaluateConfig, shown: Progress
 ) -> list[Reply]:
     model, tokenizer = load_policy(folder)
-    return judged_replies(model, tokenizer, prompts, config.sampling, config.seed, shown.advance)
+    return judged_replies(model, tokenizer, prompts, config.sampling, config.seed, shown.advance, config.batch_size)
 
 
 def _judged(

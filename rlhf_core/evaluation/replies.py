@@ -54,12 +54,13 @@ def judged_replies(
     config: SamplingConfig,
     seed: int,
     on_batch: Callable[[int], None] = lambda done: None,
+    batch_size: int = BATCH,
 ) -> list[Reply]:
     """One reply per prompt with evaluation sampling. Prompt ``i`` uses random stream ``i`` of ``seed``, so two models
     get the same random numbers and batches change nothing. ``on_batch`` is told how many replies were added."""
     eos, pad = int(tokenizer.eos_token_id), pad_id(tokenizer)
     replies: list[Reply] = []
-    for rows in _batches(len(prompts)):
+    for rows in _batches(len(prompts), batch_size):
         ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
         uniforms = philox_uniforms(seed, rows, config.max_new_tokens)
         replies += _decoded(tokenizer, evaluation_generate(model, ids, uniforms, config, eos, pad))
@@ -73,12 +74,13 @@ def unfiltered_replies(
     prompts: Sequence[Sequence[Message]],
     max_new_tokens: int,
     seed: int,
+    batch_size: int = BATCH,
 ) -> Sampled:
     """One reply per prompt at temperature 1 without filters: the distribution that KL figures are about."""
     sampling = Sampling(int(tokenizer.eos_token_id), pad_id(tokenizer), max_new_tokens)
     replies: list[Reply] = []
     rollouts, weights = [], []
-    for rows, weight in passes(list(range(len(prompts))), BATCH):
+    for rows, weight in passes(list(range(len(prompts))), batch_size):
         ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
         rollouts.append(generate(model, ids, philox_uniforms(seed, rows, max_new_tokens), sampling))
         weights.append(weight)
@@ -113,7 +115,8 @@ def _reference_logprobs(rollout: Rollout, reference: PreTrainedModel, sampling: 
     """Log-probabilities of the sampled tokens under ``reference``, (B, T) float64, 0 at masked positions."""
     batch = Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
     scored = torch.zeros(rollout.logprobs.shape, dtype=torch.float64, device=rollout.logprobs.device)
-    for rows in micro_batches(rollout.attention_mask, BATCH):
+    # A rollout fitted into memory while it was sampled.
+    for rows in micro_batches(rollout.attention_mask, len(rollout.tokens)):
         part = batch.part(rows)
         values = chosen(response_log_distribution(reference, part, sampling), part.response).double()
         scored[rows, : part.width] = values.masked_fill(~part.response_mask, 0.0)
@@ -128,5 +131,5 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[Reply
     return replies
 
 
-def _batches(count: int) -> list[list[int]]:
-    return [list(range(start, min(start + BATCH, count))) for start in range(0, count, BATCH)]
+def _batches(count: int, size: int) -> list[list[int]]:
+    return [list(range(start, min(start + size, count))) for start in range(0, count, size)]

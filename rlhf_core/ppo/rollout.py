@@ -82,7 +82,7 @@ def collect(
     it is global.
     """
     started = time.perf_counter()
-    rollout = sample_together(actors.policy, prompt_ids, streams, seed, sampling)
+    rollout = sample_together(actors.policy, prompt_ids, streams, seed, sampling, units.sampling_batch_size)
     generated = time.perf_counter()
     scored = score_tokens(actors, rollout, sampling, units.micro_batch_size)
     check_sampler(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, actors.policy.dtype)
@@ -101,12 +101,40 @@ def sample_together(
     streams: Sequence[int],
     seed: int,
     sampling: Sampling,
+    at_once: int | None = None,
 ) -> Rollout:
-    """One reply per prompt, each rank sampling its share. A prompt's stream alone decides its draws, so the replies are
-    those of a single process."""
-    uniforms = philox_uniforms(seed, distributed.share(streams), sampling.max_new_tokens)
-    mine = generate(policy, distributed.share(prompt_ids), uniforms, sampling)
-    return gather_rollout(mine, [len(ids) for ids in prompt_ids], sampling.pad_id)
+    """One reply per prompt, each rank sampling its share, at most ``at_once`` prompts at a time.
+
+    A prompt's stream alone decides its draws, so the replies are those of a single process and batch.
+    """
+    prompts, own_streams = distributed.share(prompt_ids), distributed.share(streams)
+    parts = []
+    for start in range(0, max(len(prompts), 1), at_once or max(len(prompts), 1)):
+        rows = slice(start, start + (at_once or len(prompts)))
+        uniforms = philox_uniforms(seed, own_streams[rows], sampling.max_new_tokens)
+        parts.append(generate(policy, prompts[rows], uniforms, sampling))
+    return gather_rollout(joined(parts, sampling.pad_id), [len(ids) for ids in prompt_ids], sampling.pad_id)
+
+
+def joined(parts: Sequence[Rollout], pad_id: int) -> Rollout:
+    """Rollouts of several batches as one: prompts padded on the left, responses on the right, to the widest."""
+    if len(parts) == 1:
+        return parts[0]
+    prompt = max(part.tokens.shape[1] - part.response_mask.shape[1] for part in parts)
+    reply = max(part.response_mask.shape[1] for part in parts)
+
+    def widened(part: Rollout, values: Tensor, fill: float) -> Tensor:
+        width = part.response_mask.shape[1]
+        left = prompt - (part.tokens.shape[1] - width) if values.shape[1] > width else 0
+        return torch.nn.functional.pad(values, (left, reply - width), value=fill)
+
+    return Rollout(
+        tokens=torch.cat([widened(part, part.tokens, pad_id) for part in parts]),
+        attention_mask=torch.cat([widened(part, part.attention_mask, 0) for part in parts]),
+        response_mask=torch.cat([widened(part, part.response_mask, 0) for part in parts]),
+        logprobs=torch.cat([widened(part, part.logprobs, 0) for part in parts]),
+        finished=torch.cat([part.finished for part in parts]),
+    )
 
 
 def gather_rollout(mine: Rollout, prompt_lengths: Sequence[int], pad_id: int) -> Rollout:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.data.schema import Prompt, read_rows, write_table
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.evaluator import Evaluation, Side, compare_sides
 from rlhf_core.evaluation.judges import GoldJudge
-from rlhf_core.evaluation.model_judge import Judge, ModelJudge
+from rlhf_core.evaluation.model_judge import ModelJudge, Scale, ScaleOf
 from rlhf_core.evaluation.regression import fixed_subset, regression_set
-from rlhf_core.evaluation.replies import judged_replies, measure_drift, unfiltered_replies
+from rlhf_core.evaluation.replies import Sampled, judged_replies, measure_drift, unfiltered_replies
+from rlhf_core.evaluation.text_metrics import Reply
 from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.models.base import load_policy
 from rlhf_core.progress import Progress, progress
@@ -57,10 +60,14 @@ def run(config: EvaluateConfig, inputs: Paths, outputs: Paths, tracker: Tracker)
     prompts = fixed_subset(held_out, config.prompts, "evaluation")
     fixed = regression_set(held_out)
     world = of_the_world(prompts)
-    judges: list[Judge] = [ModelJudge(inputs.reward, "reward"), ModelJudge(inputs.referee, "referee")]
-    judges += [GoldJudge()] if world else []
     sft, policy = _sides(config, inputs, prompts, fixed)
-    sft, policy = sft.judged(judges, prompts), policy.judged(judges, prompts)
+    judges: list[Scale] = []
+    for name in ("reward", "referee", *(["gold"] if world else [])):
+        # One after the other: large ones need the room of the one before.
+        judge = GoldJudge() if name == "gold" else ModelJudge(inputs[name], name, config.batch_size)
+        sft, policy = sft.judged([judge], prompts), policy.judged([judge], prompts)
+        judges.append(ScaleOf(judge.name, judge.absolute_tie))
+        del judge
     comparisons = compare_sides(policy, sft, judges, config.tie_margin, config.bootstrap, config.seed)
     evaluation = Evaluation(prompts, fixed, sft, policy, comparisons)
     metrics = evaluation.metrics(world)
@@ -84,35 +91,39 @@ def of_the_world(prompts: Sequence[Prompt]) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class _Spoken:
+    """What one model said: to be judged, to the regression set, and without filters."""
+
+    replies: list[Reply]
+    regression: list[Reply]
+    free: Sampled
+
+
 def _sides(
     config: EvaluateConfig, inputs: Paths, prompts: Sequence[Prompt], fixed: Sequence[Prompt]
 ) -> tuple[Side, Side]:
-    reference, reference_tokenizer = load_policy(inputs.sft)
-    model, tokenizer = load_policy(inputs.policy)
+    """Both models in turn, then SFT's view of what they said without filters: one model is in memory at a time."""
     with progress(2 * (len(prompts) + len(fixed)), "evaluate") as shown:
-        sft = _side(config, reference, reference_tokenizer, reference, prompts, fixed, shown)
-        policy = _side(config, model, tokenizer, reference, prompts, fixed, shown)
-    return sft, policy
+        sft, policy = (_spoken(config, inputs[name], prompts, fixed, shown) for name in ("sft", "policy"))
+    reference, _ = load_policy(inputs.sft)
+    return _side(sft, reference), _side(policy, reference)
 
 
-def _side(
-    config: EvaluateConfig,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    reference: PreTrainedModel,
-    prompts: Sequence[Prompt],
-    fixed: Sequence[Prompt],
-    shown: Progress,
-) -> Side:
-    """Replies of one model; both models get the same random numbers."""
-    model.eval()
-    reference.eval()
-    messages = [row.prompt for row in prompts]
-    replies = judged_replies(model, tokenizer, messages, config.sampling, config.seed, shown.advance)
-    again = [row.prompt for row in fixed]
-    fixed_replies = judged_replies(model, tokenizer, again, config.sampling, config.seed, shown.advance)
-    free = unfiltered_replies(model, tokenizer, messages[: config.kl_samples], config.max_new_tokens, config.seed + 1)
-    return Side(replies, fixed_replies, measure_drift(free, reference))
+def _spoken(
+    config: EvaluateConfig, folder: Path, prompts: Sequence[Prompt], fixed: Sequence[Prompt], shown: Progress
+) -> _Spoken:
+    """Replies of the model in ``folder``; all models get the same random numbers."""
+    model, tokenizer = load_policy(folder)
+    messages, again, rows = [row.prompt for row in prompts], [row.prompt for row in fixed], config.batch_size
+    replies = judged_replies(model, tokenizer, messages, config.sampling, config.seed, shown.advance, rows)
+    regression = judged_replies(model, tokenizer, again, config.sampling, config.seed, shown.advance, rows)
+    few, length = messages[: config.kl_samples], config.max_new_tokens
+    return _Spoken(replies, regression, unfiltered_replies(model, tokenizer, few, length, config.seed + 1, rows))
+
+
+def _side(spoken: _Spoken, reference: PreTrainedModel) -> Side:
+    return Side(spoken.replies, spoken.regression, measure_drift(spoken.free, reference))
 
 
 def _write(evaluation: Evaluation, metrics: dict[str, Any], judge: str, limit: int, outputs: Paths) -> None:

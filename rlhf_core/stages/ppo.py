@@ -32,7 +32,7 @@ from rlhf_core.ppo.reward_sources import tracked_files
 from rlhf_core.ppo.reward_sources.building import Setting, build_scorer
 from rlhf_core.ppo.rewards import RunningMoments
 from rlhf_core.ppo.rollout import Actors, model_scorer
-from rlhf_core.ppo.starting import load_scalar, read_prompts, require_room, sampling_for
+from rlhf_core.ppo.starting import read_prompts, require_room, sampling_for
 from rlhf_core.ppo.state import finite, load_best
 from rlhf_core.ppo.trainer import Prompts, Trainer, Verdict
 from rlhf_core.ppo.update import Learner
@@ -108,11 +108,13 @@ def _candidate(row: Mapping[str, Any]) -> Candidate:
 def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
     """Train, choose a checkpoint, save it, and describe the run."""
     seed_everything(config.seed)
-    policy, reference, tokenizer = load_models(config, inputs)
-    selector = make_selector(config, inputs, reference, tokenizer)
+    reference, tokenizer = load_reference(config, inputs)
     frozen = FrozenModels()
+    selector = make_selector(config, inputs, reference, tokenizer, frozen)
     if config.policy_lora is None:
         reference = selector.evaluate.reference = frozen.place(reference)
+    # Not before the reference is placed: the device may have no room for both as they are loaded.
+    policy = load_trained(config, inputs, reference)
     trainer = make_trainer(config, inputs, outputs.work, tracker, policy, reference, tokenizer, selector, frozen)
     try:
         trainer.run()
@@ -134,17 +136,21 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> d
     return metrics
 
 
-def load_models(config: PpoConfig, inputs: Paths) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
-    """Policy, reference and tokenizer. With adapters both are one model, the reference with them switched off."""
-    if config.policy_lora is not None:
-        policy, tokenizer = load_policy(inputs.sft)
-        add_adapters(policy, config.policy_lora, derive_seed(config.seed, "ppo", "lora"))
-        without: Any = WithoutAdapters(policy)
-        return policy, without, tokenizer
-    reference, tokenizer = load_policy(inputs.sft)
-    policy, _ = load_policy(inputs.sft if config.policy_init == "sft" else inputs.base)
-    reference.requires_grad_(False)
-    return policy, reference, tokenizer
+def load_reference(config: PpoConfig, inputs: Paths) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Reference and tokenizer. With adapters it is the policy with its adapters switched off."""
+    model, tokenizer = load_policy(inputs.sft)
+    if config.policy_lora is None:
+        return model.requires_grad_(False), tokenizer
+    add_adapters(model, config.policy_lora, derive_seed(config.seed, "ppo", "lora"))
+    without: Any = WithoutAdapters(model)
+    return without, tokenizer
+
+
+def load_trained(config: PpoConfig, inputs: Paths, reference: PreTrainedModel) -> PreTrainedModel:
+    """The policy: a model of its own, or the one that is the reference without its adapters."""
+    if isinstance(reference, WithoutAdapters):
+        return reference.model
+    return load_policy(inputs.sft if config.policy_init == "sft" else inputs.base)[0]
 
 
 def trained_policy(learner: Learner) -> PreTrainedModel:
@@ -189,7 +195,7 @@ def make_trainer(
     score = build_scorer(units.reward.sources, setting)
     critic = load_critic(config, inputs.critic, policy)
     learner = make_learner(config, inputs, policy, critic, reference, tokenizer)
-    referee = frozen.place(load_scalar(inputs.referee))
+    referee = frozen.scalar(inputs.referee)
     return Trainer(
         learner=learner,
         actors=Actors(policy, reference, critic, score),
@@ -261,21 +267,32 @@ def ptx_data(
 
 
 def make_selector(
-    config: PpoConfig, inputs: Paths, reference: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    config: PpoConfig,
+    inputs: Paths,
+    reference: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    frozen: FrozenModels,
 ) -> CheckpointSelector:
-    """The referee on fixed validation prompts; ids are content hashes, so the first of them are a fixed sample."""
+    """The referee on fixed validation prompts; ids are content hashes, so the first of them are a fixed sample.
+
+    Its judges are the models that also score rollouts: the reward model and the referee.
+    """
     path = inputs.clean / "prompts" / "validation.parquet"
     rows = sorted(read_rows(path, Prompt), key=lambda row: row.id)[: config.selection.prompts]
     if not rows:
         raise DataError(f"{path} has no rows; raise validate.split.validation")
     prompts = [row.prompt for row in rows]
-    seed = derive_seed(config.seed, "ppo", "selection")
+    seed, rows_together = derive_seed(config.seed, "ppo", "selection"), config.selection.batch_size
 
     def sample(model: PreTrainedModel) -> Any:
-        return unfiltered_replies(model, tokenizer, prompts, config.max_new_tokens, seed)
+        return unfiltered_replies(model, tokenizer, prompts, config.max_new_tokens, seed, rows_together)
 
-    referee, reward = ModelJudge(inputs.referee, "referee"), ModelJudge(inputs.reward, "reward")
-    return CheckpointSelector(SelectionEvaluator(reference, prompts, referee, sample, reward), config.selection)
+    referee, reward = (
+        ModelJudge(inputs[name], name, rows_together, frozen.scalar(inputs[name])) for name in ("referee", "reward")
+    )
+    with frozen.at_work():
+        evaluate = SelectionEvaluator(reference, prompts, referee, sample, reward)
+    return CheckpointSelector(evaluate, config.selection)
 
 
 def require_admissible(choice: Choice, config: PpoConfig) -> None:

@@ -40,6 +40,7 @@ class SftTask:
     ) -> None:
         self.engine, self.model, self.train, self.validation, self.pad = engine, model, train, validation, pad
         self.micro = config.micro_batch_size or config.batch_size
+        self.held_out_rows = config.micro_batch_size or EVALUATION_ROWS
         order = derive_seed(config.seed, "sft", "order")
         self.plan = BatchPlan([example.length for example in train], config.batch_size, order)
 
@@ -57,7 +58,7 @@ class SftTask:
 
     def evaluate(self) -> dict[str, float]:
         """``loss`` per token and ``perplexity`` on the held-out demonstrations."""
-        loss = mean_reply_loss(self.model, self.validation, self.pad)
+        loss = mean_reply_loss(self.model, self.validation, self.pad, self.held_out_rows)
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
     def _batch(self, examples: Sequence[Example], rows: Sequence[int]) -> ReplyBatch:
@@ -77,11 +78,13 @@ def reply_loss(model: PreTrainedModel, batch: ReplyBatch, total: int) -> Tensor:
 
 
 @torch.no_grad()
-def mean_reply_loss(model: PreTrainedModel, examples: Sequence[Example], pad: int) -> float:
-    """Nats per reply token over all examples, in batches of similar length."""
+def mean_reply_loss(
+    model: PreTrainedModel, examples: Sequence[Example], pad: int, size: int = EVALUATION_ROWS
+) -> float:
+    """Nats per reply token over all examples, in batches of ``size`` rows of similar length."""
     order = by_length([example.length for example in examples])
     nats = 0.0
-    for part, weight in passes(order, EVALUATION_ROWS):
+    for part, weight in passes(order, size):
         rows = [examples[row] for row in part]
         nats += weight * float(reply_loss(model, example_batch(rows, pad, model.device), 1))
     return distributed.totals({"nats": nats})["nats"] / sum(len(example.reply) for example in examples)

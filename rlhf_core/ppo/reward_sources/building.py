@@ -82,6 +82,8 @@ def build_source(source: RewardSource, name: str, setting: Setting) -> Source:
     """One source. Sources with libraries of their own are imported only where they are used."""
     who = f"reward source '{name}'"
     if isinstance(source, ModelSource):
+        if _is_own(source.path, setting):
+            return RewardModel(model_scorer(setting.frozen.scalar(setting.reward), setting.micro_batch_size))
         return RewardModel(_scorer(_reward_model(source.path, who, setting), setting))
     if isinstance(source, EnsembleSource):
         return _ensemble(source, who, setting)
@@ -123,9 +125,9 @@ def _scorer(model: ScalarModel, setting: Setting) -> Scorer:
 
 def _reward_model(path: str, who: str, setting: Setting) -> ScalarModel:
     """A frozen reward model that reads the policy's tokens."""
-    folder = _folder(path, setting.workspace)
-    if folder.resolve() == setting.reward.resolve():
+    if _is_own(path, setting):
         return load_scalar(setting.reward).to(setting.device)
+    folder = _folder(path, setting.workspace)
     _refuse_own(folder, who, setting.workspace)
     model = load_scalar(folder)
     require_same_tokens(folder, setting.tokenizer)
@@ -140,6 +142,11 @@ def _model_source(model: str, who: str, workspace: Path) -> str | Path:
     if folder.resolve() != (workspace / OWN_MODEL).resolve():
         _refuse_own(folder, who, workspace)
     return folder
+
+
+def _is_own(path: str, setting: Setting) -> bool:
+    """Whether ``path`` is the reward model that the pipeline trained."""
+    return _folder(path, setting.workspace).resolve() == setting.reward.resolve()
 
 
 def _folder(path: str, workspace: Path) -> Path:

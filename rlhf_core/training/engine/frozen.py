@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from rlhf_core import distributed
 from rlhf_core.config.launch import LaunchConfig
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.training.engine.choice import placement
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -21,6 +23,14 @@ class FrozenModels:
     """The frozen models of a run that wait in CPU memory while they have nothing to do; none by default."""
 
     waiting: list[nn.Module] = field(default_factory=list)
+    _scalars: dict[Path, Any] = field(default_factory=dict)
+
+    def scalar(self, folder: Path) -> Any:
+        """The reward model or referee of ``folder``, placed: loaded once, however many ask for it."""
+        key = folder.resolve()
+        if key not in self._scalars:
+            self._scalars[key] = self.place(ScalarModel.load(folder).eval().requires_grad_(False))
+        return self._scalars[key]
 
     def place(self, model: Model) -> Model:
         """``model`` where the launch settings want it; a sharded one is called in the same way."""

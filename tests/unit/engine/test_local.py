@@ -76,6 +76,17 @@ def test_offloaded_models_wait_on_the_cpu() -> None:
     assert {p.device.type for p in model.parameters()} == {"cpu"}
 
 
+def test_a_scoring_model_is_loaded_once_however_many_ask_for_it(tmp_path: Path) -> None:
+    make_tiny().reward.model.save_pretrained(tmp_path / "reward")
+    (tmp_path / "reward" / "tokenizer.json").write_text("{}")
+    with placed(LaunchConfig(frozen="offload"), Path()):
+        frozen = FrozenModels()
+        model = frozen.scalar(tmp_path / "reward")
+        assert frozen.scalar(tmp_path / "other" / ".." / "reward") is model
+    assert frozen.waiting == [model]
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+
+
 def test_a_missing_deepspeed_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     launch = LaunchConfig(engine="deepspeed")

@@ -28,11 +28,13 @@ CONFIG = EvaluateConfig(
 )
 
 
-def run_stage(root: Path, models: Path, rows: list[Prompt]) -> tuple[dict[str, Any], Paths]:
+def run_stage(
+    root: Path, models: Path, rows: list[Prompt], config: EvaluateConfig = CONFIG
+) -> tuple[dict[str, Any], Paths]:
     write_rows(root / "data/clean/prompts/test.parquet", rows)
     inputs = {key: models / Path(path).name for key, path in evaluate.STAGE.inputs.items()}
     outputs = Paths({key: root / path for key, path in evaluate.STAGE.outputs.items()})
-    evaluate.run(CONFIG, Paths(inputs | {"clean": root / "data/clean"}), outputs, NullTracker())
+    evaluate.run(config, Paths(inputs | {"clean": root / "data/clean"}), outputs, NullTracker())
     return json.loads(outputs.metrics.read_text()), outputs
 
 
@@ -74,6 +76,15 @@ def test_the_same_inputs_give_the_same_bytes(tmp_path: Path, models: Path, promp
         _, outputs = run_stage(tmp_path / name, models, prompts[:2])
         files.append([path.read_bytes() for path in outputs.values()])
     assert files[0] == files[1]
+
+
+def test_batches_bound_memory_and_change_no_number(tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
+    whole, _ = run_stage(tmp_path / "whole", models, prompts)
+    few, _ = run_stage(tmp_path / "few", models, prompts, CONFIG.model_copy(update={"batch_size": 3}))
+    for part in ("sft", "policy"):
+        assert few[part] == pytest.approx(whole[part], rel=1e-4, abs=1e-6)
+    assert few["comparison"]["gold"] == pytest.approx(whole["comparison"]["gold"])
+    assert few["kl"] == pytest.approx(whole["kl"], rel=1e-4, abs=1e-6)
 
 
 def test_bad_cases_are_where_reward_and_judge_disagree() -> None:

@@ -47,8 +47,8 @@ def test_the_fingerprint_of_every_stage_is_an_out_of_the_first() -> None:
 
 def test_critic_pretraining_runs_again_when_the_units_change_that_it_shares_with_ppo() -> None:
     listed = {param.removeprefix("ppo.") for param in stages()["critic"]["params"] if param.startswith("ppo.")}
-    # micro_batch_size never changes a gradient.
-    assert listed == set(PpoUnits.model_fields) - {"micro_batch_size"}
+    # Batches within a rollout change no number.
+    assert listed == set(PpoUnits.model_fields) - {"micro_batch_size", "sampling_batch_size"}
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -12,7 +12,7 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.ppo.forward import Tokens, chosen, response_log_distribution
 from rlhf_core.ppo.generation import Rollout, evaluation_generate, generate
-from rlhf_core.ppo.rollout import check_sampler, score_tokens
+from rlhf_core.ppo.rollout import check_sampler, sample_together, score_tokens
 from rlhf_core.ppo.sampling import Sampling, evaluation_distribution, inverse_cdf, log_distribution, philox_uniforms
 
 
@@ -149,3 +149,14 @@ def test_a_batch_of_one_long_reply(tiny: Tiny) -> None:
     sampling = Sampling(eos_id=VOCABULARY + 5, pad_id=PAD, max_new_tokens=5)
     rollout = sample(tiny, sampling, [0])
     assert rollout.response_mask.shape == (1, 5) and not rollout.finished.any()
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 12, 40])
+def test_sampling_a_few_prompts_at_a_time_gives_the_same_rollout(tiny: Tiny, at_once: int) -> None:
+    prompts, streams = tiny.prompts[:12], list(range(12))
+    whole = sample_together(tiny.policy, prompts, streams, 11, tiny.sampling)
+    parts = sample_together(tiny.policy, prompts, streams, 11, tiny.sampling, at_once)
+    assert len(set(whole.lengths.tolist())) > 2
+    for name in ("tokens", "attention_mask", "response_mask", "finished"):
+        assert torch.equal(getattr(parts, name), getattr(whole, name)), name
+    torch.testing.assert_close(parts.logprobs, whole.logprobs)

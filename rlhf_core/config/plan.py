@@ -1,0 +1,17 @@
+"""What is known of the GPUs and of the data, for estimating memory. It never makes a stage stale."""
+
+from __future__ import annotations
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from rlhf_core.config.model import Strict
+
+
+class PlanConfig(Strict):
+    """``gpu_memory_gb`` is the memory of one GPU in GiB; where it is given, a stage that cannot fit is not submitted.
+
+    ``prompt_tokens`` is the longest prompt of rollouts (null: from the workspace's data, or ``validate``'s limits).
+    """
+
+    gpu_memory_gb: PositiveFloat | None = Field(default=None, strict=False)
+    prompt_tokens: PositiveInt | None = None
