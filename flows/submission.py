@@ -27,7 +27,8 @@ RECENT = 200
 @dataclass(frozen=True)
 class Job:
     """A stage to run on a pool. ``attempt`` is unique to this attempt of this pipeline run; ``computation`` is the
-    hash of what is to be computed (``flows.identity``), None where that cannot be shared."""
+    hash of what is to be computed (``flows.identity``), None where that cannot be shared; ``preemptions`` is how often
+    the job may give its place up and go back to the queue."""
 
     workspace: Path
     stage: str
@@ -37,6 +38,7 @@ class Job:
     placement: Placement
     attempt: str
     computation: str | None = None
+    preemptions: int = 100
 
     @property
     def tag(self) -> str:
@@ -92,6 +94,7 @@ def _create(job: Job, key: str, tags: Sequence[str]) -> FlowRun:
             "outputs": list(job.outputs),
             "environment": dict(job.environment),
             "grace": job.grace,
+            "preemptions": job.preemptions,
         },
         timeout=0,
         as_subflow=True,
