@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,14 +15,18 @@ from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun
-from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Running, State
+from prefect.exceptions import Abort
+from prefect.states import AwaitingRetry, Cancelled, Cancelling, Completed, Crashed, Failed, Running, State
 from prefect.testing.utilities import prefect_test_harness
 
+from flows import gpu_pool
+from flows.admin import cancel_waiting_jobs
 from flows.deploy import deploy_jobs
-from flows.gpu_pool import run_on_pool
+from flows.gpu_pool import run_on_pool, stage_job
 from flows.outcome import Outcome
 from flows.submission import Job, claim, is_own
 from rlhf_core.config.load import Params, check_params
+from rlhf_core.errors import EXIT_PREEMPTED
 
 pytestmark = pytest.mark.services
 TEMPLATE = Path(__file__).resolve().parents[2] / "infra" / "kubernetes" / "base-job-template.json"
@@ -142,3 +147,56 @@ def test_who_waited_for_another_workspace_then_finds_the_result_with_a_job_of_it
     outcome = pipeline()
     assert outcome.ok and outcome.action == "cached"
     assert len(steps) == 1 and steps[0].id != theirs.id
+
+
+def test_a_job_that_lost_its_place_is_waited_for_and_told_of(
+    client: SyncPrefectClient, params: Params, tmp_path: Path
+) -> None:
+    mine = job(params, str(tmp_path), None, attempt="p:1")
+    course = [Running(), AwaitingRetry(), Running(), AwaitingRetry(), Running()]
+    told: list[str] = []
+
+    def drive() -> None:
+        run = claim(client, mine)
+        if course:
+            end(client, run, course.pop(0))
+            return
+        Outcome("sft", "ran", 0, "", 0.0, 0.0, 0.0).save(tmp_path)
+        end(client, run, Completed())
+
+    @flow
+    def pipeline() -> Outcome:
+        return run_on_pool(mine, drive, told.append)
+
+    assert pipeline().action == "ran"
+    assert told == ["preempted, waiting for a worker"] * 2
+
+
+def test_a_job_goes_back_to_its_queue_so_often_and_then_fails(
+    client: SyncPrefectClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preempted = Outcome("ppo", "failed", EXIT_PREEMPTED, "ppo made step 7 of 9", 0.0, 0.0, 0.0)
+    monkeypatch.setattr(gpu_pool, "run_stage", lambda *_: preempted)
+    monkeypatch.setattr(gpu_pool.signals, "install", lambda *_: None)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(Abort):
+            stage_job(str(tmp_path), "ppo", [], {}, preemptions=1)
+        state = stage_job(str(tmp_path), "ppo", [], {}, preemptions=0, return_state=True)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert state.is_failed() and state.message is not None and "preempted 1 times" in state.message
+    (waiting,) = [run for run in client.read_flow_runs() if run.state_name == "AwaitingRetry" and run.name == "ppo"]
+    assert waiting.state is not None and waiting.state.message == "ppo was preempted: ppo made step 7 of 9"
+
+
+def test_jobs_that_wait_for_a_worker_end_when_their_workspace_begins_anew(
+    client: SyncPrefectClient, params: Params
+) -> None:
+    runs = [claim(client, job(params, place, None, attempt=f"{place}:1")) for place in ("/ours", "/theirs")]
+    for run in runs:
+        end(client, run, Running())
+        end(client, run, AwaitingRetry())
+    assert cancel_waiting_jobs(Path("/ours")) == 1
+    names = [client.read_flow_run(run.id).state_name for run in runs]
+    assert names == ["Cancelled", "AwaitingRetry"]
