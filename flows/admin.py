@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -65,19 +64,6 @@ def end_active_runs(cancelled: bool, message: str) -> int:
             state: State[Any] = Cancelled(message=message) if cancelled else Crashed(message=message)
             client.set_flow_run_state(run.id, state, force=True)
         return len(runs)
-
-
-def cancel_waiting_jobs(workspace: Path) -> int:
-    """Cancel the jobs of ``workspace`` that went back to the queue and whose pipeline run has died. Returns how many.
-
-    For who holds the workspace's lock, so that nobody waits for them: a new run submits jobs of its own.
-    """
-    with get_client(sync_client=True) as client:
-        waiting = [run for run in _runs(client, [StateType.SCHEDULED]) if run.state_name == "AwaitingRetry"]
-        mine = [run for run in waiting if run.parameters.get("workspace") == str(workspace)]
-        for run in mine:
-            client.set_flow_run_state(run.id, Cancelled(message="the pipeline run that waited for this job has ended"))
-        return len(mine)
 
 
 def _runs(client: SyncPrefectClient, types: list[StateType], pool: WorkPoolFilter | None = None) -> list[FlowRun]:

@@ -17,7 +17,6 @@ from prefect.states import Cancelled, Completed, Failed, State
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows import signals
-from flows.admin import cancel_waiting_jobs
 from flows.artifacts import StageProgress, gate_tables, report_link, stage_table
 from flows.events import EVENTS_VARIABLE, Events
 from flows.gpu_pool import run_on_pool
@@ -82,8 +81,6 @@ def _run(workspace: Path, promote: bool) -> State[Any]:
     events = Events(os.environ.get(EVENTS_VARIABLE))
     environment = _open_record(workspace) if recorded else {}
     setting = Setting(workspace, params.pools, params.flow, environment, events)
-    if params.pools:
-        cancel_waiting_jobs(workspace)
     events.tell("plan", stages=list(graph))
     outcomes = _run_stages(graph, setting)
     failed = next((o for o in outcomes.values() if not o.ok and o.action != "skipped"), None)

@@ -28,7 +28,7 @@ RECENT = 200
 class Job:
     """A stage to run on a pool. ``attempt`` is unique to this attempt of this pipeline run; ``computation`` is the
     hash of what is to be computed (``flows.identity``), None where that cannot be shared; ``preemptions`` is how often
-    the job may give its place up and go back to the queue."""
+    the job may lose its place and be submitted again."""
 
     workspace: Path
     stage: str
@@ -94,7 +94,6 @@ def _create(job: Job, key: str, tags: Sequence[str]) -> FlowRun:
             "outputs": list(job.outputs),
             "environment": dict(job.environment),
             "grace": job.grace,
-            "preemptions": job.preemptions,
         },
         timeout=0,
         as_subflow=True,

@@ -49,6 +49,7 @@ def heeded(stage: str) -> Iterator[None]:
         ) from stopped
     finally:
         signal.signal(signal.SIGTERM, previous)
+        _state = _State()
 
 
 def _on_sigterm(number: int, frame: Any) -> None:

@@ -1,4 +1,4 @@
-"""A stage on a pool that loses its place: its job goes back to the queue, and the run ends as if nothing had been."""
+"""A stage on a pool that loses its place goes back to the queue, and the run ends as if nothing had been."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ stages:
   report: {{cmd: cat policy.txt > report.html, deps: [policy.txt], outs: [report.html]}}
 """
 # No retry would be left, were this a failure.
-PARAMS = "seed: 1\npools: {ppo: gpu-pool}\nflow: {retries: 0}\n"
+PARAMS = "seed: 1\npools: {ppo: gpu-pool}\nflow: {retries: 0, stop_grace_seconds: 30}\n"
 # Saves its state when it is told to stop, and at no other time: who begins beyond 0 has been told.
 TRAIN = """
 import json, pathlib, signal, sys, time
@@ -35,7 +35,7 @@ for step in range(start, int(sys.argv[1])):
     (work / "now").write_text(str(step + 1))
     if told:
         saved.write_text(str(step + 1))
-        verdict = {"stage": "ppo", "exit_code": 75, "message": f"ppo made step {step + 1}", "seconds": 1.0}
+        verdict = {"stage": "ppo", "exit_code": 75, "message": f"ppo made step {step + 1}", "ended": time.time()}
         pathlib.Path(".rlhf/outcomes").mkdir(parents=True, exist_ok=True)
         pathlib.Path(".rlhf/outcomes/ppo.json").write_text(json.dumps(verdict))
         sys.exit(75)
@@ -72,5 +72,5 @@ def test_a_told_stage_and_then_a_drained_worker_cost_nothing_but_their_places(tm
     assert (toy / "report.html").read_text() == "done"
     assert processes_of(toy) == []
     with sqlite3.connect(f"file:{toy}/.rlhf/prefect/prefect.db?mode=ro", uri=True) as database:
-        jobs = "select state_type, run_count from flow_run where name = 'ppo'"
-        assert database.execute(jobs).fetchall() == [("COMPLETED", 3)]
+        jobs = "select state_type from flow_run where name = 'ppo' order by created"
+        assert database.execute(jobs).fetchall() == [("CRASHED",), ("CRASHED",), ("COMPLETED",)]

@@ -81,5 +81,6 @@ def test_a_launcher_passes_it_on_unless_nobody_is_there_yet() -> None:
 def test_one_stage_does_not_answer_for_the_one_before() -> None:
     with pytest.raises(Preempted), preemption.heeded("sft"):
         sigterm()
+    assert not preemption.heard()
     with preemption.heeded("reward"):
         assert not preemption.heard() and not preemption.wanted()

@@ -33,11 +33,11 @@ STAGES = ("sft", "reward", "critic")
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: ModuleType, workspace: Path) -> Path:
-    """The three stages without any fault."""
+def whole(tiny: ModuleType, workspace: Path) -> dict[str, Path]:
+    """Where the three stages ended that met no fault."""
     for name in STAGES:
-        tiny.run_stage(name, workspace, "undisturbed")
-    return workspace / "undisturbed"
+        tiny.run_stage(name, workspace, f"undisturbed-{name}")
+    return {name: workspace / f"undisturbed-{name}" for name in STAGES}
 
 
 def told_to_stop_at(step: int) -> Callable[[LocalEngine], StepResult]:
@@ -64,7 +64,7 @@ def assert_same(one: Path, other: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_that_loses_its_place_saves_its_step_and_goes_on_from_there(
-    name: str, tiny: ModuleType, workspace: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tiny: ModuleType, workspace: Path, whole: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = f"{name}-preempted"
     with monkeypatch.context() as patch:
@@ -78,10 +78,12 @@ def test_a_stage_that_loses_its_place_saves_its_step_and_goes_on_from_there(
     assert saved is not None and saved.step == (3 if name == "critic" else 5)
     assert not (workspace / out / f"models/{name}").exists()
     tiny.run_stage(name, workspace, out)
-    assert_same(workspace / out, whole, name)
+    assert_same(workspace / out, whole[name], name)
 
 
-def test_kill_9_while_a_checkpoint_is_written_costs_that_checkpoint_alone(workspace: Path, whole: Path) -> None:
+def test_kill_9_while_a_checkpoint_is_written_costs_that_checkpoint_alone(
+    workspace: Path, whole: dict[str, Path]
+) -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     command = [sys.executable, str(Path(__file__).with_name("dying_writes.py")), str(workspace)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=500)
@@ -93,7 +95,7 @@ def test_kill_9_while_a_checkpoint_is_written_costs_that_checkpoint_alone(worksp
     ]
     for line in done.stdout.splitlines():
         folder = workspace / line.split()[0]
-        assert_same(folder, whole, "sft")
+        assert_same(folder, whole["sft"], "sft")
         assert not list((folder / "work/checkpoints").glob(".building-*"))
 
 
@@ -111,9 +113,9 @@ def small_disk(folder: Path, size: int) -> Iterator[None]:
 
 
 def test_a_full_disk_is_told_in_one_line_and_training_goes_on_when_there_is_room(
-    tiny: ModuleType, workspace: Path, whole: Path
+    tiny: ModuleType, workspace: Path, whole: dict[str, Path]
 ) -> None:
-    checkpoint = next((whole / "work/checkpoints").glob("step-*"))
+    checkpoint = next((whole["sft"] / "work/checkpoints").glob("step-*"))
     needed = sum(path.stat().st_size for path in checkpoint.iterdir())
     work = workspace / "full/work"
     with small_disk(work, needed * 3 // 2 + 65536):  # room for one checkpoint and its history, not for two
@@ -127,7 +129,7 @@ def test_a_full_disk_is_told_in_one_line_and_training_goes_on_when_there_is_room
         assert kept is not None and kept.step == 3
         subprocess.run(["mount", "-o", f"remount,size={10 * needed}", str(work)], check=True)
         tiny.run_stage("sft", workspace, "full")
-        assert_same(workspace / "full", whole, "sft")
+        assert_same(workspace / "full", whole["sft"], "sft")
 
 
 PARAMS = """
