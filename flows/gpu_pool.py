@@ -68,8 +68,8 @@ def _stopped(stage: str, why: str) -> State[Any]:
 
 
 def preempted(message: str) -> State[Any]:
-    """The end of a job that lost its place. Its stage goes back to the queue as a new flow run: a process worker dies of
-    an old one that comes back before its process has ended."""
+    """The end of a job that lost its place. Its stage goes back to the queue as a new flow run, since a process worker
+    dies of an old one that comes back before its process has ended."""
     return Crashed(name=PREEMPTED, message=message)
 
 
