@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +14,14 @@ from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun
-from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Running, State
 from prefect.testing.utilities import prefect_test_harness
 
-from flows import gpu_pool
 from flows.deploy import deploy_jobs
-from flows.gpu_pool import run_on_pool, stage_job
+from flows.gpu_pool import run_on_pool
 from flows.outcome import Outcome
 from flows.submission import Job, claim, is_own
 from rlhf_core.config.load import Params, check_params
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 pytestmark = pytest.mark.services
 TEMPLATE = Path(__file__).resolve().parents[2] / "infra" / "kubernetes" / "base-job-template.json"
@@ -148,81 +142,3 @@ def test_who_waited_for_another_workspace_then_finds_the_result_with_a_job_of_it
     outcome = pipeline()
     assert outcome.ok and outcome.action == "cached"
     assert len(steps) == 1 and steps[0].id != theirs.id
-
-
-def drive(client: SyncPrefectClient, mine: Job, told: list[str], turns: list[Callable[[FlowRun], None]]) -> Outcome:
-    """How ``mine`` ends when the newest flow run of its workspace takes one of ``turns`` whenever the caller looks."""
-
-    def turn() -> None:
-        newest = client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=50)
-        turns.pop(0)(next(run for run in newest if run.parameters.get("workspace") == str(mine.workspace)))
-
-    @flow
-    def pipeline() -> Outcome:
-        return run_on_pool(mine, turn, told.append)
-
-    return pipeline()
-
-
-def test_a_job_that_lost_its_place_is_submitted_again_and_told_of(
-    client: SyncPrefectClient, params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_pool, "REPORT_POLLS", 1)
-    seen, told = list[FlowRun](), list[str]()
-
-    def begins(run: FlowRun) -> None:
-        seen.append(run)
-        end(client, run, Running())
-
-    def dies_with_its_worker(run: FlowRun) -> None:
-        verdict = {"exit_code": EXIT_PREEMPTED, "message": "saved", "ended": time.time() + 1}
-        (tmp_path / ".rlhf/outcomes").mkdir(parents=True, exist_ok=True)
-        (tmp_path / ".rlhf/outcomes/sft.json").write_text(json.dumps(verdict))
-
-    def reports(run: FlowRun) -> None:
-        end(client, run, gpu_pool.preempted("sft: told to stop"))
-
-    def completes(run: FlowRun) -> None:
-        Outcome("sft", "ran", 0, "", 0.0, 0.0, 0.0).save(tmp_path)
-        end(client, run, Completed())
-
-    turns = [begins, reports, begins, dies_with_its_worker, lambda run: None, begins, completes]
-    assert drive(client, job(params, str(tmp_path), None, attempt="p:1"), told, turns).action == "ran"
-    assert told == ["preempted, waiting for a worker"] * 2 and turns == []
-    ends = [client.read_flow_run(run.id).state_name for run in seen]
-    assert len({run.id for run in seen}) == 3 and ends == ["Preempted", "Preempted", "Completed"]
-
-
-def test_after_so_many_preemptions_the_stage_has_failed(
-    client: SyncPrefectClient, params: Params, tmp_path: Path
-) -> None:
-    mine = replace(job(params, str(tmp_path), None, attempt="q:1"), preemptions=1)
-    lost: list[Callable[[FlowRun], None]] = [lambda run: end(client, run, gpu_pool.preempted("again"))] * 2
-    outcome = drive(client, mine, [], lost)
-    assert outcome.preempted and not outcome.retryable and "flow.max_preemptions" in outcome.message
-
-
-def test_a_job_that_is_cancelled_stays_so_though_its_stage_left_in_good_order(
-    client: SyncPrefectClient, params: Params, tmp_path: Path
-) -> None:
-    def is_cancelled(run: FlowRun) -> None:
-        (tmp_path / ".rlhf/outcomes").mkdir(parents=True)
-        (tmp_path / ".rlhf/outcomes/sft.json").write_text(json.dumps({"exit_code": EXIT_PREEMPTED, "message": ""}))
-        end(client, run, Cancelled())
-
-    outcome = drive(client, job(params, str(tmp_path), None, attempt="r:1"), [], [is_cancelled])
-    assert outcome.exit_code == EXIT_INTERRUPTED and "cancelled" in outcome.message
-
-
-def test_the_job_of_a_preempted_stage_ends_as_preempted(
-    client: SyncPrefectClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left = Outcome("ppo", "failed", EXIT_PREEMPTED, "ppo made step 7 of 9", 0.0, 0.0, 0.0)
-    monkeypatch.setattr(gpu_pool, "run_stage", lambda *_: left)
-    monkeypatch.setattr(gpu_pool.signals, "install", lambda *_: None)
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        state = stage_job(str(tmp_path), "ppo", [], {}, return_state=True)
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    assert (state.name, state.is_crashed(), state.message) == ("Preempted", True, "ppo: ppo made step 7 of 9")
