@@ -24,7 +24,8 @@ app = typer.Typer(
 
     A trial that leaves the recipe alone: [bold]rlhf run --profile smoke[/bold]
 
-    Exit codes: 0 done, 1 crashed, 2 wrong input or settings, 3 a gate failed, 4 training paused, 130 stopped.
+    Exit codes: 0 done, 1 crashed, 2 wrong input or settings, 3 a gate failed, 4 training paused, 75 preempted too
+    often, 130 stopped.
 
     Add [bold]--debug[/bold] to any command for a traceback.""",
 )

@@ -46,6 +46,8 @@ class Display:
                 self.line(self._stage_line(event))
         elif event["kind"] == "retry":
             self.line(f"{stage:<12} {event['message']}; trying again in {event['delay']} s")
+        elif event["kind"] == "preempted":
+            self.line(f"{stage:<12} {event['message']}")
         elif event["kind"] == "registry":
             self.line(str(event["text"]))
 

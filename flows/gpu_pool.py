@@ -5,81 +5,140 @@ The pool's workers share the workspace (one machine, or NFS): the job runs in pl
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 from prefect import flow, get_run_logger, runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.exceptions import Abort, TerminationSignal
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, State
 
 from flows import signals
 from flows.deploy import JOB_FLOW
-from flows.outcome import Outcome, clear_outcome, load_outcome
+from flows.outcome import Outcome, clear_outcome, load_outcome, verdict
 from flows.stage_task import run_stage
 from flows.submission import Job, claim, is_own
-from rlhf_core.errors import EXIT_INTERRUPTED
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 POLL_SECONDS = 0.5
 CANCEL_SECONDS = 6.0
+REPORT_POLLS = 10
+PREEMPTED = "Preempted"
 
 
 @flow(name=JOB_FLOW, flow_run_name="{stage}", persist_result=False, validate_parameters=True)
 def stage_job(
     workspace: str, stage: str, outputs: list[str], environment: dict[str, str], grace: float = 5.0
 ) -> State[Any]:
-    """One stage on a pool's worker. Fails when the stage does; a job that is stopped stops its stage first."""
-    signals.install()
-    outcome = run_stage(Path(workspace), stage, tuple(outputs), environment, grace)
+    """One stage on a pool's worker. Fails when the stage does; a job that is stopped stops its stage first.
+
+    A job that loses its place (its worker or machine is told to stop, or its stage alone is) ends as Preempted.
+    """
+    # SIGTERM is Prefect's: whoever supervises this process says by a channel of its own what is meant by it.
+    signals.install(signal.SIGINT, signal.SIGHUP)
+    try:
+        outcome = run_stage(Path(workspace), stage, tuple(outputs), environment, grace)
+    except TerminationSignal:
+        return _stopped(stage, "stopped by a signal from outside")
     if outcome.ok:
         return Completed(message=f"{stage}: {outcome.action}")
     if outcome.action == "stopped":
-        return _stopped(stage)
+        return _stopped(stage, "stopped by a signal from outside")
+    if outcome.preempted:
+        return _stopped(stage, outcome.message)
     return Failed(message=f"{stage}: {outcome.message}")
 
 
-def _stopped(stage: str) -> State[Any]:
-    """Cancelled if the server was asked for that; else the job lost its worker or machine, which is a crash."""
+def _stopped(stage: str, why: str) -> State[Any]:
+    """Cancelled if the server was asked for that, else Preempted. ``Abort`` when the job is in the queue again already,
+    as Prefect's supervisor on a cluster puts it there."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a worker that shuts down tells its job once more
     with get_client(sync_client=True) as client:
         state = client.read_flow_run(runtime.flow_run.id).state
+    if state is not None and state.is_scheduled():
+        raise Abort(f"{stage} is in the queue again")
     if state is not None and (state.is_cancelling() or state.is_cancelled()):
         return Cancelled(message=f"{stage}: stopped on request")
-    return Crashed(message=f"{stage}: stopped by a signal from outside")
+    return preempted(f"{stage}: {why}")
 
 
-def run_on_pool(job: Job, watch: Callable[[], None]) -> Outcome:
-    """Submit ``job`` to its pool and wait; never raises for a failing stage. ``watch`` is called while waiting.
+def preempted(message: str) -> State[Any]:
+    """The end of a job that lost its place. Its stage goes back to the queue as a new flow run, since a process worker
+    dies of an old one that comes back before its process has ended."""
+    return Crashed(name=PREEMPTED, message=message)
+
+
+def run_on_pool(job: Job, watch: Callable[[], None], tell: Callable[[str], None] = lambda text: None) -> Outcome:
+    """Submit ``job`` to its pool and wait; never raises for a failing stage. ``watch`` is called while waiting, and
+    ``tell`` when the job has lost its place, upon which it is submitted again.
 
     When another workspace with the same DVC cache is computing the same, that is waited for first: this job then finds
     the result in the cache. Should the other one fail or be stopped, this job does the work.
     """
-    clear_outcome(job.workspace, job.stage)
     started = time.time()
+    lost = 0
     with get_client(sync_client=True) as client:
         while True:
-            run = claim(client, job)
+            clear_outcome(job.workspace, job.stage)
+            run = claim(client, replace(job, attempt=f"{job.attempt}:{lost}" if lost else job.attempt))
             own = is_own(run, job)
             if not own:
                 place = run.parameters.get("workspace")
                 get_run_logger().info("%s: %s computes the same (flow run %s); waiting", job.stage, place, run.id)
-            state = _await_end(client, run.id, watch, may_cancel=own)
-            if own or signals.STOP.is_set():
+            state = _await_end(client, run.id, watch, job if own else None)
+            if own and _lost_its_place(job, state) and not signals.STOP.is_set():
+                lost += 1
+                if lost > job.preemptions:
+                    return _preempted_too_often(job, started)
+                tell("preempted, waiting for a worker")
+            elif own or signals.STOP.is_set():
                 return _outcome_of(job.workspace, job.stage, state, started)
 
 
-def _await_end(
-    client: SyncPrefectClient, job: UUID, watch: Callable[[], None], may_cancel: bool = True
-) -> State[Any] | None:
-    """The job's final state; after a stop signal its cancellation, if ``may_cancel``, is waited for briefly."""
+def _await_end(client: SyncPrefectClient, run: UUID, watch: Callable[[], None], own: Job | None) -> State[Any] | None:
+    """The run's final state; after a stop signal the cancellation of an ``own`` job is waited for briefly.
+
+    An own job whose stage has said that it was preempted has a while to end by itself. Its process may have died with
+    its worker, and then the server would learn of that much later.
+    """
+    patience = REPORT_POLLS
     while True:
-        state = client.read_flow_run(job).state
+        state = client.read_flow_run(run).state
         if state is not None and state.is_final():
             return state
+        if own is not None and _stage_has_left(own, state):
+            patience -= 1
+            if patience <= 0:
+                client.set_flow_run_state(run, preempted(f"{own.stage}: its worker is gone"), force=True)
         if signals.STOP.wait(POLL_SECONDS):
-            return cancel_and_wait(client, job) if may_cancel else state
+            return cancel_and_wait(client, run) if own is not None else state
         watch()
+
+
+def _stage_has_left(job: Job, state: State[Any] | None) -> bool:
+    """Whether the stage was preempted since its job began to run."""
+    if state is None or not state.is_running():
+        return False
+    spoken = verdict(job.workspace, job.stage) or {}
+    return spoken.get("exit_code") == EXIT_PREEMPTED and spoken.get("ended", 0.0) >= state.timestamp.timestamp()
+
+
+def _lost_its_place(job: Job, state: State[Any] | None) -> bool:
+    """Whether a job has ended because it was preempted, by its own word or, where it died before that, its stage's."""
+    if state is None or state.is_completed() or state.is_cancelled():
+        return False
+    spoken = verdict(job.workspace, job.stage) or {}
+    return state.name == PREEMPTED or spoken.get("exit_code") == EXIT_PREEMPTED
+
+
+def _preempted_too_often(job: Job, started: float) -> Outcome:
+    message = f"preempted more than {job.preemptions} times (flow.max_preemptions); run again, it goes on"
+    return Outcome(job.stage, "failed", EXIT_PREEMPTED, message, started, time.time(), 0.0)
 
 
 def cancel_and_wait(client: SyncPrefectClient, job: UUID, seconds: float = CANCEL_SECONDS) -> State[Any] | None:

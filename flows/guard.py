@@ -2,7 +2,8 @@
 
 ``python -m flows.guard --parent PID [--grace S] [--stop-signal TERM|INT] -- COMMAND …`` runs COMMAND in a session of
 its own. When the command ends, when the guard is told to stop, or when the process PID dies (whatever killed it), every
-descendant is stopped: those that made their own session or were orphaned too, since the guard is their subreaper.
+descendant is stopped: those that made their own session or were orphaned too, since the guard is their subreaper. What
+another guard further down looks after is stopped by that one.
 The command in turn dies with the guard (PDEATHSIG). Exit status: the command's, or 128 + signal.
 """
 
@@ -107,11 +108,14 @@ class Guard:
                 self.status = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
 
     def _sweep(self) -> None:
-        """Stop signal to all, then KILL to whoever is left after the grace."""
+        """Stop signal to all, then KILL to whoever is left after the grace.
+
+        A guard further down stops what it looks after by itself, in its own way: to that its signal alone is meant.
+        """
         told: set[int] = set()
         deadline = time.monotonic() + self.grace
         while (alive := self._descendants()) and time.monotonic() < deadline:
-            for process in alive:
+            for process in _outside_other_guards(alive):
                 if process.pid not in told:
                     told.add(process.pid)
                     _send(process, self.stop_signal)
@@ -128,6 +132,22 @@ class Guard:
             return psutil.Process().children(recursive=True)
         except psutil.Error:
             return []
+
+
+def _outside_other_guards(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those of ``processes`` that no guard among them looks after; the guards themselves are."""
+    parents, guards = dict[int, int](), set[int]()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            parents[process.pid] = process.ppid()
+            if "flows.guard" in process.cmdline():
+                guards.add(process.pid)
+
+    def guarded(pid: int | None) -> bool:
+        above = parents.get(pid) if pid is not None else None
+        return above in guards or (above is not None and guarded(above))
+
+    return [process for process in processes if not guarded(process.pid)]
 
 
 def _send(process: psutil.Process, number: int) -> None:

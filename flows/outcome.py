@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from flows.workspace import PRIVATE, private
-from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
+from rlhf_core.errors import (
+    EXIT_GATE_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    EXIT_TRAINING_PAUSED,
+    EXIT_USER_ERROR,
+)
 from rlhf_core.files import atomic_write_json
 
 OUTCOMES = "outcomes"
-FINAL_CODES = {EXIT_USER_ERROR, EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_INTERRUPTED}
+# Preempted stages are run again before anybody asks for a retry.
+FINAL_CODES = {EXIT_USER_ERROR, EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_PREEMPTED, EXIT_INTERRUPTED}
 PROGRESS = re.compile(r"^(?P<what>[^:\r\n]{1,60}): (?P<done>\d+)/(?P<total>\d+)\b(?P<rest>[^\r\n]*)", re.MULTILINE)
 
 
@@ -41,6 +48,11 @@ class Outcome:
     def retryable(self) -> bool:
         """A crash may be tried again; a verdict of the stage itself may not."""
         return self.action == "failed" and self.exit_code not in FINAL_CODES
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the stage gave its place up at somebody's wish, and waits to be run again."""
+        return self.action == "failed" and self.exit_code == EXIT_PREEMPTED
 
     def save(self, workspace: Path) -> None:
         """Write it where :func:`load_outcome` finds it."""

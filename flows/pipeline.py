@@ -139,22 +139,46 @@ def stage_task(setting: Setting, node: StageNode, place: Placement | None) -> Ou
     attempt = context.task_run.run_count
     if signals.STOP.is_set():
         raise StageFailed(stopped(node.name))
-    progress = StageProgress(setting.workspace, node.name)
-    grace = float(setting.flow.stop_grace_seconds)
-    work = (setting.workspace, node.name, node.outputs, setting.environment, grace)
     if place is None:
-        outcome = run_stage(*work)
+        outcome = _run_beside(setting, node)
     else:
-        key = f"{context.task_run.id}:{attempt}"
-        job = Job(*work, place, key, computation(setting.workspace, node))
-        outcome = refusal(setting.workspace, node.name) or run_on_pool(job, progress.update)
-        progress.update()
+        cannot_fit = refusal(setting.workspace, node.name)
+        outcome = cannot_fit or _run_on(place, setting, node, f"{context.task_run.id}:{attempt}")
     get_run_logger().info("%s: %s %s", node.name, outcome.action, outcome.message)
     if not outcome.ok:
         if outcome.retryable and attempt <= setting.flow.retries:
             delay = setting.flow.retry_delay_seconds
             setting.events.tell("retry", stage=node.name, message=outcome.message, delay=delay)
         raise StageFailed(outcome)
+    return outcome
+
+
+def _work(setting: Setting, node: StageNode) -> tuple[Path, str, tuple[str, ...], Mapping[str, str], float]:
+    grace = float(setting.flow.stop_grace_seconds)
+    return setting.workspace, node.name, node.outputs, setting.environment, grace
+
+
+def _run_beside(setting: Setting, node: StageNode) -> Outcome:
+    """The stage on this machine; one that was told to stop while the run goes on is run again."""
+    outcome = run_stage(*_work(setting, node))
+    for _ in range(setting.flow.max_preemptions):
+        if not outcome.preempted or signals.STOP.is_set():
+            break
+        setting.events.tell("preempted", stage=node.name, message="preempted, goes on from its checkpoint")
+        outcome = run_stage(*_work(setting, node))
+    return outcome
+
+
+def _run_on(place: Placement, setting: Setting, node: StageNode, attempt: str) -> Outcome:
+    """The stage as a job of its pool."""
+    progress = StageProgress(setting.workspace, node.name)
+    job = Job(*_work(setting, node), place, attempt, computation(setting.workspace, node), setting.flow.max_preemptions)
+
+    def tell(text: str) -> None:
+        setting.events.tell("preempted", stage=node.name, message=f"{text} of {place.pool}")
+
+    outcome = run_on_pool(job, progress.update, tell)
+    progress.update()
     return outcome
 
 

@@ -6,9 +6,14 @@ from collections.abc import Mapping
 
 from flows.graph import StageNode
 from flows.outcome import Outcome
-from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
 
-NAMES = {EXIT_GATE_FAILED: "GateFailed", EXIT_TRAINING_PAUSED: "TrainingPaused", EXIT_USER_ERROR: "UserError"}
+NAMES = {
+    EXIT_GATE_FAILED: "GateFailed",
+    EXIT_TRAINING_PAUSED: "TrainingPaused",
+    EXIT_USER_ERROR: "UserError",
+    EXIT_PREEMPTED: "Preempted",
+}
 
 
 def final_name(exit_code: int) -> str:

@@ -15,6 +15,7 @@ from flows.environment import QUIET, child_environment, without_proxy
 from flows.ports import LOOPBACK, claim_port
 from flows.processes import Guarded, start_guarded
 from flows.workspace import private
+from rlhf_core.config.load import load_params
 from rlhf_core.errors import RlhfError
 
 START_SECONDS = 180.0
@@ -45,9 +46,14 @@ class Services:
         return service
 
     def start_worker(self, pool: str, limit: int = 1) -> Guarded:
-        """A process worker for ``pool`` that takes ``limit`` jobs at a time and installs nothing."""
+        """A process worker for ``pool`` that takes ``limit`` jobs at a time and installs nothing.
+
+        When it is stopped its jobs have the time that a stage is given to save its state.
+        """
         command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
-        return self.start(worker_name(pool), [*command, "--limit", str(limit), "--install-policy", "never"])
+        command += ["--limit", str(limit), "--install-policy", "never"]
+        grace = STOP_GRACE + load_params(self.workspace).flow.stop_grace_seconds
+        return self.start(worker_name(pool), command, grace=grace)
 
     def dead(self) -> list[Guarded]:
         """Services that have ended though nobody stopped them."""

@@ -10,9 +10,10 @@ STOP = threading.Event()
 _received: list[int] = []
 
 
-def install() -> None:
-    """Handle the stop signals in this process, also where SIGINT was inherited as ignored. Main thread only."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+def install(*numbers: signal.Signals) -> None:
+    """Handle the stop signals (or these ones) in this process, also where SIGINT was inherited as ignored. Main thread
+    only."""
+    for number in numbers or (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _on_signal)
 
 

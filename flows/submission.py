@@ -27,7 +27,8 @@ RECENT = 200
 @dataclass(frozen=True)
 class Job:
     """A stage to run on a pool. ``attempt`` is unique to this attempt of this pipeline run; ``computation`` is the
-    hash of what is to be computed (``flows.identity``), None where that cannot be shared."""
+    hash of what is to be computed (``flows.identity``), None where that cannot be shared; ``preemptions`` is how often
+    the job may lose its place and be submitted again."""
 
     workspace: Path
     stage: str
@@ -37,6 +38,7 @@ class Job:
     placement: Placement
     attempt: str
     computation: str | None = None
+    preemptions: int = 100
 
     @property
     def tag(self) -> str:

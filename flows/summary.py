@@ -14,6 +14,7 @@ EXIT_CODES = {
     "GateFailed": 3,
     "TrainingPaused": 4,
     "UserError": 2,
+    "Preempted": 75,
     "Cancelled": 130,
 }
 

@@ -29,7 +29,8 @@ def stage(
     `dvc repro NAME` runs the same command when something it depends on has changed.
 
     Exit codes: 0 done, 2 wrong parameter or input, 3 a gate's conditions do not hold, 4 training paused by a health
-    rule, 130 interrupted. An interrupted training stage resumes from its last checkpoint.
+    rule, 75 preempted (SIGTERM: training finishes its step and saves its state), 130 interrupted. Run again, a training
+    stage goes on from its last checkpoint.
     """
     from rlhf_core.stages.runner import run_stage, workspace_root
 

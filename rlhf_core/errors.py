@@ -32,7 +32,7 @@ class ModelError(RlhfError):
 
 
 class CheckpointError(RlhfError):
-    """Every saved checkpoint of a run is unusable."""
+    """Every saved checkpoint of a run is unusable, one cannot be written, or the store for them cannot be used."""
 
 
 class GateFailed(RlhfError):
@@ -45,3 +45,9 @@ class TrainingPaused(RlhfError):
     """A health rule or repeated non-finite steps stopped training in good order."""
 
     exit_code = EXIT_TRAINING_PAUSED
+
+
+class Preempted(RlhfError):
+    """The stage was asked to give its place up (SIGTERM) and did so; run again, it goes on from what it has saved."""
+
+    exit_code = EXIT_PREEMPTED

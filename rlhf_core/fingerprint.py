@@ -16,8 +16,10 @@ from rlhf_core.files import atomic_write_text, sha256_file
 
 PACKAGE = "rlhf_core"
 FOLDER = ".fingerprints"
-# Reporting never changes a result, so a new message or a new progress bar must not cost a training run.
-NEUTRAL = frozenset({f"{PACKAGE}.{name}" for name in ("errors", "progress", "tracking")})
+# Reporting never changes a result, and neither do an interruption or the place of a checkpoint: a new message or a new
+# progress bar must not cost a training run.
+_NAMES = ("errors", "progress", "tracking", "preemption", "training.checkpoint_store", "training.checkpoint_place")
+NEUTRAL = frozenset(f"{PACKAGE}.{name}" for name in _NAMES)
 
 
 def stage_module(stage: str) -> str:

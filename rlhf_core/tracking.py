@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlhf_core.errors import Preempted
+from rlhf_core.preemption import StopNow
+
 PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
 
 
@@ -97,7 +100,8 @@ def experiment_id(client: Any, workspace: Path, name: str) -> str:
 def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Tracker]:
     """A run for one stage: a child of the pipeline's run where there is one, else a run of its own.
 
-    ``RLHF_TRACKING=off`` switches it off. The run ends as FINISHED, or as FAILED when the block raises.
+    ``RLHF_TRACKING=off`` switches it off. The run ends as FINISHED, as KILLED when it is preempted, or as FAILED
+    when the block raises anything else.
     """
     if os.environ.get("RLHF_TRACKING") == "off":
         yield NullTracker()
@@ -121,6 +125,9 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
     run_id = client.create_run(experiment_key, tags=tags).info.run_id
     try:
         yield MlflowTracker(client, run_id)
+    except (Preempted, StopNow):
+        client.set_terminated(run_id, "KILLED")
+        raise
     except BaseException:
         client.set_terminated(run_id, "FAILED")
         raise

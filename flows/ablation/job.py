@@ -20,7 +20,7 @@ from flows.signals import STOP
 from flows.stage_task import wait_for
 from flows.sweep import sweep
 from flows.workspace import PRIVATE, locked, private
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_TRAINING_PAUSED, RlhfError
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, RlhfError
 
 GRACE_SECONDS = 5.0
 ATTEMPTS = 2  # a crash is tried once more; a verdict of a stage is not
@@ -114,7 +114,7 @@ def _failure(workspace: Path, since: float, code: int, text: str) -> tuple[str, 
         exit_code, message = int(verdict.get("exit_code", 0)), f"{verdict.get('stage')}: {verdict.get('message', '')}"
         if exit_code == EXIT_TRAINING_PAUSED:
             return "paused", message
-        if exit_code == EXIT_INTERRUPTED:  # somebody else's signal
+        if exit_code in (EXIT_INTERRUPTED, EXIT_PREEMPTED):  # somebody else's signal
             return "crashed", message
         if exit_code:
             return ("failed" if exit_code in FINAL_CODES else "crashed"), message

@@ -8,8 +8,8 @@
 # Which node this is, and where the ranks meet, comes from NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, else from
 # Slurm, else from an indexed Kubernetes job.
 #
-# SIGTERM or SIGINT stops the stage, which then has STOP_GRACE seconds. The exit status is 75 (or STOPPED_STATUS): run me
-# again, and I go on from the last checkpoint.
+# SIGTERM or SIGINT stops the stage, which then has STOP_GRACE seconds to finish its step and save its state. The exit
+# status is 75 (or STOPPED_STATUS), also where only the stage or another node was told: run me again, and I go on from there.
 set -euo pipefail
 
 readonly EXIT_PREEMPTED=${STOPPED_STATUS:-75}
@@ -44,6 +44,12 @@ guarded() {
   return "$status"
 }
 
+# What the stage said of its own end is the verdict: DVC and torchrun tell of any failure alike.
+failed() {
+  if grep -qs '"exit_code": 75' ".rlhf/outcomes/$stage.json"; then exit "$EXIT_PREEMPTED"; fi
+  exit "$1"
+}
+
 cd "${RLHF_WORKSPACE:?set it to a folder with params.yaml and dvc.yaml}"
 if ((node == 0)); then
   mkdir -p .rlhf
@@ -52,11 +58,12 @@ if ((node == 0)); then
     echo "run-stage.sh: $PWD is in use by a pipeline or another job; wait for it, or stop it" >&2
     exit 2
   fi
+  rm -f ".rlhf/outcomes/$stage.json"
 fi
 
 if ((nodes == 1)); then
   guarded dvc --wait-for-lock repro --single-item fingerprint
-  guarded dvc --wait-for-lock repro --single-item "$stage"
+  guarded dvc --wait-for-lock repro --single-item "$stage" || failed $?
   exit
 fi
 
@@ -65,8 +72,11 @@ if [[ $(dvc --wait-for-lock status --json "$stage") == '{}' ]]; then
   echo "run-stage.sh: $stage is up to date"
   exit
 fi
-guarded torchrun --nnodes "$nodes" --node-rank "$node" --nproc-per-node "$ranks" --max-restarts 0 \
-  --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" --no-python rlhf stage "$stage"
+# The ranks heed SIGTERM, at the same step. torchrun must not: it would kill them half a minute later.
+guarded bash -c 'trap "" TERM; shift; exec "$@"' ranks -- torchrun \
+  --nnodes "$nodes" --node-rank "$node" --nproc-per-node "$ranks" --max-restarts 0 \
+  --signals-to-handle SIGINT,SIGHUP,SIGQUIT --master-addr "${MASTER_ADDR:-127.0.0.1}" \
+  --master-port "${MASTER_PORT:-29500}" --no-python rlhf stage "$stage" || failed $?
 if ((node == 0)); then
   guarded dvc --wait-for-lock commit --force "$stage"
 fi

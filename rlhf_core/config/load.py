@@ -15,7 +15,7 @@ from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.gates import GatesConfig
 from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.model import StageConfig, Strict
-from rlhf_core.config.operations import ComputeConfig, FlowConfig, RegistryConfig, TrackingConfig
+from rlhf_core.config.operations import CheckpointsConfig, ComputeConfig, FlowConfig, RegistryConfig, TrackingConfig
 from rlhf_core.config.placement import PlacementOrPool, WorkPoolConfig
 from rlhf_core.config.plan import PlanConfig
 from rlhf_core.config.ppo import PpoConfig
@@ -48,6 +48,7 @@ class Params(Strict):
     report: ReportConfig = ReportConfig()
     compute: ComputeConfig = ComputeConfig()
     plan: PlanConfig = PlanConfig()
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
     pools: dict[str, PlacementOrPool] = {}
     work_pools: dict[str, WorkPoolConfig] = {}
     registry: RegistryConfig = RegistryConfig()

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic_core import PydanticCustomError
 
 from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.model import Strict
+from rlhf_core.config.problems import SECRET
 
 Trained = Literal["sft", "reward", "referee", "critic", "ppo"]
+
+
+def _without_credentials(url: str) -> str:
+    if "://" in url and "@" in urlsplit(url).netloc:
+        raise PydanticCustomError(SECRET, "leave user and password out of it: credentials come from the environment")
+    return url
 
 
 class RegistryConfig(Strict):
@@ -33,6 +42,16 @@ class ComputeConfig(Strict):
     launch: dict[Trained, LaunchConfig] = {}
 
 
+class CheckpointsConfig(Strict):
+    """``store`` is where the partial state of training stages travels after every checkpoint: a folder (relative to the
+    workspace) or an fsspec URL (``s3://bucket/prefix``, ``gs://…``); ``null`` keeps it in the workspace alone.
+
+    Credentials come from the environment, never from here.
+    """
+
+    store: Annotated[str, Field(min_length=1), AfterValidator(_without_credentials)] | None = None
+
+
 class TrackingConfig(Strict):
     experiment: str = "rlhf-pipeline"
 
@@ -41,10 +60,12 @@ class FlowConfig(Strict):
     """Retries of a stage after a crash; a failed gate, a paused run or a user's mistake is never retried.
 
     ``parallel`` is how many stages may run at the same time where the graph allows it. ``stop_grace_seconds`` is the
-    time a stage has to save its state when the run is stopped, before it is killed.
+    time a stage has to save its state when the run is stopped, before it is killed. ``max_preemptions`` is how often a
+    stage may lose its place (SIGTERM from outside) and be run again, which is no failure.
     """
 
     retries: NonNegativeInt = 1
     retry_delay_seconds: NonNegativeInt = 5
     parallel: PositiveInt = 2
     stop_grace_seconds: PositiveInt = 5
+    max_preemptions: NonNegativeInt = 100

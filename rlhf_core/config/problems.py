@@ -9,6 +9,8 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+SECRET = "secret"  # the kind of an error whose value must not be shown again
+
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """``; did you mean 'x'?`` for a close match, else the list of valid names."""
@@ -38,7 +40,8 @@ def _line(problem: Any, model: type[BaseModel], prefix: str) -> str:
         tag, tags = context["tag"], _quoted(context["expected_tags"])
         return f"parameter '{path}.{_quoted(context['discriminator'])[0]}': there is no '{tag}'; {nearest(tag, tags)}"
     given = problem.get("input")
-    shown = "" if isinstance(given, dict | BaseModel) or _holds_models(given) else f" (got {given!r})"
+    hidden = kind == SECRET or isinstance(given, dict | BaseModel) or _holds_models(given)
+    shown = "" if hidden else f" (got {given!r})"
     return f"parameter '{path}': {message[0].lower()}{message[1:]}{shown}"
 
 

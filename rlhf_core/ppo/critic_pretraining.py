@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlhf_core import preemption
 from rlhf_core.config.critic import CriticConfig
 from rlhf_core.config.ppo import PpoUnits
 from rlhf_core.data.batching import batch_at
@@ -78,18 +79,21 @@ class CriticTrainer:
         self.done, self.stopped, self.variance = 0, "", 0.0
 
     def run(self) -> dict[str, float]:
-        """Pre-train, resuming where an earlier process stopped; returns the summary."""
+        """Pre-train, resuming where an earlier process stopped; returns the summary. ``Preempted`` after the rollout in
+        which SIGTERM came, with the state saved."""
         self._resume()
-        with progress(self.config.max_rollouts, "critic") as shown:
+        with progress(self.config.max_rollouts, "critic") as shown, preemption.at_safe_points():
             if self.done:
                 shown.advance(self.done)
-            while not self.stopped and self.done < self.config.max_rollouts:
+            while not (leaving := preemption.wanted()) and not self.stopped and self.done < self.config.max_rollouts:
                 row = self._rollout()
                 self.history.append(row)
                 self.tracker.log_metrics(row, step=self.done)
                 shown.advance(1, explained_variance=self.variance, value_loss=row["value_loss"])
                 if self.done % self.config.checkpoint.every == 0 or self.stopped:
                     self._save()
+            if leaving:
+                self._leave()
         return {
             "rollouts": self.done,
             "explained_variance": self.variance,
@@ -97,6 +101,11 @@ class CriticTrainer:
             "moments_mean": self.moments.mean,
             "moments_std": self.moments.std,
         }
+
+    def _leave(self) -> None:
+        if self.done and not self.files.holds(self.done):
+            self._save(extra=True)
+        preemption.leave(f"critic made rollout {self.done} of {self.config.max_rollouts}", saved=self.done > 0)
 
     def _rollout(self) -> dict[str, float]:
         seconds: dict[str, float] = {}
@@ -150,14 +159,14 @@ class CriticTrainer:
                 sums["skipped_steps"] += result.skipped
         return {name: value if name == "skipped_steps" else value / steps for name, value in sums.items()}
 
-    def _save(self) -> None:
+    def _save(self, extra: bool = False) -> None:
         meta = {
             "moments": self.moments.to_dict(),
             "rule": [self.rule.reached, self.rule.best_loss, self.rule.since_best],
             "stopped": self.stopped,
             "variance": self.variance,
         }
-        self.files.save(self.done, meta)
+        self.files.save(self.done, meta, extra=extra)
 
     def _resume(self) -> None:
         found = self.files.load()

@@ -117,7 +117,7 @@ class Rollbacks:
         if not self.journal.entries:
             return
         target = self.journal.entries[-1].to_iteration
-        for iteration, meta in self.files.metas().items():
+        for iteration, meta in self.files.metas(extra=True).items():
             if iteration > target and meta["rollbacks"] < len(self.journal):
                 self.files.drop(iteration)
 

@@ -73,10 +73,12 @@ class RunFiles:
     lines: Mapping[str, Lines]
     keep: int
 
-    def save(self, iteration: int, meta: Mapping[str, Any], keep_from: int | None = None) -> None:
+    def save(self, iteration: int, meta: Mapping[str, Any], keep_from: int | None = None, extra: bool = False) -> None:
         """Checkpoint after ``iteration`` iterations: engines, generators, line offsets and ``meta`` (JSON).
 
-        The newest ``keep`` checkpoints stay, and those from iteration ``keep_from`` on.
+        The newest ``keep`` checkpoints stay, and those from iteration ``keep_from`` on. An ``extra`` one, of a run that
+        is preempted between two regular ones, takes none of their places and goes with the next of them: what is there
+        to roll back to must not depend on when a run was interrupted.
         """
         tensors, generators = rng_state()
         engines: dict[str, Any] = {}
@@ -87,13 +89,22 @@ class RunFiles:
         for lines in self.lines.values():
             lines.flush()
         sizes = {name: lines.size for name, lines in self.lines.items()}
-        content = {"run": dict(meta), "rng": generators, "engines": engines, "lines": sizes}
-        checkpoint.save(self.directory, iteration, tensors, content, self.keep, keep_from)
+        content = {"run": dict(meta), "rng": generators, "engines": engines, "lines": sizes, "extra": extra}
+        earlier = checkpoint.saved_metas(self.directory)
+        spare = {step for step, meta in earlier.items() if meta["extra"] and not extra}
+        keep = len(earlier) + 1 if extra else self.keep
+        checkpoint.save(self.directory, iteration, tensors, content, keep, keep_from, spare)
 
-    def metas(self) -> dict[int, dict[str, Any]]:
-        """``meta`` of every readable checkpoint by its iteration. The first rank's folder counts."""
+    def metas(self, extra: bool = False) -> dict[int, dict[str, Any]]:
+        """``meta`` of every readable checkpoint by its iteration, ``extra`` ones only if asked for. The first rank's
+        folder counts."""
         saved = checkpoint.saved_metas(self.directory) if distributed.is_first() else {}
-        return dict(distributed.from_first([[step, meta["run"]] for step, meta in saved.items()]))
+        found = [[step, meta["run"]] for step, meta in saved.items() if extra or not meta["extra"]]
+        return dict(distributed.from_first(found))
+
+    def holds(self, iteration: int) -> bool:
+        """Whether there is a checkpoint of ``iteration``. The first rank's folder counts."""
+        return iteration in self.metas(extra=True)
 
     def drop(self, iteration: int) -> None:
         """Remove the checkpoint of ``iteration``, which the first rank has."""

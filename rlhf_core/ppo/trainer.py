@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core import distributed
+from rlhf_core import distributed, preemption
 from rlhf_core.data.batching import batch_at
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.ppo.advantages import explained_variance
@@ -101,17 +101,26 @@ class Trainer:
         """Train to the configured number of iterations, resuming where an earlier process stopped.
 
         ``TrainingPaused`` when a health rule stops the run (mode ``enforce``) or steps keep being non-finite; the
-        last checkpoint before that is kept, so the same run pauses again at the same place.
+        last checkpoint before that is kept, so the same run pauses again at the same place. ``Preempted`` after the
+        iteration in which SIGTERM came, with the state saved.
         """
         self._resume()
         if self.rollbacks.armed and not self.files.metas():
             self._save()  # the start, to which a rule that fires early goes back
         total = self.config.iterations
-        with progress(total, "ppo") as shown:
+        with progress(total, "ppo") as shown, preemption.at_safe_points():
             if self.done:
                 shown.advance(self.done)
-            while self.done < total:
+            while not (stopping := preemption.wanted()) and self.done < total:
                 self._iterate(shown)
+            if stopping:
+                self._leave()
+
+    def _leave(self) -> None:
+        # After a rollback the state is that of a checkpoint and the journal.
+        if self.done and not self.files.holds(self.done):
+            self._save(extra=True)
+        preemption.leave(f"ppo made iteration {self.done} of {self.config.iterations}", saved=self.done > 0)
 
     def _iterate(self, shown: Progress) -> None:
         iteration = self.done
@@ -249,7 +258,7 @@ class Trainer:
         self.journal.add(Rollback(self.done, target, finding.as_dict(), rows, samples))
         self._resume()
 
-    def _save(self) -> None:
+    def _save(self, extra: bool = False) -> None:
         meta = {
             "moments": self.moments.to_dict(),
             "coefficient": self.controller.value,
@@ -259,8 +268,9 @@ class Trainer:
             "best": self.best,
             "rollbacks": len(self.journal),
         }
-        self.files.save(self.done, meta, self.rollbacks.keep_from(self.done))
-        prune_best(self.work / "best", {self.best} | self.rollbacks.needed_best())
+        self.files.save(self.done, meta, self.rollbacks.keep_from(self.done), extra)
+        if not extra:
+            prune_best(self.work / "best", {self.best} | self.rollbacks.needed_best())
 
     def _resume(self) -> None:
         """Restore the newest checkpoint that no rollback abandoned, adjusted by the rollbacks that it has not seen."""

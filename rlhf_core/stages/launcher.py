@@ -5,6 +5,7 @@ The ranks are children of this process, so whoever stops it (a guard, Ctrl-C) st
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -14,12 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from rlhf_core import preemption
 from rlhf_core.config.launch import LaunchConfig
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, Preempted, RlhfError
 from rlhf_core.files import read_json
 
-# The agent takes these over and does not give them back.
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# The agent takes these over and does not give them back. Not SIGTERM: at that it would give the ranks half a minute.
+HANDLED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 RANK = ("-m", "rlhf_core.stages.rank")
 
 
@@ -41,8 +45,9 @@ def rank_outcome(folder: Path, name: str, number: int) -> Path:
 def launch(name: str, workspace: Path, config: LaunchConfig, outcomes: Path) -> None:
     """Run the stage on ``config.processes`` ranks here, together with other machines if there are to be any.
 
-    ``RlhfError`` with the cause and its exit code when a rank fails; the others are stopped first. Every machine runs
-    the same command on the same (shared) workspace.
+    ``RlhfError`` with the cause and its exit code when a rank fails; the others are stopped first. SIGTERM is passed on
+    to the ranks, which end together at their next safe point. Every machine runs the same command on the same (shared)
+    workspace.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -56,7 +61,8 @@ def launch(name: str, workspace: Path, config: LaunchConfig, outcomes: Path) -> 
     words = (*RANK, name, str(workspace), str(os.getpid()))
     handlers = {number: signal.getsignal(number) for number in HANDLED}
     try:
-        elastic_launch(_agent(name, config, logs), sys.executable)(*words)
+        with preemption.relayed(_tell_ranks):
+            elastic_launch(_agent(name, config, logs), sys.executable)(*words)
     except ChildFailedError as error:
         raise _failure(name, config, error.failures, outcomes) from error
     except SignalException as error:
@@ -85,12 +91,31 @@ def _agent(name: str, config: LaunchConfig, logs: Path) -> Any:
         local_addr="127.0.0.1" if alone else None,
         logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
         max_restarts=0,
+        signals_to_handle=",".join(number.name for number in HANDLED),
     )
+
+
+def _tell_ranks() -> bool:
+    """Pass SIGTERM on; False when no rank has been started yet."""
+    ranks = [child for child in psutil.Process().children() if _is_rank_process(child)]
+    for child in ranks:
+        with contextlib.suppress(psutil.Error):
+            child.terminate()
+    return bool(ranks)
+
+
+def _is_rank_process(process: psutil.Process) -> bool:
+    try:
+        return process.environ().get("WORLD_SIZE", "1") != "1"
+    except psutil.Error:
+        return False
 
 
 def _failure(name: str, config: LaunchConfig, failures: Mapping[int, Any], outcomes: Path) -> RlhfError:
     """What to tell of the failed ranks: of one that was killed, else of the one that ended first."""
     told = {number: _told(rank_outcome(outcomes, name, number)) for number in failures}
+    if preemption.heard() and not any(told.values()):
+        return Preempted(f"{name} was stopped by SIGTERM before its ranks had begun; the same command starts it")
     for number, failure in failures.items():
         if told[number] is None and failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             return _error(

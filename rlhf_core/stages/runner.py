@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -12,11 +14,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from rlhf_core import preemption
 from rlhf_core.config.launch import LaunchConfig
-from rlhf_core.config.load import load_params, load_section
+from rlhf_core.config.load import Params, load_params, load_section
 from rlhf_core.config.model import StageConfig
+from rlhf_core.config.operations import Trained
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, RlhfError
 from rlhf_core.files import atomic_write_json, sha256_tree
 from rlhf_core.fingerprint import fingerprint
@@ -26,6 +30,9 @@ from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.stages.names import stage_module
 from rlhf_core.tracking import NullTracker, Tracker, stage_tracker
 
+logger = logging.getLogger(__name__)
+
+AFTER_FULL_DISK = "make room and run the stage again: a training goes on from its last checkpoint"
 OUTCOMES = Path(".rlhf") / "outcomes"
 
 
@@ -39,7 +46,7 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
     started = time.time()
     outcome: dict[str, Any] = {"exit_code": 1, "message": "the stage ended without a word"}
     try:
-        with _terminated_like_interrupted():
+        with _interruptible(), preemption.heeded(name):
             metrics = _run(name, workspace)
         outcome = {"exit_code": EXIT_OK, "message": "done"}
         return metrics
@@ -50,6 +57,10 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
         outcome = {"exit_code": EXIT_INTERRUPTED, "message": "interrupted"}
         raise
     except Exception as error:
+        if _is_full_disk(error):
+            full = RlhfError(f"{name}: {error}; {AFTER_FULL_DISK}")
+            outcome = {"exit_code": full.exit_code, "message": str(full)}
+            raise full from error
         outcome = {"exit_code": 1, "message": f"{type(error).__name__}: {error}"}
         raise
     finally:
@@ -58,11 +69,20 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
         _leave_outcome(workspace / OUTCOMES, name, outcome)
 
 
+def _is_full_disk(error: Exception) -> bool:
+    """Libraries written in other languages only say so in words."""
+    return (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left on device" in str(error)
+
+
 def _leave_outcome(folder: Path, name: str, outcome: Mapping[str, Any]) -> None:
-    if launcher.is_rank():
-        atomic_write_json(launcher.rank_outcome(folder, name, launcher.rank()), outcome)
-    if launcher.rank() == 0:
-        atomic_write_json(folder / f"{name}.json", outcome)
+    try:
+        if launcher.is_rank():
+            atomic_write_json(launcher.rank_outcome(folder, name, launcher.rank()), outcome)
+        if launcher.rank() == 0:
+            atomic_write_json(folder / f"{name}.json", outcome)
+    except (OSError, RlhfError) as error:
+        # The end of the stage itself must be heard, also where the disk is too full to note it.
+        logger.warning("the outcome of %s could not be written: %s", name, error)
 
 
 def _run(name: str, workspace: Path) -> dict[str, Any]:
@@ -81,29 +101,49 @@ def _run(name: str, workspace: Path) -> dict[str, Any]:
         launcher.launch(name, workspace, launch, workspace / OUTCOMES)
         return {}
     if name not in launches and not launcher.is_rank():
-        return _run_here(stage_file, config, inputs, workspace, params.tracking.experiment)
+        return _run_here(stage_file, config, inputs, workspace, params)
     from rlhf_core import distributed
     from rlhf_core.training.engine.choice import placed
 
     with distributed.joined(), placed(launch, workspace):
         if distributed.is_first():
-            return _run_here(stage_file, config, inputs, workspace, params.tracking.experiment)
+            return _run_here(stage_file, config, inputs, workspace, params)
         return _run_beside(stage_file, config, inputs)
 
 
-def _run_here(stage_file: Any, config: StageConfig, inputs: Paths, workspace: Path, experiment: str) -> dict[str, Any]:
-    """The stage with its real outputs."""
+def _run_here(stage_file: Any, config: StageConfig, inputs: Paths, workspace: Path, params: Params) -> dict[str, Any]:
+    """The stage with its real outputs. Partial state that the store has and this machine lacks is fetched first."""
     stage: Stage = stage_file.STAGE
-    work = workspace / "work" / stage.name / work_key(stage, config, inputs)
-    outputs = Paths({key: workspace / path for key, path in stage.outputs.items()} | {"work": work})
+    key = work_key(stage, config, inputs)
+    work = workspace / "work" / stage.name / key
+    outputs = Paths({name: workspace / path for name, path in stage.outputs.items()} | {"work": work})
     for path in outputs.values():
         path.parent.mkdir(parents=True, exist_ok=True)
-    with stage_tracker(stage.name, workspace, experiment) as tracker:
+    with (
+        _stored(params.checkpoints.store, workspace, work),
+        stage_tracker(stage.name, workspace, params.tracking.experiment) as tracker,
+    ):
         tracker.log_params(flatten(config.model_dump(mode="json")))
         metrics: dict[str, Any] = stage_file.run(config, inputs, outputs, tracker)
         _record(metrics, outputs, tracker)
     shutil.rmtree(work.parent, ignore_errors=True)
     return metrics
+
+
+@contextmanager
+def _stored(url: str | None, workspace: Path, work: Path) -> Iterator[None]:
+    """The checkpoints of a training stage go to the store at ``url``, from which they go when the block succeeds."""
+    stage, key = work.parts[-2:]
+    if url is None or stage not in get_args(Trained):
+        yield
+        return
+    from rlhf_core.training import checkpoint, checkpoint_store
+
+    store = checkpoint_store.open_store(url, workspace, stage, key)
+    store.fetch(work, beyond=checkpoint.sound_step(work / "checkpoints"))
+    with checkpoint_store.used(store):
+        yield
+    store.clear()
 
 
 def _run_beside(stage_file: Any, config: StageConfig, inputs: Paths) -> dict[str, Any]:
@@ -173,18 +213,18 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C, so that temporary files go and the tracked run is closed."""
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C unwinds, so that temporary files go and the tracked run is closed; also where a shell's ``&`` had it
+    ignored."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, previous)
 
 
 def workspace_root(given: Path | None = None) -> Path:

@@ -11,19 +11,24 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_core import distributed
 from rlhf_core.errors import CheckpointError
 from rlhf_core.files import sha256_file
+from rlhf_core.training import checkpoint_store
 
 logger = logging.getLogger(__name__)
 
 STATE, META, MANIFEST = "state.safetensors", "meta.json", "manifest.json"
+BUILDING = ".building-"
 NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -47,31 +52,55 @@ def save(
     meta: dict[str, Any],
     keep: int,
     keep_from: int | None = None,
+    spare: Collection[int] = (),
 ) -> Path:
     """Write the state after ``step`` steps and drop all but the newest ``keep`` and those from ``keep_from`` on.
 
-    ``meta`` is JSON with finite numbers. A checkpoint of the same or a later step is of a run that was abandoned (this
-    one resumed from before it) and goes. Returns the new folder.
+    Those of the steps ``spare`` go in any case. ``meta`` is JSON with finite numbers. A checkpoint of the same or a
+    later step is of a run that was abandoned (this one resumed from before it) and goes. The whole partial state then
+    travels to the store that is in force, if any. Returns the new folder; ``CheckpointError`` when it cannot be written
+    (a full disk), which leaves the others as they are.
     """
-    from safetensors.torch import save_file
-
-    directory.mkdir(parents=True, exist_ok=True)
     target = directory / f"step-{step:06d}"
-    building = directory / f".building-{step:06d}"
-    shutil.rmtree(building, ignore_errors=True)
+    building = directory / f"{BUILDING}{step:06d}"
+    try:
+        _build(building, step, tensors, meta)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(building, ignore_errors=True)
+        raise CheckpointError(_unwritten(directory, step, error)) from error
+    for later in [path for number, path in _saved(directory) if number >= step]:
+        shutil.rmtree(later)
+    os.replace(building, target)
+    _flush(directory)
+    for number in spare:
+        shutil.rmtree(directory / f"step-{number:06d}", ignore_errors=True)
+    for number, path in _saved(directory)[:-keep]:
+        if keep_from is None or number < keep_from:
+            shutil.rmtree(path)
+    checkpoint_store.publish(directory.parent, step, keep)
+    return target
+
+
+def _build(building: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    building.parent.mkdir(parents=True, exist_ok=True)
+    for left in building.parent.glob(f"{BUILDING}*"):
+        shutil.rmtree(left, ignore_errors=True)
     building.mkdir()
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, building / STATE)
     _write(building / META, {"step": step, "meta": meta})
     _flush(building / STATE)
     _write(building / MANIFEST, {name: sha256_file(building / name) for name in (STATE, META)})
-    for later in [path for number, path in _saved(directory) if number >= step]:
-        shutil.rmtree(later)
-    os.replace(building, target)
-    _flush(directory)
-    for number, path in _saved(directory)[:-keep]:
-        if keep_from is None or number < keep_from:
-            shutil.rmtree(path)
-    return target
+
+
+def _unwritten(directory: Path, step: int, error: Exception) -> str:
+    full = "No space left" in str(error)
+    before = [number for number, _ in _saved(directory) if number < step]
+    where = f"goes on from step {before[-1]}" if before else "starts over"
+    return (
+        f"the checkpoint of step {step} could not be written to {directory}: "
+        f"{'no space left on the device' if full else error}; "
+        f"{'make room' if full else 'mend that'} and run the stage again: it {where}"
+    )
 
 
 def saved_metas(directory: Path) -> dict[int, dict[str, Any]]:
@@ -83,6 +112,17 @@ def saved_metas(directory: Path) -> dict[int, dict[str, Any]]:
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return metas
+
+
+def sound_step(directory: Path) -> int:
+    """The step of the newest checkpoint whose hashes hold; -1 when there is none."""
+    for step, path in reversed(_saved(directory)):
+        try:
+            _verify(path)
+        except CheckpointError:
+            continue
+        return step
+    return -1
 
 
 def drop(directory: Path, step: int) -> None:
@@ -123,19 +163,28 @@ def _newest_sound(directory: Path) -> Checkpoint | None:
     return None
 
 
-def _load(path: Path) -> Checkpoint:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+def _verify(path: Path) -> None:
+    """``CheckpointError`` unless the files of checkpoint ``path`` have the hashes that they were saved with."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         for name in (STATE, META):
             if sha256_file(path / name) != manifest[name]:
                 raise CheckpointError(f"checkpoint {path} is broken: {name} does not have the sha256 it was saved with")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _broken(path, error) from error
+
+
+def _load(path: Path) -> Checkpoint:
+    _verify(path)
+    try:
         content = json.loads((path / META).read_text(encoding="utf-8"))
         return Checkpoint(int(content["step"]), load_file(path / STATE), content["meta"], path)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint {path} is broken: {type(error).__name__}: {error}") from error
+        raise _broken(path, error) from error
+
+
+def _broken(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"checkpoint {path} is broken: {type(error).__name__}: {error}")
 
 
 def _saved(directory: Path) -> list[tuple[int, Path]]:

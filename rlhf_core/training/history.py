@@ -58,6 +58,14 @@ class Block:
         self.sums, self.counts = {}, {}
         return means
 
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"sums": self.sums, "counts": self.counts}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        self.sums, self.counts = dict(state["sums"]), dict(state["counts"])
+
 
 def read_history(path: Path) -> list[dict[str, Any]]:
     """The records of a history file. A last line cut short by a crash is left out; a missing file has none."""

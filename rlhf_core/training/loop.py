@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlhf_core import preemption
 from rlhf_core.config.model import CheckpointConfig
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.progress import Progress, progress
@@ -80,18 +81,27 @@ class Loop:
         self.history = History(work / "history.jsonl")
         self.block = Block()
         self.done = self.tokens = 0
+        self.saved = 0  # the step that the newest checkpoint is of
         self.seconds = 0.0
 
     def run(self) -> LoopResult:
-        """Train to the last step. ``TrainingPaused`` after repeated non-finite steps, with the history written."""
+        """Train to the last step. ``TrainingPaused`` after repeated non-finite steps, with the history written;
+        ``Preempted`` after the step in which SIGTERM came, with the state saved."""
         self._restore()
         if self.done == 0:
             self._record(self._evaluation())
-        with progress(self.settings.steps, self.settings.name) as shown:
+        with progress(self.settings.steps, self.settings.name) as shown, preemption.at_safe_points():
             shown.advance(self.done)
-            while self.done < self.settings.steps:
+            while not (stopping := preemption.wanted()) and self.done < self.settings.steps:
                 self._step(shown)
+            if stopping:
+                self._leave()
         return LoopResult(self.history.records, self.tokens, self.seconds)
+
+    def _leave(self) -> None:
+        if self.done > self.saved:
+            self._save()
+        preemption.leave(f"{self.settings.name} made step {self.done} of {self.settings.steps}", saved=self.done > 0)
 
     def _step(self, shown: Progress) -> None:
         started = time.perf_counter()
@@ -116,7 +126,7 @@ class Loop:
         evaluating = last or self.done % self.settings.eval_every == 0
         saving = last or self.done % self.settings.checkpoint.every == 0
         if evaluating or saving or self.done % RECORD_EVERY == 0:
-            # A record closes its block, so a checkpoint never falls inside one.
+            # A record closes its block, so only the checkpoint of a preempted run falls inside one.
             figures = {"lr": rate, "skipped_steps": self.engine.skipped_steps}
             self._record(figures | (self._evaluation() if evaluating else {}))
         if saving:
@@ -141,8 +151,10 @@ class Loop:
         state = self.engine.state()
         random_tensors, random_meta = rng_state()
         meta = {"engine": state.meta, "rng": random_meta, "tokens": self.tokens, "seconds": self.seconds}
+        meta["block"] = self.block.state()
         tensors = {f"engine.{name}": tensor for name, tensor in state.tensors.items()} | random_tensors
         save(self.checkpoints, self.done, tensors, meta, self.settings.checkpoint.keep)
+        self.saved = self.done
 
     def _restore(self) -> None:
         """Continue from the newest sound checkpoint, or start from step 0."""
@@ -155,6 +167,8 @@ class Loop:
         self.engine.load_state(EngineState(weights, found.meta["engine"]))
         set_rng_state(found.tensors, found.meta["rng"])
         self.done, self.tokens, self.seconds = found.step, int(found.meta["tokens"]), float(found.meta["seconds"])
+        self.saved = found.step
+        self.block.load_state(found.meta["block"])
         # The tracked run is a new one; it gets the whole history.
         for record in self.history.records:
             self._track(record)

@@ -74,3 +74,28 @@ def test_a_command_that_ignores_the_stop_signal_is_killed_also_where_sigint_is_i
     guard.send_signal(signal.SIGINT)
     assert guard.wait(20) == 128 + signal.SIGKILL
     assert not psutil.pid_exists(stubborn)
+
+
+def test_what_another_guard_looks_after_is_stopped_by_that_one_alone(tmp_path: Path) -> None:
+    """A worker's guard sends SIGINT, which would cost a stage its state: the stage's own guard asks for that to be
+    saved."""
+    heard = tmp_path / "heard"
+    stage = (
+        "import os,signal,time\n"
+        f"def note(number, _):\n with open({str(heard)!r}, 'a') as log: log.write(signal.Signals(number).name + ' ')\n"
+        " if number == 15: time.sleep(0.3); os._exit(0)\n"
+        "for number in (2, 15): signal.signal(number, note)\n"
+        f"open({str(heard)!r}, 'w').close()\n"
+        "while True: time.sleep(0.1)\n"
+    )
+    worker = (
+        "import os,subprocess,sys; subprocess.run([sys.executable,'-m','flows.guard','--parent',str(os.getpid()),"
+        f"'--grace','20','--',sys.executable,'-c',{stage!r}])"
+    )
+    command = guarded(worker, grace=20.0)
+    command[command.index("--") : command.index("--")] = ["--stop-signal", "INT"]
+    guard = subprocess.Popen(command, env=environment())
+    wait_until(heard.exists, 100, "stage")
+    guard.send_signal(signal.SIGINT)
+    guard.wait(60)
+    assert heard.read_text() == "SIGTERM "

@@ -119,7 +119,10 @@ def test_ranks_of_two_nodes_meet_at_the_first_and_the_result_is_recorded(tmp_pat
     workspace = make_workspace(tmp_path, steps=1)
     process = start("slurm/stage.sbatch", "ppo", workspace, folder=tmp_path, **slurm(tmp_path, 2, 8))
     assert process.wait(200) == 0, output(tmp_path)
-    common = "--nproc-per-node 8 --max-restarts 0 --master-addr node-a --master-port 20041 --no-python rlhf stage ppo"
+    common = (
+        "--nproc-per-node 8 --max-restarts 0 --signals-to-handle SIGINT,SIGHUP,SIGQUIT --master-addr node-a "
+        "--master-port 20041 --no-python rlhf stage ppo"
+    )
     expected = [f"--nnodes 2 --node-rank {node} {common}" for node in (0, 1)]
     assert sorted((tmp_path / "torchrun").read_text().splitlines()) == expected
     assert not (tmp_path / "calls").exists()
@@ -140,6 +143,25 @@ def test_a_job_whose_time_is_up_stops_its_stage_and_goes_back_into_the_queue(tmp
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls == ["scancel --signal=TERM 41", "scontrol requeue 41"]
     assert "goes back into the queue" in output(tmp_path) and not (workspace / "policy.txt").exists()
+
+
+def test_a_stage_that_gave_its_place_up_is_put_back_though_only_its_steps_were_told(tmp_path: Path) -> None:
+    """As Slurm's own preemption does it: SIGTERM goes to the step's processes, the batch script hears nothing."""
+    make_programs(tmp_path / "bin", srun=SRUN, scancel=SCANCEL, scontrol=SCONTROL)
+    workspace = make_workspace(tmp_path, steps=1)
+    verdict = '{\n  "exit_code": 75,\n  "message": "ppo made step 4 of 9"\n}\n'
+    (workspace / "train.py").write_text(
+        f"import pathlib; pathlib.Path('.rlhf/outcomes').mkdir(parents=True, exist_ok=True); "
+        f"pathlib.Path('.rlhf/outcomes/ppo.json').write_text({verdict!r}); raise SystemExit(75)"
+    )
+    process = start("slurm/stage.sbatch", "ppo", workspace, folder=tmp_path, **slurm(tmp_path, 1, 1))
+    assert process.wait(200) == 0, output(tmp_path)
+    assert (tmp_path / "calls").read_text() == "scontrol requeue 41\n"
+    (tmp_path / "tasks").unlink()
+    (tmp_path / "calls").unlink()
+    (workspace / "train.py").write_text("raise SystemExit(4)")  # what was said last time does not count
+    process = start("slurm/stage.sbatch", "ppo", workspace, folder=tmp_path, **slurm(tmp_path, 1, 1))
+    assert process.wait(200) not in (0, 75) and not (tmp_path / "calls").exists()
 
 
 def test_a_failed_stage_is_not_put_back(tmp_path: Path) -> None:

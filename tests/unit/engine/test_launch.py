@@ -7,13 +7,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 from unit.training import tiny
 
 from rlhf_core.config.load import check_params
-from rlhf_core.errors import ConfigError, RlhfError
+from rlhf_core.errors import EXIT_PREEMPTED, ConfigError, RlhfError
 from rlhf_core.stages import launcher
 from rlhf_core.stages.runner import run_stage
 from rlhf_core.training.engine import LocalEngine, StepResult
@@ -103,6 +104,19 @@ def test_one_of_two_ranks_dies_one_process_goes_on_and_two_ranks_finish(
     assert_same(workspace, alone)
     # A rank that is stopped while it writes its outcome leaves a hidden part.
     assert sorted(path.name for path in (workspace / ".rlhf/outcomes").glob("[!.]*")) == ["sft.json"]
+
+
+def test_ranks_that_lose_their_place_stop_at_the_same_step(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (workspace / "params.yaml").write_text(SFT + TWO)
+    monkeypatch.setattr(launcher, "RANK", (str(Path(__file__).with_name("telling_rank.py")),))
+    with pytest.raises(RlhfError, match="sft made step 6 of 8 and was stopped there by SIGTERM") as raised:
+        run_stage("sft", workspace)
+    assert raised.value.exit_code == EXIT_PREEMPTED
+    outcome = json.loads((workspace / ".rlhf/outcomes/sft.json").read_text())
+    assert outcome["exit_code"] == EXIT_PREEMPTED
+    found = sorted(path.name for path in workspace.glob("work/sft/*/checkpoints/step-*"))
+    assert found == ["step-000003", "step-000006"]
+    assert not psutil.Process().children()
 
 
 @pytest.mark.parametrize(

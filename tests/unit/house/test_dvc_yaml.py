@@ -45,6 +45,13 @@ def test_the_fingerprint_of_every_stage_is_an_out_of_the_first() -> None:
     assert outs == {f".fingerprints/{name}.txt" for name in (*STAGES, "sources", "reward_sources")}
 
 
+def test_where_a_stage_runs_and_keeps_its_partial_state_makes_nothing_stale() -> None:
+    listed = {param.split(".")[0] for stage in stages().values() for param in stage.get("params", [])}
+    params = yaml_text.plain(yaml_text.read(ROOT / "params.yaml"))
+    around = {"compute", "checkpoints", "pools", "flow", "registry", "tracking"}
+    assert around <= params.keys() and not listed & around
+
+
 def test_critic_pretraining_runs_again_when_the_units_change_that_it_shares_with_ppo() -> None:
     listed = {param.removeprefix("ppo.") for param in stages()["critic"]["params"] if param.startswith("ppo.")}
     # Batches within a rollout change no number.

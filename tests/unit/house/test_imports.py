@@ -15,7 +15,7 @@ LAYERS = (
     {"stages"},
     {"training", "ppo", "evaluation", "gates", "chat_session"},
     {"models", "data", "world"},
-    {"config", "tracking", "progress", "files", "fingerprint", "distributed"},
+    {"config", "tracking", "progress", "files", "fingerprint", "distributed", "preemption"},
     {"errors"},
 )
 FLOWS_MAY_USE = {"cli", "config", "gates", "errors", "files"}

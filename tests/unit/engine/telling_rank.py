@@ -1,0 +1,29 @@
+"""A rank that, if it is the second one, has its launcher told to stop in the middle of optimiser step 5."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from rlhf_core import preemption
+from rlhf_core.stages import rank
+from rlhf_core.training.engine import LocalEngine, StepResult
+
+STEP = 5
+_original = LocalEngine.step
+
+
+def tell_and_step(engine: LocalEngine) -> StepResult:
+    if engine.steps == STEP and os.environ["RANK"] == "1":
+        os.kill(os.getppid(), signal.SIGTERM)
+        while not preemption.heard():  # the launcher has passed it on
+            time.sleep(0.01)
+    return _original(engine)
+
+
+LocalEngine.step = tell_and_step  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    sys.exit(rank.main(*sys.argv[1:]))

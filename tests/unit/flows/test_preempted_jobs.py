@@ -1,0 +1,179 @@
+"""A job that loses its place: what its own process says of it, and what becomes of it where it is waited for."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prefect.exceptions import Abort, TerminationSignal
+from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running, Scheduled, State
+
+from flows import gpu_pool
+from flows.outcome import Outcome
+from flows.submission import Job
+from rlhf_core.config.placement import Placement
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
+
+
+class Server:
+    """Stands for the server: the state of every job in turn. The newest takes one of ``turns`` whenever it is asked."""
+
+    def __init__(self, *turns: Callable[[Server], None]) -> None:
+        self.turns = list(turns)
+        self.states: list[State[Any]] = []
+        self.attempts: list[str] = []
+        self.told: list[str] = []
+
+    def claim(self, client: Any, job: Job) -> Any:
+        self.states.append(Scheduled())
+        self.attempts.append(job.attempt)
+        parameters = {"workspace": str(job.workspace)}
+        return SimpleNamespace(id=len(self.states) - 1, parameters=parameters, state=self.states[-1])
+
+    def read_flow_run(self, number: int) -> Any:
+        return SimpleNamespace(state=self.states[number])
+
+    def set_flow_run_state(self, number: int, state: State[Any], force: bool = False) -> None:
+        self.states[number] = state
+
+    def turn(self) -> None:
+        self.turns.pop(0)(self)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Outcome]:
+    """How a job of workspace ``tmp_path`` ends on a server."""
+
+    def end(server: Server, preemptions: int = 9) -> Outcome:
+        use(server, monkeypatch)
+        job = Job(tmp_path, "sft", (), {}, 1.0, Placement(pool="gpu-pool"), "a:1", preemptions=preemptions)
+        return gpu_pool.run_on_pool(job, server.turn, server.told.append)
+
+    return end
+
+
+def use(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def client(sync_client: bool) -> Iterator[Server]:
+        yield server
+
+    monkeypatch.setattr(gpu_pool, "get_client", client)
+    monkeypatch.setattr(gpu_pool, "claim", server.claim)
+    monkeypatch.setattr(gpu_pool, "POLL_SECONDS", 0)
+
+
+def becomes(state: Callable[[], State[Any]]) -> Callable[[Server], None]:
+    return lambda server: server.set_flow_run_state(-1, state())
+
+
+def says(workspace: Path, ended: float) -> Callable[[Server], None]:
+    """The stage leaves its verdict, that it was preempted at time ``ended``."""
+
+    def speak(server: Server) -> None:
+        (workspace / ".rlhf/outcomes").mkdir(parents=True, exist_ok=True)
+        verdict = {"exit_code": EXIT_PREEMPTED, "message": "saved", "ended": ended}
+        (workspace / ".rlhf/outcomes/sft.json").write_text(json.dumps(verdict))
+
+    return speak
+
+
+def completes(workspace: Path) -> Callable[[Server], None]:
+    def complete(server: Server) -> None:
+        Outcome("sft", "ran", 0, "", 0.0, 0.0, 0.0).save(workspace)
+        server.set_flow_run_state(-1, Completed())
+
+    return complete
+
+
+def lost() -> State[Any]:
+    return gpu_pool.preempted("sft: told to stop")
+
+
+def test_a_preempted_job_is_submitted_again_and_told_of(run: Callable[..., Outcome], tmp_path: Path) -> None:
+    server = Server(becomes(Running), becomes(lost), becomes(Running), completes(tmp_path))
+    assert run(server).action == "ran"
+    assert server.attempts == ["a:1", "a:1:1"] and server.told == ["preempted, waiting for a worker"]
+
+
+def test_a_stage_that_left_in_good_order_while_its_job_died_counts_as_preempted(
+    run: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    swept = [becomes(Running), says(tmp_path, 0.0), becomes(lambda: Crashed(message="its worker was killed"))]
+    server = Server(*swept, becomes(Running), completes(tmp_path))
+    assert run(server).action == "ran" and len(server.told) == 1
+
+
+def test_a_job_whose_process_died_unnoticed_is_ended_after_a_while(run: Callable[..., Outcome], tmp_path: Path) -> None:
+    waiting: list[Callable[[Server], None]] = [lambda server: None] * gpu_pool.REPORT_POLLS
+    turns = [becomes(Running), says(tmp_path, time.time() + 60), *waiting, becomes(Running), completes(tmp_path)]
+    server = Server(*turns)
+    assert run(server).action == "ran" and len(server.told) == 1
+    assert server.states[0].name == "Preempted"
+
+
+def test_what_a_stage_said_before_its_job_began_does_not_end_the_job(
+    run: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    waiting: list[Callable[[Server], None]] = [lambda server: None] * (2 * gpu_pool.REPORT_POLLS)
+    server = Server(becomes(Running), says(tmp_path, time.time() - 60), *waiting, completes(tmp_path))
+    assert run(server).action == "ran" and server.attempts == ["a:1"]
+
+
+def test_after_so_many_preemptions_the_stage_has_failed(run: Callable[..., Outcome]) -> None:
+    server = Server(becomes(lost), becomes(lost), becomes(lost))
+    outcome = run(server, preemptions=2)
+    assert outcome.preempted and not outcome.retryable and "more than 2 times" in outcome.message
+    assert len(server.attempts) == 3
+
+
+def test_a_job_that_is_cancelled_stays_so(run: Callable[..., Outcome], tmp_path: Path) -> None:
+    outcome = run(Server(becomes(Running), says(tmp_path, 0.0), becomes(Cancelled)))
+    assert outcome.exit_code == EXIT_INTERRUPTED and "cancelled" in outcome.message
+
+
+def test_a_crash_without_a_word_of_the_stage_is_a_failure(run: Callable[..., Outcome]) -> None:
+    outcome = run(Server(becomes(Running), becomes(lambda: Crashed(message="killed"))))
+    assert outcome.retryable and not outcome.preempted
+
+
+def told_to_stop(*_: Any) -> Outcome:
+    raise TerminationSignal(signal=signal.SIGTERM)
+
+
+def stopped(*_: Any) -> Outcome:
+    return Outcome("sft", "stopped", EXIT_INTERRUPTED, "stopped", 0.0, 0.0, 0.0)
+
+
+def left(*_: Any) -> Outcome:
+    return Outcome("sft", "failed", EXIT_PREEMPTED, "sft made step 7 of 9", 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("stage", [told_to_stop, stopped, left])
+def test_the_job_itself_says_what_has_become_of_it(
+    stage: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_pool, "run_stage", stage)
+    monkeypatch.setattr(gpu_pool.signals, "install", lambda *_: None)
+    monkeypatch.setattr(gpu_pool, "runtime", SimpleNamespace(flow_run=SimpleNamespace(id=0)))
+    server = Server()
+    use(server, monkeypatch)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        server.states = [Running()]
+        state = gpu_pool.stage_job.fn("w", "sft", [], {})
+        assert state.name == "Preempted" and state.is_crashed()
+        assert ("made step 7 of 9" if stage is left else "signal from outside") in str(state.message)
+        server.states = [Cancelling()]
+        assert gpu_pool.stage_job.fn("w", "sft", [], {}).is_cancelled()
+        server.states = [Scheduled()]  # Prefect's supervisor has put it back
+        with pytest.raises(Abort):
+            gpu_pool.stage_job.fn("w", "sft", [], {})
+    finally:
+        signal.signal(signal.SIGTERM, handler)

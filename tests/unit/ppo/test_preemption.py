@@ -1,0 +1,67 @@
+"""A PPO run that loses its place after every single iteration ends like one that was left alone, rollbacks included."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unit.ppo.rollback_runs import ITERATIONS, config_with, rule
+from unit.ppo.test_trainer import best, equal, history, weights
+from unit.ppo.tiny import Tiny, make_tiny, make_trainer
+
+from rlhf_core import preemption
+from rlhf_core.config.rule import Check
+from rlhf_core.errors import Preempted
+from rlhf_core.ppo.diagnosis import Monitor
+from rlhf_core.ppo.trainer import Trainer
+from rlhf_core.training.rng import seed_everything
+
+
+def trainer_in(work: Path, tiny: Tiny) -> Trainer:
+    """A run that goes back at 3 (to the start) and at 5 (to 2), with checkpoints every two iterations."""
+    seed_everything(1)
+    rules = [
+        rule(Check("kl_coefficient", "<", 0.07, window=1), after=3),
+        rule(Check("kl_coefficient", "<", 0.15, window=1), after=5, name="later"),
+    ]
+    return make_trainer(tiny, config_with(ITERATIONS, keep=1), work, monitor=Monitor({}, rules))
+
+
+def test_a_run_that_is_preempted_after_every_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    straight = make_tiny()
+    trainer_in(tmp_path / "straight", straight).run()
+
+    original, starts = Trainer._iterate, list[int]()
+
+    def told_to_stop(trainer: Trainer, shown: Any) -> None:
+        starts.append(trainer.done)
+        os.kill(os.getpid(), signal.SIGTERM)
+        original(trainer, shown)
+
+    monkeypatch.setattr(Trainer, "_iterate", told_to_stop)
+    while True:
+        pieces = make_tiny()
+        trainer = trainer_in(tmp_path / "pieces", pieces)
+        with pytest.raises(Preempted, match=r"iteration \d of 6 and was stopped there"), preemption.heeded("ppo"):
+            trainer.run()
+        if trainer.done == ITERATIONS:
+            break
+    # Back to the start after iteration 3, and to 2 after iteration 5.
+    assert starts == [0, 1, 2, 0, 1, 2, 3, 4, 2, 3, 4, 5]
+
+    assert equal(weights(pieces), weights(straight))
+    for file in ("samples.jsonl", "rollbacks.json"):
+        one, other = (_without_clock(tmp_path / run / file) for run in ("straight", "pieces"))
+        assert one == other
+    assert history(tmp_path / "pieces") == history(tmp_path / "straight")
+    assert best(tmp_path / "pieces").items() >= best(tmp_path / "straight").items()
+    kept = [sorted(path.name for path in (tmp_path / run / "checkpoints").iterdir()) for run in ("straight", "pieces")]
+    assert kept[0] == kept[1]
+
+
+def _without_clock(path: Path) -> list[str]:
+    return re.sub(r'"seconds_\w+": [\d.e-]+', "", path.read_text()).splitlines()

@@ -1,0 +1,214 @@
+"""Faults of a training: it loses its place, dies while it writes a checkpoint, finds the disk full, changes machines.
+
+Each ends, after another start, with the very weights of a run that was left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from unit.training import tiny as ready
+from unit.training.test_resume import without_clock
+
+from rlhf_core import preemption
+from rlhf_core.errors import EXIT_PREEMPTED, CheckpointError, Preempted
+from rlhf_core.files import sha256_file
+from rlhf_core.stages.runner import run_stage
+from rlhf_core.training.checkpoint import load_latest
+from rlhf_core.training.engine import LocalEngine, StepResult
+
+ROOT = Path(__file__).resolve().parents[3]
+STAGES = ("sft", "reward", "critic")
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: ModuleType, workspace: Path) -> dict[str, Path]:
+    """Where the three stages ended that met no fault."""
+    for name in STAGES:
+        tiny.run_stage(name, workspace, f"undisturbed-{name}")
+    return {name: workspace / f"undisturbed-{name}" for name in STAGES}
+
+
+def told_to_stop_at(step: int) -> Callable[[LocalEngine], StepResult]:
+    """An engine's step in whose middle the process gets SIGTERM."""
+    original = LocalEngine.step
+
+    def step_and_hear(engine: LocalEngine) -> StepResult:
+        if engine.steps == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(engine)
+
+    return step_and_hear
+
+
+def assert_same(one: Path, other: Path, name: str) -> None:
+    for file in (f"models/{name}/model.safetensors", f"models/{name}/tokenizer.json"):
+        assert sha256_file(one / file) == sha256_file(other / file), file
+    rows = [
+        [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in without_clock(path)]
+        for path in (folder / f"history/{name}.jsonl" for folder in (one, other))
+    ]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_that_loses_its_place_saves_its_step_and_goes_on_from_there(
+    name: str, tiny: ModuleType, workspace: Path, whole: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = f"{name}-preempted"
+    with monkeypatch.context() as patch:
+        # The fifth step is between two checkpoints, and so is the critic's third rollout, which begins with its ninth.
+        patch.setattr(LocalEngine, "step", told_to_stop_at(8 if name == "critic" else 4))
+        message = rf"{name} made \w+ \d of \d .* goes on from there"
+        with pytest.raises(Preempted, match=message) as raised, preemption.heeded(name):
+            tiny.run_stage(name, workspace, out)
+    assert raised.value.exit_code == EXIT_PREEMPTED
+    saved = load_latest(workspace / out / "work/checkpoints")
+    assert saved is not None and saved.step == (3 if name == "critic" else 5)
+    assert not (workspace / out / f"models/{name}").exists()
+    tiny.run_stage(name, workspace, out)
+    assert_same(workspace / out, whole[name], name)
+
+
+def test_kill_9_while_a_checkpoint_is_written_costs_that_checkpoint_alone(
+    workspace: Path, whole: dict[str, Path]
+) -> None:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, str(Path(__file__).with_name("dying_writes.py")), str(workspace)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [line.split() for line in done.stdout.splitlines()] == [
+        ["half-a-state", ".building-000006", "step-000003"],
+        ["before-the-manifest", ".building-000006", "step-000003"],
+        ["before-the-old-one-goes", "step-000003", "step-000006"],
+    ]
+    for line in done.stdout.splitlines():
+        folder = workspace / line.split()[0]
+        assert_same(folder, whole["sft"], "sft")
+        assert not list((folder / "work/checkpoints").glob(".building-*"))
+
+
+@contextmanager
+def small_disk(folder: Path, size: int) -> Iterator[None]:
+    """``folder`` as a file system of its own of ``size`` bytes; the test is skipped where none may be mounted."""
+    folder.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_is_told_in_one_line_and_training_goes_on_when_there_is_room(
+    tiny: ModuleType, workspace: Path, whole: dict[str, Path]
+) -> None:
+    checkpoint = next((whole["sft"] / "work/checkpoints").glob("step-*"))
+    needed = sum(path.stat().st_size for path in checkpoint.iterdir())
+    work = workspace / "full/work"
+    with small_disk(work, needed * 3 // 2 + 65536):  # room for one checkpoint and its history, not for two
+        with pytest.raises(CheckpointError) as raised:
+            tiny.run_stage("sft", workspace, "full")
+        message = str(raised.value)
+        assert "no space left on the device; make room and run the stage again: it goes on from step 3" in message
+        assert "\n" not in message
+        assert [path.name for path in (work / "checkpoints").iterdir()] == ["step-000003"]
+        kept = load_latest(work / "checkpoints")
+        assert kept is not None and kept.step == 3
+        subprocess.run(["mount", "-o", f"remount,size={10 * needed}", str(work)], check=True)
+        tiny.run_stage("sft", workspace, "full")
+        assert_same(workspace / "full", whole["sft"], "sft")
+
+
+PARAMS = """
+seed: 3
+sft: {steps: 8, batch_size: 7, micro_batch_size: 2, eval_every: 4, samples: 2, checkpoint: {every: 3},
+      optimizer: {lr: 0.01}}
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Makes a workspace with the parameters above and some more."""
+    monkeypatch.setenv("RLHF_TRACKING", "off")
+
+    def make(name: str, more: str = "") -> Path:
+        ready.make_workspace(tmp_path / name)
+        (tmp_path / name / "params.yaml").write_text(PARAMS + more)
+        return tmp_path / name
+
+    return make
+
+
+def keys(workspace: Path) -> list[str]:
+    return [path.name for path in (workspace / "work/sft").iterdir()]
+
+
+def test_another_machine_goes_on_from_the_store(
+    place: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    alone, first, second = place("alone", ""), *(place(n, "checkpoints: {store: ../store}") for n in ("one", "two"))
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalEngine, "step", told_to_stop_at(6))
+        for workspace in (alone, first):
+            with pytest.raises(Preempted, match="sft made step 7 of 8"):
+                run_stage("sft", workspace)
+    outcome = json.loads((first / ".rlhf/outcomes/sft.json").read_text())
+    assert outcome["exit_code"] == EXIT_PREEMPTED and "step 7 of 8" in outcome["message"]
+    assert keys(first) == keys(alone)  # where checkpoints go is no part of what is computed
+    store = tmp_path / "store" / "sft" / keys(first)[0]
+    assert sorted(path.name for path in store.glob("*.json")) == ["step-000006.json", "step-000007.json"]
+
+    steps: list[int] = []
+    original = LocalEngine.step
+
+    def counted(engine: LocalEngine) -> StepResult:
+        steps.append(engine.steps)
+        return original(engine)
+
+    monkeypatch.setattr(LocalEngine, "step", counted)
+    run_stage("sft", second)
+    assert steps == [7]
+    run_stage("sft", alone)
+    assert_same(second, alone, "sft")
+    assert not list(store.rglob("*.json")) and not (second / "work/sft").exists()
+
+
+def test_a_store_that_cannot_be_used_is_refused_before_any_training(place: Callable[[str, str], Path]) -> None:
+    workspace = place("one", "checkpoints: {store: 'nowhere://x'}")
+    with pytest.raises(CheckpointError, match=r"checkpoints\.store nowhere://x cannot be used: Protocol not known"):
+        run_stage("sft", workspace)
+    assert json.loads((workspace / ".rlhf/outcomes/sft.json").read_text())["exit_code"] == 2
+
+
+def test_the_command_ends_with_a_status_of_its_own_and_one_line(place: Callable[[str, str], Path]) -> None:
+    workspace = place("one", "")
+    (workspace / "params.yaml").write_text(PARAMS.replace("steps: 8", "steps: 1000000"))
+    command = [sys.executable, "-m", "flows.cli", "stage", "sft", "--workspace", str(workspace)]
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not list(workspace.glob("work/sft/*/checkpoints/step-*")):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == EXIT_PREEMPTED
+    assert "Traceback" not in said and said.splitlines()[-1].startswith("rlhf: sft made step ")
+    assert said.splitlines()[-1].endswith("its state is saved, and the same command goes on from there")
