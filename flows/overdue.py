@@ -1,0 +1,40 @@
+"""Runs of a schedule that came due while none could start: the one that runs now does the work of all of them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from prefect import runtime
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterDeploymentId,
+    FlowRunFilterNextScheduledStartTime,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import StateType
+from prefect.states import Cancelled
+
+
+def drop_overdue() -> int:
+    """Cancel the runs of this run's schedule that are due and have not begun. Returns how many.
+
+    They pile up while the server is down, a run takes longer than the schedule's interval, or the clock jumps.
+    """
+    with get_client(sync_client=True) as client:
+        run = client.read_flow_run(runtime.flow_run.id)
+        if not run.auto_scheduled or run.deployment_id is None:
+            return 0
+        due = client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(
+                deployment_id=FlowRunFilterDeploymentId(any_=[run.deployment_id]),
+                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
+                next_scheduled_start_time=FlowRunFilterNextScheduledStartTime(before_=datetime.now(UTC)),
+            ),
+            limit=200,
+        )
+        dropped = [late for late in due if late.auto_scheduled]
+        for late in dropped:
+            client.set_flow_run_state(late.id, Cancelled(message=f"overdue: {run.name} does its work"))
+    return len(dropped)
