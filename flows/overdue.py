@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import UTC, datetime
 
+import httpx
 from prefect import runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
@@ -17,15 +19,20 @@ from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelled
 
 
-def drop_overdue() -> int:
-    """Cancel the runs of this run's schedule that are due and have not begun. Returns how many.
+def drop_overdue() -> None:
+    """Cancel the runs of this run's schedule that are due and have not begun; a server that refuses keeps them.
 
     They pile up while the server is down, a run takes longer than the schedule's interval, or the clock jumps.
     """
+    with contextlib.suppress(httpx.HTTPError):
+        _drop()
+
+
+def _drop() -> None:
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(runtime.flow_run.id)
         if not run.auto_scheduled or run.deployment_id is None:
-            return 0
+            return
         due = client.read_flow_runs(
             flow_run_filter=FlowRunFilter(
                 deployment_id=FlowRunFilterDeploymentId(any_=[run.deployment_id]),
@@ -34,7 +41,5 @@ def drop_overdue() -> int:
             ),
             limit=200,
         )
-        dropped = [late for late in due if late.auto_scheduled]
-        for late in dropped:
+        for late in [late for late in due if late.auto_scheduled and late.start_time is None]:
             client.set_flow_run_state(late.id, Cancelled(message=f"overdue: {run.name} does its work"))
-    return len(dropped)

@@ -130,9 +130,10 @@ def _restart(services: Services, serving: Serving, service: Guarded, display: Di
     from flows import admin
 
     del services.running[service.name]
-    display.line(f"{service.name} ended (status {service.poll()}), what it ran with it; starting it again")
     if service.name == MLFLOW:
+        display.line(f"the MLflow UI ended (status {service.poll()}); the record goes on without it")
         return
+    display.line(f"{service.name} ended (status {service.poll()}), what it ran with it; starting it again")
     pool = service.name.removeprefix(worker_name(""))
     admin.crash_pool_runs(pool, "the worker and its job were killed")
     services.start_worker(pool, serving.params.pool_limit(pool))
