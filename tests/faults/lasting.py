@@ -39,7 +39,7 @@ class LastingServer:
         env.pop("PREFECT_API_URL")
         command = [sys.executable, "-m", "prefect", "server", "start", "--host", LOOPBACK, "--port", str(self.port)]
         with (self.folder / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
         wait_until(self._answers, 240, "answer of the Prefect server")
 
     def _answers(self) -> bool:

@@ -28,8 +28,8 @@ def test_the_server_of_a_run_is_started_again_and_no_step_is_repeated(tmp_path: 
 @pytest.mark.slow
 def test_a_run_bears_ten_seconds_without_a_server_that_is_not_its_own(tmp_path: Path) -> None:
     toy, server = training_toy(tmp_path / "toy", pace=1.0), LastingServer(tmp_path / "server")
-    server.start()
     try:
+        server.start()
         run = in_the_middle(toy, **server.env)
         server.kill()
         time.sleep(10)

@@ -29,8 +29,8 @@ def end_at_one_blow(toy: Path) -> None:
 
 def test_runs_of_a_machine_that_died_are_marked_as_crashed_and_the_next_run_goes_on(tmp_path: Path) -> None:
     toy, server = training_toy(tmp_path / "toy", pace=1.0), LastingServer(tmp_path / "server")
-    server.start()
     try:
+        server.start()
         run = in_the_middle(toy, **server.env)
         end_at_one_blow(toy)
         run.wait()
