@@ -18,7 +18,8 @@ PATIENCE = 15.0
 @pytest.fixture(autouse=True)
 def no_process_left_behind() -> Iterator[None]:
     """Every orphan of the test becomes a child of this process, session of its own or not; none may be there after."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     before = {child.pid for child in psutil.Process().children()}
     yield
     deadline = time.monotonic() + PATIENCE
@@ -27,6 +28,7 @@ def no_process_left_behind() -> Iterator[None]:
     described = [(child.pid, child.cmdline()) for child in left]
     for child in left:
         child.kill()
+    prctl(PR_SET_CHILD_SUBREAPER, 0)
     assert not described, f"left behind: {described}"
 
 
