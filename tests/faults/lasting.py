@@ -40,7 +40,7 @@ class LastingServer:
         command = [sys.executable, "-m", "prefect", "server", "start", "--host", LOOPBACK, "--port", str(self.port)]
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
-        wait_until(self._answers, 240, "answer of the Prefect server")
+        wait_until(self._answers, 600, "answer of the Prefect server")
 
     def _answers(self) -> bool:
         try:

@@ -43,7 +43,7 @@ def test_a_killed_process_is_reported_and_ppo_resumes_from_its_checkpoint(tmp_pa
     processes = [find_process(toy, *words) for words in targets]
     for process in processes:
         process.kill()
-    assert run.wait(300) == 0, (toy / "out.log").read_text()
+    assert run.wait(600) == 0, (toy / "out.log").read_text()
     text = (toy / "out.log").read_text()
     assert message in text and "trying again in 1 s" in text, text
     assert_nothing_lost(toy)

@@ -19,7 +19,7 @@ def test_the_server_of_a_run_is_started_again_and_no_step_is_repeated(tmp_path: 
     toy = training_toy(tmp_path)
     run = in_the_middle(toy)
     find_process(toy, "prefect server start").kill()
-    assert run.wait(300) == 0, (toy / "out.log").read_text()
+    assert run.wait(600) == 0, (toy / "out.log").read_text()
     assert "the Prefect server ended (status 137); starting it again" in (toy / "out.log").read_text()
     assert_nothing_lost(toy, faults=0)
     assert_nothing_held(toy)
@@ -34,7 +34,7 @@ def test_a_run_bears_ten_seconds_without_a_server_that_is_not_its_own(tmp_path: 
         server.kill()
         time.sleep(10)
         server.start()
-        assert run.wait(300) == 0, (toy / "out.log").read_text()
+        assert run.wait(600) == 0, (toy / "out.log").read_text()
         assert_nothing_lost(toy, faults=0)
         assert processes_of(toy) == [] and server.runs(ACTIVE) == []
     finally:

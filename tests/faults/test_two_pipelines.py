@@ -35,7 +35,7 @@ def test_the_second_run_is_refused_in_one_line_and_the_first_goes_on(tmp_path: P
     second = rlhf("run", cwd=toy)
     assert second.returncode == 2 and second.stdout == ""
     assert second.stderr.count("\n") == 1 and f"(pid {first.pid}, since 2" in second.stderr, second.stderr
-    assert first.wait(300) == 0, (toy / "out.log").read_text()
+    assert first.wait(600) == 0, (toy / "out.log").read_text()
     assert_nothing_lost(toy, faults=0)
     assert_nothing_held(toy)
 

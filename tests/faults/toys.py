@@ -58,7 +58,7 @@ def steps_done(toy: Path) -> list[int]:
 def in_the_middle(toy: Path, *arguments: str, **env: str) -> subprocess.Popen[bytes]:
     """`rlhf run`, its PPO past the first checkpoint and before the second."""
     process = begin("run", *arguments, cwd=toy, **env)
-    wait_until(lambda: len(steps_done(toy)) > SAVE_EVERY, 300, "step of PPO after a checkpoint")
+    wait_until(lambda: len(steps_done(toy)) > SAVE_EVERY, 900, "step of PPO after a checkpoint")
     return process
 
 
