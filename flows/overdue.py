@@ -11,11 +11,11 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterDeploymentId,
-    FlowRunFilterNextScheduledStartTime,
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
 from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Cancelled
 
 
@@ -33,13 +33,15 @@ def _drop() -> None:
         run = client.read_flow_run(runtime.flow_run.id)
         if not run.auto_scheduled or run.deployment_id is None:
             return
-        due = client.read_flow_runs(
+        planned = client.read_flow_runs(
             flow_run_filter=FlowRunFilter(
                 deployment_id=FlowRunFilterDeploymentId(any_=[run.deployment_id]),
                 state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
-                next_scheduled_start_time=FlowRunFilterNextScheduledStartTime(before_=datetime.now(UTC)),
             ),
+            sort=FlowRunSort.NEXT_SCHEDULED_START_TIME_ASC,
             limit=200,
         )
-        for late in [late for late in due if late.auto_scheduled and late.start_time is None]:
+        for late in [late for late in planned if late.auto_scheduled and late.start_time is None]:
+            if late.next_scheduled_start_time is None or late.next_scheduled_start_time > datetime.now(UTC):
+                break
             client.set_flow_run_state(late.id, Cancelled(message=f"overdue: {run.name} does its work"))

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from flow_toys import environment
-from toys import assert_nothing_held, begin, rlhf, rows, training_toy, wait_until
+from toys import assert_nothing_held, begin, environment, rlhf, rows, training_toy, wait_until
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(3600)]
 SOURCE = Path(__file__).resolve().with_name("shifted_clock.c")

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
-from flow_toys import begin, find_process, make_toy, processes_of, rlhf, wait_until
+from flow_toys import begin, environment, find_process, make_toy, processes_of, rlhf, wait_until
 
-__all__ = ["begin", "find_process", "make_toy", "processes_of", "rlhf", "wait_until"]
+__all__ = ["begin", "environment", "find_process", "make_toy", "processes_of", "rlhf", "wait_until"]
 
 STEPS, SAVE_EVERY = 18, 3
 PIPELINE = """
