@@ -129,7 +129,7 @@ class _Run:
             self._hear()
             self.display.tick()
             self.problem = upkeep.look()
-            for service in services.dead():
+            for service in services.dead_beside_server():
                 self.problem = self.problem or self._replace(services, service)
             if self.problem:
                 return

@@ -55,6 +55,10 @@ class Services:
         """Services that have ended though nobody stopped them."""
         return [service for service in self.running.values() if service.poll() is not None]
 
+    def dead_beside_server(self) -> list[Guarded]:
+        """The same without the server, which ``flows.upkeep`` sees to."""
+        return [service for service in self.dead() if service.name != SERVER]
+
     def stop(self) -> None:
         """Stop everything, workers and server at the same time."""
         for service in reversed(self.running.values()):

@@ -116,7 +116,7 @@ def _watch(services: Services, serving: Serving, display: Display) -> int:
     while not signals.STOP.wait(0.3):
         if problem := upkeep.look():
             raise RlhfError(problem)
-        for service in services.dead():
+        for service in services.dead_beside_server():
             if restarts >= RESTARTS:
                 raise RlhfError(f"{service.name} ended (status {service.poll()}); see .rlhf/logs/{service.name}.log")
             restarts += 1
