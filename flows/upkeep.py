@@ -15,8 +15,8 @@ SERVER_RESTARTS = 3
 class Upkeep:
     """Starts the embedded server of ``services`` again when it has ended, and when the clock was set back.
 
-    Prefect's server plans its own work by the wall clock: after that was set back it was seen to stand still, its
-    database locked, until the clock had caught up. ``tell`` is given a line for each restart.
+    Prefect's server plans its own work (schedules, late runs, automations) by the wall clock: set back by hours it does
+    none of that for as long, and was once seen to stand still altogether. ``tell`` is given a line for each restart.
     """
 
     def __init__(self, services: Services, tell: Callable[[str], None]) -> None:
@@ -43,4 +43,4 @@ class Upkeep:
         if status is not None:
             return f"the Prefect server ended (status {status})"
         back = self.clock.set_back()
-        return f"the clock was set back by {back:.0f} s, which the Prefect server does not bear" if back else None
+        return f"the clock was set back by {back:.0f} s; the Prefect server would wait that long" if back else None
