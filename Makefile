@@ -10,7 +10,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export GX_ANALYTICS_ENABLED := false
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-.PHONY: setup run test lint bench clean
+.PHONY: setup run test test-slow lint bench clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,9 @@ run: setup
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
 
 lint: setup
 	$(BIN)/ruff check .

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from flows.clock import Stopwatch
 from flows.outcome import last_progress
 from flows.workspace import PRIVATE
 
@@ -22,15 +22,15 @@ class Display:
         self.workspace = workspace
         self.stream = stream or sys.stdout
         self.live = self.stream.isatty()
-        self.started = time.time()
+        self.watch = Stopwatch()
         self.running: dict[str, int] = {}
         self.told: dict[str, str] = {}
-        self.ticked = 0.0
+        self.ticked = -LINE_EVERY_SECONDS
 
     def line(self, text: str) -> None:
         """One line with the time since the start."""
         clear = "\r\x1b[K" if self.live else ""
-        print(f"{clear}[{time.time() - self.started:6.1f} s] {text}", file=self.stream, flush=True)
+        print(f"{clear}[{self.watch.seconds:6.1f} s] {text}", file=self.stream, flush=True)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Show one event of the pipeline process."""
@@ -54,9 +54,9 @@ class Display:
     def tick(self) -> None:
         """Show progress: the last line at any time on a terminal, a line of its own now and then elsewhere."""
         due = 0.5 if self.live else LINE_EVERY_SECONDS
-        if not self.running or time.time() - self.ticked < due:
+        if not self.running or self.watch.seconds - self.ticked < due:
             return
-        self.ticked = time.time()
+        self.ticked = self.watch.seconds
         lines = {stage: self._progress(stage, offset) for stage, offset in self.running.items()}
         if self.live:
             text = "   ".join(f"{stage} {line}".strip() for stage, line in lines.items())

@@ -51,6 +51,7 @@ def cancel_orphans(flow: Any, flow_run: FlowRun, state: Any) -> None:
 
 def zombie_automation(within: timedelta = timedelta(seconds=90)) -> AutomationCore:
     """Runs that sent heartbeats and then neither a heartbeat nor an end for ``within`` become Crashed."""
+    message = f"no heartbeat for {within.total_seconds():.0f} s"
     return AutomationCore(
         name=ZOMBIES,
         description="Frees the pool slots of runs whose worker and process were both killed.",
@@ -63,9 +64,7 @@ def zombie_automation(within: timedelta = timedelta(seconds=90)) -> AutomationCo
             threshold=1,
             within=within,
         ),
-        actions=[
-            ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message="no heartbeat for 90 s", force=False)
-        ],
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=message, force=False)],
     )
 
 

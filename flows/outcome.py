@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,16 +77,20 @@ def verdict(workspace: Path, stage: str) -> dict[str, Any] | None:
     return _read(workspace / PRIVATE / OUTCOMES / f"{stage}.json")
 
 
-def gate_report(workspace: Path, outputs: tuple[str, ...], since: float = 0.0) -> dict[str, Any] | None:
-    """The gate evidence among a stage's outputs (``gates/NAME.json``), if any was written after ``since``."""
+def gate_evidence(workspace: Path, outputs: tuple[str, ...]) -> tuple[dict[str, Any] | None, object]:
+    """The gate evidence among a stage's outputs (``gates/NAME.json``), and a mark that differs once it is written anew.
+
+    The mark is compared for equality only: the times in it may be those of a clock that was set since.
+    """
     for output in outputs:
         path = workspace / output
         if output.startswith("gates/") and output.endswith(".json") and path.is_file():
-            return _read(path) if path.stat().st_mtime >= since - 1 else None
-    return None
+            status = path.stat()
+            return _read(path), (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
+    return None, None
 
 
-def failed_conditions(report: dict[str, Any]) -> str:
+def failed_conditions(report: Mapping[str, Any]) -> str:
     """The conditions that failed, in one line."""
     failed = [c for c in report.get("conditions", []) if not c.get("passed")]
     return "; ".join(f"{c.get('metric')} is {c.get('value')}, bound {c.get('bound')}" for c in failed)

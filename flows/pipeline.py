@@ -24,6 +24,7 @@ from flows.graph import StageNode, read_graph
 from flows.hooks import cancel_orphans
 from flows.identity import computation
 from flows.outcome import Outcome
+from flows.overdue import drop_overdue
 from flows.preflight import refusal
 from flows.processes import OWNER_VARIABLE, owner_mark
 from flows.schedule import Schedule, final_name
@@ -72,6 +73,7 @@ def rlhf_pipeline(workspace: str = ".", promote: bool = True) -> State[Any]:
         if not os.environ.get(LOCK_HELD_VARIABLE):
             os.environ[OWNER_VARIABLE] = owner_mark(place)
             sweep(place)
+            drop_overdue()
         return _run(place, promote)
 
 

@@ -53,8 +53,12 @@ def start_guarded(
     log: Path,
     grace: float = 5.0,
     stop_signal: str = "TERM",
+    keep: Sequence[int] = (),
 ) -> Guarded:
-    """Start ``command`` under a guard that watches this process; its output is appended to ``log``."""
+    """Start ``command`` under a guard that watches this process; its output is appended to ``log``.
+
+    The guard, not the command, holds the descriptors ``keep`` open until all that the command started has ended.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     guard = [sys.executable, "-m", "flows.guard", "--parent", str(os.getpid())]
     guard += ["--grace", str(grace), "--stop-signal", stop_signal, "--"]
@@ -67,6 +71,7 @@ def start_guarded(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=tuple(keep),
         )
     return Guarded(name, process, grace)
 

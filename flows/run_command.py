@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,10 @@ from flows.environment import child_environment
 from flows.events import EVENTS_VARIABLE, EventReader, new_events_file
 from flows.initialise import ensure_dvc
 from flows.processes import OWNER_VARIABLE, Guarded, owner_mark, start_guarded
-from flows.services import Services, start_server, use_server_of_environment, wait_for_server, worker_name
+from flows.services import SERVER, Services, start_server, use_server_of_environment, wait_for_server, worker_name
 from flows.summary import exit_code, summary
 from flows.sweep import sweep
+from flows.upkeep import Upkeep
 from flows.workspace import LOCK_HELD_VARIABLE, locked, private, running_services, unwritable
 from rlhf_core.config.load import Params, load_params
 from rlhf_core.errors import EXIT_INTERRUPTED, RlhfError
@@ -41,11 +41,9 @@ class RunOptions:
 
 def run(workspace: Path, options: RunOptions) -> int:
     """Run the pipeline of ``workspace``; returns the exit status. ``RlhfError`` before anything has begun."""
-    started = time.time()
     signals.install()
-    params = load_params(workspace)
     display = Display(workspace)
-    display.started = started
+    params = load_params(workspace)
     try:
         with locked(workspace, wait=options.wait, on_wait=display.line):
             os.environ[OWNER_VARIABLE] = os.environ[LOCK_HELD_VARIABLE] = owner_mark(workspace)
@@ -126,11 +124,13 @@ class _Run:
     def _watch(self, services: Services) -> None:
         """Until the flow ends or must be stopped."""
         assert self.flow is not None and self.serving is not None
+        upkeep = Upkeep(services, self.display.line)
         while self.flow.poll() is None and not signals.STOP.wait(TICK_SECONDS):
             self._hear()
             self.display.tick()
-            for service in services.dead():
-                self._replace(services, service)
+            self.problem = upkeep.look()
+            for service in services.dead_beside_server():
+                self.problem = self.problem or self._replace(services, service)
             if self.problem:
                 return
             self.serving.keep()
@@ -141,19 +141,19 @@ class _Run:
             self.events.append(event)
             self.display.event(event)
 
-    def _replace(self, services: Services, service: Guarded) -> None:
-        """A dead worker took its job along: say so, free the slot, start another. A dead server ends the run."""
+    def _replace(self, services: Services, service: Guarded) -> str | None:
+        """A dead worker took its job along: say so, free the slot, start another; or the problem that this is."""
         from flows import admin
 
         status = service.poll()
-        pool = next((pool for pool in self.pools if worker_name(pool) == service.name), None)
-        if pool is None or self.restarts >= WORKER_RESTARTS:
-            self.problem = f"{service.name} ended (status {status}); see {private(self.workspace, 'logs')}"
-            return
+        pool = service.name.removeprefix(worker_name(""))
+        if self.restarts >= WORKER_RESTARTS:
+            return f"{service.name} ended (status {status}); see {private(self.workspace, 'logs')}"
         self.restarts += 1
         self.display.line(f"the worker of {pool} ended (status {status}), its job with it; starting another worker")
         admin.crash_pool_runs(pool, "the worker and its job were killed")
         services.start_worker(pool, self.params.pool_limit(pool))
+        return None
 
     def _stop(self, services: Services, stopped: bool) -> None:
         if stopped:
@@ -165,7 +165,7 @@ class _Run:
                 if not stopped and not self.problem and not any(e["kind"] == "end" for e in self.events):
                     log = private(self.workspace, "logs", "flow.log")
                     self.problem = f"the pipeline process ended without a result (status {killed}); see {log}"
-                if services.embedded and "server" not in [s.name for s in services.dead()]:
+                if services.embedded and SERVER not in [s.name for s in services.dead()]:
                     self._rest(stopped)
         finally:
             services.stop()
@@ -180,7 +180,7 @@ class _Run:
             self.display.line(f"could not tell the Prefect server about the end ({type(error).__name__})")
 
     def _conclude(self, stopped: bool) -> int:
-        for line in summary(self.workspace, self.events, self.display.started, time.time()):
+        for line in summary(self.workspace, self.events, self.display.watch.seconds):
             print(line, flush=True)
         if stopped:
             print("cancelled; the next `rlhf run` goes on from here", file=sys.stderr)

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from rlhf_core.errors import RlhfError
 
 START_SECONDS = 180.0
 STOP_GRACE = 3.0
+SERVER = "server"
 
 
 @dataclass
@@ -58,6 +60,10 @@ class Services:
     def dead(self) -> list[Guarded]:
         """Services that have ended though nobody stopped them."""
         return [service for service in self.running.values() if service.poll() is not None]
+
+    def dead_beside_server(self) -> list[Guarded]:
+        """The same without the server, which ``flows.upkeep`` sees to."""
+        return [service for service in self.dead() if service.name != SERVER]
 
     def stop(self) -> None:
         """Stop everything, workers and server at the same time."""
@@ -104,9 +110,24 @@ def start_server(workspace: Path, port: int | None = None) -> Services:
     for name in ("PREFECT_API_KEY", "PREFECT_PROFILE", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"):
         os.environ.pop(name, None)
     services = Services(workspace, url, embedded=True)
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", LOOPBACK, "--port", str(port)]
-    services.start("server", command)
+    services.start(SERVER, _server_command(port))
     return services
+
+
+def restart_server(services: Services, stopping: Callable[[], bool]) -> None:
+    """Start the embedded server again where it was, with all that it knew, and wait until it answers.
+
+    Flows, jobs and workers ask again for about a minute before they give up.
+    """
+    services.running[SERVER].stop()
+    port = urllib.parse.urlsplit(services.api_url).port
+    assert port is not None
+    services.start(SERVER, _server_command(port))
+    wait_for_server(services, stopping)
+
+
+def _server_command(port: int) -> list[str]:
+    return [sys.executable, "-m", "prefect", "server", "start", "--host", LOOPBACK, "--port", str(port)]
 
 
 def wait_for_server(services: Services, stopping: Callable[[], bool]) -> None:
@@ -116,7 +137,7 @@ def wait_for_server(services: Services, stopping: Callable[[], bool]) -> None:
     while _problem(services.api_url, seconds=1.0):
         if stopping():
             raise KeyboardInterrupt
-        if services.dead():
+        if services.running[SERVER].poll() is not None:
             raise RlhfError(f"the Prefect server ended as it started; see {log}")
         if time.monotonic() > deadline:
             raise RlhfError(f"the Prefect server did not answer within {START_SECONDS:.0f} s; see {log}")

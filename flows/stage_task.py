@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from flows.clock import Stopwatch
 from flows.environment import child_environment
-from flows.outcome import Outcome, clear_outcome, failed_conditions, gate_report, verdict
+from flows.outcome import Outcome, clear_outcome, failed_conditions, gate_evidence, verdict
 from flows.processes import Guarded, start_guarded
 from flows.signals import STOP
-from flows.workspace import private
+from flows.workspace import locked, private
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR
 
 POLL_SECONDS = 0.1
@@ -48,22 +49,43 @@ def run_stage(
     """Bring one stage up to date; never raises for a failing stage. A raised stop flag ends it.
 
     ``command`` replaces DVC's: the report of a failed run is written without DVC, since not all dependencies exist.
+    A stage that still runs is waited for: an attempt that was given up for lost may live, or be on its way out.
     """
+    try:
+        with locked(workspace, f"stages/{stage}.lock", wait=True) as lock:
+            return _run_alone(workspace, stage, outputs, extra_env or {}, grace, command, lock)
+    except KeyboardInterrupt:
+        return Outcome(stage, "stopped", EXIT_INTERRUPTED, "stopped", 0.0, 0.0, 0.0)
+
+
+def _run_alone(
+    workspace: Path,
+    stage: str,
+    outputs: tuple[str, ...],
+    extra_env: Mapping[str, str],
+    grace: float,
+    command: list[str] | None,
+    lock: int,
+) -> Outcome:
+    """:func:`run_stage` with the stage's lock held, which lasts until everything that is started here has ended."""
     clear_outcome(workspace, stage)
     log = stage_log(workspace, stage)
     offset = log.stat().st_size if log.exists() else 0
-    started = time.time()
+    watch = Stopwatch()
+    _, old_gate = gate_evidence(workspace, outputs)
     guarded = start_guarded(
         command or dvc_command(stage),
         name=stage,
         cwd=workspace,
-        env=child_environment(workspace, **(extra_env or {})),
+        env=child_environment(workspace, **extra_env),
         log=log,
         grace=grace,
+        keep=[lock],
     )
     code = wait_for(guarded)
     text = log.read_bytes()[offset:].decode("utf-8", errors="replace")
-    outcome = _judge(workspace, stage, outputs, code, text, started)
+    gate, mark = gate_evidence(workspace, outputs)
+    outcome = _judge(workspace, stage, gate if mark != old_gate else None, code, text, watch)
     if command and outcome.ok:
         outcome = replace(outcome, action="ran", work=outcome.ended - outcome.started)
     outcome.save(workspace)
@@ -81,8 +103,11 @@ def wait_for(guarded: Guarded) -> int:
         raise
 
 
-def _judge(workspace: Path, stage: str, outputs: tuple[str, ...], code: int, text: str, started: float) -> Outcome:
-    ended = time.time()
+def _judge(
+    workspace: Path, stage: str, gate: Mapping[str, Any] | None, code: int, text: str, watch: Stopwatch
+) -> Outcome:
+    """``gate`` is the evidence that was written meanwhile, if any was."""
+    started, ended = watch.started, watch.now
     spoken = verdict(workspace, stage)
     work = float((spoken or {}).get("seconds", ended - started))
 
@@ -94,7 +119,6 @@ def _judge(workspace: Path, stage: str, outputs: tuple[str, ...], code: int, tex
         return outcome("ran" if ran else "cached", 0, "")
     if STOP.is_set():
         return outcome("stopped", EXIT_INTERRUPTED, "stopped")
-    gate = gate_report(workspace, outputs, since=started)
     if not spoken and gate and gate.get("passed") is False:
         spoken = {"exit_code": EXIT_GATE_FAILED, "message": failed_conditions(gate)}
     if spoken and spoken.get("exit_code"):

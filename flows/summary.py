@@ -52,11 +52,10 @@ def gate_lines(workspace: Path) -> list[str]:
     return lines
 
 
-def summary(workspace: Path, events: Sequence[Mapping[str, Any]], started: float, ended: float) -> list[str]:
-    """The lines to print at the end of a run that lasted from ``started`` to ``ended``."""
+def summary(workspace: Path, events: Sequence[Mapping[str, Any]], total: float) -> list[str]:
+    """The lines to print at the end of a run that lasted ``total`` seconds."""
     stages = [e for e in events if e["kind"] == "stage" and e["action"] != "skipped"]
     counts = {action: sum(e["action"] == action for e in stages) for action in ("ran", "cached", "failed", "stopped")}
-    total = ended - started
     busy = busy_seconds(work_spans(events))
     words = ", ".join(f"{count} {action}" for action, count in counts.items() if count)
     times = f"{total:.1f} s in all, {busy:.1f} s of stage work, {total - busy:.1f} s around it"

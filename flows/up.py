@@ -14,7 +14,8 @@ from flows.display import Display
 from flows.initialise import ensure_dvc
 from flows.ports import LOOPBACK, claim_port
 from flows.processes import OWNER_VARIABLE, Guarded, end_leftovers, owner_mark
-from flows.services import Services, start_server, use_server_of_environment, wait_for_server, worker_name
+from flows.services import SERVER, Services, start_server, use_server_of_environment, wait_for_server, worker_name
+from flows.upkeep import Upkeep
 from flows.workspace import forget_services, locked, record_services
 from rlhf_core.config.load import Params, load_params
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
@@ -109,11 +110,14 @@ def _start_mlflow(services: Services, port: int) -> str:
 
 
 def _watch(services: Services, serving: Serving, display: Display) -> int:
-    """Until a signal. Dead workers are started again; without its server there is nothing to keep up."""
+    """Until a signal. What has died is started again, but not for ever."""
     restarts = 0
+    upkeep = Upkeep(services, display.line)
     while not signals.STOP.wait(0.3):
-        for service in services.dead():
-            if service.name in ("server",) or restarts >= RESTARTS:
+        if problem := upkeep.look():
+            raise RlhfError(problem)
+        for service in services.dead_beside_server():
+            if restarts >= RESTARTS:
                 raise RlhfError(f"{service.name} ended (status {service.poll()}); see .rlhf/logs/{service.name}.log")
             restarts += 1
             time.sleep(1.0)
@@ -126,16 +130,17 @@ def _restart(services: Services, serving: Serving, service: Guarded, display: Di
     from flows import admin
 
     del services.running[service.name]
-    display.line(f"{service.name} ended (status {service.poll()}), what it ran with it; starting it again")
     if service.name == MLFLOW:
+        display.line(f"the MLflow UI ended (status {service.poll()}); the record goes on without it")
         return
+    display.line(f"{service.name} ended (status {service.poll()}), what it ran with it; starting it again")
     pool = service.name.removeprefix(worker_name(""))
     admin.crash_pool_runs(pool, "the worker and its job were killed")
     services.start_worker(pool, serving.params.pool_limit(pool))
 
 
 def _rest(services: Services) -> None:
-    if not services.embedded or any(service.name == "server" for service in services.dead()):
+    if not services.embedded or any(service.name == SERVER for service in services.dead()):
         return
     from flows import admin
 

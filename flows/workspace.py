@@ -56,10 +56,11 @@ def unwritable(workspace: Path, error: OSError) -> RlhfError:
 @contextmanager
 def locked(
     workspace: Path, name: str = "lock", *, wait: bool = False, on_wait: Callable[[str], None] | None = None
-) -> Iterator[None]:
+) -> Iterator[int]:
     """Hold ``.rlhf/NAME`` (flock) for the block. A holder elsewhere: wait for it, or ``RlhfError`` in one line.
 
-    The lock belongs to this process alone: it is not inherited, and the kernel frees it when the process dies.
+    The lock belongs to this process alone, and the kernel frees it when the process dies. Only a child that is handed
+    the descriptor that this yields holds it too.
     """
     path = private(workspace, name)
     try:
@@ -70,7 +71,7 @@ def locked(
         _acquire(handle, workspace, wait, on_wait)
         _write_holder(handle)
         try:
-            yield
+            yield handle.fileno()
         finally:
             handle.truncate(0)
 

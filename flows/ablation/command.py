@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from flows import signals
 from flows.ablation.job import Ended, run_job
 from flows.ablation.plan import Plan, Request, definition, describe, make_plan
 from flows.ablation.pool import run_jobs
+from flows.clock import Stopwatch
 from flows.initialise import cache_of, ensure_dvc, show_path
 from flows.workspace import locked
 from rlhf_core.cli import require_ablation_page, summarise_ablation
@@ -33,7 +33,7 @@ class Told:
     """A line per end, with how many there are to go and about how long that takes."""
 
     def __init__(self, count: int, slots: int) -> None:
-        self.count, self.slots, self.started = count, slots, time.time()
+        self.count, self.slots, self.watch = count, slots, Stopwatch()
         self.done = 0
         self.seconds: list[float] = []
 
@@ -49,7 +49,7 @@ class Told:
 
     def line(self, text: str) -> None:
         """One line with the time since the start."""
-        print(f"[{time.time() - self.started:7.1f} s] {text}", flush=True)
+        print(f"[{self.watch.seconds:7.1f} s] {text}", flush=True)
 
     def _left(self) -> str:
         if not self.seconds or self.done == self.count:

@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flows.ablation.plan import TRAINER, Job, Plan
+from flows.clock import Stopwatch
 from flows.environment import child_environment
 from flows.initialise import ensure_dvc, recipe, write_recipe
 from flows.outcome import FINAL_CODES, OUTCOMES
@@ -45,18 +45,18 @@ class Ended:
 
 def run_job(plan: Plan, job: Job, cache: Path) -> Ended:
     """Bring the job's targets up to date; never raises for a failing stage. A raised stop flag ends it."""
-    started = time.time()
+    watch = Stopwatch()
     try:
         with locked(job.workspace):
             prepare(plan, job, cache)
             sweep(job.workspace)
             for _ in range(ATTEMPTS):
-                ended = _reproduce(job, started)
+                ended = _reproduce(job, watch)
                 if ended.state != "crashed":
                     return ended
             return Ended(job, "failed", ended.message, ended.seconds, ended.trained)
     except RlhfError as error:
-        return Ended(job, "failed", str(error), time.time() - started)
+        return Ended(job, "failed", str(error), watch.seconds)
 
 
 def prepare(plan: Plan, job: Job, cache: Path) -> None:
@@ -82,10 +82,10 @@ def _copy_dvc(donor: Path, target: Path) -> None:
     building.rename(target / ".dvc")
 
 
-def _reproduce(job: Job, started: float) -> Ended:
+def _reproduce(job: Job, watch: Stopwatch) -> Ended:
     log = private(job.workspace, "logs", "ablation.log")
     offset = log.stat().st_size if log.exists() else 0
-    begun = time.time()
+    _forget_verdicts(job.workspace)
     guarded = start_guarded(
         [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *job.targets],
         name=job.title,
@@ -97,8 +97,8 @@ def _reproduce(job: Job, started: float) -> Ended:
     code = wait_for(guarded)
     text = log.read_bytes()[offset:].decode("utf-8", errors="replace")
     trained = f"Running stage '{TRAINER}'" in text
-    state, message = ("done", "") if code == 0 else _failure(job.workspace, begun, code, text)
-    return Ended(job, state, message, time.time() - started, trained)
+    state, message = ("done", "") if code == 0 else _failure(job.workspace, code, text)
+    return Ended(job, state, message, watch.seconds, trained)
 
 
 def tracking() -> dict[str, str]:
@@ -106,11 +106,11 @@ def tracking() -> dict[str, str]:
     return {} if os.environ.get("MLFLOW_TRACKING_URI") else {"RLHF_TRACKING": "off"}
 
 
-def _failure(workspace: Path, since: float, code: int, text: str) -> tuple[str, str]:
+def _failure(workspace: Path, code: int, text: str) -> tuple[str, str]:
     """State and message of an end that was no success: a stage's own words, else DVC's."""
     if STOP.is_set():
         return "stopped", ""
-    for verdict in _verdicts(workspace, since):
+    for verdict in _verdicts(workspace):
         exit_code, message = int(verdict.get("exit_code", 0)), f"{verdict.get('stage')}: {verdict.get('message', '')}"
         if exit_code == EXIT_TRAINING_PAUSED:
             return "paused", message
@@ -122,14 +122,19 @@ def _failure(workspace: Path, since: float, code: int, text: str) -> tuple[str, 
     return "crashed", errors[-1] if errors else f"dvc ended with status {code}"
 
 
-def _verdicts(workspace: Path, since: float) -> list[dict[str, Any]]:
-    """What stages that began after ``since`` said of themselves."""
+def _forget_verdicts(workspace: Path) -> None:
+    for path in (workspace / PRIVATE / OUTCOMES).glob("*.json"):
+        path.unlink(missing_ok=True)
+
+
+def _verdicts(workspace: Path) -> list[dict[str, Any]]:
+    """What stages said of themselves since :func:`_forget_verdicts`."""
     found = []
     for path in (workspace / PRIVATE / OUTCOMES).glob("*.json"):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        if isinstance(record, dict) and float(record.get("started", 0.0)) >= since:
+        if isinstance(record, dict):
             found.append(record)
     return found

@@ -1,0 +1,93 @@
+"""A job that ends while DVC is busy with another stage's output waits for it, and is recorded."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from dvc.lock import make_lock
+from toys import make_toy, wait_until
+
+from flows.initialise import ensure_dvc
+from flows.stage_task import run_stage
+
+pytestmark = pytest.mark.services
+GIB = 2**30
+ENDING = """
+stages:
+  ppo:
+    cmd: touch begun && until [ -e go ]; do sleep 0.05; done && echo p > policy.txt && touch over
+    outs: [policy.txt]
+"""
+BOTH = """
+stages:
+  big: {cmd: python big.py, outs: [big.bin]}
+  ppo: {cmd: python ends.py, outs: [policy.txt]}
+"""
+BIG = """
+import hashlib, os, pathlib
+block = os.urandom(2**20)
+with open("big.bin", "wb") as out:
+    for number in range(5 * 1024):
+        out.write(hashlib.sha256(str(number).encode()).digest() + block[32:])
+pathlib.Path("written").touch()
+"""
+ENDS = """
+import fcntl, pathlib, time
+while True:  # until DVC, which holds its lock for as long as it caches, is seen to hold it after big.bin was written
+    time.sleep(0.1)
+    if not pathlib.Path("written").exists():
+        continue
+    with open(".dvc/tmp/lock", "r+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            break
+pathlib.Path("ends.log").open("a").write(f"{time.monotonic()}\\n")
+pathlib.Path("policy.txt").write_text("p")
+"""
+
+
+def test_a_stage_that_ends_under_dvcs_lock_waits_for_it(tmp_path: Path) -> None:
+    toy = make_toy(tmp_path, ENDING)
+    ensure_dvc(toy)
+    lock = make_lock(str(toy / ".dvc" / "tmp" / "lock"), tmp_dir=str(toy / ".dvc" / "tmp"))
+    with ThreadPoolExecutor(1) as threads:
+        stage = threads.submit(run_stage, toy, "ppo")
+        wait_until((toy / "begun").exists, 60, "begin of the stage")
+        with lock:
+            (toy / "go").touch()
+            wait_until((toy / "over").exists, 60, "end of the stage's command")
+            # DVC without the flag gives up after three seconds.
+            assert not threading.Event().wait(4.5) and not stage.done()
+        outcome = stage.result(60)
+    assert outcome.action == "ran", outcome
+    assert "ppo:" in (toy / "dvc.lock").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_job_that_ends_while_another_stage_caches_5_gb_is_not_lost(tmp_path: Path) -> None:
+    if shutil.disk_usage(tmp_path).free < 20 * GIB:
+        pytest.skip("needs 20 GiB of disk")
+    toy = make_toy(tmp_path, BOTH)
+    (toy / "big.py").write_text(BIG)
+    (toy / "ends.py").write_text(ENDS)
+    ensure_dvc(toy)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            big, ppo = (threads.submit(run_stage, toy, stage) for stage in ("big", "ppo"))
+            outcomes = [big.result(1700), ppo.result(1700)]
+        print(outcomes)
+        assert [outcome.action for outcome in outcomes] == ["ran", "ran"], outcomes
+        assert [run_stage(toy, stage).action for stage in ("big", "ppo")] == ["cached", "cached"]
+        assert (toy / "ends.log").read_text().count("\n") == 1
+    finally:
+        shutil.rmtree(toy / ".dvc")
+        (toy / "big.bin").unlink(missing_ok=True)

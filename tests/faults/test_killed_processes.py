@@ -1,0 +1,73 @@
+"""kill -9 of every process of a run in turn, and Ctrl-C: reported, resumed, nothing left behind."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from toys import (
+    assert_nothing_held,
+    assert_nothing_lost,
+    find_process,
+    in_the_middle,
+    processes_of,
+    rlhf,
+    rows,
+    training_toy,
+    wait_until,
+)
+
+pytestmark = pytest.mark.services
+STAGE, JOB, WORKER = ("python train.py",), ("prefect.engine",), ("prefect worker start",)
+DVC_KILLED = "failed to run: python train.py, exited with -9"
+WORKER_ENDED = "the worker of gpu-pool ended (status 137), its job with it; starting another worker"
+VICTIMS = {
+    "stage": ([STAGE], DVC_KILLED),
+    "dvc": ([("-m dvc", "repro", "ppo")], "dvc was killed (SIGKILL)"),
+    "job": ([JOB], "its job on the pool ended as Crashed"),
+    "worker": ([WORKER], WORKER_ENDED),
+    "job and worker": ([WORKER, JOB], WORKER_ENDED),
+}
+
+
+@pytest.mark.parametrize("victim", [pytest.param(v, marks=pytest.mark.slow) if v == "dvc" else v for v in VICTIMS])
+def test_a_killed_process_is_reported_and_ppo_resumes_from_its_checkpoint(tmp_path: Path, victim: str) -> None:
+    toy = training_toy(tmp_path)
+    run = in_the_middle(toy)
+    targets, message = VICTIMS[victim]
+    processes = [find_process(toy, *words) for words in targets]
+    for process in processes:
+        process.kill()
+    assert run.wait(600) == 0, (toy / "out.log").read_text()
+    text = (toy / "out.log").read_text()
+    assert message in text and "trying again in 1 s" in text, text
+    assert_nothing_lost(toy)
+    assert_nothing_held(toy)
+
+
+def test_a_killed_top_level_command_takes_everything_along_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    toy = training_toy(tmp_path)
+    run = in_the_middle(toy)
+    run.kill()
+    run.wait()
+    wait_until(lambda: processes_of(toy) == [], 15, "end of all processes")
+    answer = rlhf("run", cwd=toy)
+    assert answer.returncode == 0 and "of an earlier run as ended" in answer.stdout, answer.stdout + answer.stderr
+    assert_nothing_lost(toy)
+    assert_nothing_held(toy)
+
+
+def test_ctrl_c_ends_everything_within_15_seconds_as_cancelled(tmp_path: Path) -> None:
+    toy = training_toy(tmp_path)
+    run = in_the_middle(toy)
+    began = time.monotonic()
+    run.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130
+    assert time.monotonic() - began < 15
+    assert_nothing_held(toy)
+    assert set(rows(toy, "select state_type from flow_run")) == {("CANCELLED",)}

@@ -1,0 +1,84 @@
+"""Two pipelines at once in one workspace: one at a time, and a stage that still runs is never run beside itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from toys import (
+    assert_nothing_held,
+    assert_nothing_lost,
+    begin,
+    in_the_middle,
+    make_toy,
+    rlhf,
+    training_toy,
+    wait_until,
+)
+
+from flows.initialise import ensure_dvc
+from flows.stage_task import run_stage
+
+pytestmark = pytest.mark.services
+SLOW_STAGE = "stages:\n  ppo: {cmd: 'echo x >> begun && sleep 2 && echo p > policy.txt', outs: [policy.txt]}\n"
+
+
+def test_the_second_run_is_refused_in_one_line_and_the_first_goes_on(tmp_path: Path) -> None:
+    toy = training_toy(tmp_path, pace=0.05)
+    first = begin("run", cwd=toy)
+    wait_until((toy / ".rlhf" / "logs" / "server.log").exists, 120, "begin of the first run")
+    second = rlhf("run", cwd=toy)
+    assert second.returncode == 2 and second.stdout == ""
+    assert second.stderr.count("\n") == 1 and f"(pid {first.pid}, since 2" in second.stderr, second.stderr
+    assert first.wait(600) == 0, (toy / "out.log").read_text()
+    assert_nothing_lost(toy, faults=0)
+    assert_nothing_held(toy)
+
+
+@pytest.mark.slow
+def test_the_second_run_can_wait_and_then_finds_everything_done(tmp_path: Path) -> None:
+    toy = training_toy(tmp_path)
+    first = in_the_middle(toy)
+    second = rlhf("run", "--wait", cwd=toy, timeout=500)
+    assert second.returncode == 0 and "waiting for `rlhf run`" in second.stdout and "3 cached" in second.stdout
+    assert first.wait(60) == 0
+    assert_nothing_lost(toy, faults=0)
+    assert_nothing_held(toy)
+
+
+def test_an_attempt_waits_for_the_one_that_was_given_up_for_lost_but_lives(tmp_path: Path) -> None:
+    toy = make_toy(tmp_path, SLOW_STAGE)
+    ensure_dvc(toy)
+    with ThreadPoolExecutor(2) as threads:
+        lost = threads.submit(run_stage, toy, "ppo")
+        wait_until((toy / "begun").exists, 60, "begin of the stage")
+        again = threads.submit(run_stage, toy, "ppo")
+        assert (lost.result(120).action, again.result(120).action) == ("ran", "cached")
+    assert (toy / "begun").read_text() == "x\n"
+
+
+def test_an_attempt_waits_until_the_guard_of_a_killed_job_has_ended_everything(tmp_path: Path) -> None:
+    """The stage does not react to the stop signal, so its guard needs all of the grace."""
+    toy = make_toy(tmp_path, "stages:\n  ppo: {cmd: python stubborn.py, outs: [policy.txt]}\n")
+    (toy / "stubborn.py").write_text(
+        "import pathlib, signal, time\nfirst = not pathlib.Path('begun').exists()\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\npathlib.Path('begun').touch()\n"
+        "time.sleep(300 if first else 0)\npathlib.Path('policy.txt').write_text('p')\n"
+    )
+    ensure_dvc(toy)
+    job = subprocess.Popen([sys.executable, "-c", _job(toy)])
+    wait_until((toy / "begun").exists, 60, "begin of the stage")
+    job.kill()
+    job.wait()
+    outcome = run_stage(toy, "ppo")
+    assert outcome.action == "ran", outcome
+
+
+def _job(toy: Path) -> str:
+    call = f"run_stage(Path({str(toy)!r}), 'ppo', grace=2.0)"
+    return f"from pathlib import Path; from flows.stage_task import run_stage; {call}"

@@ -1,0 +1,47 @@
+"""A machine that dies: nobody is left to report its runs, and the server's automation gives their slots back."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from lasting import ACTIVE, LastingServer
+from prefect.client.schemas.objects import StateType
+from toys import assert_nothing_lost, begin, in_the_middle, processes_of, training_toy
+
+pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+def end_at_one_blow(toy: Path) -> None:
+    """Stop everything before anything is killed, so that none sees another die."""
+    everything = processes_of(toy)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in everything:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+
+def test_runs_of_a_machine_that_died_are_marked_as_crashed_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    toy, server = training_toy(tmp_path / "toy", pace=1.0), LastingServer(tmp_path / "server")
+    try:
+        server.start()
+        run = in_the_middle(toy, **server.env)
+        end_at_one_blow(toy)
+        run.wait()
+        held = server.runs(ACTIVE)
+        assert {run.state_type for run in held} == {StateType.RUNNING} and len(held) == 2
+        again = begin("run", cwd=toy, **server.env)
+        assert again.wait(600) == 0, (toy / "out.log").read_text()
+        assert "its job on the pool ended as Crashed: no heartbeat for 90 s" in (toy / "out.log").read_text()
+        assert_nothing_lost(toy)
+        assert processes_of(toy) == [] and server.runs(ACTIVE) == []
+        states = {r.id: (r.state_type, r.state.message if r.state else "") for r in server.runs()}
+        assert [states[r.id] for r in held] == [(StateType.CRASHED, "no heartbeat for 90 s")] * 2
+    finally:
+        server.kill()

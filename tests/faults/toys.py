@@ -1,0 +1,93 @@
+"""A pipeline whose training keeps a checkpoint every few steps, and what must hold of it after any fault."""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
+from flow_toys import begin, environment, find_process, make_toy, processes_of, rlhf, wait_until
+
+__all__ = ["begin", "environment", "find_process", "make_toy", "processes_of", "rlhf", "wait_until"]
+
+STEPS, SAVE_EVERY = 18, 3
+PIPELINE = """
+stages:
+  collect: {cmd: echo x >> collects.log && echo x > raw.txt, outs: [raw.txt]}
+  ppo: {cmd: python train.py, deps: [raw.txt], outs: [policy.txt]}
+  report: {cmd: cat policy.txt > report.html, deps: [policy.txt], outs: [report.html]}
+"""
+PARAMS = "seed: 1\npools: {ppo: gpu-pool}\nflow: {retry_delay_seconds: 1}\n"
+TRAIN = f"""
+import hashlib, json, pathlib, subprocess, sys, time
+work = pathlib.Path("work/ppo"); work.mkdir(parents=True, exist_ok=True)
+rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+saved, part = work / "checkpoint.json", work / "part"
+step, weights = json.loads(saved.read_text()) if saved.exists() else (0, "")
+while step < {STEPS}:
+    time.sleep(float(pathlib.Path("pace.txt").read_text()))
+    weights = hashlib.sha256((weights + str(step)).encode()).hexdigest()
+    step += 1
+    with open("steps.log", "a") as log: log.write(f"{{step}}\\n")
+    if step % {SAVE_EVERY} == 0:
+        part.write_text(json.dumps([step, weights])); part.replace(saved)
+    print(f"ppo: {{step}}/{STEPS}", flush=True)
+rank.kill(); rank.wait()
+pathlib.Path("policy.txt").write_text(weights)
+"""
+ACTIVE = "state_type in ('RUNNING', 'PENDING', 'CANCELLING')"
+
+
+def training_toy(folder: Path, params: str = PARAMS, pipeline: str = PIPELINE, pace: float = 0.25) -> Path:
+    """A workspace with :data:`PIPELINE`; ``pace`` is the seconds that a step of PPO takes."""
+    toy = make_toy(folder, pipeline, params)
+    (toy / "train.py").write_text(TRAIN)
+    (toy / "pace.txt").write_text(str(pace))
+    return toy
+
+
+def steps_done(toy: Path) -> list[int]:
+    """Every step of PPO that was made, in order, repeated ones too."""
+    log = toy / "steps.log"
+    return [int(line) for line in log.read_text().split()] if log.exists() else []
+
+
+def in_the_middle(toy: Path, *arguments: str, **env: str) -> subprocess.Popen[bytes]:
+    """`rlhf run`, its PPO past the first checkpoint and before the second."""
+    process = begin("run", *arguments, cwd=toy, **env)
+    wait_until(lambda: len(steps_done(toy)) > SAVE_EVERY, 900, "step of PPO after a checkpoint")
+    return process
+
+
+def undisturbed() -> str:
+    """The policy of a training that nothing happens to."""
+    weights = ""
+    for step in range(STEPS):
+        weights = hashlib.sha256((weights + str(step)).encode()).hexdigest()
+    return weights
+
+
+def assert_nothing_lost(toy: Path, faults: int = 1) -> None:
+    """The results are those of an undisturbed run, and each fault cost at most the steps since a checkpoint."""
+    assert (toy / "report.html").read_text() == undisturbed()
+    assert (toy / "collects.log").read_text() == "x\n"
+    done = steps_done(toy)
+    assert set(done) == set(range(1, STEPS + 1))
+    assert len(done) - STEPS <= SAVE_EVERY * faults, done
+    assert done.count(1) == 1, "PPO began anew"
+
+
+def assert_nothing_held(toy: Path) -> None:
+    """No process of the workspace lives, and no flow run or limit on its own server's books holds a slot."""
+    assert processes_of(toy) == []
+    assert rows(toy, f"select name from flow_run where {ACTIVE}") == []
+    assert rows(toy, "select name from concurrency_limit_v2 where active_slots > 0") == []
+
+
+def rows(toy: Path, query: str) -> list[tuple[object, ...]]:
+    """What the database of the workspace's own Prefect server answers."""
+    with sqlite3.connect(f"file:{toy}/.rlhf/prefect/prefect.db?mode=ro", uri=True) as database:
+        return database.execute(query).fetchall()
