@@ -1,12 +1,14 @@
 """A stage on a work pool: the job that runs there, and submitting and awaiting it.
 
-The pool's workers share the workspace (one machine, or NFS): the job runs in place, and its outcome is read from there.
+Where the pool's workers share the workspace (one machine, or NFS) the job runs in place, and its outcome is read from
+there. Where they do not, ``flows.handoff`` says what goes to the job's host and what comes back.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -17,9 +19,12 @@ from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, St
 
 from flows import signals
 from flows.deploy import JOB_FLOW
+from flows.graph import StageNode
+from flows.handoff import Correspondence, Handoff, failed, pack
 from flows.outcome import Outcome, clear_outcome, load_outcome
 from flows.stage_task import run_stage
 from flows.submission import Job, claim, is_own
+from flows.transfer import TransferFailed, TransferStopped
 from rlhf_core.errors import EXIT_INTERRUPTED
 
 POLL_SECONDS = 0.5
@@ -28,11 +33,21 @@ CANCEL_SECONDS = 6.0
 
 @flow(name=JOB_FLOW, flow_run_name="{stage}", persist_result=False, validate_parameters=True)
 def stage_job(
-    workspace: str, stage: str, outputs: list[str], environment: dict[str, str], grace: float = 5.0
+    workspace: str,
+    stage: str,
+    outputs: list[str],
+    environment: dict[str, str],
+    grace: float = 5.0,
+    handoff: dict[str, Any] | None = None,
 ) -> State[Any]:
     """One stage on a pool's worker. Fails when the stage does; a job that is stopped stops its stage first."""
     signals.install()
-    outcome = run_stage(Path(workspace), stage, tuple(outputs), environment, grace)
+    if handoff is None:
+        outcome = run_stage(Path(workspace), stage, tuple(outputs), environment, grace)
+    else:
+        from flows.remote_job import run_handed_over
+
+        outcome = run_handed_over(Handoff(**handoff), stage, tuple(outputs), environment, grace)
     if outcome.ok:
         return Completed(message=f"{stage}: {outcome.action}")
     if outcome.action == "stopped":
@@ -47,6 +62,18 @@ def _stopped(stage: str) -> State[Any]:
     if state is not None and (state.is_cancelling() or state.is_cancelled()):
         return Cancelled(message=f"{stage}: stopped on request")
     return Crashed(message=f"{stage}: stopped by a signal from outside")
+
+
+def hand_over(job: Job, node: StageNode, watch: Callable[[], None]) -> Outcome:
+    """Like :func:`run_on_pool`, for a pool whose workers do not see the workspace."""
+    started = time.time()
+    try:
+        packed = pack(job, node)
+    except (TransferFailed, TransferStopped) as problem:
+        return failed(job.stage, problem, f"cannot be handed over to {job.placement.pool}", started)
+    if packed is None:
+        return run_stage(job.workspace, job.stage, job.outputs, job.environment, job.grace)
+    return run_on_pool(packed, watch)
 
 
 def run_on_pool(job: Job, watch: Callable[[], None]) -> Outcome:
@@ -64,7 +91,13 @@ def run_on_pool(job: Job, watch: Callable[[], None]) -> Outcome:
             if not own:
                 place = run.parameters.get("workspace")
                 get_run_logger().info("%s: %s computes the same (flow run %s); waiting", job.stage, place, run.id)
-            state = _await_end(client, run.id, watch, may_cancel=own)
+            if job.handoff is None:
+                state = _await_end(client, run.id, watch, may_cancel=own)
+            else:
+                letters = Correspondence(job, client, run.id)
+                state = _await_end(client, run.id, partial(letters.listen, watch), may_cancel=own)
+                if own and not signals.STOP.is_set() and (outcome := letters.receive()) is not None:
+                    return outcome
             if own or signals.STOP.is_set():
                 return _outcome_of(job.workspace, job.stage, state, started)
 

@@ -19,7 +19,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from flows import signals
 from flows.artifacts import StageProgress, gate_tables, report_link, stage_table
 from flows.events import EVENTS_VARIABLE, Events
-from flows.gpu_pool import run_on_pool
+from flows.gpu_pool import hand_over, run_on_pool
 from flows.graph import StageNode, read_graph
 from flows.hooks import cancel_orphans
 from flows.identity import computation
@@ -145,7 +145,10 @@ def stage_task(setting: Setting, node: StageNode, place: Placement | None) -> Ou
         outcome = run_stage(*work)
     else:
         key = f"{context.task_run.id}:{attempt}"
-        outcome = run_on_pool(Job(*work, place, key, computation(setting.workspace, node)), progress.update)
+        if place.shared:
+            outcome = run_on_pool(Job(*work, place, key, computation(setting.workspace, node)), progress.update)
+        else:
+            outcome = hand_over(Job(*work, place, key), node, progress.update)
         progress.update()
     get_run_logger().info("%s: %s %s", node.name, outcome.action, outcome.message)
     if not outcome.ok:

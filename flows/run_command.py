@@ -50,6 +50,10 @@ def run(workspace: Path, options: RunOptions) -> int:
         with locked(workspace, wait=options.wait, on_wait=display.line):
             os.environ[OWNER_VARIABLE] = os.environ[LOCK_HELD_VARIABLE] = owner_mark(workspace)
             ensure_dvc(workspace)
+            if params.pools_away():
+                from flows.handoff import check_handoffs
+
+                check_handoffs(workspace, params)
             for line in sweep(workspace):
                 display.line(line)
             return _Run(workspace, params, options, display).execute()
@@ -93,6 +97,11 @@ class _Run:
         if url is not None:
             self.display.line(f"Prefect server {url}")
             return Services(self.workspace, url, embedded=False)
+        if away := self.params.pools_away():
+            raise RlhfError(
+                f"the work pool {away[0]} is served by other hosts (shared: false), which need a server that stays: start "
+                "one and set PREFECT_API_URL, or use `rlhf up` (docs/operations.md)"
+            )
         services = start_server(self.workspace, self.options.port)
         self.display.line(f"Prefect UI {services.api_url.removesuffix('/api')} (while this runs)")
         return services
@@ -110,6 +119,7 @@ class _Run:
         deploy.deploy_jobs(self.workspace, self.params)
         self.serving = serving.Serving(services, self.params, self.pools)
         self.serving.start()
+        self.serving.require()
 
     def _start_flow(self) -> Guarded:
         command = [sys.executable, "-m", "flows.run_flow", str(self.workspace)]
