@@ -67,14 +67,14 @@ def check_handoffs(workspace: Path, params: Params) -> None:
 
 
 def pack(job: Job, node: StageNode) -> Job | None:
-    """``job`` with what its host needs, after the stage's inputs have been pushed; None when the result is here already.
+    """``job`` with what its host needs, its inputs being pushed first; None when the result is in the cache already.
 
     Raises :class:`TransferFailed` and :class:`TransferStopped`.
     """
     if not node.shareable:
         raise TransferFailed(
-            "DVC's run cache does not take this stage (frozen, always changed, or with persisted outputs), so its result "
-            "cannot come back: place it on a pool that sees the workspace",
+            "DVC's run cache does not take this stage (frozen, always changed, or with persisted outputs), so its "
+            "result cannot come back: place it on a pool that sees the workspace",
             final=True,
         )
     place = job.placement
@@ -119,8 +119,8 @@ def _carried(workspace: Path, paths: list[str]) -> dict[str, str]:
     if total > CARRIED_BYTES:
         largest = max(texts, key=lambda path: len(texts[path]))
         raise TransferFailed(
-            f"the inputs that DVC does not keep come to {total} bytes, above {CARRIED_BYTES} (the largest is {largest}):"
-            " track it with `dvc add`, or make it a cached output",
+            f"the inputs that DVC does not keep come to {total} bytes, above {CARRIED_BYTES} (the largest is "
+            f"{largest}): track it with `dvc add`, or make it a cached output",
             final=True,
         )
     return texts

@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from typing import Any
 from uuid import UUID
 
 import httpx
@@ -33,7 +32,7 @@ from flows.stage_task import run_stage, stage_log
 from flows.sweep import sweep
 from flows.transfer import TransferFailed, TransferStopped, patiently, transfer
 from flows.workspace import locked
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR
 from rlhf_core.files import atomic_write_text
 
 HOST_FOLDER_VARIABLE = "RLHF_HOST_FOLDER"
@@ -166,8 +165,8 @@ def other_code(workspace: Path, handoff: Handoff) -> str:
         return ""
     return (
         f"the worker on {socket.gethostname()} has other code or source files than the pipeline ({', '.join(differ)}; "
-        f"revision {git_revision(Path(__file__).parent)[:12]}, wanted {handoff.revision[:12]}): install the same version "
-        "there"
+        f"revision {git_revision(Path(__file__).parent)[:12]}, wanted {handoff.revision[:12]}): install the same "
+        "version there"
     )
 
 
@@ -188,9 +187,9 @@ def publish(outcome: Outcome, workspace: Path, files: Mapping[str, str]) -> None
 
 
 def _small_outputs(workspace: Path, outputs: tuple[str, ...], outcome: Outcome) -> dict[str, str]:
-    """The evidence of a stage that ended with a verdict, which DVC does not keep then: its small text files."""
+    """The evidence of a gate that did not pass, which DVC does not keep then: the stage's small text files."""
     texts = {}
-    for path in outputs if not outcome.ok else ():
+    for path in outputs if outcome.exit_code == EXIT_GATE_FAILED else ():
         file = workspace / path
         if file.is_file() and file.stat().st_size <= SMALL_BYTES and file.stat().st_mtime >= outcome.started - 1:
             try:

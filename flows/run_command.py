@@ -50,10 +50,7 @@ def run(workspace: Path, options: RunOptions) -> int:
         with locked(workspace, wait=options.wait, on_wait=display.line):
             os.environ[OWNER_VARIABLE] = os.environ[LOCK_HELD_VARIABLE] = owner_mark(workspace)
             ensure_dvc(workspace)
-            if params.pools_away():
-                from flows.handoff import check_handoffs
-
-                check_handoffs(workspace, params)
+            _check_away(workspace, params)
             for line in sweep(workspace):
                 display.line(line)
             return _Run(workspace, params, options, display).execute()
@@ -61,6 +58,20 @@ def run(workspace: Path, options: RunOptions) -> int:
         if isinstance(error, PermissionError) or error.errno in (28, 30):  # no space, read-only
             raise unwritable(workspace, error) from error
         raise
+
+
+def _check_away(workspace: Path, params: Params) -> None:
+    """``RlhfError`` when stages are placed on other hosts, and there is no server or remote that those could reach."""
+    away = params.pools_away()
+    if away and not os.environ.get("PREFECT_API_URL") and running_services(workspace) is None:
+        raise RlhfError(
+            f"the work pool {away[0]} is served by other hosts (shared: false), which need a server that stays: start "
+            "one and set PREFECT_API_URL (docs/operations.md)"
+        )
+    if away:
+        from flows.handoff import check_handoffs  # loads Prefect
+
+        check_handoffs(workspace, params)
 
 
 class _Run:
@@ -97,11 +108,6 @@ class _Run:
         if url is not None:
             self.display.line(f"Prefect server {url}")
             return Services(self.workspace, url, embedded=False)
-        if away := self.params.pools_away():
-            raise RlhfError(
-                f"the work pool {away[0]} is served by other hosts (shared: false), which need a server that stays: start "
-                "one and set PREFECT_API_URL, or use `rlhf up` (docs/operations.md)"
-            )
         services = start_server(self.workspace, self.options.port)
         self.display.line(f"Prefect UI {services.api_url.removesuffix('/api')} (while this runs)")
         return services

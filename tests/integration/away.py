@@ -22,7 +22,7 @@ stages:
   ppo:
     cmd: python ppo.py
     deps: [ppo.py, raw]
-    params: [steps]
+    params: [seed]
     outs: [policy.txt]
     metrics: [metrics.json: {cache: false}]
   report: {cmd: cat policy.txt metrics.json > report.html, deps: [policy.txt, metrics.json], outs: [report.html]}
@@ -30,7 +30,7 @@ stages:
 # Resumes from work/; says where it began; at the end runs what a test has left for it.
 TRAIN = """
 import os, pathlib, subprocess, time, yaml
-steps = yaml.safe_load(open("params.yaml"))["compute"]["threads"]
+steps = yaml.safe_load(open("params.yaml"))["seed"]
 work = pathlib.Path("work/ppo"); work.mkdir(parents=True, exist_ok=True)
 saved = work / "step"
 start = int(saved.read_text()) if saved.exists() else 0
@@ -47,16 +47,16 @@ if last.exists(): subprocess.run(["sh", str(last)], check=True)
 
 
 def params(steps: int = 4, retries: int = 0, deliver_seconds: int = 1) -> str:
-    """``compute.threads`` is what the toy takes for its number of steps: a number that every stage may read."""
+    """The toy takes the seed for its number of steps."""
     return (
-        f"compute: {{threads: {steps}}}\nflow: {{retries: {retries}, retry_delay_seconds: 1}}\n"
+        f"seed: {steps}\nflow: {{retries: {retries}, retry_delay_seconds: 1}}\n"
         f"pools: {{ppo: {{pool: {POOL}, shared: false, deliver_seconds: {deliver_seconds}}}}}\n"
     )
 
 
 def make_clone(folder: Path, remote: Path | None, text: str) -> Path:
     """A clone of the project: recipe, code and DVC's settings."""
-    toy = make_toy(folder, PIPELINE.replace("params: [steps]", "params: [compute.threads]"), text)
+    toy = make_toy(folder, PIPELINE, text)
     (toy / "ppo.py").write_text(TRAIN)
     dvc = [sys.executable, "-m", "dvc"]
     subprocess.run([*dvc, "init", "--no-scm", "-q"], cwd=toy, check=True, env=environment())
