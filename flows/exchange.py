@@ -58,14 +58,15 @@ class Exchange:
     def offer(self) -> dict[str, Any]:
         """Push the stage's inputs, unless the result is there already. ``carry`` are the inputs that DVC does not keep.
 
-        ``{done, carry}``: ``done`` when the result is in the cache, for which the remote was asked too.
+        ``{remote, done, carry}``: ``done`` when the result is in the cache, for which the remote was asked too.
         """
+        remote = self.describe()
         if self._has_result() or self.bring()["found"]:
-            return {"done": True, "carry": []}
+            return {"remote": remote, "done": True, "carry": []}
         kept, carried = self._inputs()
         if kept:
             self.repo.push(targets=kept, remote=self.remote)
-        return {"done": False, "carry": carried}
+        return {"remote": remote, "done": False, "carry": carried}
 
     def take(self) -> dict[str, Any]:
         """Bring the stage's inputs into the workspace, and its result into the cache if somebody has pushed one."""

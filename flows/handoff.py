@@ -78,10 +78,10 @@ def pack(job: Job, node: StageNode) -> Job | None:
             final=True,
         )
     place = job.placement
-    remote = transfer(job.workspace, "describe", remote=place.remote or "")
-    offer = transfer(job.workspace, "offer", job.stage, remote["name"])
+    offer = transfer(job.workspace, "offer", job.stage, place.remote or "")
     if offer["done"]:
         return None
+    remote = offer["remote"]
     same = computation(job.workspace, replace(node, cache=remote["url"]))
     if same is None:
         raise TransferFailed("an input is missing; run the stages before it", final=True)
@@ -187,7 +187,8 @@ class Correspondence:
             message = f"the DVC remote {remote} does not have the result for the inputs as they are here now"
             return replace(reported, action="failed", exit_code=1, message=message, ended=time.time())
         outcome = run_stage(job.workspace, job.stage, job.outputs, job.environment, job.grace)
-        return replace(outcome, action=reported.action, work=reported.work) if outcome.ok else outcome
+        started = min(reported.started, outcome.started)  # the other host's clock may be ahead
+        return replace(outcome, action=reported.action, started=started, work=reported.work) if outcome.ok else outcome
 
 
 def failed(stage: str, problem: TransferFailed | TransferStopped, where: str, started: float) -> Outcome:
