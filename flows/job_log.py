@@ -23,7 +23,7 @@ from prefect.types import DateTime
 
 LOGGER = "rlhf.stage"
 INFO = 20
-EVERY_SECONDS = 1.0
+EVERY_SECONDS = 2.0
 PIECE_BYTES = 200_000
 PAGE = 200
 
@@ -89,7 +89,7 @@ class LogFollower:
         self.next_look = 0.0
 
     def look(self, client: SyncPrefectClient, flow_run: UUID, now: bool = False) -> None:
-        """Fetch what is new, at most once a second unless ``now``."""
+        """Fetch what is new, at most every two seconds unless ``now``."""
         if not now and time.monotonic() < self.next_look:
             return
         self.next_look = time.monotonic() + EVERY_SECONDS

@@ -91,14 +91,14 @@ class Host:
             HOME=str(self.home),
             PREFECT_HOME=str(self.home / "prefect"),
             PREFECT_API_URL=self.url,
-            PREFECT_WORKER_QUERY_SECONDS="1",
+            PREFECT_WORKER_QUERY_SECONDS="2",
             TOY_STARTS=str(self.home / "starts"),
             **extra,
         )
         command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
         with running([*self.prefix, *command, "--install-policy", "never"], self.home, env, "worker.log") as process:
             ready = f"{self.url}/work_pools/{POOL}/workers/filter"
-            wait_until(lambda: any(_online(ready)), 200, "worker")
+            wait_until(lambda: any(_online(ready)), 400, "worker")
             yield process
 
 
@@ -142,7 +142,7 @@ def prefect_server(folder: Path, address: str = "127.0.0.1", prefix: Sequence[st
             except httpx.HTTPError:
                 return False
 
-        wait_until(answers, 200, "Prefect server")
+        wait_until(answers, 400, "Prefect server")
         yield url
 
 

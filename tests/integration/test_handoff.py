@@ -17,7 +17,8 @@ from flow_toys import processes_of, rlhf
 
 from flows.transfer import transfer
 
-pytestmark = pytest.mark.services
+pytestmark = [pytest.mark.services, pytest.mark.timeout(1500)]
+PATIENCE = 480
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def test_a_job_elsewhere_loses_nothing_when_the_remote_is_gone_at_its_end_and_ev
     outage = caller_environment(host.url, tmp_path)
     host.script_at_the_end.write_text(f"mv {remote} {gone} && touch {remote}\n")
 
-    failed = rlhf("run", cwd=one, **outage)
+    failed = rlhf("run", cwd=one, timeout=PATIENCE, **outage)
     assert failed.returncode == 1, failed.stdout + failed.stderr
     assert "does not take the result, which lies on" in failed.stderr and str(host.home / ".rlhf/jobs") in failed.stderr
     assert len(host.starts) == 1 and host.starts[0].startswith(f"0 {host.home}/.rlhf/jobs/ppo-")
@@ -53,7 +54,7 @@ def test_a_job_elsewhere_loses_nothing_when_the_remote_is_gone_at_its_end_and_ev
     host.script_at_the_end.unlink()
     remote.unlink()
     gone.rename(remote)
-    again = rlhf("run", cwd=one, **outage)
+    again = rlhf("run", cwd=one, timeout=PATIENCE, **outage)
     assert again.returncode == 0, again.stdout + again.stderr
     assert len(host.starts) == 1, "the stage was trained a second time"
     assert (one / "report.html").read_text() == 'done x\n{"reward": 1.5}'
