@@ -34,7 +34,7 @@ class Exchange:
 
         self.repo = Repo(str(workspace), _wait_for_lock=True)
         self.workspace, self.remote = workspace, remote or None
-        self.stage = self.repo.stage.collect(stage)[0] if stage else None
+        self.stage: Any = self.repo.stage.collect(stage)[0] if stage else None
 
     def describe(self) -> dict[str, Any]:
         """Name and open options of the remote; ``Refused`` where it is missing or cannot serve two hosts."""
@@ -100,7 +100,8 @@ class Exchange:
         from dvc.dependency import ParamsDependency
         from dvc.exceptions import OutputNotFoundError
 
-        kept, carried = set(), set()
+        kept: set[str] = set()
+        carried: set[str] = set()
         for dep in self.stage.deps:
             path = self._relative(dep.fs_path)
             try:

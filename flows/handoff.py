@@ -148,7 +148,7 @@ class Correspondence:
         watch()
 
     def receive(self) -> Outcome | None:
-        """What the job reported, its result fetched; None if it ended without a word."""
+        """What the job reported, its result fetched; None if it ended without a word or was stopped."""
         self.follower.look(self.client, self.run, now=True)
         wanted = ArtifactFilter(
             flow_run_id=ArtifactFilterFlowRunId(any_=[self.run]), type=ArtifactFilterType(any_=[REPORT])
@@ -160,6 +160,8 @@ class Correspondence:
         outcome = Outcome(**report["outcome"])
         if outcome.ok:
             return self._fetch(outcome)
+        if outcome.action == "stopped":
+            return None
         for path, text in report["files"].items():
             if path in self.job.outputs:
                 atomic_write_text(self.job.workspace / path, text)

@@ -32,7 +32,7 @@ from flows.stage_task import run_stage, stage_log
 from flows.sweep import sweep
 from flows.transfer import TransferFailed, TransferStopped, patiently, transfer
 from flows.workspace import locked
-from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, RlhfError
 from rlhf_core.files import atomic_write_text
 
 HOST_FOLDER_VARIABLE = "RLHF_HOST_FOLDER"
@@ -64,6 +64,11 @@ def run_handed_over(
                 shutil.rmtree(job.workspace, ignore_errors=True)
     except KeyboardInterrupt:
         return Outcome(stage, "stopped", EXIT_INTERRUPTED, "stopped", started, time.time(), 0.0)
+    except RlhfError as error:
+        outcome = Outcome(
+            stage, "failed", error.exit_code, f"{socket.gethostname()}: {error}", started, time.time(), 0.0
+        )
+        publish(outcome, host, {})
     return outcome
 
 
