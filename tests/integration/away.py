@@ -103,7 +103,7 @@ class Host:
 
 
 def _online(address: str) -> list[bool]:
-    answer = httpx.post(address, json={})
+    answer = httpx.post(address, json={}, timeout=60)
     return [row["status"] == "ONLINE" for row in answer.json()] if answer.status_code == 200 else []
 
 
@@ -138,7 +138,7 @@ def prefect_server(folder: Path, address: str = "127.0.0.1", prefix: Sequence[st
         def answers() -> bool:
             assert process.poll() is None, (folder / "server.log").read_text()
             try:
-                return httpx.get(f"{url}/health", timeout=2).status_code == 200
+                return httpx.get(f"{url}/health", timeout=60).status_code == 200
             except httpx.HTTPError:
                 return False
 

@@ -33,7 +33,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 def jobs(host: Host) -> list[str]:
     """States of the jobs that the server has seen, oldest first."""
-    runs = httpx.post(f"{host.url}/flow_runs/filter", json={"sort": "START_TIME_ASC"}).json()
+    runs = httpx.post(f"{host.url}/flow_runs/filter", json={"sort": "START_TIME_ASC"}, timeout=60).json()
     return [run["state_type"] for run in runs if run["name"] == "ppo"]
 
 
