@@ -19,16 +19,21 @@ from rlhf_core.errors import RlhfError
 JOB_FLOW = "rlhf-stage"
 JOB_ENTRYPOINT = "flows.gpu_pool.stage_job"
 PREFECT_FILE = "prefect.yaml"
+# For jobs on other hosts: heartbeats, so that a lost host does not keep its slot, and a client that waits eight minutes
+# for a server that it cannot reach.
+AWAY_SETTINGS = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30", "PREFECT_CLIENT_MAX_RETRIES": "8"}
 
 
-def job_name(pool: str) -> str:
-    """Name of the job's deployment for ``pool``."""
+def job_name(pool: str, shared: bool = True) -> str:
+    """Name of the job's deployment for ``pool``, whose workers see the workspace or do not."""
+    if not shared:
+        return f"handoff-{pool}"
     return "gpu-job" if pool == GPU_POOL else f"job-{pool}"
 
 
-def job_deployment(pool: str) -> str:
+def job_deployment(pool: str, shared: bool = True) -> str:
     """What ``run_deployment`` is given: ``flow/deployment``."""
-    return f"{JOB_FLOW}/{job_name(pool)}"
+    return f"{JOB_FLOW}/{job_name(pool, shared)}"
 
 
 def deploy_jobs(workspace: Path, params: Params) -> None:
@@ -38,12 +43,15 @@ def deploy_jobs(workspace: Path, params: Params) -> None:
     with get_client(sync_client=True) as client:
         apply_pools(client, params)
         flow_id = client.create_flow_from_name(JOB_FLOW)
+        away = params.pools_away()
+        there = [{"prefect.deployments.steps.set_working_directory": {"directory": str(workspace)}}]
         for pool in params.pool_names():
             client.create_deployment(
                 flow_id,
-                job_name(pool),
+                job_name(pool, pool not in away),
                 entrypoint=JOB_ENTRYPOINT,
-                pull_steps=[{"prefect.deployments.steps.set_working_directory": {"directory": str(workspace)}}],
+                pull_steps=None if pool in away else there,
+                job_variables={"env": AWAY_SETTINGS} if pool in away else None,
                 work_pool_name=pool,
                 parameter_openapi_schema=parameter_schema(stage_job).model_dump_for_openapi(),
                 enforce_parameter_schema=False,

@@ -1,6 +1,7 @@
 """A stage on a work pool: the job that runs there, and submitting and awaiting it.
 
-The pool's workers share the workspace (one machine, or NFS): the job runs in place, and its outcome is read from there.
+Where the pool's workers share the workspace (one machine, or NFS) the job runs in place, and its outcome is read from
+there. Where they do not, ``flows.handoff`` says what goes to the job's host and what comes back.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -20,9 +22,12 @@ from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, St
 
 from flows import signals
 from flows.deploy import JOB_FLOW
+from flows.graph import StageNode
+from flows.handoff import Correspondence, Handoff, failed, pack
 from flows.outcome import Outcome, clear_outcome, load_outcome, verdict
 from flows.stage_task import run_stage
 from flows.submission import Job, claim, is_own
+from flows.transfer import TransferFailed, TransferStopped
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 POLL_SECONDS = 0.5
@@ -33,7 +38,12 @@ PREEMPTED = "Preempted"
 
 @flow(name=JOB_FLOW, flow_run_name="{stage}", persist_result=False, validate_parameters=True)
 def stage_job(
-    workspace: str, stage: str, outputs: list[str], environment: dict[str, str], grace: float = 5.0
+    workspace: str,
+    stage: str,
+    outputs: list[str],
+    environment: dict[str, str],
+    grace: float = 5.0,
+    handoff: dict[str, Any] | None = None,
 ) -> State[Any]:
     """One stage on a pool's worker. Fails when the stage does; a job that is stopped stops its stage first.
 
@@ -42,7 +52,12 @@ def stage_job(
     # SIGTERM is Prefect's: whoever supervises this process says by a channel of its own what is meant by it.
     signals.install(signal.SIGINT, signal.SIGHUP)
     try:
-        outcome = run_stage(Path(workspace), stage, tuple(outputs), environment, grace)
+        if handoff is None:
+            outcome = run_stage(Path(workspace), stage, tuple(outputs), environment, grace)
+        else:
+            from flows.remote_job import run_handed_over
+
+            outcome = run_handed_over(Handoff(**handoff), stage, tuple(outputs), environment, grace)
     except TerminationSignal:
         return _stopped(stage, "stopped by a signal from outside")
     if outcome.ok:
@@ -73,6 +88,18 @@ def preempted(message: str) -> State[Any]:
     return Crashed(name=PREEMPTED, message=message)
 
 
+def hand_over(job: Job, node: StageNode, watch: Callable[[], None], tell: Callable[[str], None]) -> Outcome:
+    """Like :func:`run_on_pool`, for a pool whose workers do not see the workspace."""
+    started = time.time()
+    try:
+        packed = pack(job, node)
+    except (TransferFailed, TransferStopped) as problem:
+        return failed(job.stage, problem, f"cannot be handed over to {job.placement.pool}", started)
+    if packed is None:
+        return run_stage(job.workspace, job.stage, job.outputs, job.environment, job.grace)
+    return run_on_pool(packed, watch, tell)
+
+
 def run_on_pool(job: Job, watch: Callable[[], None], tell: Callable[[str], None] = lambda text: None) -> Outcome:
     """Submit ``job`` to its pool and wait; never raises for a failing stage. ``watch`` is called while waiting, and
     ``tell`` when the job has lost its place, upon which it is submitted again.
@@ -90,13 +117,18 @@ def run_on_pool(job: Job, watch: Callable[[], None], tell: Callable[[str], None]
             if not own:
                 place = run.parameters.get("workspace")
                 get_run_logger().info("%s: %s computes the same (flow run %s); waiting", job.stage, place, run.id)
-            state = _await_end(client, run.id, watch, job if own else None)
+            letters = Correspondence(job, client, run.id) if job.handoff is not None else None
+            heard = partial(letters.listen, watch) if letters is not None else watch
+            state = _await_end(client, run.id, heard, job if own else None)
             if own and _lost_its_place(job, state) and not signals.STOP.is_set():
                 lost += 1
                 if lost > job.preemptions:
                     return _preempted_too_often(job, started)
                 tell("preempted, waiting for a worker")
-            elif own or signals.STOP.is_set():
+                continue
+            if own and letters is not None and not signals.STOP.is_set() and (outcome := letters.receive()) is not None:
+                return outcome
+            if own or signals.STOP.is_set():
                 return _outcome_of(job.workspace, job.stage, state, started)
 
 

@@ -19,7 +19,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from flows import signals
 from flows.artifacts import StageProgress, gate_tables, report_link, stage_table
 from flows.events import EVENTS_VARIABLE, Events
-from flows.gpu_pool import run_on_pool
+from flows.gpu_pool import hand_over, run_on_pool
 from flows.graph import StageNode, read_graph
 from flows.hooks import cancel_orphans
 from flows.identity import computation
@@ -174,12 +174,17 @@ def _run_beside(setting: Setting, node: StageNode) -> Outcome:
 def _run_on(place: Placement, setting: Setting, node: StageNode, attempt: str) -> Outcome:
     """The stage as a job of its pool."""
     progress = StageProgress(setting.workspace, node.name)
-    job = Job(*_work(setting, node), place, attempt, computation(setting.workspace, node), setting.flow.max_preemptions)
+    # What other hosts compute cannot be shared with a workspace that they do not see.
+    same = computation(setting.workspace, node) if place.shared else None
+    job = Job(*_work(setting, node), place, attempt, same, setting.flow.max_preemptions)
 
     def tell(text: str) -> None:
         setting.events.tell("preempted", stage=node.name, message=f"{text} of {place.pool}")
 
-    outcome = run_on_pool(job, progress.update, tell)
+    if place.shared:
+        outcome = run_on_pool(job, progress.update, tell)
+    else:
+        outcome = hand_over(job, node, progress.update, tell)
     progress.update()
     return outcome
 

@@ -87,6 +87,12 @@ def has_worker(client: SyncPrefectClient, pool: str) -> bool:
     return any(worker.status == WorkerStatus.ONLINE for worker in client.read_workers_for_work_pool(pool))
 
 
+def is_served(pool: str) -> bool:
+    """:func:`has_worker` on the server of this process's settings."""
+    with get_client(sync_client=True) as client:
+        return has_worker(client, pool)
+
+
 def needs_worker(pool: str) -> bool:
     """Whether a worker must be started here for ``pool``; ``RlhfError`` if it has none and is not of process type."""
     with get_client(sync_client=True) as client:

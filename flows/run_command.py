@@ -48,6 +48,7 @@ def run(workspace: Path, options: RunOptions) -> int:
         with locked(workspace, wait=options.wait, on_wait=display.line):
             os.environ[OWNER_VARIABLE] = os.environ[LOCK_HELD_VARIABLE] = owner_mark(workspace)
             ensure_dvc(workspace)
+            _check_away(workspace, params)
             for line in sweep(workspace):
                 display.line(line)
             return _Run(workspace, params, options, display).execute()
@@ -55,6 +56,20 @@ def run(workspace: Path, options: RunOptions) -> int:
         if isinstance(error, PermissionError) or error.errno in (28, 30):  # no space, read-only
             raise unwritable(workspace, error) from error
         raise
+
+
+def _check_away(workspace: Path, params: Params) -> None:
+    """``RlhfError`` when stages are placed on other hosts, and there is no server or remote that those could reach."""
+    away = params.pools_away()
+    if away and not os.environ.get("PREFECT_API_URL") and running_services(workspace) is None:
+        raise RlhfError(
+            f"the work pool {away[0]} is served by other hosts (shared: false), which need a server that stays: start "
+            "one and set PREFECT_API_URL (docs/operations.md)"
+        )
+    if away:
+        from flows.handoff import check_handoffs  # loads Prefect
+
+        check_handoffs(workspace, params)
 
 
 class _Run:
@@ -108,6 +123,7 @@ class _Run:
         deploy.deploy_jobs(self.workspace, self.params)
         self.serving = serving.Serving(services, self.params, self.pools)
         self.serving.start()
+        self.serving.require()
 
     def _start_flow(self) -> Guarded:
         command = [sys.executable, "-m", "flows.run_flow", str(self.workspace)]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import httpx
 
-from flows.pools import needs_worker
+from flows.pools import is_served, needs_worker
 from flows.services import Services, worker_name
 from rlhf_core.config.load import Params
 from rlhf_core.errors import RlhfError
@@ -27,10 +27,19 @@ class Serving:
     def start(self) -> None:
         """A worker for each unserved pool; ``RlhfError`` if one cannot be served by a process here."""
         self.next_look = time.monotonic() + CHECK_SECONDS
-        for pool in self.pools:
+        for pool in sorted({*self.pools} - {*self.params.pools_away()}):
             mine = worker_name(pool) in self.services.running
             if not mine and (self.services.embedded or needs_worker(pool)):
                 self.services.start_worker(pool, self.params.pool_limit(pool))
+
+    def require(self) -> None:
+        """``RlhfError`` for a pool that only workers on other hosts can serve, while none of them is there."""
+        for pool in self.params.pools_away():
+            if not is_served(pool):
+                raise RlhfError(
+                    f"no worker serves the work pool {pool}, and one here could not stand in for it (shared: false): "
+                    "start one on a host of that pool, with PREFECT_API_URL set to this server (docs/operations.md)"
+                )
 
     def keep(self) -> None:
         """The same from time to time; a server that does not answer, or a pool of another type, is waited for."""

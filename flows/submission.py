@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
@@ -21,6 +22,9 @@ from prefect.deployments import run_deployment
 from flows.deploy import job_deployment
 from rlhf_core.config.placement import Placement
 
+if TYPE_CHECKING:
+    from flows.handoff import Handoff
+
 RECENT = 200
 
 
@@ -28,7 +32,8 @@ RECENT = 200
 class Job:
     """A stage to run on a pool. ``attempt`` is unique to this attempt of this pipeline run; ``computation`` is the
     hash of what is to be computed (``flows.identity``), None where that cannot be shared; ``preemptions`` is how often
-    the job may lose its place and be submitted again."""
+    the job may lose its place and be submitted again; ``handoff`` is what workers need that do not see the
+    workspace."""
 
     workspace: Path
     stage: str
@@ -39,6 +44,7 @@ class Job:
     attempt: str
     computation: str | None = None
     preemptions: int = 100
+    handoff: Handoff | None = None
 
     @property
     def tag(self) -> str:
@@ -86,15 +92,18 @@ def _ended(run: FlowRun) -> bool:
 
 
 def _create(job: Job, key: str, tags: Sequence[str]) -> FlowRun:
+    parameters: dict[str, Any] = {
+        "workspace": str(job.workspace),
+        "stage": job.stage,
+        "outputs": list(job.outputs),
+        "environment": dict(job.environment),
+        "grace": job.grace,
+    }
+    if job.handoff is not None:
+        parameters["handoff"] = job.handoff.parameters()
     run = run_deployment(
-        job_deployment(job.placement.pool),
-        parameters={
-            "workspace": str(job.workspace),
-            "stage": job.stage,
-            "outputs": list(job.outputs),
-            "environment": dict(job.environment),
-            "grace": job.grace,
-        },
+        job_deployment(job.placement.pool, job.placement.shared),
+        parameters=parameters,
         timeout=0,
         as_subflow=True,
         idempotency_key=key,

@@ -106,7 +106,13 @@ class Params(Strict):
     def _pools_fit(self) -> Params:
         """A job of a pool is one machine, whose GPUs are one for each process of the stage."""
         launches = {str(stage): launch for stage, launch in self.compute.launch.items()}
+        shared = {place.pool: place.shared for place in self.pools.values()}
         for stage, place in self.pools.items():
+            if place.shared != shared[place.pool]:
+                raise ValueError(
+                    f"pools.{stage}.shared is {str(place.shared).lower()}, but another stage says the opposite of the "
+                    f"pool {place.pool}: its workers see the workspace or they do not, so say the same of both"
+                )
             launch = launches.get(stage, LaunchConfig())
             if launch.nodes > 1:
                 raise ValueError(
@@ -123,6 +129,10 @@ class Params(Strict):
     def pool_names(self) -> list[str]:
         """The work pools that stages run on, each once."""
         return sorted({placement.pool for placement in self.pools.values()})
+
+    def pools_away(self) -> list[str]:
+        """Those of the work pools whose workers do not see the workspace."""
+        return sorted({placement.pool for placement in self.pools.values() if not placement.shared})
 
     def pool_limit(self, pool: str) -> int:
         """How many jobs a pool that is made or served from here takes at a time: one unless ``work_pools`` says."""

@@ -20,7 +20,7 @@ def _is_quantity(value: str) -> str:
 
 Quantity = Annotated[str, AfterValidator(_is_quantity)]
 Name = Annotated[str, Field(min_length=1)]
-PLACE = frozenset({"pool", "queue", "variables"})
+PLACE = frozenset({"pool", "queue", "variables", "shared", "remote", "deliver_seconds"})
 
 
 class Placement(Strict):
@@ -29,6 +29,10 @@ class Placement(Strict):
     The requests are sent as job variables of the same names, so the pool's base job template must know them (the one in
     ``infra/kubernetes`` does). Quantities are those of Kubernetes (``64Gi``, ``500m``). ``variables`` are further job
     variables of a template of your own; secrets never belong there, since the server shows them.
+
+    ``shared: false`` says that the pool's workers do not see the workspace. Inputs and results then go through the DVC
+    remote ``remote`` (``null`` is DVC's default remote), and a job tries for ``deliver_seconds`` (``null`` is 300) to
+    reach it.
     """
 
     pool: Name
@@ -41,6 +45,18 @@ class Placement(Strict):
     node_selector: dict[str, str] | None = None
     time_limit_seconds: PositiveInt | None = None
     variables: dict[str, Any] = {}
+    shared: bool = True
+    remote: Name | None = None
+    deliver_seconds: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _remote_is_needed(self) -> Placement:
+        given = [name for name in ("remote", "deliver_seconds") if getattr(self, name) is not None]
+        if self.shared and given:
+            raise ValueError(
+                f"{given[0]} is for workers that do not see the workspace: set shared to false, or leave {given[0]} out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _asked_once(self) -> Placement:

@@ -36,6 +36,11 @@ BASE = "seed: 3\nsft:\n  steps: 5  # few\n  optimizer:\n    lr: 1e-3\n"
             {"pools": {"ppo": {"pool": "g", "gpus": 1, "variables": {"gpus": 2}}}},
             "variables repeats gpus, which has a place of its own here",
         ),
+        ({"pools": {"ppo": {"pool": "g", "remote": "store"}}}, "remote is for workers that do not see the workspace"),
+        (
+            {"pools": {"sft": "g", "ppo": {"pool": "g", "shared": False}}},
+            "its workers see the workspace or they do not",
+        ),
         ({"work_pools": {"g": {"queue": {}}}}, "unknown parameter 'work_pools.g.queue'; did you mean 'queues'?"),
         ({"ppo": {"critic_mode": "shared"}, "critic": {"init": "reward"}}, "the value head sits on the policy"),
         ({"gates": {"policy": [{"metric": "kl", "why": "x"}]}}, "give exactly one of at_least, at_most, at_most_of"),

@@ -1,0 +1,97 @@
+"""Hosts as network namespaces: interfaces and routes of their own, joined by a cable that can be pulled."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+NUMBER = os.getpid() % 250
+
+
+@dataclass(frozen=True)
+class Host:
+    """A namespace with one interface, ``eth0``; commands behind ``prefix`` run on it and see ``name`` as their host."""
+
+    name: str
+    address: str
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        named = 'hostname "$0" && exec "$@"'
+        return ("ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", named, self.name)
+
+    def pull(self) -> None:
+        """Pull the cable: no packet gets through until :meth:`plug`."""
+        _ip("-n", self.name, "link", "set", "eth0", "down")
+
+    def plug(self) -> None:
+        _ip("-n", self.name, "link", "set", "eth0", "up")
+
+
+@contextmanager
+def second_host() -> Iterator[tuple[str, Host]]:
+    """Our own address on a cable, and the host at its other end; skipped, with the reason, where it is not allowed."""
+    _may_have_namespaces()
+    ours, near = f"10.213.{NUMBER}.1", f"rlhf{os.getpid()}"
+    host = Host(f"rlhf-{os.getpid()}", f"10.213.{NUMBER}.2")
+    with _namespace(host, {host.name: host.address}):
+        _ip("link", "add", near, "type", "veth", "peer", "name", "eth0", "netns", host.name)
+        _ip("address", "add", f"{ours}/24", "dev", near)
+        _ip("link", "set", near, "up")
+        _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
+        host.plug()
+        yield ours, host
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts that know each other by name and see nothing else; skipped like :func:`second_host`."""
+    _may_have_namespaces()
+    one, two = (Host(f"rlhf-{os.getpid()}-{n}", f"10.214.{NUMBER}.{n}") for n in (1, 2))
+    names = {host.name: host.address for host in (one, two)}
+    with ExitStack() as stack:
+        for host in (one, two):
+            stack.enter_context(_namespace(host, names))
+        _ip("link", "add", "eth0", "netns", one.name, "type", "veth", "peer", "name", "eth0", "netns", two.name)
+        for host in (one, two):
+            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
+            host.plug()
+        yield one, two
+
+
+@contextmanager
+def _namespace(host: Host, names: dict[str, str]) -> Iterator[None]:
+    """A namespace whose processes look up ``names`` as a cluster's hosts do."""
+    etc = Path("/etc/netns") / host.name
+    try:
+        _ip("netns", "add", host.name)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces are not allowed here: {error.stderr.strip()}")
+    try:
+        etc.mkdir(parents=True)
+        lines = [f"{address} {name}\n" for name, address in names.items()]
+        (etc / "hosts").write_text("".join(["127.0.0.1 localhost\n", *lines]))
+        _ip("-n", host.name, "link", "set", "lo", "up")
+        yield
+    finally:
+        shutil.rmtree(etc, ignore_errors=True)
+        _ip("netns", "delete", host.name)
+
+
+def _may_have_namespaces() -> None:
+    missing = [program for program in ("ip", "unshare", "hostname") if shutil.which(program) is None]
+    if missing:
+        pytest.skip(f"needs the program {missing[0]}")
+    if os.geteuid() != 0:
+        pytest.skip("needs root to make network namespaces")
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)

@@ -1,0 +1,151 @@
+"""A pipeline whose `ppo` is handed over, a Prefect server of its own, and a worker with another home and folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from flow_toys import environment, make_toy, wait_until
+
+from flows.ports import free_port
+
+POOL = "away"
+PIPELINE = """
+stages:
+  collect: {cmd: mkdir -p raw && echo x > raw/rows.txt, outs: [raw]}
+  ppo:
+    cmd: python ppo.py
+    deps: [ppo.py, raw]
+    params: [seed]
+    outs: [policy.txt]
+    metrics: [metrics.json: {cache: false}]
+  report: {cmd: cat policy.txt metrics.json > report.html, deps: [policy.txt, metrics.json], outs: [report.html]}
+"""
+# Resumes from work/; says where it began; at the end runs what a test has left for it.
+TRAIN = """
+import os, pathlib, subprocess, time, yaml
+steps = yaml.safe_load(open("params.yaml"))["seed"]
+work = pathlib.Path("work/ppo"); work.mkdir(parents=True, exist_ok=True)
+saved = work / "step"
+start = int(saved.read_text()) if saved.exists() else 0
+with open(os.environ["TOY_STARTS"], "a") as log: log.write(f"{start} {os.getcwd()}\\n")
+for step in range(start, steps):
+    time.sleep(float(os.environ.get("TOY_SECONDS", "0.1")))
+    (work / "part").write_text(str(step + 1)); (work / "part").replace(saved)
+    print(f"ppo: {step + 1}/{steps}", flush=True)
+pathlib.Path("policy.txt").write_text("done " + open("raw/rows.txt").read())
+pathlib.Path("metrics.json").write_text('{"reward": 1.5}')
+last = pathlib.Path(os.environ["TOY_STARTS"] + ".at-the-end")
+if last.exists(): subprocess.run(["sh", str(last)], check=True)
+"""
+
+
+def params(steps: int = 4, retries: int = 0, deliver_seconds: int = 1) -> str:
+    """The toy takes the seed for its number of steps."""
+    return (
+        f"seed: {steps}\nflow: {{retries: {retries}, retry_delay_seconds: 1}}\n"
+        f"pools: {{ppo: {{pool: {POOL}, shared: false, deliver_seconds: {deliver_seconds}}}}}\n"
+    )
+
+
+def make_clone(folder: Path, remote: Path | None, text: str) -> Path:
+    """A clone of the project: recipe, code and DVC's settings."""
+    toy = make_toy(folder, PIPELINE, text)
+    (toy / "ppo.py").write_text(TRAIN)
+    dvc = [sys.executable, "-m", "dvc"]
+    subprocess.run([*dvc, "init", "--no-scm", "-q"], cwd=toy, check=True, env=environment())
+    if remote is not None:
+        subprocess.run(
+            [*dvc, "remote", "add", "-q", "-d", "store", str(remote)], cwd=toy, check=True, env=environment()
+        )
+    return toy
+
+
+@dataclass(frozen=True)
+class Host:
+    """The worker's side: its home, the file in which the toy notes its starts, and how commands run there."""
+
+    home: Path
+    url: str
+    prefix: tuple[str, ...] = ()
+
+    @property
+    def starts(self) -> list[str]:
+        file = self.home / "starts"
+        return file.read_text().splitlines() if file.exists() else []
+
+    @property
+    def script_at_the_end(self) -> Path:
+        return self.home / "starts.at-the-end"
+
+    @contextmanager
+    def worker(self, **extra: str) -> Iterator[subprocess.Popen[bytes]]:
+        """A process worker of the pool with nothing of the caller's in its environment."""
+        env = environment(
+            HOME=str(self.home),
+            PREFECT_HOME=str(self.home / "prefect"),
+            PREFECT_API_URL=self.url,
+            PREFECT_WORKER_QUERY_SECONDS="2",
+            TOY_STARTS=str(self.home / "starts"),
+            **extra,
+        )
+        command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
+        with running([*self.prefix, *command, "--install-policy", "never"], self.home, env, "worker.log") as process:
+            ready = f"{self.url}/work_pools/{POOL}/workers/filter"
+            wait_until(lambda: any(_online(ready)), 400, "worker")
+            yield process
+
+
+def _online(address: str) -> list[bool]:
+    answer = httpx.post(address, json={}, timeout=60)
+    return [row["status"] == "ONLINE" for row in answer.json()] if answer.status_code == 200 else []
+
+
+@contextmanager
+def running(command: Sequence[str], cwd: Path, env: dict[str, str], log: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A command in the background, ended with the block."""
+    cwd.mkdir(parents=True, exist_ok=True)
+    with (cwd / log).open("ab") as output:
+        process = subprocess.Popen(
+            command, cwd=cwd, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def prefect_server(folder: Path, address: str = "127.0.0.1", prefix: Sequence[str] = ()) -> Iterator[str]:
+    """A Prefect server that belongs to no workspace; its API address."""
+    port = free_port()
+    url = f"http://{address}:{port}/api"
+    env = environment(PREFECT_HOME=str(folder / "home"), PREFECT_SERVER_ANALYTICS_ENABLED="false")
+    command = [*prefix, sys.executable, "-m", "prefect", "server", "start", "--host", address, "--port", str(port)]
+    with running(command, folder, env, "server.log") as process:
+
+        def answers() -> bool:
+            assert process.poll() is None, (folder / "server.log").read_text()
+            try:
+                return httpx.get(f"{url}/health", timeout=60).status_code == 200
+            except httpx.HTTPError:
+                return False
+
+        wait_until(answers, 400, "Prefect server")
+        yield url
+
+
+def caller_environment(url: str, folder: Path) -> dict[str, str]:
+    """What the caller's commands are given: the server, and a home of Prefect's own."""
+    return {"PREFECT_API_URL": url, "PREFECT_HOME": str(folder / "caller"), "HOME": os.environ.get("HOME", "/root")}

@@ -1,0 +1,84 @@
+"""A stage on a worker that sees nothing of the workspace: two clones, a DVC remote, a worker with a home of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from away import Host, caller_environment, make_clone, params, prefect_server
+from flow_toys import processes_of, rlhf
+
+from flows.transfer import transfer
+
+pytestmark = [pytest.mark.services, pytest.mark.timeout(1500)]
+PATIENCE = 480
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """A server and, in another folder with another home, a worker of the pool."""
+    base = tmp_path_factory.mktemp("away")
+    with prefect_server(base / "server") as url:
+        host = Host(base / "worker-home", url)
+        with host.worker():
+            yield host
+
+
+def jobs(host: Host) -> list[str]:
+    """States of the jobs that the server has seen, oldest first."""
+    runs = httpx.post(f"{host.url}/flow_runs/filter", json={"sort": "START_TIME_ASC"}, timeout=60).json()
+    return [run["state_type"] for run in runs if run["name"] == "ppo"]
+
+
+def test_a_job_elsewhere_loses_nothing_when_the_remote_is_gone_at_its_end_and_every_clone_finds_its_result(
+    host: Host, tmp_path: Path
+) -> None:
+    remote, gone = tmp_path / "remote", tmp_path / "remote-elsewhere"
+    one = make_clone(tmp_path / "one", remote, params())
+    outage = caller_environment(host.url, tmp_path)
+    host.script_at_the_end.write_text(f"mv {remote} {gone} && touch {remote}\n")
+
+    failed = rlhf("run", cwd=one, timeout=PATIENCE, **outage)
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    assert "does not take the result, which lies on" in failed.stderr and str(host.home / ".rlhf/jobs") in failed.stderr
+    assert len(host.starts) == 1 and host.starts[0].startswith(f"0 {host.home}/.rlhf/jobs/ppo-")
+    assert not (one / "policy.txt").exists()
+
+    host.script_at_the_end.unlink()
+    remote.unlink()
+    gone.rename(remote)
+    again = rlhf("run", cwd=one, timeout=PATIENCE, **outage)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert len(host.starts) == 1, "the stage was trained a second time"
+    assert (one / "report.html").read_text() == 'done x\n{"reward": 1.5}'
+    assert json.loads((one / "metrics.json").read_text()) == {"reward": 1.5}
+    assert "ppo: 4/4" in (one / ".rlhf/logs/ppo.log").read_text()
+    assert jobs(host) == ["FAILED", "COMPLETED"]
+    assert list((host.home / ".rlhf/jobs").iterdir()) == []
+
+    assert processes_of(one) == []
+
+    two = make_clone(tmp_path / "two", remote, params())
+    subprocess.run([sys.executable, "-m", "dvc", "repro", "-q", "-s", "collect"], cwd=two, check=True)
+    assert transfer(two, "offer", "ppo", "store")["done"] is True
+
+
+def test_without_a_remote_the_run_is_refused_in_one_line(host: Host, tmp_path: Path) -> None:
+    clone = make_clone(tmp_path / "clone", None, params())
+    answer = rlhf("run", cwd=clone, **caller_environment(host.url, tmp_path))
+    assert answer.returncode == 2 and answer.stderr.count("\n") == 1
+    assert "pools.ppo has shared: false, but no DVC remote is set" in answer.stderr
+
+
+def test_a_server_of_the_runs_own_is_refused_since_no_other_host_can_reach_it(tmp_path: Path) -> None:
+    clone = make_clone(tmp_path / "clone", tmp_path / "remote", params())
+    answer = rlhf("run", cwd=clone)
+    assert answer.returncode == 2 and answer.stderr.count("\n") == 1
+    assert "set PREFECT_API_URL" in answer.stderr
