@@ -115,6 +115,16 @@ def test_drift_stops_early_only_where_nothing_pulls_back(pull: float, ptx: float
     assert [f.iteration for f in found if f.stops][:1] == stops
 
 
+@pytest.mark.parametrize(("variance", "pull", "stops"), [(0.05, 0.0, [3]), (0.4, 0.0, []), (0.05, 0.05, [])])
+def test_a_blind_critic_stops_at_once_where_nothing_holds_the_policy(
+    variance: float, pull: float, stops: list[int]
+) -> None:
+    monitor = Monitor(LIMITS)
+    row = {"explained_variance": variance, "kl_pull": pull, "ptx_weight": 0.0, "kl": 0.05}
+    found = [f for i in range(1, 6) for f in monitor.observe(i, row)]
+    assert [f.iteration for f in found if f.stops][:1] == stops
+
+
 def test_flat_reward_is_a_warning_only() -> None:
     found = run(Monitor(LIMITS), {}, noise=0.0)
     assert {f.rule for f in found if f.rule == "reward_flat"} == {"reward_flat"}
