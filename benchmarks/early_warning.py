@@ -39,7 +39,7 @@ class Enough(Exception):
 class Watcher:
     """A tracker that measures gold beside the run: ``difference`` gives (mean, upper 95 % bound)."""
 
-    difference: Callable[[], tuple[float, float]]
+    difference: Callable[[], tuple[float, float]] = lambda: (math.nan, math.nan)
     trainer: Trainer | None = None
     damaged: int | None = None
     curve: list[tuple[int, float, float]] = field(default_factory=list)
@@ -90,18 +90,15 @@ def watch(folder: Path) -> Watcher:
     from rlhf_core.evaluation.comparison import compare
     from rlhf_core.evaluation.judges import GoldJudge
     from rlhf_core.evaluation.replies import unfiltered_replies
-    from rlhf_core.models.base import load_policy
     from rlhf_core.stages import ppo
     from rlhf_core.stages.contract import Paths
-    from rlhf_core.training.rng import derive_seed, seed_everything
+    from rlhf_core.training.rng import derive_seed
 
     torch.set_num_threads(1)
     config = load_section(folder, "ppo", PpoConfig)
     inputs = Paths({key: folder / path for key, path in ppo.STAGE.inputs.items()})
-    seed_everything(config.seed)
-    reference, tokenizer = load_policy(inputs.sft)
-    policy, _ = load_policy(inputs.sft)
-    reference.requires_grad_(False)
+    watcher = Watcher()
+    watcher.trainer, _, tokenizer = ppo.assemble(config, inputs, folder / "work" / "early-warning", watcher)
     rows = sorted(read_rows(inputs.clean / "prompts" / "validation.parquet", Prompt), key=lambda row: row.id)[:PROMPTS]
     prompts, seed = [row.prompt for row in rows], derive_seed(config.seed, "early", "warning")
 
@@ -109,16 +106,14 @@ def watch(folder: Path) -> Watcher:
         replies = unfiltered_replies(model, tokenizer, prompts, config.max_new_tokens, seed).replies
         return GoldJudge().score(prompts, replies)
 
-    before = gold(reference)
+    policy = watcher.trainer.learner.policy
+    before = gold(policy)
 
     def difference() -> tuple[float, float]:
         found = compare(gold(policy), before, 0.01, 500, config.seed, absolute=True)
         return found.mean_difference, found.mean_difference_high95
 
-    watcher = Watcher(difference)
-    selector = ppo.make_selector(config, inputs, reference, tokenizer)
-    work = folder / "work" / "early-warning"
-    watcher.trainer = ppo.make_trainer(config, inputs, work, watcher, policy, reference, tokenizer, selector)
+    watcher.difference = difference
     with contextlib.suppress(Enough):
         watcher.trainer.run()
     return watcher

@@ -105,8 +105,9 @@ def new_policy(subject: Subject) -> PreTrainedModel:
     """Random weights in the planned precision, on the GPU where there is one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(llama_config(subject.shape), dtype=subject.dtype)
-    return model.to(distributed.device()).eval()
+        model: Any = AutoModelForCausalLM.from_config(llama_config(subject.shape), dtype=subject.dtype)
+    placed: PreTrainedModel = model.to(distributed.device()).eval()
+    return placed
 
 
 def new_scalar(subject: Subject, unembedding: bool = False) -> ScalarModel:
@@ -212,7 +213,7 @@ def run_ppo(subject: Subject, meter: Meter) -> None:
         policy=policy,
         policy_engine=warmed(policy, config.policy_optimizer, "policy"),
         critic=critic,
-        critic_engine=warmed(critic, config.critic_optimizer, "critic"),
+        critic_engine=warmed(critic, config.critic_optimizer or config.policy_optimizer, "critic"),
         reference=reference,
         ptx=_ptx(subject),
     )

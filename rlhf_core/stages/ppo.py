@@ -107,15 +107,7 @@ def _candidate(row: Mapping[str, Any]) -> Candidate:
 
 def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
     """Train, choose a checkpoint, save it, and describe the run."""
-    seed_everything(config.seed)
-    reference, tokenizer = load_reference(config, inputs)
-    frozen = FrozenModels()
-    selector = make_selector(config, inputs, reference, tokenizer, frozen)
-    if config.policy_lora is None:
-        reference = selector.evaluate.reference = frozen.place(reference)
-    # Not before the reference is placed: the device may have no room for both as they are loaded.
-    policy = load_trained(config, inputs, reference)
-    trainer = make_trainer(config, inputs, outputs.work, tracker, policy, reference, tokenizer, selector, frozen)
+    trainer, selector, tokenizer = assemble(config, inputs, outputs.work, tracker)
     try:
         trainer.run()
         choice = selector.choice()
@@ -134,6 +126,22 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> d
     metrics = summary(trainer, choice)
     atomic_write_json(outputs.metrics, metrics)
     return metrics
+
+
+def assemble(
+    config: PpoConfig, inputs: Paths, work: Path, tracker: Tracker
+) -> tuple[Trainer, CheckpointSelector, PreTrainedTokenizerBase]:
+    """A run ready to go, from the inputs of the stage; ``work`` keeps its partial state."""
+    seed_everything(config.seed)
+    reference, tokenizer = load_reference(config, inputs)
+    frozen = FrozenModels()
+    selector = make_selector(config, inputs, reference, tokenizer, frozen)
+    if config.policy_lora is None:
+        reference = selector.evaluate.reference = frozen.place(reference)
+    # Not before the reference is placed: the device may have no room for both as they are loaded.
+    policy = load_trained(config, inputs, reference)
+    trainer = make_trainer(config, inputs, work, tracker, policy, reference, tokenizer, selector, frozen)
+    return trainer, selector, tokenizer
 
 
 def load_reference(config: PpoConfig, inputs: Paths) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
