@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core import distributed
-from rlhf_core.config.ppo import PpoConfig, SelectionConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.rule_changes import rules_for
 from rlhf_core.data.chat import decode_reply, encode_dialogue, encode_reply, pad_id
-from rlhf_core.data.schema import Demonstration, PretrainText, Prompt, read_rows
-from rlhf_core.errors import DataError, TrainingPaused
-from rlhf_core.evaluation.model_judge import ModelJudge
-from rlhf_core.evaluation.replies import unfiltered_replies
-from rlhf_core.evaluation.selection import Candidate, Choice, SelectionEvaluator, candidate, choose
+from rlhf_core.data.schema import Demonstration, PretrainText, read_rows
+from rlhf_core.errors import TrainingPaused
+from rlhf_core.evaluation.selection import Choice
 from rlhf_core.files import atomic_write_json, atomic_write_lines, read_json
 from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.models.base import load_policy, save_policy
@@ -34,9 +30,10 @@ from rlhf_core.ppo.rewards import RunningMoments
 from rlhf_core.ppo.rollout import Actors, model_scorer
 from rlhf_core.ppo.starting import read_prompts, require_room, sampling_for
 from rlhf_core.ppo.state import finite, load_best
-from rlhf_core.ppo.trainer import Prompts, Trainer, Verdict
+from rlhf_core.ppo.trainer import Prompts, Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.stages.contract import Paths, Stage
+from rlhf_core.stages.ppo_selection import CheckpointSelector, make_selector
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine.choice import build_engine, finish
 from rlhf_core.training.engine.frozen import FrozenModels
@@ -65,44 +62,6 @@ STAGE = Stage(
     },
     optional_inputs=frozenset({"reward_sources"}),
 )
-
-
-@dataclass
-class CheckpointSelector:
-    """Wires the referee's evaluation into the trainer; ``last`` keeps every newest checkpoint instead."""
-
-    evaluate: SelectionEvaluator
-    limits: SelectionConfig
-    candidates: list[Candidate] = field(default_factory=list)
-
-    def consider(self, iteration: int, policy: PreTrainedModel) -> Verdict:
-        """Evaluate, and say whether this is now the checkpoint to keep."""
-        # One verdict for all ranks, however their last digits may differ.
-        figures = distributed.from_first(self.evaluate(policy))
-        self.candidates.append(candidate(iteration, figures))
-        return Verdict(figures, self.choice().candidate.iteration == iteration)
-
-    def choice(self) -> Choice:
-        """The checkpoint to keep of those seen so far."""
-        if self.limits.method == "last":
-            last = self.candidates[-1]
-            return Choice(
-                last, not last.broken_limits(self.limits), "the last checkpoint, as ppo.selection.method says"
-            )
-        return choose(self.candidates, self.limits)
-
-    def state(self) -> dict[str, Any]:
-        """The candidates as JSON, numbers that are not finite as null."""
-        return {"candidates": [finite(asdict(seen)) for seen in self.candidates]}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state`."""
-        self.candidates = [_candidate(row) for row in state["candidates"]]
-
-
-def _candidate(row: Mapping[str, Any]) -> Candidate:
-    values: dict[str, Any] = {name: math.nan if value is None else value for name, value in row.items()}
-    return Candidate(**values)
 
 
 def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
@@ -272,35 +231,6 @@ def ptx_data(
         pairs = [([], encode_reply(tokenizer, row.text)) for row in texts]
     fitting = [pair for pair in pairs if positions is None or len(pair[0]) + len(pair[1]) <= positions]
     return PtxData(fitting, config.ptx.batch_size, derive_seed(config.seed, "ppo", "ptx"), pad_id(tokenizer))
-
-
-def make_selector(
-    config: PpoConfig,
-    inputs: Paths,
-    reference: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    frozen: FrozenModels,
-) -> CheckpointSelector:
-    """The referee on fixed validation prompts; ids are content hashes, so the first of them are a fixed sample.
-
-    Its judges are the models that also score rollouts: the reward model and the referee.
-    """
-    path = inputs.clean / "prompts" / "validation.parquet"
-    rows = sorted(read_rows(path, Prompt), key=lambda row: row.id)[: config.selection.prompts]
-    if not rows:
-        raise DataError(f"{path} has no rows; raise validate.split.validation")
-    prompts = [row.prompt for row in rows]
-    seed, rows_together = derive_seed(config.seed, "ppo", "selection"), config.selection.batch_size
-
-    def sample(model: PreTrainedModel) -> Any:
-        return unfiltered_replies(model, tokenizer, prompts, config.max_new_tokens, seed, rows_together)
-
-    referee, reward = (
-        ModelJudge(inputs[name], name, rows_together, frozen.scalar(inputs[name])) for name in ("referee", "reward")
-    )
-    with frozen.at_work():
-        evaluate = SelectionEvaluator(reference, prompts, referee, sample, reward)
-    return CheckpointSelector(evaluate, config.selection)
 
 
 def require_admissible(choice: Choice, config: PpoConfig) -> None:

@@ -107,6 +107,7 @@ def test_one_of_two_ranks_dies_one_process_goes_on_and_two_ranks_finish(
 
 
 def test_ranks_that_lose_their_place_stop_at_the_same_step(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(psutil.Process().children())
     (workspace / "params.yaml").write_text(SFT + TWO)
     monkeypatch.setattr(launcher, "RANK", (str(Path(__file__).with_name("telling_rank.py")),))
     with pytest.raises(RlhfError, match="sft made step 6 of 8 and was stopped there by SIGTERM") as raised:
@@ -116,7 +117,7 @@ def test_ranks_that_lose_their_place_stop_at_the_same_step(workspace: Path, monk
     assert outcome["exit_code"] == EXIT_PREEMPTED
     found = sorted(path.name for path in workspace.glob("work/sft/*/checkpoints/step-*"))
     assert found == ["step-000003", "step-000006"]
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= before
 
 
 @pytest.mark.parametrize(

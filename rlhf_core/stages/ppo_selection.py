@@ -1,0 +1,90 @@
+"""How PPO's stage chooses among its checkpoints: the referee on fixed validation prompts, under limits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core import distributed
+from rlhf_core.config.ppo import PpoConfig, SelectionConfig
+from rlhf_core.data.schema import Prompt, read_rows
+from rlhf_core.errors import DataError
+from rlhf_core.evaluation.model_judge import ModelJudge
+from rlhf_core.evaluation.replies import unfiltered_replies
+from rlhf_core.evaluation.selection import Candidate, Choice, SelectionEvaluator, candidate, choose
+from rlhf_core.ppo.state import finite
+from rlhf_core.ppo.trainer import Verdict
+from rlhf_core.stages.contract import Paths
+from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.rng import derive_seed
+
+
+@dataclass
+class CheckpointSelector:
+    """Wires the referee's evaluation into the trainer; ``last`` keeps every newest checkpoint instead."""
+
+    evaluate: SelectionEvaluator
+    limits: SelectionConfig
+    candidates: list[Candidate] = field(default_factory=list)
+
+    def consider(self, iteration: int, policy: PreTrainedModel) -> Verdict:
+        """Evaluate, and say whether this is now the checkpoint to keep."""
+        # One verdict for all ranks, however their last digits may differ.
+        figures = distributed.from_first(self.evaluate(policy))
+        self.candidates.append(candidate(iteration, figures))
+        return Verdict(figures, self.choice().candidate.iteration == iteration)
+
+    def choice(self) -> Choice:
+        """The checkpoint to keep of those seen so far."""
+        if self.limits.method == "last":
+            last = self.candidates[-1]
+            return Choice(
+                last, not last.broken_limits(self.limits), "the last checkpoint, as ppo.selection.method says"
+            )
+        return choose(self.candidates, self.limits)
+
+    def state(self) -> dict[str, Any]:
+        """The candidates as JSON, numbers that are not finite as null."""
+        return {"candidates": [finite(asdict(seen)) for seen in self.candidates]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        self.candidates = [_candidate(row) for row in state["candidates"]]
+
+
+def _candidate(row: Mapping[str, Any]) -> Candidate:
+    values: dict[str, Any] = {name: math.nan if value is None else value for name, value in row.items()}
+    return Candidate(**values)
+
+
+def make_selector(
+    config: PpoConfig,
+    inputs: Paths,
+    reference: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    frozen: FrozenModels,
+) -> CheckpointSelector:
+    """The referee on fixed validation prompts; ids are content hashes, so the first of them are a fixed sample.
+
+    Its judges are the models that also score rollouts: the reward model and the referee.
+    """
+    path = inputs.clean / "prompts" / "validation.parquet"
+    rows = sorted(read_rows(path, Prompt), key=lambda row: row.id)[: config.selection.prompts]
+    if not rows:
+        raise DataError(f"{path} has no rows; raise validate.split.validation")
+    prompts = [row.prompt for row in rows]
+    seed, rows_together = derive_seed(config.seed, "ppo", "selection"), config.selection.batch_size
+
+    def sample(model: PreTrainedModel) -> Any:
+        return unfiltered_replies(model, tokenizer, prompts, config.max_new_tokens, seed, rows_together)
+
+    referee, reward = (
+        ModelJudge(inputs[name], name, rows_together, frozen.scalar(inputs[name])) for name in ("referee", "reward")
+    )
+    with frozen.at_work():
+        evaluate = SelectionEvaluator(reference, prompts, referee, sample, reward)
+    return CheckpointSelector(evaluate, config.selection)
