@@ -6,28 +6,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from commands import OFFLINE, ROOT, SHARED_DATA, SmokeRun, run
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
-
-ROOT = Path(__file__).resolve().parents[1]
-SHARED_DATA = ROOT.parent / "shared" / "data"
-OFFLINE = {
-    "DVC_NO_ANALYTICS": "1",
-    "DO_NOT_TRACK": "1",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "GX_ANALYTICS_ENABLED": "false",
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "HF_HUB_OFFLINE": "1",
-    # Idle threads that spin bring a busy machine to a halt, and models this small gain nothing from a second one.
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,33 +22,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(OFFLINE)
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RLHF_WORKSPACE", "RLHF_PARENT_RUN_ID"):
         os.environ.pop(name, None)
-
-
-def command_environment(**extra: str) -> dict[str, str]:
-    """The environment of a user's shell with the virtual environment active."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return {**os.environ, **OFFLINE, "PATH": path, "COLUMNS": "200", **extra}
-
-
-def run(*words: str | Path, cwd: Path, timeout: float = 300, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user would and return it with its output, whatever its exit code."""
-    return subprocess.run(
-        [str(word) for word in words],
-        cwd=cwd,
-        env=command_environment(**extra),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        stdin=subprocess.DEVNULL,
-    )
-
-
-@dataclass(frozen=True)
-class SmokeRun:
-    """A finished smoke run: its workspace (read-only for tests) and what the command printed."""
-
-    workspace: Path
-    completed: subprocess.CompletedProcess[str]
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import SmokeRun
+from commands import SmokeRun
 
 from rlhf_core.config.ablation_metrics import CURVES, METRICS
 from rlhf_core.evaluation.ablation.results import Run, read_results

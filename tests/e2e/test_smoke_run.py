@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from conftest import ROOT, SmokeRun, run
+from commands import ROOT, SmokeRun, run
 
 pytestmark = pytest.mark.services
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SmokeRun, run
+from commands import ROOT, SmokeRun, run
 
 pytestmark = pytest.mark.services
 
