@@ -192,7 +192,7 @@ def test_ragged_csv_rows_are_refused(tmp_path: Path) -> None:
         ("x.json", b'[{"question": 1, "answer": 2}]', r"x.json, row 1 \(keys question, answer\).*hh-rlhf"),
         ("x.jsonl", b"{{{\n", "row 1: the line is not valid JSON"),
         ("x.jsonl.gz", b"plain", "not a whole gzip"),
-        ("x.jsonl.gz", gzip.compress(b'{"prompt": "a"}' * 99)[:40], "not a whole gzip"),
+        ("x.jsonl.gz", gzip.compress(b'{"prompt": "a"}' * 99, mtime=0)[:40], "not a whole gzip"),
         ("x.parquet", b"no", "not a readable parquet"),
         ("x.txt", b"hello", "unknown kind of file"),
         ("x.csv", b"\xff\xfe", "not UTF-8"),
