@@ -134,7 +134,9 @@ def test_branches_run_together_and_a_failure_skips_what_stands_behind_it() -> No
     assert schedule.finished and schedule.outcomes["d"].action == "skipped"
 
 
-@pytest.mark.parametrize(("code", "expected"), [(1, True), (137, True), (75, True), (2, False), (3, False), (4, False)])
+@pytest.mark.parametrize(
+    ("code", "expected"), [(1, True), (137, True), (75, False), (2, False), (3, False), (4, False)]
+)
 def test_only_crashes_are_tried_again(code: int, expected: bool) -> None:
     assert outcome("s", "failed", code).retryable is expected
 
