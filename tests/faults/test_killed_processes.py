@@ -45,7 +45,7 @@ def test_a_killed_process_is_reported_and_ppo_resumes_from_its_checkpoint(tmp_pa
         process.kill()
     assert run.wait(600) == 0, (toy / "out.log").read_text()
     text = (toy / "out.log").read_text()
-    # A worker that dies takes its job along with SIGTERM, upon which the stage saves its state: no retry is spent on that.
+    # A worker that dies takes its job along with SIGTERM, upon which the stage saves its state: that is no retry.
     again = ["trying again in 1 s", *(["preempted, waiting for a worker of gpu-pool"] if victim == "worker" else [])]
     assert message in text and any(said in text for said in again), text
     assert_nothing_lost(toy)
