@@ -142,6 +142,16 @@ def warmed(model: torch.nn.Module, config: OptimizerConfig, name: str) -> Engine
     return engine
 
 
+def _measure(task: SftTask | RewardTask, engine: Engine, meter: Meter) -> None:
+    """A step of supervised training and an evaluation."""
+    with meter.phase("update"):
+        task.train_step(0)
+    with meter.phase("step"):
+        engine.step()
+    with meter.phase("evaluation"):
+        task.evaluate()
+
+
 def run_sft(subject: Subject, meter: Meter) -> None:
     """The heaviest step; a full held-out batch."""
     config = subject.params.sft
@@ -149,12 +159,7 @@ def run_sft(subject: Subject, meter: Meter) -> None:
     engine = warmed(model, config.optimizer, "sft")
     rows = [Example(subject.ids(i, subject.prompt), subject.ragged(i, subject.reply)) for i in range(64)]
     task = SftTask(engine, model, rows[: config.batch_size], rows, config, PAD)
-    with meter.phase("update"):
-        task.train_step(0)
-    with meter.phase("step"):
-        engine.step()
-    with meter.phase("evaluation"):
-        task.evaluate()
+    _measure(task, engine, meter)
 
 
 def run_reward(subject: Subject, meter: Meter) -> None:
@@ -174,12 +179,7 @@ def run_reward(subject: Subject, meter: Meter) -> None:
     limits = config.batch
     _, count = subject.recipe.lengths.pairs.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
     task = RewardTask(engine, model, pairs[:count], pairs, config, PAD, "reward")
-    with meter.phase("update"):
-        task.train_step(0)
-    with meter.phase("step"):
-        engine.step()
-    with meter.phase("evaluation"):
-        task.evaluate()
+    _measure(task, engine, meter)
 
 
 def run_critic(subject: Subject, meter: Meter) -> None:
