@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.errors import ModelError, RlhfError
+from rlhf_core.models.io import quiet
+from rlhf_core.models.nf4 import pack_linear_layers, unpack_linear_layers
 
 MISSING = "lora is set, but peft is not installed: pip install 'rlhf-pipeline[lora]', or remove the setting"
 
@@ -19,10 +21,12 @@ MISSING = "lora is set, but peft is not installed: pip install 'rlhf-pipeline[lo
 def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     """Freeze ``model`` and put adapters into its linear layers, in place. They compute nothing until they are trained.
 
-    Their random halves are a function of ``seed``. ``ModelError`` when ``config.targets`` name no linear layer.
+    Their random halves are a function of ``seed``. With ``config.quantize`` the frozen linear layers are held in 4 bits
+    from then on. ``ModelError`` when ``config.targets`` name no linear layer.
     """
     try:
-        import peft
+        with quiet():
+            import peft
     except ImportError as error:
         raise RlhfError(MISSING) from error
     layers = {name.rpartition(".")[2] for name, module in model.base_model.named_modules() if type(module) is nn.Linear}
@@ -32,14 +36,20 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     chosen = sorted(config.targets or layers)
     settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen, lora_dropout=0.0)
     model.requires_grad_(False)
+    if config.quantize is not None:
+        pack_linear_layers(model)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, model)
+    if config.quantize is not None:
+        # peft gives adapters the precision of a layer's weight, and a packed one has none to be seen.
+        nn.Module.to(model, model.dtype)
     model.eval()
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Add the adapters to the weights they belong to and take them out again, in place."""
+    """Add the adapters to the weights they belong to, unpacked if they were packed, and take them out, in place."""
+    unpack_linear_layers(model)
     for name, layer in list(_adapted(model)):
         layer.merge()
         parent, _, child = name.rpartition(".")

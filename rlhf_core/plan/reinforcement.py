@@ -148,13 +148,14 @@ def _selecting(setting: Setting, gathering: Use) -> Use:
 
 def _loading(setting: Setting, trained: Sequence[Role], references: Sequence[Role], scoring: Sequence[Role]) -> Use:
     """Models are loaded whole: the reference, each scorer before it is placed, SFT's replies for the selection; then
-    the reference is placed, and policy and critic follow."""
-    first = whole(*references) if references else whole(trained[0])
+    the reference is placed, and policy and critic follow. Where the policy is the reference, it is packed at once."""
+    first = whole(*references) if references else Use(weights=trained[0].loaded)
     placed = total(role.held for role in scoring)
     at_work = total(role.at_work() for role in scoring)
     beside = whole(*trained) if references else whole(*trained[1:]) + first
     return peak(
         [
+            whole(trained[0]),
             first + placed + whole(scoring[-1]),
             first + placed + at_work + _selecting(setting, most(scoring)),
             beside + placed + total(role.held for role in references),

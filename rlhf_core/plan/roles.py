@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.plan.optimizer import TrainingState, training_state
+from rlhf_core.plan.packed import Packed, packed_layers
 from rlhf_core.plan.placement import Placement
 from rlhf_core.plan.shapes import Shape
 from rlhf_core.plan.usage import Use
@@ -20,27 +21,39 @@ from rlhf_core.plan.weights import (
 
 @dataclass(frozen=True)
 class Role:
-    """One model. ``parameters`` include adapters; ``state`` is None for a frozen one."""
+    """One model. ``parameters`` include adapters, and those in 4 bits if any (``packed``); ``state`` is None for a
+    frozen one."""
 
     name: str
     parameters: int
     placement: Placement
     state: TrainingState | None = None
     adapted: bool = False
+    packed: Packed | None = None
 
     @property
     def held(self) -> Use:
         """What it always holds; gradients come and go with the phases."""
         if self.state is None:
             return Use(weights=frozen_weights(self.parameters, self.placement))
-        weights = trained_weights(self.parameters, self.placement)
+        weights = trained_weights(self._plain, self.placement) + (self.packed.size if self.packed else 0)
         lasting = self.state.gradients if self._lasting_gradients else 0
         return Use(weights, lasting, self.state.optimizer, other=self.state.buffers)
 
     @property
     def whole(self) -> int:
-        """Bytes of its weights before anything is sharded or moved away: every model is loaded so."""
+        """Bytes of its weights before anything is packed, sharded or moved away: every model is loaded so."""
         return self.parameters * self.placement.element
+
+    @property
+    def loaded(self) -> int:
+        """Bytes of its weights when it has been loaded, and packed where it will be, but not sharded yet."""
+        return self._plain * self.placement.element + (self.packed.size if self.packed else 0)
+
+    @property
+    def _plain(self) -> int:
+        """Parameters that are not in 4 bits."""
+        return self.parameters - (self.packed.parameters if self.packed else 0)
 
     @property
     def gradients(self) -> int:
@@ -61,7 +74,8 @@ class Role:
 
     def running(self, whole: bool) -> Use:
         """What a trained model needs on top while it runs, ``whole`` or gathered layer by layer."""
-        return Use(weights=gathered_weights(self.parameters, self.placement, whole))
+        unpacked = self.packed.unpacked(self.placement.element) if self.packed else 0
+        return Use(weights=gathered_weights(self._plain, self.placement, whole) + unpacked)
 
     def at_work(self) -> Use:
         """What a frozen model needs on top while any of them is at work."""
@@ -78,7 +92,8 @@ def trained(name: str, parameters: int, shape: Shape, placement: Placement, lora
         return Role(name, parameters, placement, training_state(parameters, placement))
     adapters = shape.adapters(lora.rank, lora.targets)
     head = shape.hidden if parameters != shape.causal_lm else 0
-    return Role(name, parameters + adapters, placement, training_state(adapters + head, placement), adapted=True)
+    packed = packed_layers(shape) if lora.quantize is not None else None
+    return Role(name, parameters + adapters, placement, training_state(adapters + head, placement), True, packed)
 
 
 def with_trained_head(name: str, parameters: int, shape: Shape, placement: Placement) -> Role:

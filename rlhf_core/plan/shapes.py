@@ -54,6 +54,11 @@ class Shape:
         return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden + self.bias
 
     @property
+    def linear(self) -> int:
+        """Parameters of the matrices of all layers."""
+        return self.layers * (self.layer - 2 * self.hidden - self.bias)
+
+    @property
     def backbone(self) -> int:
         """Parameters without any head: embedding, layers, last norm."""
         return self.embedding + self.layers * self.layer + self.hidden

@@ -14,6 +14,7 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 from unit.engine import cases
+from unit.engine.adapters import LORA, with_adapters
 from unit.ppo.tiny import make_tiny
 
 from rlhf_core import distributed
@@ -54,6 +55,7 @@ def everything(folder: Path, stored: Path) -> None:
             for kind, (lr, steps) in {"gradient": GRADIENT, "updates": UPDATES}.items():
                 engines, figures = cases.train(case, make, lr, steps, stored)
                 cases.write_result(folder, f"{case}-{kind}-{stage}", cases.changes(engines, before), figures)
+        with_adapters(folder, str(stage), make)
     for kind in KINDS:
         with_adam(folder, kind, deepspeed_maker(kind, stored.parent, build_adamw), stored.parent)
         with_going_back(deepspeed_maker(kind, stored.parent, build_adamw))
@@ -201,6 +203,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     engine = LocalEngine(plain, cases.optimizer(0.1), 9, build=cases.sgd)
     steps(engine, range(2))
     cases.write_result(root / "1", "plain", engine.full_weights(), {})
+    with_adapters(root / "1", "local", cases.local)
     for size in (1, 2):
         run_ranks(everything, size, root / str(size), stored)
     return {size: root / str(size) for size in (1, 2)}
@@ -248,6 +251,21 @@ def test_recomputed_activations_give_the_same_weights(size: int, found: dict[int
     recomputed, _ = cases.read_result(found[size], "checkpointing")
     for name, tensor in plain.items():
         assert torch.allclose(tensor, recomputed[name], rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", LORA)
+def test_adapters_are_trained_switched_off_and_merged_alike(
+    kind: str, stage: int, size: int, found: dict[int, Path]
+) -> None:
+    plain, _ = cases.read_result(found[1], f"adapters-{kind}-local")
+    sharded, _ = cases.read_result(found[size], f"adapters-{kind}-{stage}")
+    assert torch.allclose(plain["reference"], plain["before"]) and not torch.allclose(plain["inside"], plain["before"])
+    assert sharded.keys() == plain.keys()
+    for name, tensor in plain.items():
+        assert torch.allclose(tensor, sharded[name], rtol=1e-4, atol=1e-5), name
+    assert torch.allclose(sharded["released"], sharded["inside"], atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 2])

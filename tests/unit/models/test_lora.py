@@ -22,7 +22,13 @@ from rlhf_core.training.engine import LocalEngine
 needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="peft is not installed: pip install 'rlhf-pipeline[lora]'"
 )
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None,
+    reason="bitsandbytes is not installed: pip install 'rlhf-pipeline[4bit]'",
+)
 LORA = LoraConfig(rank=2, alpha=4)
+NF4 = LoraConfig(rank=2, alpha=4, quantize="nf4")
+EITHER = [LORA, pytest.param(NF4, marks=needs_bitsandbytes, id="nf4")]
 IDS = torch.arange(12).view(2, 6)
 
 
@@ -83,10 +89,15 @@ def test_a_scalar_model_trains_adapters_and_head() -> None:
 
 
 @needs_peft
-def test_ppo_with_adapters_keeps_its_reference_and_resumes_exactly(tmp_path: Path) -> None:
-    def run(folder: Path, iterations: int) -> Tiny:
+@pytest.mark.parametrize("lora", EITHER)
+def test_ppo_with_adapters_keeps_its_reference_and_resumes_exactly(tmp_path: Path, lora: LoraConfig) -> None:
+    def untrained() -> Tiny:
         tiny = make_tiny()
-        add_adapters(tiny.policy, LORA, seed=3)
+        add_adapters(tiny.policy, lora, seed=3)
+        return tiny
+
+    def run(folder: Path, iterations: int) -> Tiny:
+        tiny = untrained()
         tiny.reference = WithoutAdapters(tiny.policy)  # type: ignore[assignment]
         trainer = make_trainer(tiny, make_config(), folder)
         object.__setattr__(trainer.config, "iterations", iterations)
@@ -94,7 +105,7 @@ def test_ppo_with_adapters_keeps_its_reference_and_resumes_exactly(tmp_path: Pat
         assert trainer.history.rows()[0]["kl"] == pytest.approx(0.0, abs=1e-5)
         return tiny
 
-    before = logits(make_tiny().policy)
+    before = logits(untrained().policy)
     whole = run(tmp_path / "whole", 4)
     assert torch.equal(logits(whole.reference), before)
     assert not torch.equal(logits(whole.policy), before)

@@ -15,6 +15,7 @@ from rlhf_core.plan.shapes import Shape
 TIED = Shape(512, 64, 176, 2, 4, 4, 16, True, 256)
 GROUPED = Shape(900, 64, 176, 2, 4, 2, 16, False, 256)
 DEEP = Shape(512, 64, 176, 6, 4, 4, 16, True, 256)
+WIDE = Shape(512, 256, 704, 4, 4, 2, 64, True, 256)
 BATCHES: dict[str, Any] = {
     "sft": {"batch_size": 8, "micro_batch_size": 4},
     "reward": {"batch": {"token_budget": 512}},
@@ -47,6 +48,12 @@ def recomputed() -> Subject:
     ppo = {"batch_size": 32, "policy_lora": lora, "critic_lora": lora}
     sections = {"sft": {"batch_size": 32, "micro_batch_size": 16}, "reward": {"batch": {"token_budget": 2048}}}
     return Subject("recomputed", DEEP, params(compute={"launch": launch}, ppo=ppo, **sections), prompt=32, reply=16)
+
+
+def packed() -> Subject:
+    """Adapters on 4-bit weights, of matrices large enough to be most of the model."""
+    lora = {"rank": 4, "quantize": "nf4"}
+    return Subject("packed", WIDE, params(ppo={"policy_lora": lora, "critic_lora": lora}), prompt=12, reply=16)
 
 
 def exact_kl() -> Subject:

@@ -16,6 +16,7 @@ CASES: list[tuple[Callable[[], Subject], tuple[str, ...]]] = [
     (subjects.grouped, tuple(RUNS)),
     (subjects.recomputed, tuple(RUNS)),
     (subjects.exact_kl, ("ppo",)),
+    (subjects.packed, ("ppo",)),
 ]
 
 
@@ -32,6 +33,8 @@ def test_each_phase_is_estimated_within_a_tenth(subject: Callable[[], Subject], 
     case = subject()
     if case.params.ppo.policy_lora is not None:
         pytest.importorskip("peft")
+        if case.params.ppo.policy_lora.quantize is not None:
+            pytest.importorskip("bitsandbytes")
     measured = measure(case, stages)
     for stage in make_plan(case.recipe, stages).stages:
         planned = {phase.name: phase.use.total for phase in stage.phases}
