@@ -29,6 +29,7 @@ from rlhf_core.config.load import PARAMS_FILE, Params, load_params
 from rlhf_core.config.placement import Placement
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError
 from rlhf_core.files import atomic_write_text
+from rlhf_core.ppo.reward_sources.tracked_files import function_files
 
 if TYPE_CHECKING:
     from flows.submission import Job
@@ -37,6 +38,7 @@ RECIPE_FILES = (PARAMS_FILE, "dvc.yaml", "dvc.lock", ".dvcignore")
 CARRIED_BYTES = 400_000
 DELIVER_SECONDS = 300
 REPORT = "rlhf-outcome"
+SCORED_STAGES = ("critic", "ppo")
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def pack(job: Job, node: StageNode) -> Job | None:
     handoff = Handoff(
         key=f"{job.stage}-{same[:16]}",
         remote=remote,
-        files=_carried(job.workspace, [*RECIPE_FILES, *offer["carry"], *_engine_files(job.workspace, job.stage)]),
+        files=_carried(job.workspace, [*RECIPE_FILES, *offer["carry"], *_files_beside_dvc(job.workspace, job.stage)]),
         revision=git_revision(Path(__file__).parent),
         deliver_seconds=deliver_seconds(place),
     )
@@ -100,11 +102,13 @@ def deliver_seconds(place: Placement) -> int:
     return DELIVER_SECONDS if place.deliver_seconds is None else place.deliver_seconds
 
 
-def _engine_files(workspace: Path, stage: str) -> list[str]:
-    """Files that say how to launch the stage, which is no input of it."""
-    launches = {str(name): launch for name, launch in load_params(workspace).compute.launch.items()}
+def _files_beside_dvc(workspace: Path, stage: str) -> list[str]:
+    """Files that the stage reads though they are no inputs of it: how to launch it, and functions that score."""
+    params = load_params(workspace)
+    launches = {str(name): launch for name, launch in params.compute.launch.items()}
     file = launches[stage].deepspeed if stage in launches else None
-    return [file] if file and not Path(file).is_absolute() else []
+    engine = [file] if file and not Path(file).is_absolute() else []
+    return [*engine, *(function_files(workspace, params.ppo.reward.sources) if stage in SCORED_STAGES else [])]
 
 
 def _carried(workspace: Path, paths: list[str]) -> dict[str, str]:

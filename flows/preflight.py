@@ -8,15 +8,16 @@ import time
 from pathlib import Path
 
 from flows.environment import child_environment
+from flows.lineage import dvc_status
 from flows.outcome import Outcome
 from rlhf_core.config.load import load_params
-from rlhf_core.errors import EXIT_USER_ERROR
+from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 
 
 def refusal(workspace: Path, stage: str) -> Outcome | None:
     """The failed outcome of a stage that `rlhf plan --check` knows to be too large; None where it may be submitted.
 
-    Nothing is asked where ``plan.gpu_memory_gb`` is not set.
+    Nothing is asked where ``plan.gpu_memory_gb`` is not set, and a stage that is up to date needs no memory.
     """
     if load_params(workspace).plan.gpu_memory_gb is None:
         return None
@@ -29,7 +30,14 @@ def refusal(workspace: Path, stage: str) -> Outcome | None:
         text=True,
         stdin=subprocess.DEVNULL,
     )
-    if answer.returncode != EXIT_USER_ERROR:
+    if answer.returncode != EXIT_USER_ERROR or _up_to_date(workspace, stage):
         return None
     message = answer.stderr.strip().rpartition("\n")[2].removeprefix("rlhf: ")
     return Outcome(stage, "failed", EXIT_USER_ERROR, message, started, time.time(), 0.0)
+
+
+def _up_to_date(workspace: Path, stage: str) -> bool:
+    try:
+        return not dvc_status(workspace, [stage])
+    except RlhfError:
+        return False

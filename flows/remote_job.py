@@ -24,6 +24,7 @@ from prefect.client.schemas.actions import ArtifactCreate
 
 from flows.environment import child_environment
 from flows.handoff import REPORT, Handoff, failed
+from flows.host_cache import in_use
 from flows.job_log import LogShipper
 from flows.lineage import git_revision
 from flows.outcome import Outcome
@@ -56,7 +57,7 @@ def run_handed_over(
     started = time.time()
     host = host_folder()
     try:
-        with locked(host, f"{handoff.key}.lock", wait=True, on_wait=get_run_logger().info):
+        with in_use(host), locked(host, f"{handoff.key}.lock", wait=True, on_wait=get_run_logger().info):
             job = _HostJob(handoff, stage, outputs, environment, grace, host / "jobs" / handoff.key)
             outcome = job.run(host / "cache")
             publish(outcome, job.workspace, _small_outputs(job.workspace, outputs, outcome))

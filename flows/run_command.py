@@ -14,7 +14,15 @@ from flows.environment import child_environment
 from flows.events import EVENTS_VARIABLE, EventReader, new_events_file
 from flows.initialise import ensure_dvc
 from flows.processes import OWNER_VARIABLE, Guarded, owner_mark, start_guarded
-from flows.services import SERVER, Services, start_server, use_server_of_environment, wait_for_server, worker_name
+from flows.services import (
+    SERVER,
+    Services,
+    start_server,
+    use_server_of_environment,
+    wait_for_other_server,
+    wait_for_server,
+    worker_name,
+)
 from flows.summary import exit_code, summary
 from flows.sweep import sweep
 from flows.upkeep import Upkeep
@@ -102,6 +110,7 @@ class _Run:
         url = use_server_of_environment()
         if url is None and (url := running_services(self.workspace)) is not None:
             os.environ["PREFECT_API_URL"] = url
+            wait_for_other_server(url, signals.STOP.is_set)
             use_server_of_environment()
         if url is not None:
             self.display.line(f"Prefect server {url}")

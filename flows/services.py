@@ -20,6 +20,7 @@ from rlhf_core.config.load import load_params
 from rlhf_core.errors import RlhfError
 
 START_SECONDS = 180.0
+RESTART_SECONDS = 60.0
 STOP_GRACE = 3.0
 SERVER = "server"
 
@@ -91,6 +92,13 @@ def use_server_of_environment() -> str | None:
         )
     os.environ.update(QUIET, NO_PROXY=without_proxy(), no_proxy=without_proxy())
     return url
+
+
+def wait_for_other_server(url: str, stopping: Callable[[], bool]) -> None:
+    """Give the server of another command, which starts it again when it dies, up to a minute to answer."""
+    deadline = time.monotonic() + RESTART_SECONDS
+    while _problem(url, seconds=1.0) and not stopping() and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
 def start_server(workspace: Path, port: int | None = None) -> Services:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from toys import assert_nothing_lost, begin, in_the_middle, processes_of, traini
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-def end_at_one_blow(toy: Path) -> None:
+def end_at_one_blow(toy: Path, run: subprocess.Popen[bytes]) -> None:
     """Stop everything before anything is killed, so that none sees another die."""
-    everything = processes_of(toy)
+    everything = [psutil.Process(run.pid), *processes_of(toy)]
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for process in everything:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -32,7 +33,7 @@ def test_runs_of_a_machine_that_died_are_marked_as_crashed_and_the_next_run_goes
     try:
         server.start()
         run = in_the_middle(toy, **server.env)
-        end_at_one_blow(toy)
+        end_at_one_blow(toy, run)
         run.wait()
         held = server.runs(ACTIVE)
         assert {run.state_type for run in held} == {StateType.RUNNING} and len(held) == 2

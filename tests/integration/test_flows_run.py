@@ -62,6 +62,8 @@ def test_a_stage_on_the_pool_runs_there_and_a_second_run_computes_nothing(tmp_pa
         toy, "select r.name, state_type from flow_run r join flow f on f.id = r.flow_id where f.name='rlhf-stage'"
     )
     assert jobs == [("ppo", "COMPLETED")]
+    # A GPU on which the stage would not fit refuses only what has to be computed.
+    (toy / "params.yaml").write_text(PARAMS + "plan: {gpu_memory_gb: 1.05}\n")
     second = rlhf("run", cwd=toy)
     assert second.returncode == 0 and "3 cached" in second.stdout and " ran " not in second.stdout
     assert (toy / "starts.log").read_text() == "0\n"

@@ -52,6 +52,19 @@ def folder_patterns(workspace: Path, sources: RewardSources) -> list[str]:
     ]
 
 
+def function_files(workspace: Path, sources: RewardSources) -> list[str]:
+    """Module files in the workspace that functions reach, relative to it: another host needs them to call the same."""
+    reached = (
+        file
+        for source in sources
+        if isinstance(source, FunctionSource)
+        for _, file in _reached(source.target.split(":")[0], workspace)
+    )
+    place = workspace.resolve()
+    found = {file.resolve().relative_to(place).as_posix() for file in reached if file.resolve().is_relative_to(place)}
+    return sorted(found)
+
+
 def code_lines(workspace: Path, sources: RewardSources) -> list[str]:
     """For each function: its target, and a digest of each module file that its code reaches (comments do not count).
 

@@ -15,11 +15,13 @@ from prefect.client.orchestration import SyncPrefectClient
 
 from flows import job_log, transfer
 from flows.exchange import Exchange, Refused
-from flows.handoff import CARRIED_BYTES, Handoff, _carried
+from flows.handoff import CARRIED_BYTES, Handoff, _carried, _files_beside_dvc
 from flows.job_log import LogFollower, LogShipper
 from flows.remote_job import other_code, rebuild
 from flows.transfer import TransferFailed, TransferStopped, patiently
+from rlhf_core.config.load import load_params
 from rlhf_core.fingerprint import fingerprint
+from rlhf_core.ppo.reward_sources.tracked_files import write_tracked_files
 
 RUN = UUID(int=7)
 
@@ -72,6 +74,25 @@ def test_a_host_with_other_code_says_which_and_computes_nothing(tmp_path: Path) 
     rebuild(tmp_path / "other", handoff(**other), tmp_path / "cache")
     told = other_code(tmp_path / "other", handoff(**other))
     assert "other code" in told and ".fingerprints/ppo.txt" in told and "sft.txt" not in told and "\n" not in told
+
+
+def test_a_function_that_scores_travels_with_the_job(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    source = "ppo: {reward: {sources: [{kind: function, target: 'own_rewards:score'}]}}\n"
+    (here / "params.yaml").write_text(source)
+    (here / "dvc.yaml").write_text("stages: {}\n")
+    (here / "own_rewards.py").write_text("import own_words\n\ndef score(prompts, replies):\n    return [1.0]\n")
+    (here / "own_words.py").write_text("GOOD = ['please']\n")
+    (here / "unrelated.py").write_text("pass\n")
+    write_tracked_files(here, load_params(here).ppo.reward.sources)
+    carried = _carried(here, ["params.yaml", "dvc.yaml", ".fingerprints", *_files_beside_dvc(here, "ppo")])
+    assert {path for path in carried if path.endswith(".py")} == {"own_rewards.py", "own_words.py"}
+    assert _files_beside_dvc(here, "sft") == []
+    rebuild(there, handoff(**carried), tmp_path / "cache")
+    assert other_code(there, handoff(**carried)) == ""
+    (there / "own_words.py").write_text("GOOD = ['thanks']\n")
+    assert "reward_sources.txt" in other_code(there, handoff(**carried))
 
 
 def test_small_text_travels_with_the_job_and_the_rest_is_refused(tmp_path: Path) -> None:
