@@ -25,11 +25,11 @@ from flows.lineage import git_revision
 from flows.outcome import Outcome
 from flows.stage_task import run_stage, stage_log
 from flows.transfer import TransferFailed, TransferStopped, patiently, transfer
+from rlhf_core.cli import reward_function_files
 from rlhf_core.config.load import PARAMS_FILE, Params, load_params
 from rlhf_core.config.placement import Placement
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError
 from rlhf_core.files import atomic_write_text
-from rlhf_core.ppo.reward_sources.tracked_files import function_files
 
 if TYPE_CHECKING:
     from flows.submission import Job
@@ -104,11 +104,10 @@ def deliver_seconds(place: Placement) -> int:
 
 def _files_beside_dvc(workspace: Path, stage: str) -> list[str]:
     """Files that the stage reads though they are no inputs of it: how to launch it, and functions that score."""
-    params = load_params(workspace)
-    launches = {str(name): launch for name, launch in params.compute.launch.items()}
+    launches = {str(name): launch for name, launch in load_params(workspace).compute.launch.items()}
     file = launches[stage].deepspeed if stage in launches else None
     engine = [file] if file and not Path(file).is_absolute() else []
-    return [*engine, *(function_files(workspace, params.ppo.reward.sources) if stage in SCORED_STAGES else [])]
+    return [*engine, *(reward_function_files(workspace) if stage in SCORED_STAGES else [])]
 
 
 def _carried(workspace: Path, paths: list[str]) -> dict[str, str]:

@@ -54,6 +54,14 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     write_tracked_files(root, params.ppo.reward.sources)
 
 
+def reward_function_files(workspace: Path) -> list[str]:
+    """Module files of a workspace, relative to it, that its reward functions reach."""
+    from rlhf_core.config.load import load_params
+    from rlhf_core.ppo.reward_sources.tracked_files import function_files
+
+    return function_files(workspace, load_params(workspace).ppo.reward.sources)
+
+
 @app.command()
 def plan(
     workspace: WorkspaceOption = None,

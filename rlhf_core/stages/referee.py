@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 from rlhf_core.config.reward import RefereeConfig
-from rlhf_core.files import atomic_write_json, atomic_write_text
+from rlhf_core.files import atomic_write_json
 from rlhf_core.models.base import load_tokenizer
 from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
-from rlhf_core.training.reward_run import (
-    read_split,
-    score_split,
-    split_categories,
-    split_figures,
-    train_scalar,
-    training_figures,
-    write_scores,
-)
+from rlhf_core.training.reward_run import evaluate_splits, read_split, train_scalar, write_history, write_scores
 
 STAGE = Stage(
     name="referee",
@@ -48,14 +38,8 @@ def run(config: RefereeConfig, inputs: Paths, outputs: Paths, tracker: Tracker) 
     test = read_split(inputs.clean / "preferences" / "test.parquet", tokenizer, config.max_tokens)
     trained = train_scalar(config, "referee", init, train, validation, outputs.work, tracker)
     trained.model.save(outputs.model, tokenizer)
-    atomic_write_text(outputs.history, "".join(json.dumps(record) + "\n" for record in trained.result.history))
-
-    metrics: dict[str, object] = dict(training_figures(trained, train))
-    scores = {}
-    for prefix, split in (("", validation), ("test_", test)):
-        scores[prefix] = score_split(trained.model, split, tokenizer)
-        metrics |= {f"{prefix}{key}": value for key, value in split_figures(scores[prefix], split).items()}
-        metrics[f"{prefix}category"] = split_categories(scores[prefix], split)
-    write_scores(outputs.scores, scores["test_"], test)
+    write_history(outputs.history, trained)
+    metrics, scores = evaluate_splits(trained, train, {"validation": validation, "test": test})
+    write_scores(outputs.scores, scores["test"], test)
     atomic_write_json(outputs.metrics, metrics)
     return metrics

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-
 from rlhf_core.config.reward import RewardConfig
-from rlhf_core.files import atomic_dir, atomic_write_json, atomic_write_text
+from rlhf_core.files import atomic_dir, atomic_write_json
 from rlhf_core.models.base import load_tokenizer
 from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.reward_baselines import bag_of_words_accuracy
 from rlhf_core.training.reward_plots import draw_reward_plots
 from rlhf_core.training.reward_run import (
+    evaluate_splits,
+    prefix,
     read_split,
-    score_split,
-    split_categories,
-    split_figures,
     train_scalar,
-    training_figures,
+    write_history,
     write_scores,
 )
 
@@ -45,16 +42,12 @@ def run(config: RewardConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -
     splits = {name: read_split(folder / f"{name}.parquet", tokenizer, config.max_tokens) for name in names}
     trained = train_scalar(config, "reward", init, splits["train"], splits["validation"], outputs.work, tracker)
     trained.model.save(outputs.model, tokenizer)
-    atomic_write_text(outputs.history, "".join(json.dumps(record) + "\n" for record in trained.result.history))
+    write_history(outputs.history, trained)
 
     held_out = {name: splits[name] for name in names[1:]}
-    scores = {name: score_split(trained.model, split, tokenizer) for name, split in held_out.items()}
+    metrics, scores = evaluate_splits(trained, splits["train"], held_out)
     words = bag_of_words_accuracy(splits["train"].rows, {name: split.rows for name, split in held_out.items()})
-    metrics: dict[str, object] = dict(training_figures(trained, splits["train"]))
-    for name, prefix in (("validation", ""), ("test", "test_")):
-        figures = split_figures(scores[name], held_out[name]) | {"baseline_bow": words[name]}
-        metrics |= {f"{prefix}{key}": value for key, value in figures.items()}
-        metrics[f"{prefix}category"] = split_categories(scores[name], held_out[name])
+    metrics |= {f"{prefix(name)}baseline_bow": accuracy for name, accuracy in words.items()}
     write_scores(outputs.scores, scores["test"], held_out["test"])
     with atomic_dir(outputs.plots) as plots:
         draw_reward_plots(plots, {name: scored.margins for name, scored in scores.items()}, trained.result.history)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rlhf_core.data.chat import pad_id
 from rlhf_core.data.pairs import TokenisedPair, tokenised_pairs
 from rlhf_core.data.schema import Preference, read_rows
 from rlhf_core.errors import DataError
-from rlhf_core.files import atomic_write_json
+from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.models.base import load_tokenizer
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import merge_adapters
@@ -79,19 +80,32 @@ def train_scalar(
     return TrainedScalar(model, tokenizer, result, engine.skipped_steps)
 
 
-def score_split(trained: ScalarModel, split: Split, tokenizer: PreTrainedTokenizerBase) -> PairScores:
-    """Rewards of a split's pairs."""
-    return score_pairs(trained, split.pairs, pad_id(tokenizer))
+def evaluate_splits(
+    trained: TrainedScalar, train: Split, held_out: Mapping[str, Split]
+) -> tuple[dict[str, object], dict[str, PairScores]]:
+    """Figures of the training and of each held-out split, and the rewards behind them by split.
+
+    Those of ``test`` have that word before their names.
+    """
+    metrics: dict[str, object] = dict(training_figures(trained, train))
+    scores = {}
+    for name, split in held_out.items():
+        found = scores[name] = score_pairs(trained.model, split.pairs, pad_id(trained.tokenizer))
+        figures = evaluate_scores(found.chosen, found.rejected, *reply_lengths(split.pairs))
+        metrics |= {f"{prefix(name)}{key}": value for key, value in figures.items()}
+        categories = accuracy_by_category(found.margins, [row.category for row in split.rows])
+        metrics[f"{prefix(name)}category"] = categories
+    return metrics, scores
 
 
-def split_figures(scores: PairScores, split: Split) -> dict[str, float]:
-    """All flat figures of one split."""
-    return evaluate_scores(scores.chosen, scores.rejected, *reply_lengths(split.pairs))
+def prefix(split: str) -> str:
+    """What stands before the names of a held-out split's figures."""
+    return "test_" if split == "test" else ""
 
 
-def split_categories(scores: PairScores, split: Split) -> dict[str, float]:
-    """Accuracy by category of one split."""
-    return accuracy_by_category(scores.margins, [row.category for row in split.rows])
+def write_history(path: Path, trained: TrainedScalar) -> None:
+    """One line of JSON for each record of the training's course."""
+    atomic_write_text(path, "".join(json.dumps(record) + "\n" for record in trained.result.history))
 
 
 def reply_lengths(pairs: Sequence[TokenisedPair]) -> tuple[np.ndarray, np.ndarray]:
