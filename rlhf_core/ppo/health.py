@@ -50,6 +50,7 @@ def signals(
     return found | {name: float(value) for name, value in (update or {}).items()}
 
 
+@np.errstate(invalid="ignore")  # scores that are not finite give NaN, without a word from NumPy
 def reward_signals(scores: Tensor) -> dict[str, float]:
     """Mean, spread and percentiles of raw scores (B,). ``reward_tail`` is median - 5th percentile: a long lower tail
     is where the paper's collapsing runs showed first."""

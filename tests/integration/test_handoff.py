@@ -70,6 +70,17 @@ def test_a_job_elsewhere_loses_nothing_when_the_remote_is_gone_at_its_end_and_ev
     assert transfer(two, "offer", "ppo", "store")["done"] is True
 
 
+def test_a_remote_that_is_gone_before_the_job_costs_no_training(host: Host, tmp_path: Path) -> None:
+    remote, before = tmp_path / "remote", len(host.starts)
+    clone = make_clone(tmp_path / "clone", remote, params())
+    remote.touch()
+    answer = rlhf("run", cwd=clone, timeout=PATIENCE, **caller_environment(host.url, tmp_path))
+    assert answer.returncode == 1, answer.stdout + answer.stderr
+    (told,) = (line for line in answer.stderr.splitlines() if line.startswith("rlhf: "))
+    assert "ppo: cannot be handed over to " in told and str(remote) in told
+    assert len(host.starts) == before
+
+
 def test_without_a_remote_the_run_is_refused_in_one_line(host: Host, tmp_path: Path) -> None:
     clone = make_clone(tmp_path / "clone", None, params())
     answer = rlhf("run", cwd=clone, **caller_environment(host.url, tmp_path))
