@@ -11,29 +11,17 @@ from prefect.client.orchestration import get_client
 from prefect.utilities.callables import parameter_schema
 
 from flows.environment import child_environment
-from flows.pools import GPU_POOL, apply_pools
+from flows.job import JOB_FLOW, job_name
+from flows.pools import apply_pools
 from flows.workspace import private
 from rlhf_core.config.load import Params
 from rlhf_core.errors import RlhfError
 
-JOB_FLOW = "rlhf-stage"
 JOB_ENTRYPOINT = "flows.gpu_pool.stage_job"
 PREFECT_FILE = "prefect.yaml"
 # For jobs on other hosts: heartbeats, so that a lost host does not keep its slot, and a client that waits eight minutes
 # for a server that it cannot reach.
 AWAY_SETTINGS = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30", "PREFECT_CLIENT_MAX_RETRIES": "8"}
-
-
-def job_name(pool: str, shared: bool = True) -> str:
-    """Name of the job's deployment for ``pool``, whose workers see the workspace or do not."""
-    if not shared:
-        return f"handoff-{pool}"
-    return "gpu-job" if pool == GPU_POOL else f"job-{pool}"
-
-
-def job_deployment(pool: str, shared: bool = True) -> str:
-    """What ``run_deployment`` is given: ``flow/deployment``."""
-    return f"{JOB_FLOW}/{job_name(pool, shared)}"
 
 
 def deploy_jobs(workspace: Path, params: Params) -> None:

@@ -21,12 +21,12 @@ from prefect.exceptions import Abort, TerminationSignal
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, State
 
 from flows import signals
-from flows.deploy import JOB_FLOW
 from flows.graph import StageNode
-from flows.handoff import Correspondence, Handoff, failed, pack
+from flows.handoff import Correspondence, failed, pack
+from flows.job import JOB_FLOW, Handoff, Job
 from flows.outcome import Outcome, clear_outcome, load_outcome, verdict
 from flows.stage_task import run_stage
-from flows.submission import Job, claim, is_own
+from flows.submission import claim, is_own
 from flows.transfer import TransferFailed, TransferStopped
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 

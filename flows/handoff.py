@@ -7,10 +7,10 @@ does not keep go with the submission, the outcome and the log come back through 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import UUID
 
 from prefect import get_run_logger
@@ -20,6 +20,7 @@ from prefect.client.schemas.sorting import ArtifactSort
 
 from flows.graph import StageNode
 from flows.identity import computation
+from flows.job import Handoff, Job
 from flows.job_log import LogFollower
 from flows.lineage import git_revision
 from flows.outcome import Outcome
@@ -31,30 +32,11 @@ from rlhf_core.config.placement import Placement
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError
 from rlhf_core.files import atomic_write_text
 
-if TYPE_CHECKING:
-    from flows.submission import Job
-
 RECIPE_FILES = (PARAMS_FILE, "dvc.yaml", "dvc.lock", ".dvcignore")
 CARRIED_BYTES = 400_000
 DELIVER_SECONDS = 300
 REPORT = "rlhf-outcome"
 SCORED_STAGES = ("critic", "ppo")
-
-
-@dataclass(frozen=True)
-class Handoff:
-    """What a job needs to rebuild the workspace: ``files`` by their path in it, ``remote`` with the options that are no
-    secret. ``key`` is the same for every attempt at one computation; ``revision`` of the code is for messages."""
-
-    key: str
-    remote: Mapping[str, str]
-    files: Mapping[str, str]
-    revision: str
-    deliver_seconds: int
-
-    def parameters(self) -> dict[str, Any]:
-        """As a parameter of the job's flow run."""
-        return asdict(self)
 
 
 def check_handoffs(workspace: Path, params: Params) -> None:

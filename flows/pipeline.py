@@ -23,13 +23,13 @@ from flows.gpu_pool import hand_over, run_on_pool
 from flows.graph import StageNode, read_graph
 from flows.hooks import cancel_orphans
 from flows.identity import computation
+from flows.job import Job
 from flows.outcome import Outcome
 from flows.overdue import drop_overdue
 from flows.preflight import refusal
 from flows.processes import OWNER_VARIABLE, owner_mark
 from flows.schedule import Schedule, final_name
 from flows.stage_task import StageFailed, run_stage
-from flows.submission import Job
 from flows.sweep import sweep
 from flows.workspace import LOCK_HELD_VARIABLE, locked_unless_inherited
 from rlhf_core.config.load import load_params

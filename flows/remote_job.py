@@ -23,8 +23,9 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate
 
 from flows.environment import child_environment
-from flows.handoff import REPORT, Handoff, failed
+from flows.handoff import REPORT, failed
 from flows.host_cache import in_use
+from flows.job import Handoff
 from flows.job_log import LogShipper
 from flows.lineage import git_revision
 from flows.outcome import Outcome

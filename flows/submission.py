@@ -8,10 +8,8 @@ well or badly, the next submission makes a new one.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
@@ -19,37 +17,9 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.deployments import run_deployment
 
-from flows.deploy import job_deployment
-from rlhf_core.config.placement import Placement
-
-if TYPE_CHECKING:
-    from flows.handoff import Handoff
+from flows.job import Job, job_deployment
 
 RECENT = 200
-
-
-@dataclass(frozen=True)
-class Job:
-    """A stage to run on a pool. ``attempt`` is unique to this attempt of this pipeline run; ``computation`` is the
-    hash of what is to be computed (``flows.identity``), None where that cannot be shared; ``preemptions`` is how often
-    the job may lose its place and be submitted again; ``handoff`` is what workers need that do not see the
-    workspace."""
-
-    workspace: Path
-    stage: str
-    outputs: tuple[str, ...]
-    environment: Mapping[str, str]
-    grace: float
-    placement: Placement
-    attempt: str
-    computation: str | None = None
-    preemptions: int = 100
-    handoff: Handoff | None = None
-
-    @property
-    def tag(self) -> str:
-        """Marks the flow runs of one computation on one pool."""
-        return f"computes:{(self.computation or self.attempt)[:32]}@{self.placement.pool}"
 
 
 def claim(client: SyncPrefectClient, job: Job) -> FlowRun:

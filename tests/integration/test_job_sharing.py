@@ -19,8 +19,9 @@ from prefect.testing.utilities import prefect_test_harness
 
 from flows.deploy import deploy_jobs
 from flows.gpu_pool import run_on_pool
+from flows.job import Job
 from flows.outcome import Outcome
-from flows.submission import Job, claim, is_own
+from flows.submission import claim, is_own
 from rlhf_core.config.load import Params, check_params
 
 pytestmark = pytest.mark.services

@@ -15,7 +15,8 @@ from prefect.client.orchestration import SyncPrefectClient
 
 from flows import job_log, transfer
 from flows.exchange import Exchange, Refused
-from flows.handoff import CARRIED_BYTES, Handoff, _carried, _files_beside_dvc
+from flows.handoff import CARRIED_BYTES, _carried, _files_beside_dvc
+from flows.job import Handoff
 from flows.job_log import LogFollower, LogShipper
 from flows.remote_job import other_code, rebuild
 from flows.transfer import TransferFailed, TransferStopped, patiently

@@ -16,8 +16,8 @@ from prefect.exceptions import Abort, TerminationSignal
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running, Scheduled, State
 
 from flows import gpu_pool
+from flows.job import Job
 from flows.outcome import Outcome
-from flows.submission import Job
 from rlhf_core.config.placement import Placement
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
