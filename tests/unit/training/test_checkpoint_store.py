@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from rlhf_core.config.load import check_params
@@ -34,11 +36,38 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in state_files(folder)}
 
 
-@pytest.fixture(params=["folder", "file", "memory"])
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a bucket on an S3 server of this process."""
+    pytest.importorskip("s3fs", reason="needs pip install 'rlhf-pipeline[s3]'")
+    server = pytest.importorskip("moto.server", reason="needs pip install 'moto[s3]'").ThreadedMotoServer(
+        "127.0.0.1", 0
+    )
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in (("ACCESS_KEY_ID", "key"), ("SECRET_ACCESS_KEY", "secret"), ("DEFAULT_REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    name = f"states-{uuid.uuid4().hex}"
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(name)
+    try:
+        yield f"s3://{name}/rlhf"
+    finally:
+        fsspec.filesystem("s3").clear_instance_cache()
+        server.stop()
+
+
+@pytest.fixture(params=["folder", "file", "memory", "s3"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], CheckpointStore]:
     """Opens the same store anew, as another machine would."""
     urls = {"folder": "shared", "file": (tmp_path / "there").as_uri(), "memory": f"memory://{uuid.uuid4().hex}"}
-    return lambda: open_store(urls[request.param], tmp_path, "sft", "0123abcd")
+    url = urls.get(request.param) or request.getfixturevalue("bucket")
+    return lambda: open_store(url, tmp_path, "sft", "0123abcd")
+
+
+def test_a_bucket_that_does_not_exist_is_refused_and_not_made(bucket: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"s3://elsewhere/rlhf cannot be used .*bucket does not exist"):
+        open_store("s3://elsewhere/rlhf", tmp_path, "sft", "0123abcd")
 
 
 @pytest.fixture
@@ -165,19 +194,14 @@ def test_states_of_an_abandoned_run_go(store: CheckpointStore, tmp_path: Path) -
     ("url", "message"),
     [
         ("nowhere://x", "Protocol not known: nowhere"),
-        ("s3://bucket/runs", r"pip install 'rlhf-pipeline\[s3\]'"),
         ("gs://bucket/runs", r"pip install 'rlhf-pipeline\[gcs\]'"),
         ("taken/by/a/file", "check the address and the credentials"),
     ],
 )
 def test_a_store_that_cannot_be_used_is_refused_in_one_line(url: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
-    package = {"s3": "s3fs", "gs": "gcsfs"}.get(url[:2])
-    if package is not None:
-        import importlib.util
-
-        if importlib.util.find_spec(package) is not None:
-            pytest.skip(f"{package} is installed")
+    if url.startswith("gs:") and importlib.util.find_spec("gcsfs") is not None:
+        pytest.skip("gcsfs is installed")
     with pytest.raises(CheckpointError, match=message) as raised:
         open_store(url, tmp_path, "sft", "key")
     assert raised.value.exit_code == EXIT_USER_ERROR and "\n" not in str(raised.value)
