@@ -65,7 +65,18 @@ class Params(Strict):
             raise ValueError(str(error)) from error
         if self.ppo.critic_mode == "shared":
             self._critic_is_a_head()
+        if self.collect.source == "files":
+            self._no_gold()
         return self
+
+    def _no_gold(self) -> None:
+        for number, condition in enumerate(self.gates.policy):
+            asked = [metric for metric in (condition.metric, condition.at_most_of) if metric]
+            if any("gold" in metric.split(".") for metric in asked):
+                raise ValueError(
+                    f"gates.policy[{number}] asks for {condition.metric}, but collect.source is files, and only the "
+                    "embedded world has a gold judge: take the condition out, or start from the profile own-data"
+                )
 
     def _critic_is_a_head(self) -> None:
         if "init" in self.critic.model_fields_set and self.critic.init != "sft":

@@ -114,6 +114,16 @@ def test_a_shared_backbone_can_be_had_by_overrides_alone(profile: str) -> None:
     assert check_params(yaml_text.parse(text, "params.yaml")).ppo.units.critic_mode == "shared"
 
 
+def test_a_gate_that_files_can_never_pass_is_refused_before_anything_is_trained() -> None:
+    text = (ROOT / "params.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"gates\.policy\[1\] asks for comparison\.gold.*profile own-data"):
+        merge(text, sets=["collect.source=files"])
+    overlay = ("own-data", (ROOT / "profiles/own-data.yaml").read_text())
+    params = check_params(yaml_text.parse(merge(text, [overlay]), "params.yaml"))
+    demo = check_params(yaml_text.parse(text, "params.yaml"))
+    assert [c for c in demo.gates.policy if "gold" not in c.metric] == list(params.gates.policy)
+
+
 def test_each_of_several_problems_has_its_line() -> None:
     with pytest.raises(ConfigError) as caught:
         check_params({"sft": {"stepz": 3}, "ppo": {"iterations": -1}})
