@@ -112,7 +112,7 @@ def ablate(
     ] = None,
     variants: Annotated[str | None, typer.Option(help="Only these, separated by commas.")] = None,
     seeds: Annotated[str | None, typer.Option(help="These seeds, separated by commas; default: the file's.")] = None,
-    iterations: Annotated[int | None, typer.Option(min=1, help="PPO iterations; default: the file's, else the recipe's.")] = None,
+    iterations: Annotated[int | None, typer.Option(min=1, help="PPO iterations; default: the file's.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side; default: one per core.")] = None,
     docs: Annotated[bool, typer.Option("--docs", help="Put the results into docs/ablation.md too.")] = False,
     listing: Annotated[bool, typer.Option("--list", help="Show variants and figures, run nothing.")] = False,
