@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from network import Host, two_hosts
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(1200)]
 SMALL = ("collect.world.demonstrations=400", "collect.world.preferences=800", "collect.world.pretrain=100")
 PORT = 29511
+RUN_STAGE = Path(__file__).resolve().parents[2] / "infra" / "launch" / "run-stage.sh"
 
 
 def prepared(folder: Path) -> Path:
@@ -44,30 +46,41 @@ def weights(workspace: Path) -> dict[str, object]:
 
 
 def test_two_hosts_train_what_two_ranks_on_one_host_train(tmp_path: Path) -> None:
-    import torch
-
     with two_hosts() as hosts:
         near = prepared(tmp_path / "near")
-        far = Path(shutil.copytree(near, tmp_path / "far"))
+        far, script = (Path(shutil.copytree(near, tmp_path / name)) for name in ("far", "script"))
         launch(near, "{processes: 2}")
-        launch(far, f"{{processes: 1, nodes: 2, rendezvous: '{hosts[0].name}:{PORT}'}}")
         alone = rlhf("stage", "sft", cwd=near, timeout=600, RLHF_TRACKING="off")
         assert alone.returncode == 0, alone.stderr
-        train_on(hosts, far)
-    one, two = weights(near), weights(far)
+
+        launch(far, f"{{processes: 1, nodes: 2, rendezvous: '{hosts[0].name}:{PORT}'}}")
+        train_on(hosts, far, [sys.executable, "-m", "flows.cli", "stage", "sft", "--workspace", str(far)])
+        assert_same(weights(near), weights(far))
+
+        meeting = {"NNODES": "2", "MASTER_ADDR": hosts[0].name, "MASTER_PORT": str(PORT + 1)}
+        train_on(hosts, script, [str(RUN_STAGE), "sft"], RLHF_WORKSPACE=str(script), **meeting)
+        assert_same(weights(near), weights(script))
+        dvc = [sys.executable, "-m", "dvc", "status", "--json", "sft"]
+        recorded = subprocess.run(dvc, cwd=script, env=environment(), capture_output=True, text=True)
+        assert recorded.stdout.strip() == "{}", recorded.stdout + recorded.stderr
+
+
+def assert_same(one: dict[str, object], two: dict[str, object]) -> None:
+    import torch
+
     assert set(one) == set(two)
     for name, expected in one.items():
         torch.testing.assert_close(two[name], expected, rtol=1e-5, atol=1e-6)
 
 
-def train_on(hosts: tuple[Host, Host], workspace: Path) -> None:
+def train_on(hosts: tuple[Host, Host], workspace: Path, command: list[str], **extra: str) -> None:
     """The same command on both hosts, as docs/engines.md has it; both end well."""
-    env = environment(RLHF_TRACKING="off", OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "flows.cli", "stage", "sft", "--workspace", str(workspace)]
-    logs = workspace.parent / "logs"
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = environment(RLHF_TRACKING="off", OMP_NUM_THREADS="1", PATH=programs, **extra)
+    logs = workspace.parent / f"logs-{workspace.name}"
     with (
-        running([*hosts[0].prefix, *command], logs, env, "one.log") as first,
-        running([*hosts[1].prefix, *command], logs, env, "two.log") as second,
+        running([*hosts[0].prefix, *command], logs, env | {"NODE_RANK": "0"}, "one.log") as first,
+        running([*hosts[1].prefix, *command], logs, env | {"NODE_RANK": "1"}, "two.log") as second,
     ):
         try:
             codes = first.wait(600), second.wait(600)
