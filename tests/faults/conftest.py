@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 PR_SET_CHILD_SUBREAPER = 36
-PATIENCE = 15.0
+PATIENCE = 60.0
 
 
 @pytest.fixture(autouse=True)

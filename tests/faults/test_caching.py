@@ -60,13 +60,13 @@ def test_a_stage_that_ends_under_dvcs_lock_waits_for_it(tmp_path: Path) -> None:
     lock = make_lock(str(toy / ".dvc" / "tmp" / "lock"), tmp_dir=str(toy / ".dvc" / "tmp"))
     with ThreadPoolExecutor(1) as threads:
         stage = threads.submit(run_stage, toy, "ppo")
-        wait_until((toy / "begun").exists, 60, "begin of the stage")
+        wait_until((toy / "begun").exists, 240, "begin of the stage")
         with lock:
             (toy / "go").touch()
-            wait_until((toy / "over").exists, 60, "end of the stage's command")
+            wait_until((toy / "over").exists, 240, "end of the stage's command")
             # DVC without the flag gives up after three seconds.
             assert not threading.Event().wait(4.5) and not stage.done()
-        outcome = stage.result(60)
+        outcome = stage.result(240)
     assert outcome.action == "ran", outcome
     assert "ppo:" in (toy / "dvc.lock").read_text()
 

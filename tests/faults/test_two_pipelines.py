@@ -31,7 +31,7 @@ SLOW_STAGE = "stages:\n  ppo: {cmd: 'echo x >> begun && sleep 2 && echo p > poli
 def test_the_second_run_is_refused_in_one_line_and_the_first_goes_on(tmp_path: Path) -> None:
     toy = training_toy(tmp_path, pace=0.05)
     first = begin("run", cwd=toy)
-    wait_until((toy / ".rlhf" / "logs" / "server.log").exists, 120, "begin of the first run")
+    wait_until((toy / ".rlhf" / "logs" / "server.log").exists, 240, "begin of the first run")
     second = rlhf("run", cwd=toy)
     assert second.returncode == 2 and second.stdout == ""
     assert second.stderr.count("\n") == 1 and f"(pid {first.pid}, since 2" in second.stderr, second.stderr
@@ -46,7 +46,7 @@ def test_the_second_run_can_wait_and_then_finds_everything_done(tmp_path: Path) 
     first = in_the_middle(toy)
     second = rlhf("run", "--wait", cwd=toy, timeout=500)
     assert second.returncode == 0 and "waiting for `rlhf run`" in second.stdout and "3 cached" in second.stdout
-    assert first.wait(60) == 0
+    assert first.wait(240) == 0
     assert_nothing_lost(toy, faults=0)
     assert_nothing_held(toy)
 
@@ -56,7 +56,7 @@ def test_an_attempt_waits_for_the_one_that_was_given_up_for_lost_but_lives(tmp_p
     ensure_dvc(toy)
     with ThreadPoolExecutor(2) as threads:
         lost = threads.submit(run_stage, toy, "ppo")
-        wait_until((toy / "begun").exists, 60, "begin of the stage")
+        wait_until((toy / "begun").exists, 240, "begin of the stage")
         again = threads.submit(run_stage, toy, "ppo")
         assert (lost.result(120).action, again.result(120).action) == ("ran", "cached")
     assert (toy / "begun").read_text() == "x\n"
@@ -72,7 +72,7 @@ def test_an_attempt_waits_until_the_guard_of_a_killed_job_has_ended_everything(t
     )
     ensure_dvc(toy)
     job = subprocess.Popen([sys.executable, "-c", _job(toy)])
-    wait_until((toy / "begun").exists, 60, "begin of the stage")
+    wait_until((toy / "begun").exists, 240, "begin of the stage")
     job.kill()
     job.wait()
     outcome = run_stage(toy, "ppo")

@@ -120,7 +120,7 @@ def running(command: Sequence[str], cwd: Path, env: dict[str, str], log: str) ->
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(120)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -95,12 +95,12 @@ def test_stopped_and_killed_it_goes_on_where_it_was(tmp_path: Path) -> None:
     base = make_base(tmp_path)
     first = in_the_middle(base, "a", 3)
     first.send_signal(signal.SIGINT)
-    assert first.wait(60) == 130 and nothing_runs(base)
+    assert first.wait(120) == 130 and nothing_runs(base)
 
     second = in_the_middle(base, "b", 3)
     second.kill()
     second.wait()
-    wait_until(lambda: nothing_runs(base), 15, "end of all processes")
+    wait_until(lambda: nothing_runs(base), 60, "end of all processes")
 
     answer = rlhf("ablate", "--jobs", "2", cwd=base)
     assert answer.returncode == 0, answer.stdout + answer.stderr

@@ -24,7 +24,7 @@ def guarded(code: str, grace: float = 1.0) -> list[str]:
 
 
 def read_pid(path: Path) -> int:
-    wait_until(lambda: path.exists() and path.read_text(), 20, "pid file")
+    wait_until(lambda: path.exists() and path.read_text(), 60, "pid file")
     return int(path.read_text())
 
 
@@ -56,7 +56,7 @@ def test_everything_ends_when_the_parent_is_killed(tmp_path: Path) -> None:
     escaped = read_pid(pid_file)
     parent.kill()
     parent.wait()
-    wait_until(lambda: not psutil.pid_exists(escaped), 10, "end of the escaped child")
+    wait_until(lambda: not psutil.pid_exists(escaped), 60, "end of the escaped child")
 
 
 def test_a_command_that_ignores_the_stop_signal_is_killed_also_where_sigint_is_ignored(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_command_that_ignores_the_stop_signal_is_killed_also_where_sigint_is_i
         signal.signal(signal.SIGINT, previous)
     stubborn = read_pid(pid_file)
     guard.send_signal(signal.SIGINT)
-    assert guard.wait(20) == 128 + signal.SIGKILL
+    assert guard.wait(120) == 128 + signal.SIGKILL
     assert not psutil.pid_exists(stubborn)
 
 
@@ -97,5 +97,5 @@ def test_what_another_guard_looks_after_is_stopped_by_that_one_alone(tmp_path: P
     guard = subprocess.Popen(command, env=environment())
     wait_until(heard.exists, 100, "stage")
     guard.send_signal(signal.SIGINT)
-    guard.wait(60)
+    guard.wait(120)
     assert heard.read_text() == "SIGTERM "

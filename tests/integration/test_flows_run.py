@@ -87,12 +87,12 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     toy = make_toy(tmp_path_factory.mktemp("up"), POOLED, PARAMS)
     process = begin("up", cwd=toy)
     try:
-        wait_until(lambda: "Ctrl-C" in (toy / "out.log").read_text() or process.poll() is not None, 200, "services")
+        wait_until(lambda: "Ctrl-C" in (toy / "out.log").read_text() or process.poll() is not None, 400, "services")
         assert process.poll() is None, (toy / "out.log").read_text()
         yield toy
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)
         assert processes_of(toy) == []
 
 
@@ -102,9 +102,9 @@ def test_a_schedule_creates_runs_that_complete(lasting: Path) -> None:
     url = json.loads((lasting / ".rlhf" / "services.json").read_text())["api_url"]
     command = [sys.executable, "-m", "prefect", "deployment", "schedule", "create", "rlhf-pipeline/pipeline"]
     env = environment(PREFECT_API_URL=url, PREFECT_HOME=str(lasting / "client"), DO_NOT_TRACK="1")
-    subprocess.run([*command, "--interval", "3"], env=env, check=True, capture_output=True, timeout=60)
+    subprocess.run([*command, "--interval", "3"], env=env, check=True, capture_output=True, timeout=240)
     query = "select count(*) from flow_run where auto_scheduled = 1 and state_type = 'COMPLETED'"
-    wait_until(lambda: rows(lasting, query)[0][0] != 0, 150, "completed scheduled run")
+    wait_until(lambda: rows(lasting, query)[0][0] != 0, 400, "completed scheduled run")
     assert (lasting / "report.html").read_text() == "done"
 
 

@@ -116,7 +116,7 @@ def test_only_processes_of_a_dead_owner_are_ended(tmp_path: Path) -> None:
     kept = subprocess.Popen(["sleep", "60"], env=environment(RLHF_OWNER=mine))
     try:
         assert end_leftovers(tmp_path, patience=0.0) == 1
-        assert left.wait(5) == -9 and psutil.pid_exists(kept.pid)
+        assert left.wait(60) == -9 and psutil.pid_exists(kept.pid)
     finally:
         kept.kill()
         kept.wait()

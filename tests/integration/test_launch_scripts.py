@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -88,7 +87,7 @@ def test_a_stopped_stage_says_so_and_goes_on_when_it_is_run_again(tmp_path: Path
     saved = workspace / "work" / "ppo" / "step"
     wait_until(lambda: saved.exists() or process.poll() is not None, 200, "first step")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 75, output(tmp_path)
+    assert process.wait(200) == 75, output(tmp_path)
     assert not (workspace / "policy.txt").exists()
     done = int(saved.read_text())
     (workspace / "dvc.yaml").write_text(STEPS.replace("STEPS", str(done + 1)))
@@ -105,7 +104,7 @@ def test_a_workspace_in_use_is_refused(tmp_path: Path) -> None:
     with (workspace / ".rlhf" / "lock").open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         process = start("launch/run-stage.sh", "ppo", folder=tmp_path, RLHF_WORKSPACE=str(workspace))
-        assert process.wait(30) == 2
+        assert process.wait(200) == 2
     assert "is in use by a pipeline or another job" in output(tmp_path)
 
 
@@ -139,7 +138,7 @@ def test_a_job_whose_time_is_up_stops_its_stage_and_goes_back_into_the_queue(tmp
     process = start("slurm/stage.sbatch", "ppo", workspace, folder=tmp_path, **slurm(tmp_path, 1, 1))
     wait_until(lambda: (workspace / "work" / "ppo" / "step").exists() or process.poll() is not None, 200, "first step")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0, output(tmp_path)
+    assert process.wait(200) == 0, output(tmp_path)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls == ["scancel --signal=TERM 41", "scontrol requeue 41"]
     assert "goes back into the queue" in output(tmp_path) and not (workspace / "policy.txt").exists()
@@ -179,8 +178,7 @@ def test_a_worker_whose_time_is_up_is_stopped_and_its_allocation_goes_back(tmp_p
     url = "http://127.0.0.1:4200/api"
     process = start("slurm/worker.sbatch", folder=tmp_path, PREFECT_API_URL=url, **slurm(tmp_path, 1, 1))
     wait_until(lambda: (tmp_path / "worker").exists() or process.poll() is not None, 100, "worker")
-    time.sleep(0.2)  # bash sets its trap just after it has started the worker
     process.send_signal(signal.SIGTERM)
-    process.wait(60)
+    process.wait(200)
     assert (tmp_path / "calls").read_text() == "scontrol requeue 41\n", output(tmp_path)
     assert "--pool gpu-pool --type process" in (tmp_path / "worker").read_text()

@@ -152,7 +152,7 @@ def test_mlflow_serves_the_policy(workspace: Path) -> None:
         assert len(_post(f"http://127.0.0.1:{port}/invocations", table)["predictions"]) == 2
     finally:
         os.killpg(server.pid, signal.SIGTERM)
-        server.wait(20)
+        server.wait(120)
 
 
 def _wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
