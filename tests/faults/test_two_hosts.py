@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from network import Host, two_hosts
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(1200)]
 SMALL = ("collect.world.demonstrations=400", "collect.world.preferences=800", "collect.world.pretrain=100")
 PORT = 29511
+STAGE = (sys.executable, "-m", "flows.cli", "stage", "sft", "--workspace")
 RUN_STAGE = Path(__file__).resolve().parents[2] / "infra" / "launch" / "run-stage.sh"
 
 
@@ -48,14 +50,20 @@ def weights(workspace: Path) -> dict[str, object]:
 def test_two_hosts_train_what_two_ranks_on_one_host_train(tmp_path: Path) -> None:
     with two_hosts() as hosts:
         near = prepared(tmp_path / "near")
-        far, script = (Path(shutil.copytree(near, tmp_path / name)) for name in ("far", "script"))
+        far, script, sharded = (Path(shutil.copytree(near, tmp_path / name)) for name in ("far", "script", "sharded"))
         launch(near, "{processes: 2}")
         alone = rlhf("stage", "sft", cwd=near, timeout=600, RLHF_TRACKING="off")
         assert alone.returncode == 0, alone.stderr
 
-        launch(far, f"{{processes: 1, nodes: 2, rendezvous: '{hosts[0].name}:{PORT}'}}")
-        train_on(hosts, far, [sys.executable, "-m", "flows.cli", "stage", "sft", "--workspace", str(far)])
+        meet = f"processes: 1, nodes: 2, rendezvous: '{hosts[0].name}:{PORT}'"
+        launch(far, f"{{{meet}}}")
+        train_on(hosts, far, [*STAGE, str(far)])
         assert_same(weights(near), weights(far))
+
+        if shutil.which("c++") and importlib.util.find_spec("deepspeed"):
+            launch(sharded, f"{{{meet}, engine: deepspeed, zero: 3}}")
+            train_on(hosts, sharded, [*STAGE, str(sharded)])
+            assert_same(weights(near), weights(sharded), atol=1e-5)
 
         meeting = {"NNODES": "2", "MASTER_ADDR": hosts[0].name, "MASTER_PORT": str(PORT + 1)}
         train_on(hosts, script, [str(RUN_STAGE), "sft"], RLHF_WORKSPACE=str(script), **meeting)
@@ -65,12 +73,12 @@ def test_two_hosts_train_what_two_ranks_on_one_host_train(tmp_path: Path) -> Non
         assert recorded.stdout.strip() == "{}", recorded.stdout + recorded.stderr
 
 
-def assert_same(one: dict[str, object], two: dict[str, object]) -> None:
+def assert_same(one: dict[str, object], two: dict[str, object], atol: float = 1e-6) -> None:
     import torch
 
     assert set(one) == set(two)
     for name, expected in one.items():
-        torch.testing.assert_close(two[name], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(two[name], expected, rtol=1e-5, atol=atol)
 
 
 def train_on(hosts: tuple[Host, Host], workspace: Path, command: list[str], **extra: str) -> None:

@@ -29,7 +29,7 @@ def without_clock(path: Path) -> list[dict[str, object]]:
 def killed_child(tiny: ModuleType, name: str, workspace: Path, out: str, step: int) -> int:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, str(tiny.__file__), name, str(workspace), out, str(step)]
-    return subprocess.run(command, env=environment, capture_output=True, timeout=120).returncode
+    return subprocess.run(command, env=environment, capture_output=True, timeout=400).returncode
 
 
 @pytest.mark.parametrize("name", ["sft", "reward"])
