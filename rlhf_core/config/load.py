@@ -67,7 +67,30 @@ class Params(Strict):
             self._critic_is_a_head()
         if self.collect.source == "files":
             self._no_gold()
+        if self.ppo.share_base:
+            self._base_can_be_shared()
         return self
+
+    def _base_can_be_shared(self) -> None:
+        policy = self.ppo.policy_lora
+        for name, scalar in (("reward", self.reward), ("referee", self.referee)):
+            if policy is None or scalar.lora is None or scalar.init != "sft":
+                raise ValueError(
+                    "ppo.share_base needs policy, reward model and referee as adapters on the SFT model: set "
+                    f"ppo.policy_lora, {name}.lora and {name}.init sft, or ppo.share_base false"
+                )
+            if scalar.lora.quantize != policy.quantize:
+                raise ValueError(
+                    f"ppo.share_base: {name}.lora.quantize is {scalar.lora.quantize}, but ppo.policy_lora.quantize is "
+                    f"{policy.quantize}: on weights that are rounded otherwise it would not score as it was trained; "
+                    "set both alike"
+                )
+        launch = self.compute.launch.get("ppo", LaunchConfig())
+        if launch.frozen != "device" or launch.zero == 3 or launch.deepspeed is not None:
+            raise ValueError(
+                "ppo.share_base keeps one copy of the weights on every rank: leave compute.launch.ppo.frozen at device "
+                "and zero below 3, without a DeepSpeed file, or set ppo.share_base false"
+            )
 
     def _no_gold(self) -> None:
         for number, condition in enumerate(self.gates.policy):

@@ -162,7 +162,8 @@ class PpoConfig(StageConfig):
     ``warmup_iterations`` raises both learning rates linearly; it replaces the optimisers' own ``warmup`` share.
     ``target_kl_early_stop`` ends an update before a step whose minibatch shows a mean KL(old || new) above it, in nats
     per token. ``min_new_tokens`` forbids the end marker before it, in sampling and in scoring alike.
-    With ``policy_lora`` only adapters are trained, and the reference is the policy with its adapters off.
+    With ``policy_lora`` only adapters are trained, and the reference is the policy with its adapters off;
+    ``share_base`` lets reward model and referee, trained as adapters on SFT too, use the same weights.
 
     ``critic_mode: shared`` puts a value head on the policy's own backbone: ``policy_optimizer`` trains all of it on
     policy loss + ``vf_loss_weight`` * value loss, and critic pre-training fits the head alone, on the frozen SFT model.
@@ -192,6 +193,7 @@ class PpoConfig(StageConfig):
     ptx: PtxConfig = PtxConfig()
     policy_lora: LoraConfig | None = None
     critic_lora: LoraConfig | None = None
+    share_base: bool = False
     policy_optimizer: OptimizerConfig = OptimizerConfig(lr=5e-4, schedule="constant", warmup=0.0)
     critic_optimizer: OptimizerConfig | None = OptimizerConfig(lr=1e-3, schedule="constant", warmup=0.0)
     selection: SelectionConfig = SelectionConfig()

@@ -96,8 +96,15 @@ class ScalarModel(nn.Module):
         """Same as :meth:`token_scores`."""
         return self.token_scores(input_ids, attention_mask, position_ids)
 
-    def save(self, path: Path, tokenizer: PreTrainedTokenizerBase, json_files: dict[str, Any] | None = None) -> None:
-        """Write the folder, reload it, and publish it only if it computes the same. ``json_files``: name -> value."""
+    def save(
+        self,
+        path: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        json_files: dict[str, Any] | None = None,
+        tensor_files: dict[str, dict[str, Tensor]] | None = None,
+    ) -> None:
+        """Write the folder, reload it, and publish it only if it computes the same. ``json_files``: name -> value,
+        ``tensor_files``: name -> tensors."""
         self.model.config.pad_token_id = tokenizer.pad_token_id
         ids = probe_ids(len(tokenizer)).to(self.model.device)
         expected = _probe(self, ids)
@@ -105,7 +112,7 @@ class ScalarModel(nn.Module):
         def verify(folder: Path) -> None:
             require_equal(path, _probe(ScalarModel.load(folder).to(ids.device), ids), expected)
 
-        save_folder(path, self.model, tokenizer, json_files, verify=verify)
+        save_folder(path, self.model, tokenizer, json_files, verify=verify, tensor_files=tensor_files)
 
 
 def last_hidden(hidden: Tensor, attention_mask: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -126,8 +127,10 @@ def save_folder(
     json_files: Mapping[str, Any] | None = None,
     weights: Mapping[str, Tensor] | None = None,
     verify: Callable[[Path], None] | None = None,
+    tensor_files: Mapping[str, dict[str, Tensor]] | None = None,
 ) -> None:
-    """Write model, tokenizer and ``json_files`` (name -> value) as one Hugging Face folder that appears when complete.
+    """Write model, tokenizer, ``json_files`` (name -> value) and ``tensor_files`` (name -> tensors, as safetensors) as
+    one Hugging Face folder that appears when complete.
 
     ``weights`` replaces the model's own (an engine that shards them hands over the gathered ones). ``verify`` sees the
     folder before it takes the place of ``path``; what it raises leaves the old folder as it was.
@@ -138,6 +141,8 @@ def save_folder(
             tokenizer.save_pretrained(folder)
         for name, value in (json_files or {}).items():
             atomic_write_json(folder / name, value)
+        for name, tensors in (tensor_files or {}).items():
+            save_file(tensors, folder / name)
         if verify is not None:
             verify(folder)
         _flush(folder)

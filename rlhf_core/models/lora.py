@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.models.io import quiet
-from rlhf_core.models.nf4 import pack_linear_layers, unpack_linear_layers
+from rlhf_core.models.nf4 import is_linear, pack_linear_layers, unpack_linear_layers
 
 MISSING = "lora is set, but peft is not installed: pip install 'rlhf-pipeline[lora]', or remove the setting"
 
@@ -29,7 +29,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
             import peft
     except ImportError as error:
         raise RlhfError(MISSING) from error
-    layers = {name.rpartition(".")[2] for name, module in model.base_model.named_modules() if type(module) is nn.Linear}
+    layers = {name.rpartition(".")[2] for name, module in model.base_model.named_modules() if is_linear(module)}
     unknown = sorted(set(config.targets) - layers)
     if unknown:
         raise ModelError(f"{type(model).__name__} has no linear layer {unknown[0]} for lora; it has {sorted(layers)}")

@@ -93,6 +93,11 @@ def packed(weight: Tensor) -> PackedWeight:
     )
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether ``module`` is a plain linear layer or a packed one, and nothing built upon them."""
+    return type(module) in (nn.Linear, NF4Linear)
+
+
 def pack_linear_layers(model: PreTrainedModel) -> None:
     """Pack every linear layer below the head of ``model``, one after the other, in place."""
     backbone = model.base_model

@@ -49,7 +49,7 @@ def ppo_stage(setting: Setting) -> StagePlan:
     policy = setting.trained("policy", shape.causal_lm, config.policy_lora)
     trained = [policy, *([] if config.critic_mode == "shared" else [_critic(setting, config.critic_lora)])]
     references = [] if policy.adapted else [setting.frozen("reference", shape.causal_lm)]
-    judges = [setting.frozen(name, shape.scalar) for name in ("reward", "referee")]
+    judges = [setting.scalar(name) for name in ("reward", "referee")]
     scoring = [*(role for role in scorers(setting) if role.name != "reward"), *judges]
     phases = _rollout_phases(setting, config.batch_size, trained, references, scoring, same=False)
     phases |= _updates(setting, trained)

@@ -52,6 +52,14 @@ class Setting:
         """A frozen model, where the launch settings put those."""
         return frozen(name, parameters, self.placement)
 
+    def scalar(self, name: str) -> Role:
+        """The reward model or referee: a frozen model, or adapters and a head on the policy's weights."""
+        config = self.params.reward if name == "reward" else self.params.referee
+        if not self.params.ppo.share_base or config.lora is None:
+            return self.frozen(name, self.shape.scalar)
+        own = self.shape.adapters(config.lora.rank, config.lora.targets) + self.shape.hidden
+        return self.fixed(name, own)
+
     def fixed(self, name: str, parameters: int) -> Role:
         """A frozen model that stays on the device whatever the launch settings say."""
         return frozen(name, parameters, replace(self.placement, frozen="device"))

@@ -22,6 +22,8 @@ from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.models.base import load_policy, save_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import WithoutAdapters, add_adapters, merge_adapters
+from rlhf_core.models.nf4 import pack_linear_layers
+from rlhf_core.models.shared_base import SharedBase
 from rlhf_core.ppo.diagnosis import Monitor
 from rlhf_core.ppo.ptx import PtxData
 from rlhf_core.ppo.reward_sources import tracked_files
@@ -92,8 +94,8 @@ def assemble(
 ) -> tuple[Trainer, CheckpointSelector, PreTrainedTokenizerBase]:
     """A run ready to go, from the inputs of the stage; ``work`` keeps its partial state."""
     seed_everything(config.seed)
-    reference, tokenizer = load_reference(config, inputs)
     frozen = FrozenModels()
+    reference, tokenizer = load_reference(config, inputs, frozen)
     selector = make_selector(config, inputs, reference, tokenizer, frozen)
     if config.policy_lora is None:
         reference = selector.evaluate.reference = frozen.place(reference)
@@ -103,11 +105,19 @@ def assemble(
     return trainer, selector, tokenizer
 
 
-def load_reference(config: PpoConfig, inputs: Paths) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Reference and tokenizer. With adapters it is the policy with its adapters switched off."""
+def load_reference(
+    config: PpoConfig, inputs: Paths, frozen: FrozenModels
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Reference and tokenizer. With adapters it is the policy with its adapters switched off, and its weights may
+    serve ``frozen`` models too."""
     model, tokenizer = load_policy(inputs.sft)
     if config.policy_lora is None:
         return model.requires_grad_(False), tokenizer
+    if config.share_base:
+        model.requires_grad_(False)
+        if config.policy_lora.quantize is not None:
+            pack_linear_layers(model)
+        frozen.base = SharedBase(model, inputs.sft)
     add_adapters(model, config.policy_lora, derive_seed(config.seed, "ppo", "lora"))
     without: Any = WithoutAdapters(model)
     return without, tokenizer

@@ -41,7 +41,7 @@ def run(config: RewardConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -
     names = ("train", "validation", "test")
     splits = {name: read_split(folder / f"{name}.parquet", tokenizer, config.max_tokens) for name in names}
     trained = train_scalar(config, "reward", init, splits["train"], splits["validation"], outputs.work, tracker)
-    trained.model.save(outputs.model, tokenizer)
+    trained.save(outputs.model)
     write_history(outputs.history, trained)
 
     held_out = {name: splits[name] for name in names[1:]}

@@ -16,9 +16,11 @@ from rlhf_core.data.pairs import TokenisedPair, tokenised_pairs
 from rlhf_core.data.schema import Preference, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.files import atomic_write_json, atomic_write_text
+from rlhf_core.models import shared_base
 from rlhf_core.models.base import load_tokenizer
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import merge_adapters
+from rlhf_core.models.shared_base import Adapters, adapters_of
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine.choice import build_engine, finish
 from rlhf_core.training.loop import Loop, LoopResult, LoopSettings
@@ -44,6 +46,15 @@ class TrainedScalar:
     tokenizer: PreTrainedTokenizerBase
     result: LoopResult
     skipped_steps: int
+    adapters: Adapters | None = None
+
+    def save(self, path: Path) -> None:
+        """The model's folder, with its adapters where it was trained by them."""
+        if self.adapters is None:
+            self.model.save(path, self.tokenizer)
+            return
+        settings, tensors = self.adapters.settings(), self.adapters.tensors
+        self.model.save(path, self.tokenizer, {shared_base.SETTINGS: settings}, {shared_base.TENSORS: tensors})
 
 
 def read_split(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Split:
@@ -75,9 +86,11 @@ def train_scalar(
     settings = LoopSettings(name, config.seed, config.steps, config.eval_every, config.checkpoint)
     result = Loop(engine, task, settings, work, tracker).run()
     model = finish(engine, model)
+    adapters = None
     if config.lora is not None:
+        adapters = adapters_of(model, config.lora, init)
         merge_adapters(model)
-    return TrainedScalar(model, tokenizer, result, engine.skipped_steps)
+    return TrainedScalar(model, tokenizer, result, engine.skipped_steps, adapters)
 
 
 def evaluate_splits(

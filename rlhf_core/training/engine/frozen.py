@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rlhf_core import distributed
 from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.shared_base import SharedBase
 from rlhf_core.training.engine.choice import placement
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -20,17 +21,25 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass
 class FrozenModels:
-    """The frozen models of a run that wait in CPU memory while they have nothing to do; none by default."""
+    """The frozen models of a run. ``waiting`` in CPU memory while they have nothing to do are none by default; ``base``
+    is what reward model and referee share with the policy, if they do."""
 
     waiting: list[nn.Module] = field(default_factory=list)
+    base: SharedBase | None = None
     _scalars: dict[Path, Any] = field(default_factory=dict)
 
     def scalar(self, folder: Path) -> Any:
-        """The reward model or referee of ``folder``, placed: loaded once, however many ask for it."""
+        """The reward model or referee of ``folder``, placed: loaded once, however many ask for it.
+
+        With a ``base`` it is adapters on that, and stays where that is.
+        """
         key = folder.resolve()
         if key not in self._scalars:
-            self._scalars[key] = self.place(ScalarModel.load(folder).eval().requires_grad_(False))
+            self._scalars[key] = self.base.scalar(folder) if self.base is not None else self._own(folder)
         return self._scalars[key]
+
+    def _own(self, folder: Path) -> Any:
+        return self.place(ScalarModel.load(folder).eval().requires_grad_(False))
 
     def place(self, model: Model) -> Model:
         """``model`` where the launch settings want it; a sharded one is called in the same way."""

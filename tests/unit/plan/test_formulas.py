@@ -87,6 +87,12 @@ def test_ppo_keeps_the_models_that_its_settings_ask_for() -> None:
     shared = ppo(critic_mode="shared", critic_optimizer=None)
     assert roles_of(shared) == ["policy", "reference", "reward", "referee"]
     assert "update critic" not in [phase.name for phase in shared.phases]
+    alone = ppo(policy_lora={"rank": 8}).roles[-1].held.total
+    adapters = {"reward": {"lora": {"rank": 4}}, "referee": {"lora": {"rank": 4}}}
+    together = subjects.large(80, ppo={"policy_lora": {"rank": 8}, "share_base": True}, **adapters)
+    reward, referee = STAGES["ppo"](together.setting("ppo")).roles[-2:]
+    # LLaMA-7B: 32 layers of 4 x (4096 + 4096) + 3 x (4096 + 11008) ends, rank 4, a head of 4096, in bfloat16.
+    assert reward.held.total == referee.held.total == 2 * (4 * 32 * (4 * 8192 + 3 * 15104) + 4096) < alone / 100
     ensemble = {"sources": [{"kind": "ensemble", "paths": ["a", "b"]}, {"kind": "function", "target": "m:f"}]}
     assert roles_of(ppo(reward=ensemble))[3:] == ["ensemble 1", "ensemble 2", "reward", "referee"]
 
