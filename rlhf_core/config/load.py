@@ -14,6 +14,7 @@ from rlhf_core.config.critic import CriticConfig
 from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.gates import GatesConfig
 from rlhf_core.config.launch import LaunchConfig
+from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.model import StageConfig, Strict
 from rlhf_core.config.operations import CheckpointsConfig, ComputeConfig, FlowConfig, RegistryConfig, TrackingConfig
 from rlhf_core.config.placement import PlacementOrPool, WorkPoolConfig
@@ -85,11 +86,28 @@ class Params(Strict):
                     f"{policy.quantize}: on weights that are rounded otherwise it would not score as it was trained; "
                     "set both alike"
                 )
+        self._critic_can_share(policy)
         launch = self.compute.launch.get("ppo", LaunchConfig())
         if launch.frozen != "device" or launch.zero == 3 or launch.deepspeed is not None:
             raise ValueError(
                 "ppo.share_base keeps one copy of the weights on every rank: leave compute.launch.ppo.frozen at device "
                 "and zero below 3, without a DeepSpeed file, or set ppo.share_base false"
+            )
+
+    def _critic_can_share(self, policy: LoraConfig | None) -> None:
+        if self.critic.lora is None or policy is None:
+            return
+        if self.ppo.critic_lora is not None:
+            raise ValueError(
+                "ppo.critic_lora with ppo.share_base and critic.lora: the critic goes on with the adapters that it was "
+                "pre-trained as; set ppo.critic_lora to null"
+            )
+        # On the reward model it is pre-trained on weights into which that one's adapters were merged, as they are.
+        wanted = policy.quantize if self.critic.init == "sft" else None
+        if self.critic.lora.quantize != wanted:
+            raise ValueError(
+                f"critic.lora.quantize is {self.critic.lora.quantize}, but with ppo.share_base and critic.init "
+                f"{self.critic.init} it must be {wanted}: else its values would be those of other weights"
             )
 
     def _no_gold(self) -> None:

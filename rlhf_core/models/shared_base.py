@@ -24,6 +24,7 @@ from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import reading
 
 TENSORS, SETTINGS = "lora.safetensors", "lora.json"
+LORA_A, LORA_B = "lora_A", "lora_B"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,46 @@ def base_hash(folder: Path) -> str:
     return hashlib.sha256("".join(sha256_file(name) for name in names).encode()).hexdigest()
 
 
+def read_adapters(folder: Path) -> Adapters:
+    """What :func:`adapters_of` found, from the folder it was saved in; ``ModelError`` when there is nothing of it."""
+    if not (folder / SETTINGS).is_file():
+        raise ModelError(
+            f"{folder} has no adapters ({SETTINGS}), so it cannot share the policy's weights: train it with lora, or "
+            "set ppo.share_base to false"
+        )
+    settings = read_json(folder / SETTINGS)
+    return Adapters(load_file(folder / TENSORS), LoraConfig.model_validate(settings["lora"]), settings["base"])
+
+
+def joined(first: Adapters, second: Adapters) -> Adapters:
+    """Adapters that do what ``first`` does and, on weights into which that was merged, ``second``; its is the head.
+
+    ``B1 A1 x + B2 A2 x`` is one product of the stacked matrices; scales go into B, so that what remains is 1.
+    """
+    names = sorted({name for name in (*first.tensors, *second.tensors) if LORA_A in name})
+    rank = first.lora.rank + second.lora.rank
+    layers = {name.partition(f".{LORA_A}")[0].rpartition(".")[2] for name in names}
+    tensors = {name: tensor for name, tensor in second.tensors.items() if "lora_" not in name}
+    for name in names:
+        other = name.replace(LORA_A, LORA_B)
+        parts = [_scaled(one, name, other) for one in (first, second)]
+        shapes = next((a.shape, b.shape) for a, b in (part for part in parts if part is not None))
+        filled = [
+            part or (torch.zeros(one.lora.rank, shapes[0][1]), torch.zeros(shapes[1][0], one.lora.rank))
+            for one, part in zip((first, second), parts, strict=True)
+        ]
+        tensors[name] = torch.cat([a for a, _ in filled], dim=0)
+        tensors[other] = torch.cat([b for _, b in filled], dim=1)
+    lora = LoraConfig(rank=rank, alpha=rank, targets=tuple(sorted(layers)), quantize=first.lora.quantize)
+    return Adapters(tensors, lora, first.base)
+
+
+def _scaled(adapters: Adapters, a: str, b: str) -> tuple[Tensor, Tensor] | None:
+    if a not in adapters.tensors:
+        return None
+    return adapters.tensors[a], adapters.tensors[b] * (adapters.lora.alpha / adapters.lora.rank)
+
+
 def adapters_of(model: ScalarModel, lora: LoraConfig, base: Path) -> Adapters:
     """The adapters and the head of a model trained on the weights in the folder ``base``, before they are merged."""
     trained = {name: p.detach().cpu().clone() for name, p in model.model.named_parameters() if p.requires_grad}
@@ -61,18 +102,16 @@ class SharedBase:
         self.backbone, self.folder = _twin(model.base_model), folder
         self.hash = base_hash(folder)
 
-    def scalar(self, folder: Path) -> ScalarModel:
-        """The scalar model of ``folder``, its adapters on these weights.
+    def scalar(self, folder: Path, through: Path | None = None) -> ScalarModel:
+        """The scalar model of ``folder``, its adapters on these weights; they and the head can be trained.
 
-        ``ModelError`` when it has none, or of other weights.
+        Adapters on the model of the folder ``through``, itself adapters on these weights, come with that one's.
+        ``ModelError`` when there are no adapters, or of other weights.
         """
-        if not (folder / SETTINGS).is_file():
-            raise ModelError(
-                f"{folder} has no adapters ({SETTINGS}), so it cannot share the policy's weights: train it with lora, "
-                "or set ppo.share_base to false"
-            )
-        settings = read_json(folder / SETTINGS)
-        if settings["base"] != self.hash:
+        adapters = read_adapters(folder)
+        if through is not None and adapters.base == base_hash(through):
+            adapters = joined(read_adapters(through), adapters)
+        if adapters.base != self.hash:
             raise ModelError(
                 f"the adapters of {folder} belong to other weights than those of {self.folder}: train it again on "
                 "them (init: sft), or set ppo.share_base to false"
@@ -82,14 +121,13 @@ class SharedBase:
             with torch.device("meta"):
                 model = AutoModelForSequenceClassification.from_config(config, attn_implementation="sdpa")
         setattr(model, model.base_model_prefix, _twin(self.backbone))
-        tensors = load_file(folder / TENSORS)
         weights = next(self.backbone.parameters())
         width = model.score.in_features
         model.score = nn.Linear(width, 1, bias=False, device=weights.device, dtype=weights.dtype)
         scalar = ScalarModel(model)
-        scalar.add_adapters(LoraConfig.model_validate(settings["lora"]), seed=0)
-        _fill(model, tensors, folder)
-        return scalar.eval().requires_grad_(False)
+        scalar.add_adapters(adapters.lora, seed=0)
+        _fill(model, adapters.tensors, folder)
+        return scalar.eval()
 
 
 def _twin(module: nn.Module) -> nn.Module:

@@ -47,7 +47,7 @@ def ppo_stage(setting: Setting) -> StagePlan:
     """
     config, shape = setting.params.ppo, setting.shape
     policy = setting.trained("policy", shape.causal_lm, config.policy_lora)
-    trained = [policy, *([] if config.critic_mode == "shared" else [_critic(setting, config.critic_lora)])]
+    trained = [policy, *([] if config.critic_mode == "shared" else [setting.critic()])]
     references = [] if policy.adapted else [setting.frozen("reference", shape.causal_lm)]
     judges = [setting.scalar(name) for name in ("reward", "referee")]
     scoring = [*(role for role in scorers(setting) if role.name != "reward"), *judges]

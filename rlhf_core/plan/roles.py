@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from rlhf_core.config.lora import LoraConfig
@@ -94,6 +95,12 @@ def trained(name: str, parameters: int, shape: Shape, placement: Placement, lora
     head = shape.hidden if parameters != shape.causal_lm else 0
     packed = packed_layers(shape) if lora.quantize is not None else None
     return Role(name, parameters + adapters, placement, training_state(adapters + head, placement), True, packed)
+
+
+def trained_on_shared(name: str, rank: int, targets: Collection[str], shape: Shape, placement: Placement) -> Role:
+    """Adapters and a scalar head that are trained on weights which another role holds."""
+    own = shape.adapters(rank, targets) + shape.hidden
+    return Role(name, own, placement, training_state(own, placement), adapted=True)
 
 
 def with_trained_head(name: str, parameters: int, shape: Shape, placement: Placement) -> Role:

@@ -10,7 +10,7 @@ from rlhf_core.config.load import Params
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.plan.lengths import Lengths
 from rlhf_core.plan.placement import Placement, placement_of
-from rlhf_core.plan.roles import Role, frozen, trained, with_trained_head
+from rlhf_core.plan.roles import Role, frozen, trained, trained_on_shared, with_trained_head
 from rlhf_core.plan.shapes import Shape
 from rlhf_core.plan.usage import Use, total
 
@@ -59,6 +59,20 @@ class Setting:
             return self.frozen(name, self.shape.scalar)
         own = self.shape.adapters(config.lora.rank, config.lora.targets) + self.shape.hidden
         return self.fixed(name, own)
+
+    def critic(self) -> Role:
+        """PPO's own critic: a model, or the adapters and the head that it was pre-trained as, on the policy's weights.
+
+        Those on the reward model come with that one's, on whatever layers either has them.
+        """
+        ppo, critic, reward = self.params.ppo, self.params.critic, self.params.reward
+        if not ppo.share_base or critic.lora is None:
+            return self.trained("critic", self.shape.scalar, ppo.critic_lora)
+        rank, targets = critic.lora.rank, set(critic.lora.targets)
+        if critic.init == "reward" and reward.lora is not None:
+            rank += reward.lora.rank
+            targets = targets | set(reward.lora.targets) if targets and reward.lora.targets else set()
+        return trained_on_shared("critic", rank, targets, self.shape, self.placement)
 
     def fixed(self, name: str, parameters: int) -> Role:
         """A frozen model that stays on the device whatever the launch settings say."""

@@ -6,6 +6,7 @@ With ``ppo.critic_mode: shared`` PPO takes only the value head from the critic's
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from rlhf_core.config.critic import CriticStageConfig
 from rlhf_core.models.base import load_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import merge_adapters
+from rlhf_core.models.shared_base import SETTINGS, TENSORS, adapters_of
 from rlhf_core.ppo.critic_pretraining import CriticTrainer
 from rlhf_core.ppo.reward_sources import tracked_files
 from rlhf_core.ppo.reward_sources.building import Setting, build_scorer
@@ -69,9 +71,13 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
     )
     metrics = trainer.run()
     critic = finish(trainer.engine, critic)
+    files: dict[str, Any] = {"reward_moments.json": trainer.moments.to_dict()}
+    tensors = {}
     if config.lora is not None:
+        adapters = adapters_of(critic, config.lora, inputs[config.init])
+        files[SETTINGS], tensors[TENSORS] = adapters.settings(), adapters.tensors
         merge_adapters(critic)
-    critic.save(outputs.model, tokenizer, {"reward_moments.json": trainer.moments.to_dict()})
+    critic.save(outputs.model, tokenizer, files, tensors)
     shutil.copyfile(trainer.history.path, outputs.history)
     return metrics
 

@@ -23,7 +23,7 @@ from rlhf_core.models.base import load_policy, save_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import WithoutAdapters, add_adapters, merge_adapters
 from rlhf_core.models.nf4 import pack_linear_layers
-from rlhf_core.models.shared_base import SharedBase
+from rlhf_core.models.shared_base import SETTINGS, SharedBase
 from rlhf_core.ppo.diagnosis import Monitor
 from rlhf_core.ppo.ptx import PtxData
 from rlhf_core.ppo.reward_sources import tracked_files
@@ -170,7 +170,7 @@ def make_trainer(
         inputs.reward, inputs.clean, tokenizer, rows, prompt_ids, units.micro_batch_size, policy.device, frozen
     )
     score = build_scorer(units.reward.sources, setting)
-    critic = load_critic(config, inputs.critic, policy)
+    critic = load_critic(config, inputs, policy, frozen)
     learner = make_learner(config, inputs, policy, critic, reference, tokenizer)
     referee = frozen.scalar(inputs.referee)
     return Trainer(
@@ -187,9 +187,17 @@ def make_trainer(
     )
 
 
-def load_critic(config: PpoConfig, path: Path, policy: PreTrainedModel) -> ScalarModel | ActorCritic:
-    """The pre-trained critic, or the policy with its value head where both share a backbone."""
-    critic = ScalarModel.load(path)
+def load_critic(
+    config: PpoConfig, inputs: Paths, policy: PreTrainedModel, frozen: FrozenModels
+) -> ScalarModel | ActorCritic:
+    """The pre-trained critic, or the policy with its value head where both share a backbone.
+
+    Pre-trained as adapters, it goes on with those on the policy's frozen weights where these are shared.
+    """
+    adapted = (inputs.critic / SETTINGS).is_file()
+    if frozen.base is not None and config.critic_mode == "separate" and adapted:
+        return frozen.base.scalar(inputs.critic, through=inputs.reward)
+    critic = ScalarModel.load(inputs.critic)
     if config.critic_mode == "shared":
         return ActorCritic.with_head_of(critic, policy)
     if config.critic_lora is not None:

@@ -35,11 +35,11 @@ class FrozenModels:
         """
         key = folder.resolve()
         if key not in self._scalars:
-            self._scalars[key] = self.base.scalar(folder) if self.base is not None else self._own(folder)
+            if self.base is not None:
+                self._scalars[key] = self.base.scalar(folder).requires_grad_(False)
+            else:
+                self._scalars[key] = self.place(ScalarModel.load(folder).eval().requires_grad_(False))
         return self._scalars[key]
-
-    def _own(self, folder: Path) -> Any:
-        return self.place(ScalarModel.load(folder).eval().requires_grad_(False))
 
     def place(self, model: Model) -> Model:
         """``model`` where the launch settings want it; a sharded one is called in the same way."""

@@ -93,6 +93,14 @@ def test_ppo_keeps_the_models_that_its_settings_ask_for() -> None:
     reward, referee = STAGES["ppo"](together.setting("ppo")).roles[-2:]
     # LLaMA-7B: 32 layers of 4 x (4096 + 4096) + 3 x (4096 + 11008) ends, rank 4, a head of 4096, in bfloat16.
     assert reward.held.total == referee.held.total == 2 * (4 * 32 * (4 * 8192 + 3 * 15104) + 4096) < alone / 100
+    critic = STAGES["ppo"](together.setting("ppo")).roles[1]
+    assert critic.held.weights > 2 * 6_600_000_000  # one of its own, since it has no adapters
+    adapted = subjects.large(
+        80, critic={"lora": {"rank": 8}}, ppo={"policy_lora": {"rank": 8}, "share_base": True}, **adapters
+    )
+    critic = STAGES["ppo"](adapted.setting("ppo")).roles[1]
+    own = 12 * 32 * (4 * 8192 + 3 * 15104) + 4096  # the reward model's rank 4 and its own 8
+    assert (critic.held.weights, critic.held.optimizer, critic.gradients) == (2 * own, 4 * own, 2 * own)
     ensemble = {"sources": [{"kind": "ensemble", "paths": ["a", "b"]}, {"kind": "function", "target": "m:f"}]}
     assert roles_of(ppo(reward=ensemble))[3:] == ["ensemble 1", "ensemble 2", "reward", "referee"]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from unit.training.test_ppo_stages import SETTINGS, SHARED, pretrain
 from unit.training.test_ppo_stages import paths as stage_paths
 
+from rlhf_core.config.critic import CriticStageConfig
 from rlhf_core.config.load import check_params
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.ppo import PpoConfig
@@ -22,10 +23,11 @@ from rlhf_core.models.base import load_policy, load_tokenizer
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import add_adapters, merge_adapters
 from rlhf_core.models.nf4 import pack_linear_layers
-from rlhf_core.models.shared_base import SharedBase, adapters_of
-from rlhf_core.stages import ppo
+from rlhf_core.models.shared_base import Adapters, SharedBase, adapters_of, joined
+from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.contract import Paths
 from rlhf_core.tracking import NullTracker
+from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.loop import LoopResult
 from rlhf_core.training.reward_run import TrainedScalar
 
@@ -73,7 +75,9 @@ def test_models_on_one_copy_score_as_on_their_own_while_the_policy_is_trained(
         pack_linear_layers(policy.requires_grad_(False))
     base = SharedBase(policy, sft)
     add_adapters(policy, lora(quantize), seed=3)
-    shared = {name: base.scalar(tmp_path / name) for name in expected}
+    frozen = FrozenModels(base=base)
+    shared = {name: frozen.scalar(tmp_path / name) for name in expected}
+    assert all(frozen.scalar(tmp_path / name) is model for name, model in shared.items())
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.requires_grad:
@@ -81,10 +85,10 @@ def test_models_on_one_copy_score_as_on_their_own_while_the_policy_is_trained(
     for name, model in shared.items():
         assert torch.allclose(scores(model), expected[name], atol=1e-5)
         assert torch.allclose(scores(ScalarModel.load(tmp_path / name)), expected[name], atol=1e-5)
-        assert not any(parameter.requires_grad for parameter in model.parameters())
     assert not torch.allclose(expected["a"], expected["b"], atol=1e-3)
     whole = {parameter.data_ptr() for parameter in policy.parameters()}
     for model in shared.values():
+        assert not any(parameter.requires_grad for parameter in model.parameters())
         own = [name for name, p in model.named_parameters() if p.data_ptr() not in whole]
         assert all("lora_" in name or name == "model.score.weight" for name in own), own
 
@@ -105,14 +109,14 @@ def test_adapters_of_other_weights_and_models_without_any_are_refused(workspace:
 
 
 @pytest.mark.parametrize("quantize", KINDS)
-@pytest.mark.parametrize("critic", [{}, SHARED], ids=["separate", "shared"])
+@pytest.mark.parametrize("mode", [{}, SHARED], ids=["separate", "shared"])
 def test_ppo_on_one_copy_is_ppo_on_several(
-    workspace: Path, tmp_path: Path, critic: dict[str, Any], quantize: str | None
+    workspace: Path, tmp_path: Path, mode: dict[str, Any], quantize: str | None
 ) -> None:
     rows = {}
     for share in (False, True):
         out = tmp_path / str(share)
-        settings = SETTINGS | critic | {"policy_lora": lora(quantize).model_dump(), "share_base": share}
+        settings = SETTINGS | mode | {"policy_lora": lora(quantize).model_dump(), "share_base": share}
         config = PpoConfig.model_validate(settings)
         pretrain(workspace, out, config)
         judges = {name: out / "models" / name for name in ("reward", "referee")}
@@ -130,6 +134,62 @@ def test_ppo_on_one_copy_is_ppo_on_several(
         assert torch.allclose(one_weight, other, atol=1e-4)
 
 
+@pytest.mark.parametrize("quantize", KINDS)
+@pytest.mark.parametrize("init", ["reward", "sft"])
+def test_a_critic_of_adapters_goes_on_with_them_on_the_one_copy(
+    workspace: Path, tmp_path: Path, init: str, quantize: str | None
+) -> None:
+    sft, models = workspace / "models/sft", tmp_path / "models"
+    for seed, name in enumerate(("reward", "referee"), 1):
+        make_scalar(sft, models / name, seed, quantize)
+    judges = {name: models / name for name in ("reward", "referee")}
+    own = {"rank": 3, "targets": ["q_proj", "up_proj"], "quantize": quantize if init == "sft" else None}
+    settings = SETTINGS | {"policy_lora": lora(quantize).model_dump()}
+    pretraining = CriticStageConfig.model_validate(
+        {"init": init, "max_rollouts": 3, "batch_size": 8, "explained_variance": 1.0, "lora": own, "ppo": settings}
+    )
+    inputs, outputs = stage_paths(critic, workspace, tmp_path)
+    critic.run(pretraining, Paths({**inputs, **judges}), outputs, NullTracker())
+
+    policy, _ = load_policy(sft)
+    if quantize:
+        pack_linear_layers(policy.requires_grad_(False))
+    model = SharedBase(policy, sft).scalar(models / "critic", through=models / "reward")
+    assert torch.allclose(scores(model), scores(ScalarModel.load(models / "critic")), atol=1e-5)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert "model.score.weight" in trained and all("lora_" in name or "score" in name for name in trained)
+
+    first = {}
+    for share in (True, False):
+        inputs, outputs = stage_paths(ppo, workspace, tmp_path)
+        config = PpoConfig.model_validate(settings | {"share_base": share})
+        ppo.run(config, Paths({**inputs, **judges}), Paths({**outputs, "work": tmp_path / str(share)}), NullTracker())
+        rows = [json.loads(line) for line in (tmp_path / "history/ppo.jsonl").read_text().splitlines()]
+        assert len(rows) == 3 and rows[-1]["critic_grad_norm"] > 0
+        first[share] = {name: rows[0][name] for name in ("explained_variance", "reward_mean", "kl")}
+    assert first[True] == pytest.approx(first[False], rel=1e-3, abs=1e-4)
+
+
+def test_adapters_on_adapters_are_one_product_of_stacked_matrices() -> None:
+    def adapters(rank: int, alpha: int, layer: str, base: str, head: float) -> Adapters:
+        a, b = torch.arange(4.0 * rank).view(rank, 4) + rank, torch.arange(2.0 * rank).view(2, rank) - 1
+        found = {f"{layer}.lora_A.default.weight": a, f"{layer}.lora_B.default.weight": b}
+        return Adapters({**found, "score.weight": torch.tensor([[head]])}, LoraConfig(rank=rank, alpha=alpha), base)
+
+    def product(one: Adapters, layer: str) -> Tensor:
+        a, b = (one.tensors[f"{layer}.lora_{part}.default.weight"] for part in "AB")
+        return b @ a * (one.lora.alpha / one.lora.rank)
+
+    first, second = adapters(2, 4, "model.q_proj", "sft", 1.0), adapters(3, 3, "model.q_proj", "reward", 2.0)
+    both = joined(first, second)
+    assert (both.lora.rank, both.lora.alpha, both.lora.targets, both.base) == (5, 5, ("q_proj",), "sft")
+    assert torch.equal(product(both, "model.q_proj"), product(first, "model.q_proj") + product(second, "model.q_proj"))
+    assert both.tensors["score.weight"].item() == 2.0
+    apart = joined(first, adapters(1, 1, "model.k_proj", "reward", 0.0))
+    assert torch.equal(product(apart, "model.q_proj"), product(first, "model.q_proj"))
+    assert apart.tensors["model.k_proj.lora_A.default.weight"].shape == (3, 4) and len(apart.lora.targets) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -139,6 +199,11 @@ def test_ppo_on_one_copy_is_ppo_on_several(
             {"reward": {"lora": {"quantize": "nf4"}}},
             "reward.lora.quantize is nf4, but ppo.policy_lora",
         ),
+        (
+            {"critic": {"lora": {}}, "ppo": {"policy_lora": {}, "critic_lora": {}, "share_base": True}},
+            "set ppo.critic_lora",
+        ),
+        ({"critic": {"lora": {"quantize": "nf4"}}}, "critic.init reward it must be None"),
         ({"compute": {"launch": {"ppo": {"frozen": "offload"}}}}, "leave compute.launch.ppo.frozen at device"),
         ({"compute": {"launch": {"ppo": {"engine": "deepspeed", "zero": 3}}}}, "zero below 3"),
     ],
