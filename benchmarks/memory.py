@@ -37,7 +37,7 @@ FEW = {
     "reward": {"steps": 40, "eval_every": 40},
     "critic": {"max_rollouts": 2},
     "ppo": {"iterations": 3, "warmup_iterations": 0},
-    "evaluate": {"prompts": 64, "kl_samples": 64},
+    "evaluate": {},
 }
 
 
