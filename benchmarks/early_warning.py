@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from rlhf_core.tracking import NullTracker
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -36,7 +38,7 @@ class Enough(Exception):
 
 
 @dataclass
-class Watcher:
+class Watcher(NullTracker):
     """A tracker that measures gold beside the run: ``difference`` gives (mean, upper 95 % bound)."""
 
     difference: Callable[[], tuple[float, float]] = lambda: (math.nan, math.nan)
@@ -60,15 +62,6 @@ class Watcher:
         """The iteration of the first finding that stops a run whose rules are enforced."""
         found = self.trainer.findings if self.trainer is not None else []
         return next((int(f["iteration"]) for f in found if f["action"] != "warn"), None)
-
-    def log_params(self, params: Mapping[str, object]) -> None:
-        """Nothing is recorded here."""
-
-    def log_artifact(self, path: Path, folder: str | None = None) -> None:
-        """Nothing is recorded here."""
-
-    def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Nothing is recorded here."""
 
 
 def prepare(profile: str, seed: int, folder: Path) -> None:

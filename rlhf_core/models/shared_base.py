@@ -1,4 +1,4 @@
-"""One copy of the base weights for several models that were trained as adapters on it: policy, reward model, referee.
+"""One copy of the base weights for all models that were trained as adapters on it, from the policy to the referee.
 
 Each is a tree of modules of its own whose frozen parameters are the same tensors. A scalar model that was trained with
 adapters keeps them beside its merged weights, with the hash of what they belong to.
