@@ -13,8 +13,8 @@ from benchmarks.machine import matmul_flops, seconds, training_flops_per_token
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.models.base import new_model, train_tokenizer
-from rlhf_core.ppo.generation import generate
-from rlhf_core.ppo.sampling import Sampling, philox_uniforms
+from rlhf_core.sampling.distribution import Sampling, philox_uniforms
+from rlhf_core.sampling.generation import generate
 from rlhf_core.training.engine import LocalEngine
 from rlhf_core.training.examples import Example
 from rlhf_core.training.sft import example_batch, reply_loss

@@ -77,14 +77,14 @@ def watch(folder: Path) -> Watcher:
     """Run PPO in the workspace's ``work/`` with gold measured beside it."""
     import torch
 
-    from rlhf_core.config.load import load_section
+    from rlhf_core.config.loading.load import load_section
     from rlhf_core.config.ppo import PpoConfig
     from rlhf_core.data.schema import Prompt, read_rows
     from rlhf_core.evaluation.comparison import compare
     from rlhf_core.evaluation.judges import GoldJudge
     from rlhf_core.evaluation.replies import unfiltered_replies
     from rlhf_core.stages import ppo
-    from rlhf_core.stages.contract import Paths
+    from rlhf_core.stages.runtime.contract import Paths
     from rlhf_core.training.rng import derive_seed
 
     torch.set_num_threads(1)

@@ -20,14 +20,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from benchmarks.memory_phases import CudaMemory, Subject, measure
-from rlhf_core.config.load import load_params, load_section
-from rlhf_core.plan.assign import assigned
-from rlhf_core.plan.command import Request, plan_of
-from rlhf_core.plan.estimate import make_plan
-from rlhf_core.plan.shapes import Shape
-from rlhf_core.plan.tensor_memory import TensorMemory
-from rlhf_core.stages.contract import Paths
-from rlhf_core.stages.names import stage_module
+from rlhf_core.config.loading.load import load_params, load_section
+from rlhf_core.memory.assign import assigned
+from rlhf_core.memory.command import Request, plan_of
+from rlhf_core.memory.estimate import make_plan
+from rlhf_core.memory.shapes import Shape
+from rlhf_core.memory.tensor_memory import TensorMemory
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.stages.runtime.names import stage_module
 from rlhf_core.tracking import NullTracker
 
 MIB = 1 << 20

@@ -14,31 +14,31 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_core import distributed
 from rlhf_core.config.launch import LaunchConfig
-from rlhf_core.config.load import Params
+from rlhf_core.config.loading.load import Params
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.evaluation.replies import Sampled, measure_drift
+from rlhf_core.memory.dry_run import llama_config
+from rlhf_core.memory.lengths import Lengths, Longest
+from rlhf_core.memory.setting import Recipe
+from rlhf_core.memory.shapes import Shape
+from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import WithoutAdapters, add_adapters
-from rlhf_core.plan.dry_run import llama_config
-from rlhf_core.plan.lengths import Lengths, Longest
-from rlhf_core.plan.setting import Recipe
-from rlhf_core.plan.shapes import Shape
-from rlhf_core.plan.tensor_memory import TensorMemory
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.forward import Tokens
-from rlhf_core.ppo.generation import Rollout
 from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
 from rlhf_core.ppo.rewards import RunningMoments
 from rlhf_core.ppo.rollout import Actors, assemble, model_scorer, sample_together, score_tokens
-from rlhf_core.ppo.sampling import Sampling
 from rlhf_core.ppo.update import Learner, accumulate_policy_gradient
-from rlhf_core.ppo.value import ValueSettings, accumulate_value_gradient
+from rlhf_core.ppo.value_loss import ValueSettings, accumulate_value_gradient
+from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.generation import Rollout
 from rlhf_core.training.engine import Engine, joint_step
 from rlhf_core.training.engine.choice import build_engine, placed
 from rlhf_core.training.examples import Example
-from rlhf_core.training.reward import RewardTask
+from rlhf_core.training.reward.trainer import RewardTask
 from rlhf_core.training.sft import SftTask
 
 EOS, PAD = 3, 0

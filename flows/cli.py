@@ -54,10 +54,10 @@ def run(
 
     Examples: rlhf run | rlhf run --profile smoke | rlhf run --set ppo.kl.coefficient=0.1 --set seed=2
     """
-    from flows.initialise import trial_workspace
-    from flows.run_command import RunOptions, check_options
-    from flows.run_command import run as run_pipeline
-    from flows.workspace import find_workspace
+    from flows.commands.init import trial_workspace
+    from flows.commands.run import RunOptions, check_options
+    from flows.commands.run import run as run_pipeline
+    from flows.workspace.folder import find_workspace
 
     options = RunOptions(promote=promote, wait=wait, port=port)
     check_options(options)
@@ -78,9 +78,9 @@ def up(
 
     Example: rlhf up --port 4200 --mlflow-port 5000
     """
-    from flows.up import UpOptions
-    from flows.up import up as stay_up
-    from flows.workspace import find_workspace
+    from flows.commands.up import UpOptions
+    from flows.commands.up import up as stay_up
+    from flows.workspace.folder import find_workspace
 
     raise typer.Exit(stay_up(find_workspace(workspace), UpOptions(port, mlflow_port)))
 
@@ -96,7 +96,8 @@ def init(
 
     Example: rlhf init my-trial --profile smoke --set collect.source=files
     """
-    from flows.initialise import initialise, show_path
+    from flows.commands.init import initialise
+    from flows.workspace.folder import show_path
 
     made = show_path(initialise(folder, profile, sets or [], cache=cache))
     typer.echo(f"{made} is ready; next: rlhf run --workspace {made}")
@@ -128,7 +129,7 @@ def ablate(
     from flows.ablation.command import ablate as run_ablation
     from flows.ablation.command import listing as list_variants
     from flows.ablation.plan import Request, parse_names, parse_seeds
-    from flows.workspace import find_workspace
+    from flows.workspace.folder import find_workspace
 
     own = [*(sets or []), *([f"ppo.iterations={iterations}"] if iterations else [])]
     request = Request(profile, tuple(own), file, parse_names(variants), parse_seeds(seeds))
@@ -150,8 +151,8 @@ def promote(
 
     Examples: rlhf promote --dry-run | rlhf promote --force --reason "champion was trained on leaked data"
     """
-    from flows.promotion import promote as decide
-    from flows.workspace import find_workspace
+    from flows.registry.promotion import promote as decide
+    from flows.workspace.folder import find_workspace
 
     if force and not (reason or "").strip():
         raise RlhfError("a forced promotion needs a reason; add --reason TEXT, it is recorded")
@@ -167,8 +168,8 @@ def rollback(
 
     Example: rlhf rollback --reason "rude replies seen in production"
     """
-    from flows.promotion import rollback as swap
-    from flows.workspace import find_workspace
+    from flows.registry.promotion import rollback as swap
+    from flows.workspace.folder import find_workspace
 
     decision = swap(find_workspace(workspace), reason)
     typer.echo(f"champion is version {decision['champion']} again (was {decision['previous']})")
@@ -192,8 +193,8 @@ def chat(
     from rlhf_core.cli import talk
 
     if model is None:
-        from flows.registry import champion_folder
-        from flows.workspace import find_workspace
+        from flows.registry.register import champion_folder
+        from flows.workspace.folder import find_workspace
 
         model = champion_folder(find_workspace(workspace))
     talk(model, seed=seed, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
@@ -202,8 +203,8 @@ def chat(
 @app.command()
 def status(workspace: Workspace = None) -> None:
     """Show what the workspace has: stages, gates, champion and challenger."""
-    from flows.status import status as describe
-    from flows.workspace import find_workspace
+    from flows.commands.status import status as describe
+    from flows.workspace.folder import find_workspace
 
     typer.echo(describe(find_workspace(workspace)))
 
@@ -211,8 +212,8 @@ def status(workspace: Workspace = None) -> None:
 @app.command()
 def doctor(workspace: Workspace = None) -> None:
     """Check the installation and the workspace, and say what is missing or misconfigured."""
-    from flows.doctor import doctor as check
-    from flows.workspace import find_workspace
+    from flows.commands.doctor import doctor as check
+    from flows.workspace.folder import find_workspace
 
     try:
         folder: Path | None = find_workspace(workspace)

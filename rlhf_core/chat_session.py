@@ -12,8 +12,8 @@ from rlhf_core.data.chat import decode_reply, encode_prompt, pad_id
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
 from rlhf_core.models.base import load_policy
-from rlhf_core.ppo.generation import evaluation_generate
-from rlhf_core.ppo.sampling import philox_uniforms
+from rlhf_core.sampling.distribution import philox_uniforms
+from rlhf_core.sampling.generation import evaluation_generate
 
 HELP = "/reset forgets the conversation, /quit (or end of input) leaves, anything else is said to the model"
 

@@ -11,7 +11,7 @@ import typer
 from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR
 
 if TYPE_CHECKING:
-    from rlhf_core.config.ablation import Ablation
+    from rlhf_core.config.ablation.ablation import Ablation
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
 WorkspaceOption = Annotated[
@@ -32,7 +32,7 @@ def stage(
     rule, 75 preempted (SIGTERM: training finishes its step and saves its state), 130 interrupted. Run again, a training
     stage goes on from its last checkpoint.
     """
-    from rlhf_core.stages.runner import run_stage, workspace_root
+    from rlhf_core.stages.runtime.runner import run_stage, workspace_root
 
     run_stage(name, workspace_root(workspace))
 
@@ -40,11 +40,11 @@ def stage(
 @app.command(hidden=True)
 def fingerprint(workspace: WorkspaceOption = None) -> None:
     """Refresh the code fingerprints that dvc.yaml's stages depend on."""
-    from rlhf_core.config.load import load_params
+    from rlhf_core.config.loading.load import load_params
     from rlhf_core.fingerprint import write_fingerprints, write_sources
     from rlhf_core.ppo.reward_sources.tracked_files import write_tracked_files
-    from rlhf_core.stages.names import STAGES
-    from rlhf_core.stages.runner import workspace_root
+    from rlhf_core.stages.runtime.names import STAGES
+    from rlhf_core.stages.runtime.runner import workspace_root
 
     root = workspace_root(workspace)
     params = load_params(root)
@@ -56,7 +56,7 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
 
 def reward_function_files(workspace: Path) -> list[str]:
     """Module files of a workspace, relative to it, that its reward functions reach."""
-    from rlhf_core.config.load import load_params
+    from rlhf_core.config.loading.load import load_params
     from rlhf_core.ppo.reward_sources.tracked_files import function_files
 
     return function_files(workspace, load_params(workspace).ppo.reward.sources)
@@ -91,9 +91,9 @@ def plan(
 
     Example: rlhf plan --profile paper-7b --gpus 8 --gpu-memory 80
     """
-    from rlhf_core.plan.command import Request, describe, plan_of, recipe_root
-    from rlhf_core.plan.command import check as check_fit
-    from rlhf_core.plan.options import Options
+    from rlhf_core.memory.command import Request, describe, plan_of, recipe_root
+    from rlhf_core.memory.command import check as check_fit
+    from rlhf_core.memory.options import Options
 
     options = Options(gpus, gpu_memory, zero, offload, frozen, gradient_checkpointing, bf16, lora_rank, prompt_tokens)
     request = Request(recipe_root(workspace), profile, sets or (), options, stages or (), config)
@@ -108,7 +108,7 @@ def plan(
 @app.command()
 def report(workspace: WorkspaceOption = None) -> None:
     """Write report.html from whatever the pipeline has produced so far, and print its path."""
-    from rlhf_core.stages.runner import run_stage, workspace_root
+    from rlhf_core.stages.runtime.runner import run_stage, workspace_root
 
     root = workspace_root(workspace)
     run_stage("report", root)
@@ -142,7 +142,7 @@ def match(
     """
     from rlhf_core.evaluation.match import run_match
     from rlhf_core.files import atomic_write_json
-    from rlhf_core.stages.runner import workspace_root
+    from rlhf_core.stages.runtime.runner import workspace_root
 
     atomic_write_json(output, run_match(workspace_root(workspace), champion=champion, challenger=challenger))
     typer.echo(output)

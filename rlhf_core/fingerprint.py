@@ -18,7 +18,7 @@ PACKAGE = "rlhf_core"
 FOLDER = ".fingerprints"
 # Reporting never changes a result, and neither do an interruption or the place of a checkpoint: a new message or a new
 # progress bar must not cost a training run.
-_NAMES = ("errors", "progress", "tracking", "preemption", "training.checkpoint_store", "training.checkpoint_place")
+_NAMES = ("errors", "progress", "tracking", "preemption", "training.checkpoints.store", "training.checkpoints.location")
 NEUTRAL = frozenset(f"{PACKAGE}.{name}" for name in _NAMES)
 
 

@@ -7,13 +7,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows import signals
 from flows.ablation.job import Ended, run_job
 from flows.ablation.plan import Plan, Request, definition, describe, make_plan
 from flows.ablation.pool import run_jobs
-from flows.clock import Stopwatch
-from flows.initialise import cache_of, ensure_dvc, show_path
-from flows.workspace import locked
+from flows.dvc_repo.root import cache_of, ensure_dvc
+from flows.supervision import signals
+from flows.supervision.clock import Stopwatch
+from flows.workspace.folder import show_path
+from flows.workspace.lock import locked
 from rlhf_core.cli import require_ablation_page, summarise_ablation
 from rlhf_core.errors import EXIT_INTERRUPTED, RlhfError
 

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from flows.ablation.plan import TRAINER, Job, Plan
-from flows.clock import Stopwatch
-from flows.environment import child_environment
-from flows.initialise import ensure_dvc, recipe, write_recipe
-from flows.outcome import FINAL_CODES, OUTCOMES
-from flows.processes import start_guarded
-from flows.signals import STOP
-from flows.stage_task import wait_for
-from flows.sweep import sweep
-from flows.workspace import PRIVATE, locked, private
+from flows.dvc_repo.root import ensure_dvc
+from flows.stage.outcome import FINAL_CODES, OUTCOMES
+from flows.stage.run import wait_for
+from flows.supervision.clock import Stopwatch
+from flows.supervision.environment import child_environment
+from flows.supervision.processes import start_guarded
+from flows.supervision.signals import STOP
+from flows.workspace.cleanup import sweep
+from flows.workspace.folder import PRIVATE, private
+from flows.workspace.lock import locked
+from flows.workspace.recipe import recipe, write_recipe
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, RlhfError
 
 GRACE_SECONDS = 5.0

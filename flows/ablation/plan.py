@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.graph import read_graph
-from flows.initialise import TRIALS
-from rlhf_core.config import yaml_text
-from rlhf_core.config.ablation import ABLATION_FILE, Ablation, check_recipes, load_ablation
-from rlhf_core.config.load import PARAMS_FILE
-from rlhf_core.config.overlay import DEFAULT_PROFILE, merge, parse_assignment, profile_text, workspace_name
-from rlhf_core.config.recipe import profiles_of, recipe_folder
+from flows.dvc_repo.graph import read_graph
+from flows.workspace.recipe import TRIALS
+from rlhf_core.config.ablation.ablation import ABLATION_FILE, Ablation, check_recipes, load_ablation
+from rlhf_core.config.loading import yaml_text
+from rlhf_core.config.loading.load import PARAMS_FILE
+from rlhf_core.config.loading.overlay import DEFAULT_PROFILE, merge, parse_assignment, profile_text, workspace_name
+from rlhf_core.config.loading.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import ConfigError
 
 FOLDER = "ablation"

@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from flows.ablation.job import Ended
 from flows.ablation.plan import Job
-from flows.signals import STOP
+from flows.supervision.signals import STOP
 
 TICK_SECONDS = 0.2
 

@@ -30,7 +30,7 @@ trap stop TERM INT
 # Runs a command that leaves nothing behind, whatever becomes of it or of this script.
 guarded() {
   [[ -z $stopped ]] || exit "$EXIT_PREEMPTED"
-  python -m flows.guard --parent $$ --grace "$grace" -- "$@" &
+  python -m flows.supervision.supervisor --parent $$ --grace "$grace" -- "$@" &
   child=$!
   local status=0
   wait "$child" || status=$?

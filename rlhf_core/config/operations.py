@@ -9,8 +9,8 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from pydantic_core import PydanticCustomError
 
 from rlhf_core.config.launch import LaunchConfig
+from rlhf_core.config.loading.problems import SECRET
 from rlhf_core.config.model import Strict
-from rlhf_core.config.problems import SECRET
 
 Trained = Literal["sft", "reward", "referee", "critic", "ppo"]
 

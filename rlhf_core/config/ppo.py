@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from rlhf_core.config.health import HealthConfig
+from rlhf_core.config.health.health import HealthConfig
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict
 from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources

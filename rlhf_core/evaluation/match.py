@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.evaluate import EvaluateConfig
-from rlhf_core.config.load import load_section
+from rlhf_core.config.loading.load import load_section
 from rlhf_core.data.schema import Message, Prompt, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparison import compare

@@ -18,8 +18,8 @@ from rlhf_core.data.schema import Message
 from rlhf_core.data.sharding import passes
 from rlhf_core.evaluation.text_metrics import Reply
 from rlhf_core.ppo.forward import Tokens, chosen, micro_batches, response_log_distribution
-from rlhf_core.ppo.generation import Rollout, evaluation_generate, generate
-from rlhf_core.ppo.sampling import Sampling, philox_uniforms
+from rlhf_core.sampling.distribution import Sampling, philox_uniforms
+from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
 
 BATCH = 64
 

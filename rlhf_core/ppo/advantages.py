@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config.ppo import AdvantageConfig
-from rlhf_core.ppo.aggregation import masked_mean
+from rlhf_core.ppo.loss_reduction import masked_mean
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:

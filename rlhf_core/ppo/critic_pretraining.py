@@ -19,10 +19,10 @@ from rlhf_core.ppo.forward import TokenScorer
 from rlhf_core.ppo.reward_sources.mixture import source_figures
 from rlhf_core.ppo.rewards import RunningMoments
 from rlhf_core.ppo.rollout import Actors, collect
-from rlhf_core.ppo.sampling import Sampling
-from rlhf_core.ppo.state import Lines, RunFiles
-from rlhf_core.ppo.value import ValueSettings, accumulate_value_gradient
+from rlhf_core.ppo.run_checkpoint import Lines, RunFiles
+from rlhf_core.ppo.value_loss import ValueSettings, accumulate_value_gradient
 from rlhf_core.progress import progress
+from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.engine.frozen import FrozenModels

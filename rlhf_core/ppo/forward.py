@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from rlhf_core.data.sharding import passes
 from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.models.forward import position_ids_from_mask
-from rlhf_core.ppo.sampling import Sampling, log_distribution
+from rlhf_core.sampling.distribution import Sampling, log_distribution
 
 MICRO_BATCH = 16
 

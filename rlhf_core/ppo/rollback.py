@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core import distributed
-from rlhf_core.config.health import HealthConfig
+from rlhf_core.config.health.health import HealthConfig
 from rlhf_core.files import atomic_write_json, read_json
-from rlhf_core.ppo.diagnosis import Finding, Monitor
-from rlhf_core.ppo.state import RunFiles
+from rlhf_core.ppo.health_monitor import Finding, Monitor
+from rlhf_core.ppo.run_checkpoint import RunFiles
 
 
 @dataclass(frozen=True)

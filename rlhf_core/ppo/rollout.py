@@ -28,10 +28,10 @@ from rlhf_core.ppo.forward import (
     response_values,
     shared_micro_batches,
 )
-from rlhf_core.ppo.generation import Rollout, generate
 from rlhf_core.ppo.kl import full_kl, kl_estimate
 from rlhf_core.ppo.rewards import RunningMoments, shape_scores, token_rewards, transform_scores
-from rlhf_core.ppo.sampling import Sampling, philox_uniforms
+from rlhf_core.sampling.distribution import Sampling, philox_uniforms
+from rlhf_core.sampling.generation import Rollout, generate
 
 Scorer = Callable[[Tokens], Tensor]  # raw score of every reply (B,)
 # Sampler and trainer run different shapes through different kernels: the last digits differ, no more.

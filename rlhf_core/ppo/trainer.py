@@ -16,15 +16,15 @@ from rlhf_core import distributed, preemption
 from rlhf_core.data.batching import batch_at
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.ppo.advantages import explained_variance
-from rlhf_core.ppo.diagnosis import Finding, Monitor
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.health import signals
+from rlhf_core.ppo.health_monitor import Finding, Monitor
+from rlhf_core.ppo.health_signals import signals
 from rlhf_core.ppo.kl import KlController, kl_pull
 from rlhf_core.ppo.reward_sources.mixture import source_figures
 from rlhf_core.ppo.rewards import RunningMoments
 from rlhf_core.ppo.rollback import Journal, Rollback, Rollbacks
 from rlhf_core.ppo.rollout import Actors, Scorer, collect, sequence_figures
-from rlhf_core.ppo.state import Lines, RunFiles, prune_best, save_best
+from rlhf_core.ppo.run_checkpoint import Lines, RunFiles, prune_best, save_best
 from rlhf_core.ppo.update import Learner, first_ratio, update
 from rlhf_core.progress import Progress, progress
 from rlhf_core.tracking import Tracker

@@ -15,7 +15,6 @@ from rlhf_core import distributed
 from rlhf_core.config.ppo import EntropyConfig, PpoConfig
 from rlhf_core.models.actor_critic import ActorCritic, policy_weights
 from rlhf_core.ppo.advantages import treat_advantages
-from rlhf_core.ppo.aggregation import StepSize, aggregate, masked_mean, masked_sum
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.forward import (
     Tokens,
@@ -27,10 +26,11 @@ from rlhf_core.ppo.forward import (
     shared_micro_batches,
 )
 from rlhf_core.ppo.kl import full_kl, kl_estimate
-from rlhf_core.ppo.objectives import clipped_share, old_policy_kl, ratios, surrogate
+from rlhf_core.ppo.loss_reduction import StepSize, aggregate, masked_mean, masked_sum
+from rlhf_core.ppo.policy_loss import clipped_share, old_policy_kl, ratios, surrogate
 from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
-from rlhf_core.ppo.sampling import Sampling
-from rlhf_core.ppo.value import ValueSettings, accumulate_value_gradient, value_share
+from rlhf_core.ppo.value_loss import ValueSettings, accumulate_value_gradient, value_share
+from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.training.engine import Engine, joint_step
 from rlhf_core.training.rng import derive_seed
 

@@ -12,7 +12,7 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, read_rows
 from rlhf_core.errors import ModelError
 from rlhf_core.models.base import load_policy, new_model, save_policy, train_tokenizer
-from rlhf_core.stages.contract import Paths, Stage
+from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.rng import derive_seed
 

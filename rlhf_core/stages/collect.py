@@ -13,7 +13,7 @@ from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
 from rlhf_core.errors import DataError
 from rlhf_core.files import atomic_dir, atomic_write_json, sha256_file
 from rlhf_core.progress import progress
-from rlhf_core.stages.contract import Paths, Stage
+from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 from rlhf_core.world import corpus
 

@@ -19,8 +19,8 @@ from rlhf_core.ppo.critic_pretraining import CriticTrainer
 from rlhf_core.ppo.reward_sources import tracked_files
 from rlhf_core.ppo.reward_sources.building import Setting, build_scorer
 from rlhf_core.ppo.rollout import Actors
-from rlhf_core.ppo.starting import read_prompts, require_room, sampling_for
-from rlhf_core.stages.contract import Paths, Stage
+from rlhf_core.ppo.setup import read_prompts, require_room, sampling_for
+from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine.choice import build_engine, finish
 from rlhf_core.training.engine.frozen import FrozenModels

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_core.config.gates import GatesConfig
 from rlhf_core.gates import decide, load_metrics, settle
-from rlhf_core.stages.contract import Paths, Stage
+from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 
 STAGE = Stage(

@@ -7,9 +7,9 @@ from typing import Any
 from rlhf_core.config.gates import GatesConfig
 from rlhf_core.files import atomic_write_json
 from rlhf_core.gates import decide, load_metrics, settle
-from rlhf_core.stages.contract import Paths, Stage
+from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
-from rlhf_core.training.agreement import agreement_figures
+from rlhf_core.training.reward.agreement import agreement_figures
 
 STAGE = Stage(
     name="gate-reward",

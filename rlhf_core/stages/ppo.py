@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core import distributed
+from rlhf_core.config.health.rule_changes import rules_for
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.config.rule_changes import rules_for
 from rlhf_core.data.chat import decode_reply, encode_dialogue, encode_reply, pad_id
 from rlhf_core.data.schema import Demonstration, PretrainText, read_rows
 from rlhf_core.errors import TrainingPaused
@@ -24,18 +24,18 @@ from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import WithoutAdapters, add_adapters, merge_adapters
 from rlhf_core.models.nf4 import pack_linear_layers
 from rlhf_core.models.shared_base import SETTINGS, SharedBase
-from rlhf_core.ppo.diagnosis import Monitor
+from rlhf_core.ppo.health_monitor import Monitor
 from rlhf_core.ppo.ptx import PtxData
 from rlhf_core.ppo.reward_sources import tracked_files
 from rlhf_core.ppo.reward_sources.building import Setting, build_scorer
 from rlhf_core.ppo.rewards import RunningMoments
 from rlhf_core.ppo.rollout import Actors, model_scorer
-from rlhf_core.ppo.starting import read_prompts, require_room, sampling_for
-from rlhf_core.ppo.state import finite, load_best
+from rlhf_core.ppo.run_checkpoint import finite, load_best
+from rlhf_core.ppo.setup import read_prompts, require_room, sampling_for
 from rlhf_core.ppo.trainer import Prompts, Trainer
 from rlhf_core.ppo.update import Learner
-from rlhf_core.stages.contract import Paths, Stage
 from rlhf_core.stages.ppo_selection import CheckpointSelector, make_selector
+from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine.choice import build_engine, finish
 from rlhf_core.training.engine.frozen import FrozenModels

@@ -16,9 +16,9 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation.model_judge import ModelJudge
 from rlhf_core.evaluation.replies import unfiltered_replies
 from rlhf_core.evaluation.selection import Candidate, Choice, SelectionEvaluator, candidate, choose
-from rlhf_core.ppo.state import finite
+from rlhf_core.ppo.run_checkpoint import finite
 from rlhf_core.ppo.trainer import Verdict
-from rlhf_core.stages.contract import Paths
+from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
 

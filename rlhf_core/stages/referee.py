@@ -5,9 +5,9 @@ from __future__ import annotations
 from rlhf_core.config.reward import RefereeConfig
 from rlhf_core.files import atomic_write_json
 from rlhf_core.models.base import load_tokenizer
-from rlhf_core.stages.contract import Paths, Stage
+from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
-from rlhf_core.training.reward_run import evaluate_splits, read_split, train_scalar, write_history, write_scores
+from rlhf_core.training.reward.run import evaluate_splits, read_split, train_scalar, write_history, write_scores
 
 STAGE = Stage(
     name="referee",

@@ -9,7 +9,7 @@ from rlhf_core.evaluation.report.render import render
 from rlhf_core.evaluation.report.sources import load
 from rlhf_core.evaluation.report.view import build
 from rlhf_core.files import atomic_write_text
-from rlhf_core.stages.contract import Paths, Stage
+from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 
 _METRICS = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.files import atomic_dir, atomic_write_json
 from rlhf_core.models.base import load_tokenizer
-from rlhf_core.stages.contract import Paths, Stage
+from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
-from rlhf_core.training.reward_baselines import bag_of_words_accuracy
-from rlhf_core.training.reward_plots import draw_reward_plots
-from rlhf_core.training.reward_run import (
+from rlhf_core.training.reward.baselines import bag_of_words_accuracy
+from rlhf_core.training.reward.plots import draw_reward_plots
+from rlhf_core.training.reward.run import (
     evaluate_splits,
     prefix,
     read_split,

@@ -13,7 +13,7 @@ from rlhf_core.data.schema import Demonstration, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.models.base import load_policy, save_policy
-from rlhf_core.stages.contract import Paths, Stage
+from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine.choice import build_engine, finish
 from rlhf_core.training.examples import Example, tokenised_examples

@@ -12,7 +12,7 @@ from rlhf_core.data.validation import validate_raw
 from rlhf_core.errors import DataError
 from rlhf_core.files import atomic_dir, atomic_write_json, sha256_file
 from rlhf_core.gates import GateDecision, decide
-from rlhf_core.stages.contract import Paths, Stage
+from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 
 STAGE = Stage(

@@ -17,7 +17,7 @@ from rlhf_core.config.model import CheckpointConfig
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.progress import Progress, progress
 from rlhf_core.tracking import Tracker
-from rlhf_core.training.checkpoint import load_latest, save
+from rlhf_core.training.checkpoints.checkpoint import load_latest, save
 from rlhf_core.training.engine import Engine, EngineState
 from rlhf_core.training.history import CLOCK_FIELDS, Block, History
 from rlhf_core.training.rng import derive_seed, rng_state, seed_everything, set_rng_state

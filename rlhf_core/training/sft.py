@@ -20,7 +20,7 @@ from rlhf_core.models.forward import position_ids_from_mask, selected_logits
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.examples import BatchPlan, Example, ReplyBatch, by_length, collate
 from rlhf_core.training.loop import StepFigures
-from rlhf_core.training.objectives import token_cross_entropy
+from rlhf_core.training.losses import token_cross_entropy
 from rlhf_core.training.rng import derive_seed
 
 EVALUATION_ROWS = 64

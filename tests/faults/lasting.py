@@ -15,8 +15,8 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from toys import wait_until
 
-from flows.environment import QUIET
-from flows.ports import LOOPBACK, claim_port
+from flows.supervision.environment import QUIET
+from flows.supervision.ports import LOOPBACK, claim_port
 
 ACTIVE = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 

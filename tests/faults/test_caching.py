@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from dvc.lock import make_lock
 from toys import make_toy, wait_until
 
-from flows.initialise import ensure_dvc
-from flows.stage_task import run_stage
+from flows.dvc_repo.root import ensure_dvc
+from flows.stage.run import run_stage
 
 pytestmark = pytest.mark.services
 GIB = 2**30

@@ -21,8 +21,8 @@ from toys import (
     wait_until,
 )
 
-from flows.initialise import ensure_dvc
-from flows.stage_task import run_stage
+from flows.dvc_repo.root import ensure_dvc
+from flows.stage.run import run_stage
 
 pytestmark = pytest.mark.services
 SLOW_STAGE = "stages:\n  ppo: {cmd: 'echo x >> begun && sleep 2 && echo p > policy.txt', outs: [policy.txt]}\n"
@@ -81,4 +81,4 @@ def test_an_attempt_waits_until_the_guard_of_a_killed_job_has_ended_everything(t
 
 def _job(toy: Path) -> str:
     call = f"run_stage(Path({str(toy)!r}), 'ppo', grace=2.0)"
-    return f"from pathlib import Path; from flows.stage_task import run_stage; {call}"
+    return f"from pathlib import Path; from flows.stage.run import run_stage; {call}"

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 from flow_toys import environment, make_toy, wait_until
 
-from flows.ports import free_port
+from flows.supervision.ports import free_port
 
 POOL = "away"
 PIPELINE = """

@@ -86,7 +86,7 @@ def find_process(workspace: Path, *words: str) -> psutil.Process:
     found = []
     for process in processes_of(workspace):
         line = " ".join(process.cmdline())
-        if "flows.guard" not in line and all(word in line for word in words):
+        if "flows.supervision.supervisor" not in line and all(word in line for word in words):
             found.append(process)
     assert found, f"no process with {words}"
     return max(found, key=lambda process: process.create_time())

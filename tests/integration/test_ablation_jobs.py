@@ -13,10 +13,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from flow_toys import begin, processes_of, rlhf, wait_until
 
-from flows import signals
 from flows.ablation.job import Ended
 from flows.ablation.plan import Job, Request, definition, make_plan
 from flows.ablation.pool import run_jobs
+from flows.supervision import signals
 from rlhf_core.errors import ConfigError
 
 TOY = """

@@ -79,7 +79,7 @@ def package_copy(tmp_path: Path) -> Path:
 
 def prints(workspace: Path, package: Path) -> dict[str, str]:
     code = "from pathlib import Path; from rlhf_core.fingerprint import write_fingerprints as w; "
-    code += "from rlhf_core.stages.names import STAGES; w(Path('.'), list(STAGES))"
+    code += "from rlhf_core.stages.runtime.names import STAGES; w(Path('.'), list(STAGES))"
     done = run("python", "-c", code, cwd=workspace, PYTHONPATH=str(package))
     assert done.returncode == 0, done.stderr
     return {path.stem: path.read_text() for path in (workspace / ".fingerprints").glob("*.txt")}
@@ -94,7 +94,7 @@ def test_a_comment_anywhere_makes_nothing_stale(package_copy: Path, tmp_path: Pa
 
 def test_a_line_of_the_ppo_objectives_makes_ppo_stale_and_nothing_else(package_copy: Path, tmp_path: Path) -> None:
     before = prints(tmp_path, package_copy)
-    path = package_copy / "rlhf_core/ppo/objectives.py"
+    path = package_copy / "rlhf_core/ppo/policy_loss.py"
     path.write_text(path.read_text() + "\nCHANGED = 1\n")
     after = prints(tmp_path, package_copy)
     assert {name for name in after if after[name] != before[name]} == {"ppo"}

@@ -20,7 +20,17 @@ ESCAPE = "import subprocess,sys,time; p=subprocess.Popen(['sleep','300'],start_n
 
 def guarded(code: str, grace: float = 1.0) -> list[str]:
     inner = [sys.executable, "-c", code]
-    return [sys.executable, "-m", "flows.guard", "--parent", str(os.getpid()), "--grace", str(grace), "--", *inner]
+    return [
+        sys.executable,
+        "-m",
+        "flows.supervision.supervisor",
+        "--parent",
+        str(os.getpid()),
+        "--grace",
+        str(grace),
+        "--",
+        *inner,
+    ]
 
 
 def read_pid(path: Path) -> int:
@@ -49,7 +59,7 @@ def test_everything_ends_when_the_parent_is_killed(tmp_path: Path) -> None:
     code = ESCAPE + f"open({str(pid_file)!r},'w').write(str(p.pid)); time.sleep(300)"
     launch = (
         "import subprocess,sys,os,time; "
-        "subprocess.Popen([sys.executable,'-m','flows.guard','--parent',str(os.getpid()),"
+        "subprocess.Popen([sys.executable,'-m','flows.supervision.supervisor','--parent',str(os.getpid()),"
         f"'--grace','1','--',sys.executable,'-c',{code!r}]); time.sleep(300)"
     )
     parent = subprocess.Popen([sys.executable, "-c", launch], env=environment())
@@ -89,7 +99,8 @@ def test_what_another_guard_looks_after_is_stopped_by_that_one_alone(tmp_path: P
         "while True: time.sleep(0.1)\n"
     )
     worker = (
-        "import os,subprocess,sys; subprocess.run([sys.executable,'-m','flows.guard','--parent',str(os.getpid()),"
+        "import os,subprocess,sys; subprocess.run([sys.executable,'-m','flows.supervision.supervisor',"
+        "'--parent',str(os.getpid()),"
         f"'--grace','20','--',sys.executable,'-c',{stage!r}])"
     )
     command = guarded(worker, grace=20.0)

@@ -14,16 +14,17 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from flow_toys import environment, make_toy, rlhf
 
-from flows.graph import StageNode, read_graph
-from flows.identity import computation
-from flows.initialise import ensure_dvc
-from flows.outcome import Outcome, last_progress
-from flows.processes import end_leftovers
-from flows.schedule import Schedule
-from flows.stage_task import run_stage
-from flows.summary import busy_seconds
-from flows.sweep import release_dvc_locks
-from flows.workspace import find_workspace, locked
+from flows.commands.summary import busy_seconds
+from flows.dvc_repo.graph import StageNode, read_graph
+from flows.dvc_repo.root import ensure_dvc
+from flows.pipeline.schedule import Schedule
+from flows.stage.outcome import Outcome, last_progress
+from flows.stage.run import run_stage
+from flows.stage.stage_hash import computation
+from flows.supervision.processes import end_leftovers
+from flows.workspace.cleanup import release_dvc_locks
+from flows.workspace.folder import find_workspace
+from flows.workspace.lock import locked
 from rlhf_core.errors import RlhfError
 
 PIPELINE = """

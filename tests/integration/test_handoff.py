@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from away import Host, caller_environment, make_clone, params, prefect_server
 from flow_toys import processes_of, rlhf
 
-from flows.transfer import transfer
+from flows.jobs.transfer import transfer
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(1500)]
 PATIENCE = 480

@@ -17,12 +17,12 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Running, State
 from prefect.testing.utilities import prefect_test_harness
 
-from flows.deploy import deploy_jobs
-from flows.gpu_pool import run_on_pool
-from flows.job import Job
-from flows.outcome import Outcome
-from flows.submission import claim, is_own
-from rlhf_core.config.load import Params, check_params
+from flows.jobs.deployments import deploy_jobs
+from flows.jobs.job import Job
+from flows.jobs.run_on_pool import run_on_pool
+from flows.jobs.submission import claim, is_own
+from flows.stage.outcome import Outcome
+from rlhf_core.config.loading.load import Params, check_params
 
 pytestmark = pytest.mark.services
 TEMPLATE = Path(__file__).resolve().parents[2] / "infra" / "kubernetes" / "base-job-template.json"

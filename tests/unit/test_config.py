@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config import yaml_text
-from rlhf_core.config.default_rules import DEFAULT_RULES
-from rlhf_core.config.load import Params, check_params, load_section
-from rlhf_core.config.overlay import merge, workspace_name
+from rlhf_core.config.health.default_rules import DEFAULT_RULES
+from rlhf_core.config.health.rule_changes import rules_for
+from rlhf_core.config.loading import yaml_text
+from rlhf_core.config.loading.load import Params, check_params, load_section
+from rlhf_core.config.loading.overlay import merge, workspace_name
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.config.rule_changes import rules_for
 from rlhf_core.config.sft import SftConfig
 from rlhf_core.errors import ConfigError
 

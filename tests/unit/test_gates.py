@@ -14,7 +14,7 @@ from rlhf_core.errors import EXIT_GATE_FAILED, DataError, GateFailed
 from rlhf_core.files import sha256_file
 from rlhf_core.gates import check, decide, load_metrics, lookup, settle
 from rlhf_core.stages import gate_policy, gate_reward
-from rlhf_core.stages.contract import Paths
+from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.tracking import NullTracker
 
 NESTED = {"kl": 2.5, "policy": {"repetition": 0.03}, "sft": {"repetition": 0.01}, "comparison": {"gold": {"win": 0.7}}}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config import yaml_text
-from rlhf_core.config.load import check_params, load_section
-from rlhf_core.config.overlay import merge, rebase_sources
+from rlhf_core.config.loading import yaml_text
+from rlhf_core.config.loading.load import check_params, load_section
+from rlhf_core.config.loading.overlay import merge, rebase_sources
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.reward_sources import DEFAULT_SOURCES, source_names
 from rlhf_core.errors import ConfigError

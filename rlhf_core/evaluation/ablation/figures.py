@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from rlhf_core.config.ablation import FigurePlan
-from rlhf_core.config.ablation_metrics import CURVES, METRICS
+from rlhf_core.config.ablation.ablation import FigurePlan
+from rlhf_core.config.ablation.metrics import CURVES, METRICS
 from rlhf_core.evaluation.ablation.intervals import Table
 from rlhf_core.evaluation.ablation.results import Result
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from scipy.stats import t as student
 
-from rlhf_core.config.ablation_metrics import METRICS, Metric
+from rlhf_core.config.ablation.metrics import METRICS, Metric
 from rlhf_core.evaluation.ablation.results import Result
 
 

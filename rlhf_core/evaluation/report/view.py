@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rlhf_core.config.default_rules import DEFAULT_RULES
+from rlhf_core.config.health.default_rules import DEFAULT_RULES
 from rlhf_core.evaluation.report.charts import interval_chart
 from rlhf_core.evaluation.report.curves import draw
 from rlhf_core.evaluation.report.sources import Sources, shut_gate

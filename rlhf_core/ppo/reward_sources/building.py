@@ -31,7 +31,7 @@ from rlhf_core.ppo.reward_sources.reward_models import Ensemble, RewardModel, or
 from rlhf_core.ppo.reward_sources.shared import Shared
 from rlhf_core.ppo.reward_sources.source import PromptReader, Source
 from rlhf_core.ppo.rollout import Scorer, model_scorer
-from rlhf_core.ppo.starting import load_scalar
+from rlhf_core.ppo.setup import load_scalar
 from rlhf_core.training.engine.frozen import FrozenModels
 
 PROBES = ("Yes.", "I do not know.")

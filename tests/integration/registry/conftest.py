@@ -95,7 +95,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=workspace, check=True)
     commit(workspace)
     previous = dict(os.environ)
-    from flows.record import prepare_tracking
+    from flows.registry.mlflow_client import prepare_tracking
 
     prepare_tracking(workspace)
     assert dict(os.environ).get("MLFLOW_TRACKING_URI") == previous.get("MLFLOW_TRACKING_URI")
@@ -110,8 +110,8 @@ def workspace(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def champion_and_challenger(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from flows.promotion import promote
     from flows.registry import register
+    from flows.registry.promotion import promote
 
     workspace = copy_workspace(finished, tmp_path_factory.mktemp("contest") / "my workspace")
     register(workspace)

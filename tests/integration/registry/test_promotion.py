@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from flows.promotion import decline, promote, rollback, verdict
-from flows.record import connect
 from flows.registry import register
+from flows.registry.mlflow_client import connect
+from flows.registry.promotion import decline, promote, rollback, verdict
 from rlhf_core.errors import RlhfError
 
 
@@ -144,7 +144,7 @@ def test_the_flow_asks_a_person_before_it_acts(
 ) -> None:
     from prefect.logging import disable_run_logger
 
-    from flows import promotion_flow as flow
+    from flows.registry import promotion_flow as flow
 
     referee, asked = Referee(referee=0.9), []
 

@@ -13,10 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from flows.environment import child_environment
-from flows.ports import free_port
-from flows.record import connect, end_pipeline_run, fluent, log_final_artifacts, start_pipeline_run, tracking_uri
-from flows.registry import champion_folder, model_folder, register, versions
+from flows.registry.mlflow_client import (
+    connect,
+    end_pipeline_run,
+    fluent,
+    log_final_artifacts,
+    start_pipeline_run,
+    tracking_uri,
+)
+from flows.registry.register import champion_folder, model_folder, register, versions
+from flows.supervision.environment import child_environment
+from flows.supervision.ports import free_port
 from rlhf_core.errors import RlhfError
 from rlhf_core.files import sha256_file, sha256_tree
 

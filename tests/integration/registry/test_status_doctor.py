@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from flows.checks import FAIL, OK
-from flows.checks.machine import check_package
-from flows.doctor import doctor
-from flows.ports import free_port
-from flows.promotion import promote
-from flows.record import end_pipeline_run, start_pipeline_run
+from flows.commands.checks import FAIL, OK
+from flows.commands.checks.machine import check_package
+from flows.commands.doctor import doctor
+from flows.commands.status import status
 from flows.registry import register
-from flows.status import status
+from flows.registry.mlflow_client import end_pipeline_run, start_pipeline_run
+from flows.registry.promotion import promote
+from flows.supervision.ports import free_port
 
 
 def test_status_shows_stages_gates_run_registry_and_partial_work(workspace: Path) -> None:

@@ -24,10 +24,10 @@ from rlhf_core.ppo.ptx import PtxData
 from rlhf_core.ppo.rewards import RunningMoments
 from rlhf_core.ppo.rollout import collect
 from rlhf_core.ppo.update import Learner, update
-from rlhf_core.ppo.value import ValueSettings, accumulate_value_gradient
+from rlhf_core.ppo.value_loss import ValueSettings, accumulate_value_gradient
 from rlhf_core.training.engine import Engine, LocalEngine
 from rlhf_core.training.examples import Example
-from rlhf_core.training.reward import RewardTask
+from rlhf_core.training.reward.trainer import RewardTask
 from rlhf_core.training.sft import SftTask
 
 CASES = ("sft", "reward", "critic", "ppo")

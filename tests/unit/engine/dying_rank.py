@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from rlhf_core.stages import rank
+from rlhf_core.stages.runtime import rank
 from rlhf_core.training.engine import LocalEngine, StepResult
 
 STEP = 5

@@ -8,7 +8,7 @@ import sys
 import time
 
 from rlhf_core import preemption
-from rlhf_core.stages import rank
+from rlhf_core.stages.runtime import rank
 from rlhf_core.training.engine import LocalEngine, StepResult
 
 STEP = 5

@@ -15,9 +15,9 @@ from unit.ppo.rollback_runs import config_with, rule
 from unit.ppo.tiny import make_config, make_learner, make_tiny, make_trainer
 
 from rlhf_core import distributed
-from rlhf_core.config.rule import Check
-from rlhf_core.ppo.diagnosis import Monitor
+from rlhf_core.config.health.rule import Check
 from rlhf_core.ppo.forward import Tokens
+from rlhf_core.ppo.health_monitor import Monitor
 from rlhf_core.ppo.reward_sources.shared import Shared
 from rlhf_core.ppo.reward_sources.source import PromptReader, Replies
 from rlhf_core.ppo.update import update

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_core.config.ablation import Claim, Expectation, load_ablation
-from rlhf_core.config.ablation_metrics import METRICS
+from rlhf_core.config.ablation.ablation import Claim, Expectation, load_ablation
+from rlhf_core.config.ablation.metrics import METRICS
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.ablation.figures import curve
 from rlhf_core.evaluation.ablation.intervals import Interval, Table, t_interval

@@ -18,7 +18,7 @@ from rlhf_core.evaluation.evaluator import Evaluation, Side
 from rlhf_core.evaluation.replies import Drift
 from rlhf_core.evaluation.text_metrics import Reply
 from rlhf_core.stages import evaluate
-from rlhf_core.stages.contract import Paths
+from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.tracking import NullTracker
 
 from .conftest import made_prompt

@@ -18,7 +18,7 @@ from rlhf_core.evaluation.report.charts import Series, histogram, interval_chart
 from rlhf_core.evaluation.report.view import flatten, number, pick
 from rlhf_core.gates import decide
 from rlhf_core.stages import report
-from rlhf_core.stages.contract import Paths
+from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.tracking import NullTracker
 
 ATTACK = "<script>alert('x')</script>"

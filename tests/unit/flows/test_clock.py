@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.clock import Stopwatch, WallClock
-from flows.outcome import gate_evidence
+from flows.stage.outcome import gate_evidence
+from flows.supervision.clock import Stopwatch, WallClock
 
 HOURS = 7200.0
 

@@ -13,14 +13,15 @@ from uuid import UUID, uuid4
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 
-from flows import job_log, transfer
-from flows.exchange import Exchange, Refused
-from flows.handoff import CARRIED_BYTES, _carried, _files_beside_dvc
-from flows.job import Handoff
-from flows.job_log import LogFollower, LogShipper
-from flows.remote_job import other_code, rebuild
-from flows.transfer import TransferFailed, TransferStopped, patiently
-from rlhf_core.config.load import load_params
+from flows.jobs import log_shipping as job_log
+from flows.jobs import transfer
+from flows.jobs.job import Handoff
+from flows.jobs.log_shipping import LogFollower, LogShipper
+from flows.jobs.remote_client import CARRIED_BYTES, _carried, _files_beside_dvc
+from flows.jobs.remote_host import other_code, rebuild
+from flows.jobs.transfer import TransferFailed, TransferStopped, patiently
+from flows.jobs.transfer_worker import Exchange, Refused
+from rlhf_core.config.loading.load import load_params
 from rlhf_core.fingerprint import fingerprint
 from rlhf_core.ppo.reward_sources.tracked_files import write_tracked_files
 

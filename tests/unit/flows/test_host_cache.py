@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.host_cache import LIMIT_VARIABLE, cache_limit, in_use, prune
+from flows.jobs.host_cache import LIMIT_VARIABLE, cache_limit, in_use, prune
 from rlhf_core.errors import RlhfError
 
 KB = 1000
@@ -41,7 +41,7 @@ def test_the_last_job_prunes_and_none_while_another_is_at_work(tmp_path: Path, m
     monkeypatch.setenv(LIMIT_VARIABLE, "0.000001")
     cache = filled(tmp_path)
     other = subprocess.Popen(
-        [sys.executable, "-c", "import sys; from pathlib import Path; from flows.host_cache import in_use\n"
+        [sys.executable, "-c", "import sys; from pathlib import Path; from flows.jobs.host_cache import in_use\n"
          "with in_use(Path(sys.argv[1])): print('in', flush=True); sys.stdin.read()", str(tmp_path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip

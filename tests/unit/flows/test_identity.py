@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.graph import StageNode
-from flows.identity import computation
+from flows.dvc_repo.graph import StageNode
+from flows.stage.stage_hash import computation
 
 NODE = StageNode(
     "ppo",

@@ -9,8 +9,8 @@ import pytest
 from prefect.client.schemas.objects import WorkPool
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
-from flows.pools import PROCESS_VARIABLES, check_requests, ensure_pool
-from rlhf_core.config.load import Params, check_params
+from flows.prefect_server.pools import PROCESS_VARIABLES, check_requests, ensure_pool
+from rlhf_core.config.loading.load import Params, check_params
 from rlhf_core.errors import ConfigError
 
 

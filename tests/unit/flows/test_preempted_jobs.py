@@ -15,9 +15,9 @@ import pytest
 from prefect.exceptions import Abort, TerminationSignal
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running, Scheduled, State
 
-from flows import gpu_pool
-from flows.job import Job
-from flows.outcome import Outcome
+from flows.jobs import stage_job as gpu_pool
+from flows.jobs.job import Job
+from flows.stage.outcome import Outcome
 from rlhf_core.config.placement import Placement
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from flows import serving
-from flows.services import Services
-from flows.serving import Serving
-from rlhf_core.config.load import check_params
+from flows.prefect_server import workers as serving
+from flows.prefect_server.services import Services
+from flows.prefect_server.workers import Serving
+from rlhf_core.config.loading.load import check_params
 from rlhf_core.errors import RlhfError
 
 PARAMS = check_params({"pools": {"ppo": "cluster", "sft": "gpu-pool"}, "work_pools": {"gpu-pool": {"limit": 3}}})

@@ -12,7 +12,7 @@ from cyclopts import CycloptsError
 from dvc.cli import DvcParserError
 from unit.infra import places
 
-from flows.pools import GPU_POOL, PIPELINES_POOL
+from flows.prefect_server.pools import GPU_POOL, PIPELINES_POOL
 from rlhf_core.errors import EXIT_PREEMPTED
 
 COMMANDS = [pytest.param(words, id=where[:80]) for where, words in places.command_lines()]
@@ -114,7 +114,7 @@ def test_commands_were_found_in_every_place() -> None:
         ("dvc repro --fast", DvcParserError),
         ("torchrun --fast rlhf stage ppo", SystemExit),
         ("torchrun --no-python rlhf stage --fast", AssertionError),
-        ("python -m flows.guard --fast -- true", AssertionError),
+        ("python -m flows.supervision.supervisor --fast -- true", AssertionError),
     ],
 )
 def test_an_unknown_flag_would_be_found(line: str, complaint: type[BaseException]) -> None:

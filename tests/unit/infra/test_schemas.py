@@ -22,8 +22,8 @@ from prefect.utilities.schema_tools import is_valid_schema, validate
 from prefect.workers.base import BaseJobConfiguration
 from unit.infra import places
 
-from flows.pools import GPU_POOL, check_requests
-from rlhf_core.config.load import check_params
+from flows.prefect_server.pools import GPU_POOL, check_requests
+from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.placement import PLACE, Placement
 
 VERSIONS = ("1.29", "1.37")

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from unit.ppo.tiny import make_config, make_tiny, make_trainer
 
+from rlhf_core.config.health.rule import Check, Rule
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.config.rule import Check, Rule
-from rlhf_core.ppo.diagnosis import Monitor
+from rlhf_core.ppo.health_monitor import Monitor
 from rlhf_core.ppo.rollback import Journal
-from rlhf_core.ppo.state import Lines, RunFiles
-from rlhf_core.training import checkpoint
+from rlhf_core.ppo.run_checkpoint import Lines, RunFiles
+from rlhf_core.training.checkpoints import checkpoint
 from rlhf_core.training.rng import seed_everything
 
 ITERATIONS = 6

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from rlhf_core.config.default_rules import DEFAULT_RULES
-from rlhf_core.config.rule import Check, Rule
-from rlhf_core.ppo.diagnosis import Finding, Monitor
+from rlhf_core.config.health.default_rules import DEFAULT_RULES
+from rlhf_core.config.health.rule import Check, Rule
+from rlhf_core.ppo.health_monitor import Finding, Monitor
 
 LIMITS = {"kl": 6.0, "max_new_tokens": 64.0}
 START = {

@@ -11,9 +11,15 @@ from unit.ppo.tiny import EOS, PAD, VOCABULARY, Tiny
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.ppo.forward import Tokens, chosen, response_log_distribution
-from rlhf_core.ppo.generation import Rollout, evaluation_generate, generate
 from rlhf_core.ppo.rollout import check_sampler, sample_together, score_tokens
-from rlhf_core.ppo.sampling import Sampling, evaluation_distribution, inverse_cdf, log_distribution, philox_uniforms
+from rlhf_core.sampling.distribution import (
+    Sampling,
+    evaluation_distribution,
+    inverse_cdf,
+    log_distribution,
+    philox_uniforms,
+)
+from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
 
 
 def sample(tiny: Tiny, sampling: Sampling | None = None, rows: list[int] | None = None) -> Rollout:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from rlhf_core.ppo import health
+from rlhf_core.ppo import health_signals as health
 
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
 LOGPROBS = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, 99.0, math.nan]])

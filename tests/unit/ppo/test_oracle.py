@@ -13,13 +13,13 @@ from unit.ppo.tables import PROMPT, RecordingEngine, TableCritic, TableLM
 
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.generation import Rollout
 from rlhf_core.ppo.rewards import RunningMoments
 from rlhf_core.ppo.rollout import Scored, assemble
-from rlhf_core.ppo.sampling import Sampling
 from rlhf_core.ppo.update import Learner, accumulate_policy_gradient, survey
 from rlhf_core.ppo.update import _entropy_direction as entropy_direction
-from rlhf_core.ppo.value import accumulate_value_gradient
+from rlhf_core.ppo.value_loss import accumulate_value_gradient
+from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.generation import Rollout
 
 VOCABULARY, WIDTH = 5, 6
 CHOICES = {

@@ -14,9 +14,9 @@ from unit.ppo.test_trainer import best, equal, history, weights
 from unit.ppo.tiny import Tiny, make_tiny, make_trainer
 
 from rlhf_core import preemption
-from rlhf_core.config.rule import Check
+from rlhf_core.config.health.rule import Check
 from rlhf_core.errors import Preempted
-from rlhf_core.ppo.diagnosis import Monitor
+from rlhf_core.ppo.health_monitor import Monitor
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.training.rng import seed_everything
 

@@ -18,7 +18,7 @@ from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
 from rlhf_core.ppo.rewards import RunningMoments
 from rlhf_core.ppo.rollout import collect
 from rlhf_core.ppo.update import accumulate_policy_gradient, update
-from rlhf_core.ppo.value import accumulate_value_gradient
+from rlhf_core.ppo.value_loss import accumulate_value_gradient
 
 MODELS = make_tiny()
 

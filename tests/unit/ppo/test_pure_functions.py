@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from rlhf_core.config.ppo import AdvantageConfig, KlConfig, PpoConfig, RewardShapingConfig, SurrogateConfig
 from rlhf_core.errors import DataError
 from rlhf_core.ppo.advantages import explained_variance, gae, masked_whiten, monte_carlo_returns, treat_advantages
-from rlhf_core.ppo.aggregation import StepSize, aggregate, masked_mean
 from rlhf_core.ppo.forward import entropy
 from rlhf_core.ppo.kl import KlController, full_kl, kl_estimate, kl_pull
-from rlhf_core.ppo.objectives import clipped_share, clipped_surrogate, penalty_surrogate, ratios, surrogate
+from rlhf_core.ppo.loss_reduction import StepSize, aggregate, masked_mean
+from rlhf_core.ppo.policy_loss import clipped_share, clipped_surrogate, penalty_surrogate, ratios, surrogate
 from rlhf_core.ppo.rewards import RunningMoments, shape_scores, token_rewards, transform_scores
-from rlhf_core.ppo.value import value_clipped, value_loss
+from rlhf_core.ppo.value_loss import value_clipped, value_loss
 
 NAN = math.nan
 

@@ -18,17 +18,17 @@ from unit.ppo.rollback_runs import config_with, rule
 from unit.ppo.test_trainer import best, equal, history, weights
 from unit.ppo.tiny import ScriptedSelector, Tiny, make_tiny, make_trainer
 
-from rlhf_core.config.rule import Check
+from rlhf_core.config.health.rule import Check
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.evaluation.selection import Candidate, Choice
 from rlhf_core.files import sha256_file
-from rlhf_core.ppo.diagnosis import Monitor
+from rlhf_core.ppo.health_monitor import Monitor
 from rlhf_core.ppo.rollback import Journal, healthy
 from rlhf_core.ppo.rollout import Actors
-from rlhf_core.ppo.state import load_best
+from rlhf_core.ppo.run_checkpoint import load_best
 from rlhf_core.ppo.trainer import Trainer, Verdict
-from rlhf_core.stages.contract import Paths
 from rlhf_core.stages.ppo import publish_lines, summary
+from rlhf_core.stages.runtime.contract import Paths
 
 ROOT = Path(__file__).resolve().parents[3]
 WEAK = Check("kl_coefficient", "<", 0.07, window=2)  # holds until a rollback has doubled the 0.05

@@ -26,10 +26,10 @@ from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.rewards import RunningMoments
 from rlhf_core.ppo.rollout import collect
-from rlhf_core.ppo.sampling import Sampling
-from rlhf_core.ppo.state import load_best
+from rlhf_core.ppo.run_checkpoint import load_best
 from rlhf_core.ppo.update import Learner, accumulate_policy_gradient, survey
-from rlhf_core.ppo.value import accumulate_value_gradient
+from rlhf_core.ppo.value_loss import accumulate_value_gradient
+from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.tracking import NullTracker
 
 WEIGHT, HIDDEN = 0.4, 4

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from unit.house.glossary import undocumented
+from architecture.glossary import undocumented
 from unit.ppo.tiny import Tiny, make_config, make_tiny, make_trainer
 
-from rlhf_core.config.rule import Check, Rule
+from rlhf_core.config.health.rule import Check, Rule
 from rlhf_core.errors import CheckpointError, RlhfError, TrainingPaused
 from rlhf_core.files import sha256_file
-from rlhf_core.ppo.diagnosis import Monitor
+from rlhf_core.ppo.health_monitor import Monitor
 
 ROOT = Path(__file__).resolve().parents[3]
 CHILD = """

@@ -15,13 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.ppo.diagnosis import Monitor
+from rlhf_core.ppo.health_monitor import Monitor
 from rlhf_core.ppo.ptx import PtxData
 from rlhf_core.ppo.rewards import RunningMoments
 from rlhf_core.ppo.rollout import Actors, model_scorer
-from rlhf_core.ppo.sampling import Sampling
 from rlhf_core.ppo.trainer import Prompts, Trainer, Verdict
 from rlhf_core.ppo.update import Learner
+from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.tracking import NullTracker
 from rlhf_core.training.engine import LocalEngine
 

@@ -14,7 +14,7 @@ from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Promp
 from rlhf_core.errors import DataError
 from rlhf_core.files import sha256_file, sha256_tree
 from rlhf_core.stages import collect
-from rlhf_core.stages.contract import Paths
+from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.tracking import NullTracker
 
 WORLD = CollectConfig(world=WorldConfig(demonstrations=30, preferences=40, pretrain=20))

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
-from rlhf_core.stages import runner
+from rlhf_core.stages.runtime import runner
 
 
 def full(name: str, workspace: Path) -> NoReturn:

@@ -20,7 +20,7 @@ from rlhf_core.data.validation import Validated
 from rlhf_core.errors import DataError
 from rlhf_core.gates import decide
 from rlhf_core.stages import validate
-from rlhf_core.stages.contract import Paths
+from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.tracking import NullTracker
 
 Rows = dict[str, list[dict[str, Any]]]

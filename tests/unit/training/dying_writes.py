@@ -16,7 +16,7 @@ import torch
 from unit.ppo.rollback_runs import dying
 from unit.training import tiny
 
-from rlhf_core.training import checkpoint
+from rlhf_core.training.checkpoints import checkpoint
 
 
 def half_a_state() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlhf_core.errors import CheckpointError
-from rlhf_core.training.checkpoint import load_latest, save
+from rlhf_core.training.checkpoints.checkpoint import load_latest, save
 from rlhf_core.training.rng import derive_seed, rng_state, seed_everything, set_rng_state
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from rlhf_core.config.load import check_params
+from rlhf_core.config.loading.load import check_params
 from rlhf_core.errors import EXIT_USER_ERROR, CheckpointError, ConfigError
-from rlhf_core.training.checkpoint_place import Place
-from rlhf_core.training.checkpoint_store import CheckpointStore, open_store, state_files
+from rlhf_core.training.checkpoints.location import Place
+from rlhf_core.training.checkpoints.store import CheckpointStore, open_store, state_files
 
 
 def write_state(work: Path, step: int) -> None:

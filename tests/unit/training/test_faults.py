@@ -24,8 +24,8 @@ from unit.training.test_resume import without_clock
 from rlhf_core import preemption
 from rlhf_core.errors import EXIT_PREEMPTED, CheckpointError, Preempted
 from rlhf_core.files import sha256_file
-from rlhf_core.stages.runner import run_stage
-from rlhf_core.training.checkpoint import load_latest
+from rlhf_core.stages.runtime.runner import run_stage
+from rlhf_core.training.checkpoints.checkpoint import load_latest
 from rlhf_core.training.engine import LocalEngine, StepResult
 
 ROOT = Path(__file__).resolve().parents[3]

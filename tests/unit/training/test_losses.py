@@ -17,8 +17,8 @@ from rlhf_core.models.base import new_model, train_tokenizer
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.training.examples import BatchPlan, Example, collate
-from rlhf_core.training.objectives import centring_loss, pairwise_loss, token_cross_entropy
-from rlhf_core.training.reward import PairPlan, StepTotals, pair_loss, score_pairs
+from rlhf_core.training.losses import centring_loss, pairwise_loss, token_cross_entropy
+from rlhf_core.training.reward.trainer import PairPlan, StepTotals, pair_loss, score_pairs
 from rlhf_core.training.sft import example_batch, mean_reply_loss, reply_loss
 
 CPU = torch.device("cpu")

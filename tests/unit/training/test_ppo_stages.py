@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from architecture.glossary import documented, undocumented
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from unit.house.glossary import documented, undocumented
 
 from rlhf_core.config.critic import CriticStageConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
@@ -18,9 +18,9 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.files import sha256_file
 from rlhf_core.models.base import load_tokenizer
-from rlhf_core.ppo.starting import require_room
+from rlhf_core.ppo.setup import require_room
 from rlhf_core.stages import critic, ppo
-from rlhf_core.stages.contract import Paths
+from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.tracking import NullTracker
 
 SETTINGS: dict[str, Any] = {

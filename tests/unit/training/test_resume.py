@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from unit.house.glossary import undocumented
+from architecture.glossary import undocumented
 
 from rlhf_core.files import sha256_file
 from rlhf_core.training.history import CLOCK_FIELDS, read_history

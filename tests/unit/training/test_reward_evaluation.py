@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rlhf_core.data.schema import Message, Preference
-from rlhf_core.training import reward_evaluation as evaluation
-from rlhf_core.training.reward_baselines import bag_of_words_accuracy
+from rlhf_core.training.reward import evaluation
+from rlhf_core.training.reward.baselines import bag_of_words_accuracy
 
 
 def test_accuracy_counts_ties_half() -> None:

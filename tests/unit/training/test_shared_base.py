@@ -15,7 +15,7 @@ from unit.training.test_ppo_stages import SETTINGS, SHARED, pretrain
 from unit.training.test_ppo_stages import paths as stage_paths
 
 from rlhf_core.config.critic import CriticStageConfig
-from rlhf_core.config.load import check_params
+from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import ConfigError, ModelError
@@ -25,11 +25,11 @@ from rlhf_core.models.lora import add_adapters, merge_adapters
 from rlhf_core.models.nf4 import pack_linear_layers
 from rlhf_core.models.shared_base import Adapters, SharedBase, adapters_of, joined
 from rlhf_core.stages import critic, ppo
-from rlhf_core.stages.contract import Paths
+from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.tracking import NullTracker
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.loop import LoopResult
-from rlhf_core.training.reward_run import TrainedScalar
+from rlhf_core.training.reward.run import TrainedScalar
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 needs_bitsandbytes = pytest.mark.skipif(

@@ -17,7 +17,7 @@ from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt, wr
 from rlhf_core.models.base import new_model, save_policy, train_tokenizer
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.stages import critic, reward, sft
-from rlhf_core.stages.contract import Paths
+from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.tracking import NullTracker
 
 WORDS = ("red", "blue", "green", "the sky", "a tree", "very", "is", "big", "small", "near")

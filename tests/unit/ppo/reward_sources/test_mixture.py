@@ -23,7 +23,7 @@ from rlhf_core.ppo.reward_sources.mixture import Mixture, Part, source_figures
 from rlhf_core.ppo.reward_sources.reward_models import Ensemble
 from rlhf_core.ppo.reward_sources.source import Replies, checked_scores
 from rlhf_core.ppo.rollout import model_scorer
-from rlhf_core.ppo.starting import load_scalar
+from rlhf_core.ppo.setup import load_scalar
 
 from .conftest import Place, demonstration
 

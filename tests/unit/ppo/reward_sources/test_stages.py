@@ -12,7 +12,7 @@ from rlhf_core.config.critic import CriticStageConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import DataError
 from rlhf_core.stages import critic, ppo
-from rlhf_core.stages.contract import Paths
+from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.tracking import NullTracker
 
 from .conftest import Place, Scorer

@@ -1,0 +1,93 @@
+"""Python, packages, programs, processors and memory."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from flows.commands.checks import FAIL, OK, WARN, Check
+
+SUPPORTED = ((3, 11), (3, 13))
+REINSTALL = "install the pinned requirements.lock again (`make setup`)"
+# Requirement, and what happens outside it. Newer versions of the first two break servers although `pip check` is clean.
+REQUIREMENTS = (
+    ("fastapi>=0.139,<0.151", "newer ones refuse requests of the Prefect client, or keep its server from starting"),
+    ("sqlalchemy>=2.0,<2.1", "with 2.1 scheduled runs are never created, and only a log says so"),
+    ("torch>=2.6", ""),
+    ("transformers>=5.0", ""),
+    ("prefect>=3.4", ""),
+    ("dvc>=3.60", ""),
+    ("mlflow>=3.0", ""),
+    ("great-expectations>=1.3", ""),
+)
+
+
+def machine_checks(workspace: Path | None) -> Iterator[Check]:
+    """Everything that does not depend on a workspace."""
+    yield _python()
+    for requirement, trouble in REQUIREMENTS:
+        yield check_package(requirement, trouble)
+    yield _git()
+    yield from _processors()
+    yield _memory()
+
+
+def _python() -> Check:
+    version = sys.version_info[:2]
+    text = f"Python {sys.version.split()[0]}"
+    if SUPPORTED[0] <= version <= SUPPORTED[1]:
+        return Check(OK, "python", text)
+    return Check(FAIL, "python", text, "use Python 3.11, 3.12 or 3.13")
+
+
+def check_package(requirement: str, trouble: str = "") -> Check:
+    """Whether the installed version of a package satisfies ``requirement``; ``trouble`` is what happens otherwise."""
+    from packaging.requirements import Requirement
+
+    wanted = Requirement(requirement)
+    try:
+        found = importlib.metadata.version(wanted.name)
+    except importlib.metadata.PackageNotFoundError:
+        return Check(FAIL, wanted.name, "not installed", REINSTALL)
+    if wanted.specifier.contains(found, prereleases=True):
+        return Check(OK, wanted.name, found)
+    why = f" ({trouble})" if trouble else ""
+    return Check(FAIL, wanted.name, f"{found} is outside {wanted.specifier}{why}", REINSTALL)
+
+
+def _git() -> Check:
+    if shutil.which("git"):
+        return Check(OK, "git", "found")
+    return Check(WARN, "git", "not found: models will not name the revision they came from", "install git")
+
+
+def _processors() -> Iterator[Check]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Check(FAIL, "torch import", str(error).splitlines()[0], REINSTALL)
+        return
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = torch.get_num_threads()
+    if threads > allowed:
+        advice = f"set OMP_NUM_THREADS={allowed}"
+        yield Check(WARN, "threads", f"torch uses {threads} threads on {allowed} processors", advice)
+    else:
+        yield Check(OK, "threads", f"torch uses {threads} of {allowed} processors")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
+    yield Check(OK, "gpu", f"{count}: {names}" if count else "none; training runs on the processor")
+
+
+def _memory() -> Check:
+    import psutil
+
+    free = psutil.virtual_memory().available / 2**30
+    text = f"{free:.1f} GiB available"
+    if free >= 4:
+        return Check(OK, "memory", text)
+    return Check(WARN, "memory", text, "the demo needs up to 4 GiB for all its processes; close other programs")

@@ -1,0 +1,1 @@
+"""What DVC knows: the stage graph, recorded hashes, what is stale; always asked in a child process."""

@@ -1,0 +1,31 @@
+"""The last steps of a pipeline run: register what passed its gates, let the challenger meet the champion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from flows.registry.promotion import promote
+from flows.registry.register import register
+from rlhf_core.config.loading.load import load_params
+
+
+@task(name="register", persist_result=False, cache_policy=NO_CACHE)
+def register_task(workspace: Path, run_id: str | None = None) -> tuple[str, bool]:
+    """One line on what was registered and what was refused, and whether there is a policy to promote."""
+    result = register(workspace, run_id)
+    parts = [
+        f"{name} version {entry['version']}{' (as before)' if entry['reused'] else ''}"
+        for name, entry in result["registered"].items()
+    ]
+    parts += [f"{name} not registered: {reason}" for name, reason in result["refused"].items()]
+    return "; ".join(parts), load_params(workspace).registry.policy in result["registered"]
+
+
+@task(name="promote", persist_result=False, cache_policy=NO_CACHE)
+def promote_task(workspace: Path) -> str:
+    """One line on the decision."""
+    decision = promote(workspace)
+    return f"{'promoted to' if decision['promoted'] else 'not promoted to'} @champion: {decision['reason']}"

@@ -1,0 +1,1 @@
+"""The Prefect server this project talks to: its services and workers, work pools, flow runs and automations."""

@@ -1,0 +1,1 @@
+"""The MLflow side: tracking, registration of gated models, promotion, rollback, and the served models."""

@@ -1,0 +1,216 @@
+"""The pipeline's side of MLflow: where the record lives, its schema, and the parent run of a pipeline run.
+
+The core writes to the same place (``rlhf_core/tracking.py``); a test holds the two to one address.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from rlhf_core.config.loading.load import PARAMS_FILE, load_section
+from rlhf_core.config.loading.yaml_text import plain, read
+from rlhf_core.config.operations import TrackingConfig
+from rlhf_core.errors import RlhfError
+from rlhf_core.files import read_json
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+PIPELINE_TAG = "rlhf.pipeline"
+FINAL_FILES = ("report.html", PARAMS_FILE, "dvc.lock")
+FINAL_FOLDERS = ("metrics", "gates", "plots")
+FINAL_STATES = {
+    "finished": "FINISHED",
+    "completed": "FINISHED",
+    "failed": "FAILED",
+    "crashed": "FAILED",
+    "killed": "KILLED",
+    "cancelled": "KILLED",
+}
+
+
+def tracking_uri(workspace: Path) -> str:
+    """``MLFLOW_TRACKING_URI``, or a SQLite file in the workspace."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{workspace.resolve() / 'mlflow.db'}"
+
+
+def has_record(workspace: Path) -> bool:
+    """False for a workspace that has never recorded anything, so that asking does not create a database."""
+    return bool(os.environ.get("MLFLOW_TRACKING_URI")) or (workspace / "mlflow.db").is_file()
+
+
+def connect(workspace: Path) -> MlflowClient:
+    """A client of the workspace's record; ``RlhfError`` at once when a server does not answer."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    uri = tracking_uri(workspace)
+    try:
+        if uri.startswith(("http://", "https://")):
+            knock(uri)  # MLflow itself would try for minutes
+        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        client.search_experiments(max_results=1)
+    except (MlflowException, OSError) as error:
+        reason = str(error).splitlines()[0][:200]
+        raise RlhfError(
+            f"MLflow at {uri} does not answer ({reason}); start it, or unset MLFLOW_TRACKING_URI"
+        ) from error
+    return client
+
+
+def knock(url: str, seconds: float = 5.0) -> None:
+    """``OSError`` when nothing listens at the host and port of ``url`` within ``seconds``."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    socket.create_connection((parts.hostname or "", port), timeout=seconds).close()
+
+
+def prepare_tracking(workspace: Path) -> str:
+    """Make schema and experiment, once, before several processes use them; returns the tracking URI.
+
+    Two processes that create the schema at once fail with "duplicate column name", hence the lock.
+    """
+    with _lock(workspace):
+        experiment_id(connect(workspace), workspace)
+    return tracking_uri(workspace)
+
+
+def start_pipeline_run(workspace: Path, tags: Mapping[str, str] | None = None) -> str:
+    """Open the parent run of a pipeline run with params.yaml flattened into its parameters; returns its id.
+
+    Stages become its children when ``RLHF_PARENT_RUN_ID`` holds that id.
+    """
+    prepare_tracking(workspace)
+    client = connect(workspace)
+    experiment = experiment_id(client, workspace)
+    name = workspace.resolve().name
+    labels = {"mlflow.runName": f"pipeline {name}", "rlhf.workspace": name, PIPELINE_TAG: "true"}
+    run_id = str(client.create_run(experiment, tags={**labels, **(tags or {})}).info.run_id)
+    log_params(client, run_id, workspace)
+    return run_id
+
+
+def end_pipeline_run(run_id: str, status: str, workspace: Path | None = None) -> None:
+    """Close a run. ``status`` is a state of MLflow or Prefect in any case; workspace defaults to the current folder."""
+    state = FINAL_STATES.get(status.lower())
+    if state is None:
+        raise RlhfError(f"unknown run status '{status}'; one of {', '.join(FINAL_STATES)}")
+    connect(workspace or Path.cwd()).set_terminated(run_id, state)
+
+
+def log_final_artifacts(workspace: Path, run_id: str) -> list[str]:
+    """Copy report, metrics, gates and plots into the run and its final numbers into its metrics; returns what went."""
+    client = connect(workspace)
+    sent = []
+    for name in FINAL_FILES:
+        if (workspace / name).is_file():
+            client.log_artifact(run_id, str(workspace / name))
+            sent.append(name)
+    for name in FINAL_FOLDERS:
+        if (workspace / name).is_dir():
+            client.log_artifacts(run_id, str(workspace / name), name)
+            sent.append(f"{name}/")
+    for path in sorted((workspace / "metrics").glob("*.json")):
+        log_numbers(client, run_id, {f"{path.stem}.{key}": v for key, v in flatten(read_json(path)).items()})
+    return sent
+
+
+def log_params(client: MlflowClient, run_id: str, workspace: Path) -> None:
+    """params.yaml as parameters of the run, dotted names, in batches of MLflow's limit of 100."""
+    from mlflow.entities import Param
+
+    values = flatten(plain(read(workspace / PARAMS_FILE)))
+    rows = [Param(_legal(key), str(value)[:500]) for key, value in values.items()]
+    for start in range(0, len(rows), 100):
+        client.log_batch(run_id, params=rows[start : start + 100])
+
+
+def log_numbers(client: MlflowClient, run_id: str, values: Mapping[str, Any]) -> None:
+    """The finite numbers among ``values`` as metrics of the run."""
+    from mlflow.entities import Metric
+    from mlflow.utils.time import get_current_time_millis
+
+    now = get_current_time_millis()
+    numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
+    rows = [Metric(_legal(key), value, now, 0) for key, value in numbers.items()]
+    for start in range(0, len(rows), 500):
+        client.log_batch(run_id, metrics=rows[start : start + 500])
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves of nested mappings under dotted names; lists are leaves."""
+    if not isinstance(tree, Mapping):
+        return {prefix: tree}
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves.update(flatten(value, f"{prefix}.{key}" if prefix else str(key)))
+    return leaves
+
+
+@contextmanager
+def fluent(workspace: Path) -> Iterator[None]:
+    """Point MLflow's module-level functions (``mlflow.pyfunc``) at the workspace, and put things back after.
+
+    ``mlflow.set_tracking_uri`` also sets the environment variable, which would otherwise read as the user's choice for
+    every later workspace of this process.
+    """
+    import mlflow
+
+    names = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
+    before = {name: os.environ.get(name) for name in names}
+    uri = tracking_uri(workspace)
+    try:
+        mlflow.set_tracking_uri(uri)
+        mlflow.set_registry_uri(uri)
+        yield
+    finally:
+        mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
+        mlflow.set_registry_uri(None)  # type: ignore[arg-type]
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
+def _lock(workspace: Path) -> Iterator[None]:
+    path = workspace / ".rlhf" / "mlflow.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def experiment_id(client: MlflowClient, workspace: Path) -> str:
+    """Id of the experiment, made on first use. Beside SQLite artifacts go to the workspace; a server decides itself."""
+    from mlflow.exceptions import MlflowException
+
+    name = load_section(workspace, "tracking", TrackingConfig).experiment
+    found = client.get_experiment_by_name(name)
+    if found is not None:
+        return str(found.experiment_id)
+    local = tracking_uri(workspace).startswith("sqlite:")
+    try:
+        place = (workspace.resolve() / "mlartifacts").as_uri() if local else None
+        return str(client.create_experiment(name, artifact_location=place))
+    except MlflowException:
+        found = client.get_experiment_by_name(name)
+        if found is None:
+            raise
+        return str(found.experiment_id)
+
+
+def _legal(key: str) -> str:
+    """MLflow allows letters, digits, ``_-./: `` in names."""
+    return "".join(c if c.isalnum() or c in "_-./: " else "_" for c in key)[:250]

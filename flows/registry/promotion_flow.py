@@ -1,0 +1,44 @@
+"""Promotion as a Prefect flow, with an optional pause for a person's approval."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, get_run_logger
+from prefect.flow_runs import pause_flow_run
+from prefect.input import RunInput
+
+from flows.registry.promotion import decline, promote
+
+APPROVAL_SECONDS = 7 * 24 * 3600
+
+
+class Approval(RunInput):
+    """What the form of a paused run asks for."""
+
+    approve: bool
+    reason: str = ""
+
+
+@flow(name="rlhf_promotion", persist_result=False)
+def promotion_flow(workspace: str, approval: bool = False) -> dict[str, Any]:
+    """Promote the challenger of ``workspace`` if it beats the champion.
+
+    With ``approval`` the run first decides without acting, then, if it would promote, pauses for up to a week until
+    somebody resumes it with an answer; a refusal changes nothing.
+    """
+    logger = get_run_logger()
+    folder = Path(workspace)
+    if approval:
+        plan = promote(folder, dry_run=True)
+        logger.info("version %s against %s: %s", plan["challenger"], plan["champion"], plan["reason"])
+        if plan["promoted"]:
+            answer = pause_flow_run(wait_for_input=Approval, timeout=APPROVAL_SECONDS)
+            if not answer.approve:
+                return decline(folder, plan, answer.reason)
+        decision = promote(folder, only_version=plan["challenger"])
+    else:
+        decision = promote(folder)
+    logger.info("%s: %s", "promoted" if decision["promoted"] else "not promoted", decision["reason"])
+    return decision

@@ -1,0 +1,1 @@
+"""One stage run through DVC under the supervisor, its outcome, and the hash of what it computes."""

@@ -1,0 +1,1 @@
+"""Processes: the supervisor that leaves no child behind, stop signals, ports, clocks, child environments."""

@@ -1,0 +1,44 @@
+"""The recipe of a workspace: params.yaml merged from a base, a profile and overrides, beside the base's dvc.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from flows.workspace.folder import unwritable
+from rlhf_core.config.loading.load import PARAMS_FILE
+from rlhf_core.config.loading.overlay import merge, profile_text, rebase_sources
+from rlhf_core.config.loading.recipe import profiles_of
+from rlhf_core.files import atomic_write_text
+
+DVC_FILE = "dvc.yaml"
+TRIALS = "workspaces"
+DVC_IGNORE = "# never part of a dependency or an output\n__pycache__\n*.pyc\n.rlhf\nwork\n"
+GIT_IGNORE = "/.rlhf/\n/work/\n/workspaces/\n/ablation/\n/mlflow.db\n/mlartifacts/\n/report.html\n__pycache__/\n"
+
+
+def recipe(base: Path, profile: str | None, sets: Sequence[str], folder: Path) -> str:
+    """The params.yaml text for ``folder``: that of ``base`` under a profile and ``section.key=value`` overrides.
+
+    Relative data paths of the recipe and its profiles start at ``base``, those of ``sets`` at the current folder.
+    """
+    overlays = [(f"profile {profile}", profile_text(profiles_of(base), profile))] if profile else []
+    text = merge((base / PARAMS_FILE).read_text(encoding="utf-8"), overlays)
+    here = merge(rebase_sources(text, base.resolve(), Path.cwd()), sets=sets)
+    return rebase_sources(here, Path.cwd(), folder.resolve())
+
+
+def write_recipe(folder: Path, params: str, base: Path) -> None:
+    """Give ``folder`` a params.yaml with the text ``params`` and the dvc.yaml of ``base``; equal files stay."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        texts = {PARAMS_FILE: params, DVC_FILE: (base / DVC_FILE).read_text(encoding="utf-8")}
+        for name, default in ((".dvcignore", DVC_IGNORE), (".gitignore", GIT_IGNORE)):
+            if not (folder / name).exists():
+                texts[name] = default
+        for name, text in texts.items():
+            path = folder / name
+            if not path.exists() or path.read_text(encoding="utf-8") != text:
+                atomic_write_text(path, text)
+    except OSError as error:
+        raise unwritable(folder, error) from error

@@ -1,0 +1,1 @@
+"""The form of ablation.yaml and of the metrics it may name."""

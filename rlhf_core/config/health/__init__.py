@@ -1,0 +1,1 @@
+"""Health rules: their form, the defaults, and changes by name."""

@@ -1,0 +1,174 @@
+"""The default health rules (algorithms.md §8), as data.
+
+Evidence for the bounds, from calibration runs on the embedded world: healthy PPO-max ended with a KL of 1.9 to 3.3 nats
+per sequence, vanilla PPO with 10 to 92 while its reward kept rising, with trigram repetition ten times the start's and
+replies up to the token limit. KL, perplexity under the reference, repetition and missing EOS separate the two; entropy
+and the policy's own perplexity do not, so they only ever support another check. A bound that pauses sits well above
+anything seen in a healthy run; its warning sits between. Damage to the true preference begins before all of these, at a
+KL of 1 to 3. So early a doomed run's replies look like those of a sound one; what differs is whether anything pulls the
+policy back (``drift_unopposed``) and whether the critic sees anything (``drift_with_blind_critic``).
+"""
+
+from __future__ import annotations
+
+from rlhf_core.config.health.rule import Check, Rule
+
+DRIFT = "drift from the reference: KL coefficient too low, or learning rate too high"
+HACKING = "the policy exploits errors of the reward model (reward hacking)"
+RAISE_KL = "raise ppo.kl.coefficient, lower ppo.policy_optimizer.lr; continue from the selected checkpoint"
+BETTER_RM = "stop here and keep the selected checkpoint; add contrast pairs to the preference data, retrain the RM"
+
+# What a rollback changes: more pull to the reference and smaller steps, or smaller steps alone.
+NEARER = (("kl_coefficient", 2.0), ("lr", 0.5))
+GENTLER = (("lr", 0.5),)
+
+DRIFT_RULES = (
+    Rule("kl_over_budget", (Check("kl", ">", 1.0, "limit:kl"),), "warning", "warn",
+         "the policy is further from the reference than its KL budget", DRIFT, RAISE_KL, adjust=NEARER),
+    Rule("kl_runaway", (Check("kl", ">", 1.5, "limit:kl"),), "critical", "pause",
+         "KL to the reference is far over its budget", DRIFT, RAISE_KL, adjust=NEARER),
+    Rule("drift_unopposed",
+         (Check("kl_pull", "<", 0.01, window=1), Check("ptx_weight", "<", 0.001, window=1),
+          Check("kl", ">", 0.1, "limit:kl", window=2)),
+         "critical", "pause", "the policy moves away from the reference and nothing pulls it back",
+         "neither a KL penalty that counts beside the rewards nor a loss on demonstrations: such drift does not end",
+         "set ppo.kl.coefficient or ppo.ptx.weight, normalise the reward; if it is on purpose, ignore this rule",
+         adjust=NEARER),
+    Rule("kl_negative", (Check("kl", "<", -0.1, window=5),), "critical", "pause",
+         "the mean KL is negative, which no pair of distributions can have",
+         "replies are scored under another distribution than the one that sampled them, or masks are wrong",
+         "a bug, not a tuning matter: compare the ratio on the first pass with 1, check temperature and padding"),
+    Rule("reference_perplexity_rising", (Check("perplexity_reference", ">", 1.8, "start", slack=0.5),), "warning",
+         "warn", "the reference finds the policy's replies ever less likely", DRIFT, RAISE_KL, adjust=NEARER),
+    Rule("reference_perplexity_runaway", (Check("perplexity_reference", ">", 3.0, "start", slack=2.0),), "critical",
+         "pause", "the reference finds the policy's replies very unlikely: they are probably garbled", DRIFT, RAISE_KL,
+         adjust=NEARER),
+)  # fmt: skip
+
+TEXT_RULES = (
+    Rule("repetition_rising", (Check("repetition", ">", 2.0, "start", slack=0.02),), "warning", "warn",
+         "replies repeat themselves more than at the start", HACKING, RAISE_KL, adjust=NEARER),
+    Rule("repetition_runaway", (Check("repetition", ">", 4.0, "start", slack=0.06),), "critical", "pause",
+         "replies loop", HACKING, BETTER_RM, adjust=NEARER),
+    Rule("missing_eos_rising", (Check("missing_eos", ">", 2.0, "start", slack=0.05),), "warning", "warn",
+         "more replies run into the token limit", "the RM rewards length, or the policy forgets to stop",
+         "set ppo.reward.missing_eos_penalty, or raise ppo.max_new_tokens if the replies are good", adjust=NEARER),
+    Rule("missing_eos_runaway", (Check("missing_eos", ">", 3.0, "start", slack=0.2),), "critical", "pause",
+         "many replies no longer end", "the RM rewards length, or the policy forgets to stop",
+         "set ppo.reward.missing_eos_penalty; " + RAISE_KL, adjust=NEARER),
+    Rule("length_growing", (Check("length", ">", 1.5, "start"), Check("reward_length_correlation", ">", 0.3)),
+         "warning", "warn", "replies keep growing and longer ones score higher",
+         "length hack: the RM prefers longer replies",
+         "set ppo.reward.length_penalty; add pairs whose shorter reply is preferred", adjust=NEARER),
+    Rule("length_at_limit", (Check("length", ">", 0.85, "limit:max_new_tokens"), Check("length", ">", 1.5, "start")),
+         "critical", "pause", "replies grew up to the token limit", "length hack: the RM prefers longer replies",
+         "set ppo.reward.length_penalty and missing_eos_penalty; add pairs whose shorter reply is preferred",
+         adjust=NEARER),
+    Rule("short_replies_rising", (Check("short_replies", ">", 2.0, "start", slack=0.2),), "warning", "warn",
+         "replies shrink to a few words", "a degenerate optimum of the RM", "set ppo.min_new_tokens; " + BETTER_RM,
+         adjust=NEARER),
+    Rule("short_replies_runaway", (Check("short_replies", ">", 2.0, "start", slack=0.5),), "critical", "pause",
+         "most replies are empty or a few words", "a degenerate optimum of the RM",
+         "set ppo.min_new_tokens; " + BETTER_RM, adjust=NEARER),
+)  # fmt: skip
+
+DIVERSITY_RULES = (
+    Rule("one_opening", (Check("commonest_first_sentence", ">", 2.0, "start", slack=0.5),), "warning", "warn",
+         "most replies begin with the same sentence", "the RM pays for a phrase whatever the question",
+         "read the samples; add contrast pairs with the same opening and a wrong answer", adjust=NEARER),
+    Rule("one_reply_for_everything", (Check("commonest_reply", ">", 2.0, "start", slack=0.3),), "critical", "pause",
+         "one reply is given to most prompts", "a degenerate optimum of the RM, such as one refusal for everything",
+         BETTER_RM, adjust=NEARER),
+    Rule("refuses_everything", (Check("refusals", ">", 2.0, "start", slack=0.4),), "critical", "pause",
+         "refusals spread far beyond what they were at the start", "the RM never saw a benign request refused",
+         "add pairs in which a needless refusal loses; retrain the RM", adjust=NEARER),
+    Rule("mode_collapse", (Check("entropy", "<", 0.15, "start"), Check("distinct_2", "<", 0.5, "start")), "critical",
+         "pause", "token entropy and the variety of phrases are nearly gone", "mode collapse",
+         "set ppo.entropy (bonus or target), lower ppo.policy_optimizer.lr", adjust=NEARER),
+)  # fmt: skip
+
+REWARD_RULES = (
+    Rule("reward_up_win_rate_down",
+         (Check("win_rate", ">", 0.15, window=2, statistic="drop"),
+          Check("reward_mean", ">", 0.3, "start:reward_std", statistic="change")),
+         "critical", "pause", "the reward rose while the referee's win rate fell from its best", HACKING, BETTER_RM,
+         adjust=NEARER),
+    Rule("longer_and_repetitive",
+         (Check("reward_mean", ">", 0.3, "start:reward_std", statistic="change"),
+          Check("length", ">", 1.3, "start"), Check("repetition", ">", 2.5, "start", slack=0.045)),
+         "critical", "pause", "the reward rises while replies grow longer and repeat themselves", HACKING, BETTER_RM,
+         adjust=NEARER),
+    Rule("losing_to_sft",
+         (Check("win_rate", "<", 0.4, window=2),
+          Check("reward_mean", ">", 0.3, "start:reward_std", statistic="change")),
+         "critical", "pause", "the reward rose but the referee prefers the SFT model's replies", HACKING, BETTER_RM,
+         adjust=NEARER),
+    Rule("reward_without_wins",
+         (Check("referee_gap", ">", 0.9, window=2), Check("win_rate", "<", 0.53, window=2)), "critical", "pause",
+         "the reward model sees great progress where the referee sees none", HACKING, BETTER_RM, adjust=NEARER),
+    Rule("judges_drift_apart", (Check("referee_gap", ">", 0.75, window=2),), "warning", "warn",
+         "the reward model sees far more progress than the referee (in standard deviations of SFT replies)",
+         "replies have left the distribution that the RM was trained on", BETTER_RM, adjust=NEARER),
+    Rule("judges_apart_and_far",
+         (Check("referee_gap", ">", 1.0, window=2), Check("kl", ">", 1.0, "limit:kl")), "critical", "pause",
+         "the reward model and the referee disagree, far from the reference",
+         "replies have left the distribution that the RM was trained on", BETTER_RM, adjust=NEARER),
+    Rule("judges_agree_less",
+         (Check("reward_referee_correlation", "<", -0.3, statistic="change", window=5),), "warning", "warn",
+         "reward model and referee order the replies less alike than at the start",
+         "replies have left the distribution that the RM was trained on", BETTER_RM, adjust=NEARER),
+    Rule("reward_buys_length",
+         (Check("reward_length_correlation", ">", 0.25, statistic="change", window=5),
+          Check("length", ">", 1.2, "start")),
+         "warning", "warn", "the reward depends on length more and more", "length hack",
+         "set ppo.reward.length_penalty; check the RM's accuracy on pairs with a shorter preferred reply",
+         adjust=NEARER),
+    Rule("reward_tail", (Check("reward_tail", ">", 3.0, "start", slack=1.0),), "warning", "warn",
+         "a long tail of very low rewards opened below the median", "part of the prompts fails while the mean rises",
+         "read the worst replies; lower ppo.policy_optimizer.lr, keep reward clipping on", adjust=GENTLER),
+    Rule("reward_flat",
+         (Check("reward_mean", "<", 0.1, "start:reward_std", statistic="change", window=10),
+          Check("kl", "<", 0.2, window=10)), "info", "warn",
+         "the reward has not moved and neither has the policy", "learning rate too low or KL coefficient too high",
+         "raise ppo.policy_optimizer.lr or lower ppo.kl.coefficient", after=20),
+)  # fmt: skip
+
+OPTIMISATION_RULES = (
+    Rule("steps_not_finite", (Check("nonfinite_in_a_row", ">", 2.0, window=1),), "critical", "pause",
+         "three optimiser steps in a row were not finite", "exploding gradient, or a row that breaks the models",
+         "lower the learning rate, tighten max_grad_norm; look at the last rows of the history", adjust=GENTLER),
+    Rule("loss_not_finite", (Check("policy_loss", "not_finite"),), "critical", "pause",
+         "the policy loss is not a number", "exploding gradient or a learning rate far too high",
+         "lower ppo.policy_optimizer.lr, tighten max_grad_norm", adjust=GENTLER),
+    Rule("value_loss_not_finite", (Check("value_loss", "not_finite"),), "critical", "pause",
+         "the value loss is not a number", "exploding gradient or a learning rate far too high",
+         "lower ppo.critic_optimizer.lr, tighten max_grad_norm", adjust=GENTLER),
+    Rule("rewards_not_finite", (Check("reward_mean", "not_finite"),), "critical", "pause",
+         "the reward model gives numbers that are not finite", "a damaged reward model or an overflow in low precision",
+         "check models/reward with its held-out pairs; use float32"),
+    Rule("steps_skipped", (Check("skipped_steps", ">", 0.0, window=1),), "warning", "warn",
+         "an optimiser step was skipped because its gradient was not finite", "exploding gradient",
+         "lower the learning rate, tighten max_grad_norm", adjust=GENTLER),
+    Rule("gradient_growing", (Check("policy_grad_norm", ">", 10.0, "start", slack=1.0),), "warning", "warn",
+         "the policy's gradient norm grew tenfold", "learning rate too high, or advantages of a broken critic",
+         "lower ppo.policy_optimizer.lr, look at explained variance", adjust=GENTLER),
+    Rule("critic_useless", (Check("explained_variance", "<", 0.0, window=5),), "warning", "warn",
+         "the critic predicts returns worse than their mean does", "it was not pre-trained, or its rate is wrong",
+         "pre-train the critic longer (critic.max_rollouts), adjust ppo.critic_optimizer.lr", after=10),
+    Rule("drift_with_blind_critic",
+         (Check("explained_variance", "<", 0.15, window=5), Check("kl", ">", 0.1, "limit:kl", window=2)), "critical",
+         "pause", "the policy already moves away while the critic explains next to nothing of the returns",
+         "advantages are noise: the critic was not pre-trained, or its rate is wrong",
+         "pre-train the critic (critic.max_rollouts), adjust ppo.critic_optimizer.lr", adjust=NEARER),
+    Rule("blind_and_unopposed",
+         (Check("explained_variance", "<", 0.15), Check("kl_pull", "<", 0.01, window=1),
+          Check("ptx_weight", "<", 0.001, window=1)),
+         "critical", "pause", "the critic explains next to nothing of the returns, and nothing holds the policy",
+         "updates follow noise, and neither a KL penalty nor a loss on demonstrations bounds where they lead",
+         "pre-train the critic (critic.max_rollouts); set ppo.kl.coefficient or ppo.ptx.weight", adjust=NEARER),
+    Rule("updates_clipped", (Check("clip_fraction", ">", 0.3),), "warning", "warn",
+         "a third of the updates is cut off by the surrogate's clip", "steps too large for one rollout",
+         "fewer ppo.epochs, lower ppo.policy_optimizer.lr", adjust=GENTLER),
+)  # fmt: skip
+
+DEFAULT_RULES: tuple[Rule, ...] = (*DRIFT_RULES, *TEXT_RULES, *DIVERSITY_RULES, *REWARD_RULES, *OPTIMISATION_RULES)

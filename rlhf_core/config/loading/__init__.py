@@ -1,0 +1,1 @@
+"""Reading params.yaml: YAML, overlays and profiles, validation, and messages for mistakes."""

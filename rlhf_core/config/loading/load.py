@@ -1,0 +1,223 @@
+"""params.yaml as checked models: the whole file at once, or one stage's section."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.config.collect import CollectConfig
+from rlhf_core.config.critic import CriticConfig
+from rlhf_core.config.evaluate import EvaluateConfig
+from rlhf_core.config.gates import GatesConfig
+from rlhf_core.config.health.rule_changes import rules_for
+from rlhf_core.config.launch import LaunchConfig
+from rlhf_core.config.loading import yaml_text
+from rlhf_core.config.loading.problems import describe
+from rlhf_core.config.lora import LoraConfig
+from rlhf_core.config.model import StageConfig, Strict
+from rlhf_core.config.operations import CheckpointsConfig, ComputeConfig, FlowConfig, RegistryConfig, TrackingConfig
+from rlhf_core.config.placement import PlacementOrPool, WorkPoolConfig
+from rlhf_core.config.plan import PlanConfig
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.report import ReportConfig
+from rlhf_core.config.reward import RefereeConfig, RewardConfig
+from rlhf_core.config.sft import SftConfig
+from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.errors import ConfigError
+
+PARAMS_FILE = "params.yaml"
+Model = TypeVar("Model", bound=Strict)
+
+
+class Params(Strict):
+    """The whole of params.yaml."""
+
+    seed: int = Field(default=1, ge=0)
+    collect: CollectConfig = CollectConfig()
+    validate_: ValidateConfig = Field(default=ValidateConfig(), alias="validate")
+    base: BaseConfig = BaseConfig()
+    sft: SftConfig = SftConfig()
+    reward: RewardConfig = RewardConfig()
+    referee: RefereeConfig = RefereeConfig()
+    gates: GatesConfig = GatesConfig()
+    critic: CriticConfig = CriticConfig()
+    ppo: PpoConfig = PpoConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    report: ReportConfig = ReportConfig()
+    compute: ComputeConfig = ComputeConfig()
+    plan: PlanConfig = PlanConfig()
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
+    pools: dict[str, PlacementOrPool] = {}
+    work_pools: dict[str, WorkPoolConfig] = {}
+    registry: RegistryConfig = RegistryConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    flow: FlowConfig = FlowConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Params:
+        """What no section can tell alone. The rules are looked at here and not in PPO's own model, because critic
+        pre-training reads that model too, and a changed rule must not run it again."""
+        try:
+            rules_for(self.ppo)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if self.ppo.critic_mode == "shared":
+            self._critic_is_a_head()
+        if self.collect.source == "files":
+            self._no_gold()
+        if self.ppo.share_base:
+            self._base_can_be_shared()
+        return self
+
+    def _base_can_be_shared(self) -> None:
+        policy = self.ppo.policy_lora
+        for name, scalar in (("reward", self.reward), ("referee", self.referee)):
+            if policy is None or scalar.lora is None or scalar.init != "sft":
+                raise ValueError(
+                    "ppo.share_base needs policy, reward model and referee as adapters on the SFT model: set "
+                    f"ppo.policy_lora, {name}.lora and {name}.init sft, or ppo.share_base false"
+                )
+            if scalar.lora.quantize != policy.quantize:
+                raise ValueError(
+                    f"ppo.share_base: {name}.lora.quantize is {scalar.lora.quantize}, but ppo.policy_lora.quantize is "
+                    f"{policy.quantize}: on weights that are rounded otherwise it would not score as it was trained; "
+                    "set both alike"
+                )
+        self._critic_can_share(policy)
+        launch = self.compute.launch.get("ppo", LaunchConfig())
+        if launch.frozen != "device" or launch.zero == 3 or launch.deepspeed is not None:
+            raise ValueError(
+                "ppo.share_base keeps one copy of the weights on every rank: leave compute.launch.ppo.frozen at device "
+                "and zero below 3, without a DeepSpeed file, or set ppo.share_base false"
+            )
+
+    def _critic_can_share(self, policy: LoraConfig | None) -> None:
+        if self.critic.lora is None or policy is None:
+            return
+        if self.ppo.critic_lora is not None:
+            raise ValueError(
+                "ppo.critic_lora with ppo.share_base and critic.lora: the critic goes on with the adapters that it was "
+                "pre-trained as; set ppo.critic_lora to null"
+            )
+        # On the reward model it is pre-trained on weights into which that one's adapters were merged, as they are.
+        wanted = policy.quantize if self.critic.init == "sft" else None
+        if self.critic.lora.quantize != wanted:
+            raise ValueError(
+                f"critic.lora.quantize is {self.critic.lora.quantize}, but with ppo.share_base and critic.init "
+                f"{self.critic.init} it must be {wanted}: else its values would be those of other weights"
+            )
+
+    def _no_gold(self) -> None:
+        for number, condition in enumerate(self.gates.policy):
+            asked = [metric for metric in (condition.metric, condition.at_most_of) if metric]
+            if any("gold" in metric.split(".") for metric in asked):
+                raise ValueError(
+                    f"gates.policy[{number}] asks for {condition.metric}, but collect.source is files, and only the "
+                    "embedded world has a gold judge: take the condition out, or start from the profile own-data"
+                )
+
+    def _critic_is_a_head(self) -> None:
+        if "init" in self.critic.model_fields_set and self.critic.init != "sft":
+            raise ValueError(
+                f"critic.init {self.critic.init} with ppo.critic_mode shared: the value head sits on the policy, which "
+                "starts as the SFT model; leave critic.init out, or use ppo.critic_mode separate"
+            )
+        if self.critic.lora is not None:
+            raise ValueError(
+                "critic.lora with ppo.critic_mode shared: only the value head is pre-trained, on the frozen SFT model, "
+                "so adapters would go untrained; leave critic.lora out, or use ppo.critic_mode separate"
+            )
+
+    @model_validator(mode="after")
+    def _launch_fits(self) -> Params:
+        launch = self.compute.launch.get("ppo")
+        if launch is None:
+            return self
+        if launch.engine == "deepspeed" and self.ppo.critic_mode == "shared":
+            raise ValueError(
+                "ppo.critic_mode shared trains policy and value head in one pass, which engine local alone is known to "
+                "do on several ranks: launch ppo with engine local, or use ppo.critic_mode separate"
+            )
+        if launch.engine == "deepspeed" and self.ppo.gradient_norm == "joint":
+            raise ValueError(
+                "ppo.gradient_norm joint needs the norms of two models before either steps, which engine deepspeed "
+                "does not tell: use separate, or launch ppo with engine local"
+            )
+        exact = self.ppo.kl.placement == "loss" and self.ppo.kl.estimator == "full" and self.ppo.kl.coefficient > 0
+        if launch.frozen == "offload" and exact:
+            raise ValueError(
+                "ppo.kl.estimator full in the loss runs the reference in every update: it cannot wait in CPU memory, "
+                "so set compute.launch.ppo.frozen to device or sharded"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pools_fit(self) -> Params:
+        """A job of a pool is one machine, whose GPUs are one for each process of the stage."""
+        launches = {str(stage): launch for stage, launch in self.compute.launch.items()}
+        shared = {place.pool: place.shared for place in self.pools.values()}
+        for stage, place in self.pools.items():
+            if place.shared != shared[place.pool]:
+                raise ValueError(
+                    f"pools.{stage}.shared is {str(place.shared).lower()}, but another stage says the opposite of the "
+                    f"pool {place.pool}: its workers see the workspace or they do not, so say the same of both"
+                )
+            launch = launches.get(stage, LaunchConfig())
+            if launch.nodes > 1:
+                raise ValueError(
+                    f"compute.launch.{stage}.nodes is {launch.nodes}, but a job of the pool {place.pool} is one "
+                    f"machine; set nodes to 1, or take {stage} out of pools and start it as docs/operations.md says"
+                )
+            if place.gpus and place.gpus != launch.processes:
+                raise ValueError(
+                    f"pools.{stage}.gpus is {place.gpus}, but the stage runs as {launch.processes} process(es), one "
+                    "GPU each (compute.launch); set both to the same number"
+                )
+        return self
+
+    def pool_names(self) -> list[str]:
+        """The work pools that stages run on, each once."""
+        return sorted({placement.pool for placement in self.pools.values()})
+
+    def pools_away(self) -> list[str]:
+        """Those of the work pools whose workers do not see the workspace."""
+        return sorted({placement.pool for placement in self.pools.values() if not placement.shared})
+
+    def pool_limit(self, pool: str) -> int:
+        """How many jobs a pool that is made or served from here takes at a time: one unless ``work_pools`` says."""
+        return self.work_pools.get(pool, WorkPoolConfig()).limit or 1
+
+
+def check_params(document: Any, name: str = PARAMS_FILE) -> Params:
+    """``document`` as :class:`Params`; ``ConfigError`` with one line per problem, each with its path."""
+    try:
+        return Params.model_validate(yaml_text.plain(document))
+    except ValidationError as error:
+        raise ConfigError(f"{name}: {describe(error, Params, '')}") from error
+
+
+def load_params(workspace: Path) -> Params:
+    """The checked params.yaml of a workspace."""
+    return check_params(yaml_text.read(workspace / PARAMS_FILE), str(workspace / PARAMS_FILE))
+
+
+def load_section(workspace: Path, section: str, model: type[Model]) -> Model:
+    """One section as ``model``, with the seed from the top of the file.
+
+    A field of ``model`` named like another section (``ppo`` of the critic's stage) is filled from that section.
+    """
+    document = yaml_text.plain(yaml_text.read(workspace / PARAMS_FILE))
+    values = dict(document.get(section) or {})
+    seed = document.get("seed", 1)
+    if issubclass(model, StageConfig):
+        values.setdefault("seed", seed)
+    for name in model.model_fields:
+        if name != section and name in document and name in Params.model_fields and name != "seed":
+            values.setdefault(name, document[name])
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{workspace / PARAMS_FILE}: {describe(error, model, section)}") from error

@@ -1,0 +1,111 @@
+"""Profiles and ``--set``: changes laid over params.yaml, comments kept, every path checked before it is written."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.loading import yaml_text
+from rlhf_core.config.loading.load import check_params
+from rlhf_core.config.loading.problems import nearest
+from rlhf_core.errors import ConfigError
+
+DEFAULT_PROFILE = "demo"
+
+
+def profiles(folder: Path) -> dict[str, Path]:
+    """Profile names and files; ``demo`` is the base file itself when it has no overlay of its own."""
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def profile_text(folder: Path, name: str) -> str:
+    """The overlay of profile ``name``; ``ConfigError`` with the nearest name when there is none."""
+    known = profiles(folder)
+    if name in known:
+        return known[name].read_text(encoding="utf-8")
+    raise ConfigError(f"no profile '{name}'; {nearest(name, known)}")
+
+
+def merge(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[str] = ()) -> str:
+    """``base`` with each ``(name, text)`` overlay and each ``section.key=value`` applied in turn, then checked.
+
+    Returns YAML text with the comments of ``base``. ``ConfigError`` names the first path that is unknown or wrong.
+    """
+    document = yaml_text.parse(base, "params.yaml")
+    for name, text in overlays:
+        _merge_into(document, yaml_text.parse(text, name))
+    for assignment in sets:
+        _put(document, *parse_assignment(assignment))
+    check_params(document, "parameters")
+    return yaml_text.dump(document)
+
+
+def parse_assignment(assignment: str) -> tuple[str, Any]:
+    """Path and value of ``section.key=value``; ``ConfigError`` when it is not one."""
+    path, separator, value = assignment.partition("=")
+    if not separator or not path.strip():
+        raise ConfigError(f"--set {assignment}: write it as section.key=value, such as --set ppo.iterations=20")
+    return path.strip(), yaml_text.parse_scalar(value)
+
+
+def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a parameter document with ``{"section.key": value}`` applied. Nothing is checked here."""
+    changed = copy.deepcopy(dict(document))
+    for path, value in changes.items():
+        _put(changed, path, copy.deepcopy(value))
+    return changed
+
+
+def rebase_sources(text: str, origin: Path, target: Path) -> str:
+    """``text`` with the relative paths of ``collect.files`` and of reward sources, written for ``origin``, made right
+    for ``target``. A workspace's own ``models/`` stay its own."""
+    document = yaml_text.parse(text, "params.yaml")
+    files = (document.get("collect") or {}).get("files") or {}
+    for sources in files.values():
+        for position, source in enumerate(sources or []):
+            if not source.startswith("hub:") and not os.path.isabs(source):
+                sources[position] = os.path.relpath(origin / source, target)
+    for reward_source in ((document.get("ppo") or {}).get("reward") or {}).get("sources") or []:
+        for key in reward_source.keys() & {"path", "model"}:
+            reward_source[key] = _rebase_model(reward_source[key], origin, target)
+        if "paths" in reward_source:
+            reward_source["paths"] = [_rebase_model(path, origin, target) for path in reward_source["paths"]]
+    return yaml_text.dump(document)
+
+
+def _rebase_model(path: str, origin: Path, target: Path) -> str:
+    """A folder that exists at ``origin``, seen from ``target``; anything else may be a hub id and stays as it is."""
+    if path.startswith(("models/", "~")) or os.path.isabs(path) or not (origin / path).is_dir():
+        return path
+    moved = os.path.relpath(origin / path, target)
+    return f"./{moved}" if moved.startswith("models/") else moved
+
+
+def workspace_name(profile: str, sets: Sequence[str]) -> str:
+    """Folder name of the workspace of a profile and its overrides: the same for the same, whatever their order."""
+    if not sets:
+        return profile
+    digest = hashlib.sha256("\n".join(sorted(sets)).encode()).hexdigest()[:8]
+    return f"{profile}-{digest}"
+
+
+def _merge_into(target: Any, overlay: Any) -> None:
+    for key, value in overlay.items():
+        if isinstance(value, dict) and isinstance(target.get(key), dict):
+            _merge_into(target[key], value)
+        else:
+            target[key] = value
+
+
+def _put(document: Any, path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    place = document
+    for part in parents:
+        if not isinstance(place.get(part), dict):
+            place[part] = {}
+        place = place[part]
+    place[last] = value

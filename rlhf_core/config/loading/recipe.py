@@ -1,0 +1,24 @@
+"""Where the default recipe lies (params.yaml, dvc.yaml, profiles/): in a checkout or in an installed package."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+from rlhf_core.errors import ConfigError
+
+
+def recipe_folder() -> Path:
+    """The checkout's root where the package is used from one, else ``share/rlhf-pipeline`` of the installation."""
+    checkout = Path(__file__).resolve().parents[3]
+    installed = Path(sysconfig.get_path("data")) / "share" / "rlhf-pipeline"
+    for folder in (checkout, installed):
+        if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
+            return folder
+    raise ConfigError(f"the default recipe is neither in {checkout} nor in {installed}; install rlhf-pipeline again")
+
+
+def profiles_of(base: Path) -> Path:
+    """The folder of profiles: the workspace's own if it has one, else the project's."""
+    own = base / "profiles"
+    return own if own.is_dir() else recipe_folder() / "profiles"

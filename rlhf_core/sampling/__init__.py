@@ -1,0 +1,1 @@
+"""Sampling replies from the policy, and the distribution they are drawn from."""

@@ -1,0 +1,164 @@
+"""Sampling replies with a key-value cache of our own loop, so that the sampler's log-probabilities are known exactly.
+
+Shapes: B sequences, P prompt width (left-padded), T response width (right-padded), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.data.chat import left_pad
+from rlhf_core.models.forward import position_ids_from_mask
+from rlhf_core.sampling.distribution import Sampling, evaluation_distribution, inverse_cdf, log_distribution
+
+# (logits (b, V), tokens so far (b, L), which of them are real (b, L), response position) -> log-probabilities (b, V)
+Distribution = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+COMPACT_BELOW = 0.75
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Sampled replies. ``logprobs`` are the sampler's own; the end marker is part of the response."""
+
+    tokens: Tensor  # (B, P+T) long
+    attention_mask: Tensor  # (B, P+T) long, 1 on real tokens
+    response_mask: Tensor  # (B, T) bool
+    logprobs: Tensor  # (B, T) float, 0 at masked positions
+    finished: Tensor  # (B,) bool: the reply ends with its end marker
+
+    @property
+    def lengths(self) -> Tensor:
+        """Response tokens of each sequence (B,)."""
+        return self.response_mask.sum(dim=1)
+
+    def replies(self) -> list[list[int]]:
+        """Token ids of each reply, its end marker included."""
+        width = self.response_mask.shape[1]
+        rows = self.tokens[:, self.tokens.shape[1] - width :].tolist()
+        return [row[:length] for row, length in zip(rows, self.lengths.tolist(), strict=True)]
+
+
+def generate(
+    model: PreTrainedModel, prompt_ids: Sequence[Sequence[int]], uniforms: Tensor, sampling: Sampling
+) -> Rollout:
+    """Sample one reply per prompt (of which there may be none) from the training distribution: temperature, no filters.
+
+    ``uniforms`` (B, max_new_tokens) float64 decide every draw; see ``sampling.philox_uniforms``.
+    """
+
+    def distribution(logits: Tensor, history: Tensor, seen: Tensor, position: int) -> Tensor:
+        return log_distribution(logits.unsqueeze(1), sampling, position).squeeze(1)
+
+    return _decode(model, prompt_ids, uniforms, sampling, distribution)
+
+
+def evaluation_generate(
+    model: PreTrainedModel,
+    prompt_ids: Sequence[Sequence[int]],
+    uniforms: Tensor,
+    config: SamplingConfig,
+    eos_id: int,
+    pad_id: int,
+) -> Rollout:
+    """Sample with the evaluation filters (top-p, repetition penalty). Its log-probabilities are of no use to PPO."""
+
+    def distribution(logits: Tensor, history: Tensor, seen: Tensor, position: int) -> Tensor:
+        return evaluation_distribution(logits, history, seen, config)
+
+    return _decode(model, prompt_ids, uniforms, Sampling(eos_id, pad_id, config.max_new_tokens), distribution)
+
+
+@dataclass
+class _Active:
+    """The rows still being written: their numbers in the batch, cache, last logits and tokens so far."""
+
+    rows: Tensor
+    cache: Any
+    tokens: Tensor
+    mask: Tensor
+    logits: Tensor
+
+    def forward(self, model: PreTrainedModel, ids: Tensor, position_ids: Tensor) -> None:
+        out = model(
+            input_ids=ids,
+            attention_mask=self.mask,
+            position_ids=position_ids,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.cache, self.logits = out.past_key_values, out.logits[:, -1]
+
+    def keep(self, kept: Tensor) -> None:
+        """Drop finished rows, in the cache too."""
+        self.rows, self.tokens, self.mask = self.rows[kept], self.tokens[kept], self.mask[kept]
+        self.cache.batch_select_indices(kept)
+
+
+@torch.inference_mode()
+def _decode(
+    model: PreTrainedModel,
+    prompt_ids: Sequence[Sequence[int]],
+    uniforms: Tensor,
+    sampling: Sampling,
+    distribution: Distribution,
+) -> Rollout:
+    prompts, prompt_mask = left_pad(prompt_ids, sampling.pad_id)
+    prompts, prompt_mask = prompts.to(model.device), prompt_mask.to(model.device)
+    count, steps = len(prompt_ids), sampling.max_new_tokens
+    response = prompts.new_full((count, steps), sampling.pad_id)
+    logprobs = torch.zeros(count, steps, device=model.device)
+    lengths = torch.full((count,), steps, device=model.device)
+    finished = torch.zeros(count, dtype=torch.bool, device=model.device)
+    if count == 0:
+        return _trimmed(prompts, prompt_mask, response, logprobs, lengths, finished)
+    uniforms = uniforms.to(model.device)
+    active = _Active(torch.arange(count, device=model.device), DynamicCache(config=model.config), prompts,
+                     prompt_mask, prompts.new_empty(0))  # fmt: skip
+    active.forward(model, prompts, position_ids_from_mask(prompt_mask))
+    for t in range(steps):
+        log_probabilities = distribution(active.logits, active.tokens, active.mask, t)
+        picked = inverse_cdf(log_probabilities, uniforms[active.rows, t])
+        writing = ~finished[active.rows]
+        rows = active.rows[writing]
+        response[rows, t] = picked[writing]
+        logprobs[rows, t] = log_probabilities.gather(1, picked.unsqueeze(1)).squeeze(1)[writing].float()
+        ended = rows[picked[writing] == sampling.eos_id]
+        finished[ended] = True
+        lengths[ended] = t + 1
+        if t + 1 == steps or bool(finished.all()):
+            break
+        _advance(model, active, picked, finished)
+    return _trimmed(prompts, prompt_mask, response, logprobs, lengths, finished)
+
+
+def _advance(model: PreTrainedModel, active: _Active, picked: Tensor, finished: Tensor) -> None:
+    """Append the sampled tokens, drop finished rows where that pays, and run the model on the new tokens."""
+    active.tokens = torch.cat([active.tokens, picked.unsqueeze(1)], dim=1)
+    active.mask = torch.cat([active.mask, active.mask.new_ones(len(picked), 1)], dim=1)
+    kept = (~finished[active.rows]).nonzero().squeeze(1)
+    if len(kept) <= COMPACT_BELOW * len(active.rows):
+        active.keep(kept)
+    active.forward(model, active.tokens[:, -1:], active.mask.sum(dim=1, keepdim=True) - 1)
+
+
+def _trimmed(
+    prompts: Tensor, prompt_mask: Tensor, response: Tensor, logprobs: Tensor, lengths: Tensor, finished: Tensor
+) -> Rollout:
+    """Cut the response to its longest reply and build the masks from lengths alone (so pad may equal eos)."""
+    width = int(lengths.max()) if len(lengths) else 0
+    mask = torch.arange(width, device=lengths.device).unsqueeze(0) < lengths.unsqueeze(1)
+    return Rollout(
+        tokens=torch.cat([prompts, response[:, :width]], dim=1),
+        attention_mask=torch.cat([prompt_mask, mask.long()], dim=1),
+        response_mask=mask,
+        logprobs=logprobs[:, :width],
+        finished=finished,
+    )

@@ -1,0 +1,1 @@
+"""How a stage is run: its contract, names, launcher over ranks, and runner."""

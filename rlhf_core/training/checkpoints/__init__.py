@@ -1,0 +1,1 @@
+"""Checkpoints of unfinished training: files, location, and a remote store."""

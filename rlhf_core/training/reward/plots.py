@@ -1,0 +1,60 @@
+"""Pictures of a reward model: margins, calibration, training curves. Drawn without a display."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from rlhf_core.training.reward.evaluation import calibration_bins
+
+SIZE = (6.4, 4.0)
+
+
+def draw_reward_plots(folder: Path, margins: Mapping[str, np.ndarray], history: Sequence[Mapping[str, Any]]) -> None:
+    """Write ``margins.png``, ``calibration.png`` and ``curves.png`` into ``folder``. ``margins``: split -> (B,)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _save(folder / "margins.png", lambda axes: _draw_margins(axes, margins))
+    _save(folder / "calibration.png", lambda axes: _draw_calibration(axes, margins))
+    _save(folder / "curves.png", lambda axes: _draw_curves(axes, history))
+
+
+def _draw_margins(axes: Axes, margins: Mapping[str, np.ndarray]) -> None:
+    every = np.concatenate(list(margins.values()))
+    edges = np.linspace(every.min(), max(every.max(), every.min() + 1e-6), 41)
+    for split, values in margins.items():
+        axes.hist(values, bins=list(edges), alpha=0.55, density=True, label=f"{split}, mean {values.mean():.2f}")
+    axes.axvline(0.0, color="black", linewidth=1)
+    axes.set(title="Reward margin of the preferred reply", xlabel="r(chosen) - r(rejected)", ylabel="density")
+    axes.legend()
+
+
+def _draw_calibration(axes: Axes, margins: Mapping[str, np.ndarray]) -> None:
+    axes.plot([0.5, 1.0], [0.5, 1.0], color="black", linewidth=1, label="perfect")
+    for split, values in margins.items():
+        confidence, correct, _ = zip(*calibration_bins(values), strict=True)
+        axes.plot(confidence, correct, marker="o", label=split)
+    axes.set(title="Calibration", xlabel="confidence: sigma(|margin|)", ylabel="share ranked as people did")
+    axes.legend()
+
+
+def _draw_curves(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:
+    for name, marker in (("ranking_loss", ""), ("validation_loss", "o"), ("validation_accuracy", "s")):
+        points = [(record["step"], record[name]) for record in history if name in record]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker=marker, label=name.replace("_", " "))
+    axes.set(title="Training", xlabel="step")
+    axes.legend()
+
+
+def _save(path: Path, draw: Any) -> None:
+    figure = Figure(figsize=SIZE, layout="constrained")
+    FigureCanvasAgg(figure)
+    draw(figure.add_subplot())
+    # No software version or date inside: the same numbers give the same file.
+    figure.savefig(path, dpi=110, metadata={"Software": None})

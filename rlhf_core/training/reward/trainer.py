@@ -1,0 +1,179 @@
+"""The reward model: pairwise ranking with an imitation and a centring term, in dynamic batches (algorithms.md §2).
+
+Shapes: B pairs, L positions, H hidden. Chosen and rejected replies go through the backbone together, as 2B rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_core import distributed
+from rlhf_core.config.reward import PairBatchConfig, RewardConfig
+from rlhf_core.data.batching import token_budget_batches
+from rlhf_core.data.pairs import TokenisedPair
+from rlhf_core.data.sharding import passes
+from rlhf_core.models.heads import ScalarModel, last_hidden
+from rlhf_core.training.engine import Engine
+from rlhf_core.training.examples import ReplyBatch, by_length, collate
+from rlhf_core.training.loop import StepFigures
+from rlhf_core.training.losses import centring_loss, pairwise_loss, token_cross_entropy
+from rlhf_core.training.rng import derive_seed
+
+SCORING_ROWS = 128
+CURVE_PAIRS = 512
+
+
+@dataclass(frozen=True)
+class PairScores:
+    """Rewards of the chosen and the rejected reply of each pair, float64 (B,)."""
+
+    chosen: np.ndarray
+    rejected: np.ndarray
+
+    @property
+    def margins(self) -> np.ndarray:
+        """``r_w - r_l`` (B,)."""
+        return self.chosen - self.rejected
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What the losses of one optimiser step are divided by: pairs, and tokens of chosen replies."""
+
+    pairs: int
+    tokens: int
+
+
+class PairPlan:
+    """Token-budget batches of endless epochs; a batch is a function of (seed, step)."""
+
+    def __init__(self, lengths: Sequence[int], batch: PairBatchConfig, seed: int) -> None:
+        self.lengths, self.batch, self.seed = lengths, batch, seed
+        self._epoch, self._first = -1, 0
+        self._batches: list[list[int]] = []
+
+    def at(self, step: int) -> list[int]:
+        """Pair numbers of optimiser step ``step``."""
+        if step < self._first:
+            self._epoch, self._first, self._batches = -1, 0, []
+        while step >= self._first + len(self._batches):
+            # How many batches an epoch has is known only by making it.
+            self._first += len(self._batches)
+            self._epoch += 1
+            limits = (self.batch.token_budget, self.batch.min_pairs, self.batch.max_pairs)
+            self._batches = token_budget_batches(self.lengths, *limits, self.seed, self._epoch)
+        return self._batches[step - self._first]
+
+
+class RewardTask:
+    """Pairs to rank, and held-out ones to measure accuracy on. ``margins`` (one per training pair) may be None."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: ScalarModel,
+        train: Sequence[TokenisedPair],
+        validation: Sequence[TokenisedPair],
+        config: RewardConfig,
+        pad: int,
+        name: str,
+        margins: Sequence[float] | None = None,
+    ) -> None:
+        self.engine, self.model, self.train, self.config, self.pad = engine, model, train, config, pad
+        self.validation, self.margins = validation[:CURVE_PAIRS], margins
+        self.plan = PairPlan([pair.length for pair in train], config.batch, derive_seed(config.seed, name, "order"))
+
+    def train_step(self, step: int) -> StepFigures:
+        """One optimiser step on one dynamic batch."""
+        rows = self.plan.at(step)
+        pairs = [self.train[row] for row in rows]
+        totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
+        # Each rank takes its share of the batch in one pass.
+        ((part, weight),) = passes(rows, len(rows))
+        loss, figures = self.engine.forward(lambda: self._loss(part, totals))
+        self.engine.backward(weight * loss)
+        figures = distributed.totals({name: weight * value for name, value in figures.items()})
+        return StepFigures(figures | {"pairs": float(len(pairs))}, sum(real_tokens(pair) for pair in pairs))
+
+    def _loss(self, rows: Sequence[int], totals: StepTotals) -> tuple[Tensor, dict[str, float]]:
+        margins = torch.tensor([self.margins[row] for row in rows]) if self.margins is not None else None
+        return pair_loss(self.model, [self.train[row] for row in rows], margins, self.config, self.pad, totals)
+
+    def evaluate(self) -> dict[str, float]:
+        """Ranking ``loss``, ``accuracy`` and mean ``margin`` on held-out pairs (at most 512, for the curve)."""
+        margins = score_pairs(self.model, self.validation, self.pad).margins
+        loss = float(np.logaddexp(0.0, -margins).mean())
+        return {"loss": loss, "accuracy": float((margins > 0).mean()), "margin": float(margins.mean())}
+
+
+def real_tokens(pair: TokenisedPair) -> int:
+    """Tokens of both sequences, without padding."""
+    return 2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
+
+
+def pair_batch(pairs: Sequence[TokenisedPair], pad: int, device: torch.device) -> ReplyBatch:
+    """Rows 0 to B-1 are the chosen sequences, B to 2B-1 the rejected ones, right-padded together."""
+    prompts = [pair.prompt for pair in pairs]
+    batch = collate(prompts + prompts, [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs], pad)
+    return ReplyBatch(*(tensor.to(device) for tensor in vars(batch).values()))
+
+
+def pair_loss(
+    model: ScalarModel,
+    pairs: Sequence[TokenisedPair],
+    margins: Tensor | None,
+    config: RewardConfig,
+    pad: int,
+    totals: StepTotals,
+) -> tuple[Tensor, dict[str, float]]:
+    """Ranking loss + ``imitation`` * CE(y_w) + ``centering`` * mean((r_w + r_l)^2), and its parts as figures.
+
+    ``pairs`` may be a share of the step's pairs: loss and figures are then its shares of theirs.
+    """
+    batch = pair_batch(pairs, pad, next(model.parameters()).device)
+    hidden = model.hidden(batch.input_ids, batch.attention_mask)
+    chosen, rejected = model.scores(last_hidden(hidden, batch.attention_mask)).chunk(2)
+    loss = pairwise_loss(chosen, rejected, margins.to(chosen) if margins is not None else None, totals.pairs)
+    share = len(pairs) / totals.pairs
+    figures = {
+        "ranking_loss": float(loss.detach()),
+        "accuracy": share * float((chosen > rejected).float().mean()),
+        "margin": share * float((chosen - rejected).detach().mean()),
+    }
+    if config.imitation > 0:
+        imitation = imitation_loss(model, hidden[: len(pairs)], batch, totals.tokens)
+        loss = loss + config.imitation * imitation
+        figures["imitation_loss"] = float(imitation.detach())
+    if config.centering > 0:
+        loss = loss + config.centering * centring_loss(chosen, rejected, totals.pairs)
+    return loss, figures | {"loss": float(loss.detach())}
+
+
+def imitation_loss(model: ScalarModel, hidden: Tensor, batch: ReplyBatch, total: int) -> Tensor:
+    """Language-model loss on the *chosen* replies alone: their hidden states (B, L, H) -> ()."""
+    select = batch.select[: hidden.shape[0]]
+    targets = batch.targets[: int(select.sum())]
+    return token_cross_entropy(model.lm_logits(hidden[select]), targets, total)
+
+
+@torch.no_grad()
+def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int) -> PairScores:
+    """Rewards of all pairs, in batches of similar length; the order of ``pairs`` is kept."""
+    was_training = model.training
+    model.eval()
+    chosen, rejected = np.zeros(len(pairs)), np.zeros(len(pairs))
+    order = by_length([pair.length for pair in pairs])
+    for rows, weight in passes(order, SCORING_ROWS // 2):
+        batch = pair_batch([pairs[row] for row in rows], pad, next(model.parameters()).device)
+        scores = model.last_token_scores(batch.input_ids, batch.attention_mask).double().cpu().numpy()
+        if weight:
+            chosen[rows], rejected[rows] = scores[: len(rows)], scores[len(rows) :]
+    model.train(was_training)
+    # Every rank has scored its own pairs and left zeros at the others.
+    both = distributed.add(torch.from_numpy(np.stack([chosen, rejected]))).numpy()
+    return PairScores(both[0], both[1])

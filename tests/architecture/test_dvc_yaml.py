@@ -1,0 +1,68 @@
+"""dvc.yaml says the same as the stages themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.loading import yaml_text
+from rlhf_core.config.ppo import PpoUnits
+from rlhf_core.stages.runtime.names import STAGES, stage_module
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def stages() -> dict[str, Any]:
+    return yaml_text.plain(yaml_text.read(ROOT / "dvc.yaml"))["stages"]
+
+
+def names(entries: list[Any]) -> set[str]:
+    return {next(iter(e)) if isinstance(e, dict) else e for e in entries}
+
+
+def test_every_stage_is_listed_in_order() -> None:
+    assert tuple(stages()) == ("fingerprint", *STAGES)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_files_and_parameters_agree(name: str) -> None:
+    listed, declared = stages()[name], stage_module(name).STAGE
+    assert listed["cmd"] == f"rlhf stage {name}"
+    deps = set(listed["deps"])
+    assert f".fingerprints/{name}.txt" in deps
+    data = {dep for dep in deps if not dep.startswith(".fingerprints/")}
+    required = {path for key, path in declared.inputs.items() if key not in declared.optional_inputs}
+    assert required <= data <= set(declared.inputs.values())
+    outs = names(listed.get("outs", [])) | names(listed.get("metrics", [])) | names(listed.get("plots", []))
+    assert outs == set(declared.outputs.values())
+    assert any(param.split(".")[0] == declared.section for param in listed["params"])
+
+
+def test_the_fingerprint_of_every_stage_is_an_out_of_the_first() -> None:
+    outs = names(stages()["fingerprint"]["outs"])
+    assert outs == {f".fingerprints/{name}.txt" for name in (*STAGES, "sources", "reward_sources")}
+
+
+def test_where_a_stage_runs_and_keeps_its_partial_state_makes_nothing_stale() -> None:
+    listed = {param.split(".")[0] for stage in stages().values() for param in stage.get("params", [])}
+    params = yaml_text.plain(yaml_text.read(ROOT / "params.yaml"))
+    around = {"compute", "checkpoints", "pools", "flow", "registry", "tracking"}
+    assert around <= params.keys() and not listed & around
+
+
+def test_critic_pretraining_runs_again_when_the_units_change_that_it_shares_with_ppo() -> None:
+    listed = {param.removeprefix("ppo.") for param in stages()["critic"]["params"] if param.startswith("ppo.")}
+    # Batches within a rollout change no number.
+    assert listed == set(PpoUnits.model_fields) - {"micro_batch_size", "sampling_batch_size"}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_every_listed_parameter_is_in_params_yaml(name: str) -> None:
+    params = yaml_text.plain(yaml_text.read(ROOT / "params.yaml"))
+    for path in stages()[name]["params"]:
+        place = params
+        for part in path.split("."):
+            assert part in place, f"DVC stops at {path}"
+            place = place[part]

@@ -1,0 +1,163 @@
+"""The house's contract: imports point downwards only, and what may not be reached is not reached."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = (
+    {"cli"},
+    {"memory"},
+    {"stages"},
+    {"evaluation", "ppo", "gates", "chat_session"},
+    {"sampling", "training"},
+    {"models", "data", "world"},
+    {"config", "tracking", "progress", "files", "fingerprint", "distributed", "preemption"},
+    {"errors"},
+)
+FLOWS_LAYERS = (
+    {"cli"},
+    {"commands"},
+    {"pipeline", "ablation"},
+    {"jobs", "registry"},
+    {"stage"},
+    {"prefect_server", "dvc_repo"},
+    {"workspace"},
+    {"supervision"},
+)
+FLOWS_MAY_USE = {"cli", "config", "gates", "errors", "files"}
+ORCHESTRATORS = {"prefect", "dvc", "flows"}
+
+
+def modules(package: str) -> dict[str, Path]:
+    found = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names.add(node.module or "")
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return frozenset(names)
+
+
+def rooms_used(path: Path, package: str = "rlhf_core") -> set[str]:
+    return {name.split(".")[1] for name in imports(path) if name.startswith(f"{package}.")}
+
+
+def layer(room: str, layers: tuple[set[str], ...] = LAYERS) -> int:
+    return next((i for i, rooms in enumerate(layers) if room in rooms), len(layers))
+
+
+CORE = modules("rlhf_core")
+FLOWS = modules("flows")
+
+
+@pytest.mark.parametrize("module", sorted(CORE))
+def test_core_imports_point_downwards(module: str) -> None:
+    room = module.split(".")[1] if "." in module else "errors"
+    known = {name for rooms in LAYERS for name in rooms}
+    used = {r for r in rooms_used(CORE[module]) if r in known}
+    above = {r for r in used if r != room and layer(r) < layer(room)}
+    beside = {r for r in used if r != room and layer(r) == layer(room) and layer(room) in (2, 3, 4)} - {"data"}
+    if room == "data":
+        beside -= {"world"}
+    assert not above, f"{module} imports upwards: {above}"
+    allowed_beside = {("evaluation", "ppo"), ("chat_session", "ppo"), ("evaluation", "training"), ("ppo", "training")}
+    assert not {r for r in beside if (room, r) not in allowed_beside}, f"{module} imports sideways: {beside}"
+
+
+@pytest.mark.parametrize("module", sorted(CORE))
+def test_core_knows_no_orchestrator_and_mlflow_only_in_tracking(module: str) -> None:
+    roots = {name.split(".")[0] for name in imports(CORE[module])}
+    assert not roots & ORCHESTRATORS
+    assert "mlflow" not in roots or module == "rlhf_core.tracking"
+
+
+def test_every_package_of_flows_has_a_layer() -> None:
+    rooms = {module.split(".")[1] for module in FLOWS if "." in module}
+    assert rooms == set().union(*FLOWS_LAYERS)
+    assert len(rooms) <= 12
+
+
+@pytest.mark.parametrize("module", sorted(FLOWS))
+def test_flows_imports_point_downwards(module: str) -> None:
+    if "." not in module:
+        return
+    room = module.split(".")[1]
+    used = rooms_used(FLOWS[module], "flows") - {room}
+    wrong = {other for other in used if layer(other, FLOWS_LAYERS) <= layer(room, FLOWS_LAYERS)}
+    assert not wrong, f"{module} imports upwards or sideways: {wrong}"
+
+
+@pytest.mark.parametrize("module", sorted(FLOWS))
+def test_flows_use_only_the_core_front(module: str) -> None:
+    assert rooms_used(FLOWS[module]) - {"__version__"} <= FLOWS_MAY_USE
+
+
+def test_gold_is_for_annotators_and_judges_only() -> None:
+    users = {
+        module
+        for module, path in CORE.items()
+        if any(name == "rlhf_core.world.gold" or name.startswith("rlhf_core.world.gold.") for name in imports(path))
+    }
+    assert {m for m in users if not m.startswith("rlhf_core.world.")} <= {"rlhf_core.evaluation.judges"}
+
+
+def closure(start: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        module = waiting.pop()
+        if module in CORE and module not in seen:
+            seen.add(module)
+            waiting.extend(imports(CORE[module]))
+    return seen
+
+
+@pytest.mark.parametrize("stage", ["base", "sft", "reward", "referee", "critic", "ppo"])
+def test_training_never_reaches_gold(stage: str) -> None:
+    assert "rlhf_core.world.gold" not in closure(f"rlhf_core.stages.{stage}")
+
+
+@pytest.mark.parametrize("stage", ["collect", "validate", "base", "sft", "reward", "referee", "gate_reward", "critic"])
+def test_a_changed_ppo_objective_concerns_ppo_alone(stage: str) -> None:
+    assert "rlhf_core.ppo.policy_loss" not in closure(f"rlhf_core.stages.{stage}")
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "critic", "evaluate"])
+def test_a_changed_health_rule_trains_nothing_but_the_policy_again(stage: str) -> None:
+    assert "rlhf_core.config.health.default_rules" not in closure(f"rlhf_core.stages.{stage}")
+
+
+def test_there_are_no_import_cycles() -> None:
+    visiting: list[str] = []
+    done: set[str] = set()
+    house = CORE | FLOWS
+
+    def visit(module: str) -> None:
+        if module in done or module not in house:
+            return
+        assert module not in visiting, " -> ".join([*visiting, module])
+        visiting.append(module)
+        for name in sorted(imports(house[module])):
+            if name != module and name in house and house[name].name != "__init__.py":
+                visit(name)
+        visiting.pop()
+        done.add(module)
+
+    for module in house:
+        visit(module)

@@ -1,0 +1,79 @@
+"""Tiny recipes that exercise every formula of the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.memory_phases import Subject
+from rlhf_core.config.loading.load import Params, check_params
+from rlhf_core.memory.known_shapes import KNOWN
+from rlhf_core.memory.lengths import lengths_from_limits
+from rlhf_core.memory.setting import Recipe
+from rlhf_core.memory.shapes import Shape
+
+TIED = Shape(512, 64, 176, 2, 4, 4, 16, True, 256)
+GROUPED = Shape(900, 64, 176, 2, 4, 2, 16, False, 256)
+DEEP = Shape(512, 64, 176, 6, 4, 4, 16, True, 256)
+WIDE = Shape(512, 256, 704, 4, 4, 2, 64, True, 256)
+BATCHES: dict[str, Any] = {
+    "sft": {"batch_size": 8, "micro_batch_size": 4},
+    "reward": {"batch": {"token_budget": 512}},
+    "critic": {"batch_size": 16},
+    "ppo": {"batch_size": 16, "max_new_tokens": 16, "ptx": {"batch_size": 8}},
+}
+
+
+def params(**sections: Any) -> Params:
+    """The small batches with changes to whole sections."""
+    merged = {name: {**BATCHES.get(name, {}), **sections.get(name, {})} for name in {*BATCHES, *sections}}
+    return check_params(merged)
+
+
+def plain() -> Subject:
+    """Tied embeddings, float32, several micro-batches in SFT."""
+    return Subject("plain", TIED, params(), prompt=12, reply=16)
+
+
+def grouped() -> Subject:
+    """Grouped queries, an unembedding of its own, bfloat16, a temperature."""
+    ppo = {"temperature": 0.7, "sampling_batch_size": 4, "minibatches": 4}
+    return Subject("grouped", GROUPED, params(base={"dtype": "bfloat16"}, ppo=ppo), prompt=12, reply=16)
+
+
+def recomputed() -> Subject:
+    """Gradient checkpointing; adapters on policy and critic."""
+    launch = {stage: {"gradient_checkpointing": True} for stage in ("sft", "reward", "critic", "ppo")}
+    lora = {"rank": 4}
+    ppo = {"batch_size": 32, "policy_lora": lora, "critic_lora": lora}
+    sections = {"sft": {"batch_size": 32, "micro_batch_size": 16}, "reward": {"batch": {"token_budget": 2048}}}
+    return Subject("recomputed", DEEP, params(compute={"launch": launch}, ppo=ppo, **sections), prompt=32, reply=16)
+
+
+def packed() -> Subject:
+    """Adapters on 4-bit weights, of matrices large enough to be most of the model."""
+    lora = {"rank": 4, "quantize": "nf4"}
+    return Subject("packed", WIDE, params(ppo={"policy_lora": lora, "critic_lora": lora}), prompt=12, reply=16)
+
+
+def exact_kl() -> Subject:
+    """The loss terms that need more of the vocabulary: an entropy bonus and an exact KL."""
+    ppo = {
+        "entropy": {"kind": "bonus", "weight": 0.01},
+        "kl": {"placement": "loss", "estimator": "full"},
+        "sampling_batch_size": 8,
+    }
+    return Subject("exact_kl", Shape(2048, 32, 48, 1, 2, 2, 16, True, 256), params(ppo=ppo), prompt=8, reply=16)
+
+
+def large(gpu_memory: float, **sections: Any) -> Recipe:
+    """LLaMA-7B in bfloat16 against GPUs of a given memory, by the limits of the settings."""
+    defaults: dict[str, Any] = {
+        "base": {"source": "huggyllama/llama-7b", "dtype": "bfloat16"},
+        "plan": {"gpu_memory_gb": gpu_memory},
+        "ppo": {"max_new_tokens": 256},
+    }
+    merged = {name: {**defaults.get(name, {}), **sections.get(name, {})} for name in {*defaults, *sections}}
+    checked = check_params(merged)
+    shape = KNOWN["huggyllama/llama-7b"]
+    return Recipe(checked, shape, lengths_from_limits(checked, shape.positions), Path())

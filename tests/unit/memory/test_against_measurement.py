@@ -1,0 +1,43 @@
+"""Every figure of the plan stands beside the bytes of tensors that the trainers themselves keep alive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from unit.memory import subjects
+
+from benchmarks.memory_phases import RUNS, Subject, measure
+from rlhf_core.memory.estimate import make_plan
+
+CASES: list[tuple[Callable[[], Subject], tuple[str, ...]]] = [
+    (subjects.plain, tuple(RUNS)),
+    (subjects.grouped, tuple(RUNS)),
+    (subjects.recomputed, tuple(RUNS)),
+    (subjects.exact_kl, ("ppo",)),
+    (subjects.packed, ("ppo",)),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("subject", "stages"), CASES, ids=lambda value: getattr(value, "__name__", ""))
+def test_each_phase_is_estimated_within_a_tenth(subject: Callable[[], Subject], stages: tuple[str, ...]) -> None:
+    case = subject()
+    if case.params.ppo.policy_lora is not None:
+        pytest.importorskip("peft")
+        if case.params.ppo.policy_lora.quantize is not None:
+            pytest.importorskip("bitsandbytes")
+    measured = measure(case, stages)
+    for stage in make_plan(case.recipe, stages).stages:
+        planned = {phase.name: phase.use.total for phase in stage.phases}
+        assert set(measured[stage.stage]) == set(planned) - {"loading"}
+        for name, size in measured[stage.stage].items():
+            assert planned[name] == pytest.approx(size, rel=0.1), (stage.stage, name)
