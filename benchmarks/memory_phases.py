@@ -29,7 +29,7 @@ from rlhf_core.models.lora import WithoutAdapters, add_adapters
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.forward import Tokens
 from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
-from rlhf_core.ppo.rewards import RunningMoments
+from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import Actors, assemble, model_scorer, sample_together, score_tokens
 from rlhf_core.ppo.update import Learner, accumulate_policy_gradient
 from rlhf_core.ppo.value_loss import ValueSettings, accumulate_value_gradient
@@ -278,7 +278,7 @@ def _experience(subject: Subject, actors: Actors, rows: int, meter: Meter) -> Ex
     with meter.phase("rewards"):
         plain = Rollout(*(value.clone() for value in vars(rollout).values()))
         scores = actors.score(_tokens(plain))
-    return assemble(plain, scored, scores, units, RunningMoments(), units.kl.coefficient)
+    return assemble(plain, scored, scores, units, RunningMeanStd(), units.kl.coefficient)
 
 
 def _tokens(rollout: Rollout) -> Tokens:

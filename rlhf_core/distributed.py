@@ -1,7 +1,7 @@
-"""The ranks (processes) that train one model together. With one process every function here changes nothing.
+"""Collective operations over the ranks that train one model together; with one process each of them is a no-op.
 
-Ranks run the same code on the same global batches; they differ in which rows they compute (``data/sharding.py``) and
-meet here to add up what they found. Values travel as tensors or JSON, never as pickles.
+Ranks run the same code on the same global batches. They differ in the rows they compute (``data/sharding.py``) and
+reduce their results here. Values travel as tensors or JSON, never as pickles.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# A rank may wait this long for one that measures or saves; dead ranks are noticed by the launcher, in seconds.
-PATIENCE = timedelta(minutes=60)
+# A rank waits this long for another that evaluates or saves; the launcher notices dead ranks within seconds.
+TIMEOUT = timedelta(minutes=60)
 
 
 def active() -> bool:
-    """Whether this process is one of several that belong together."""
+    """Whether this process belongs to an initialised process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
-    """Number of this process, from 0."""
+    """Rank of this process, from 0."""
     return dist.get_rank() if active() else 0
 
 
-def size() -> int:
-    """How many processes train together."""
+def world_size() -> int:
+    """Number of ranks; 1 outside a process group."""
     return dist.get_world_size() if active() else 1
 
 
-def is_first() -> bool:
-    """Whether this is the process that writes files."""
+def is_rank_zero() -> bool:
+    """Whether this is rank 0, the one that writes files."""
     return rank() == 0
 
 
@@ -50,8 +50,8 @@ def device() -> torch.device:
 
 
 @contextmanager
-def joined() -> Iterator[None]:
-    """Join the group that the launcher's environment describes for the length of the block; alone without one."""
+def process_group() -> Iterator[None]:
+    """Join the process group that the launcher's environment variables describe, for the length of the block."""
     if active() or int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         yield
         return
@@ -59,64 +59,67 @@ def joined() -> Iterator[None]:
     if device().type == "cuda":
         torch.cuda.set_device(device())
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=PATIENCE)
-    # After an error the group is left as it is: the others may never answer a farewell.
+    dist.init_process_group(backend, timeout=TIMEOUT)
     yield
+    # On an error destroy_process_group is skipped: it can hang when peers have died.
     if active():
         dist.destroy_process_group()
 
 
-class RestIsForFirst(BaseException):
-    """Ends a rank whose share of a stage is done; whoever runs the stage expects it."""
+class NonzeroRankReleased(BaseException):
+    """Raised on ranks other than 0 when rank 0 continues alone; the stage runner expects it."""
 
 
-def first_goes_on() -> None:
-    """End the common work: the first rank goes on alone, the others raise :class:`RestIsForFirst`. For all ranks."""
-    if size() == 1:
+def release_nonzero_ranks() -> None:
+    """Dissolve the process group: rank 0 continues alone, all others raise :class:`NonzeroRankReleased`.
+
+    Every rank must call it.
+    """
+    if world_size() == 1:
         return
-    others = not is_first()
+    others = not is_rank_zero()
     dist.barrier()
     dist.destroy_process_group()
     if others:
-        raise RestIsForFirst
+        raise NonzeroRankReleased
 
 
-def add(tensor: Tensor) -> Tensor:
-    """``tensor`` becomes its sum over all ranks, in place."""
-    if size() > 1:
+def all_reduce_sum(tensor: Tensor) -> Tensor:
+    """Sum ``tensor`` over all ranks, in place; returns it."""
+    if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
-def totals(figures: Mapping[str, float]) -> dict[str, float]:
-    """Every figure summed over all ranks, which must name the same ones; names that end in ``_max``: the largest."""
-    if size() == 1:
-        return dict(figures)
-    names = sorted(figures)
-    sums = torch.tensor([figures[name] for name in names], dtype=torch.float64)
+def reduce_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Sum every metric over all ranks; names that end in ``_max`` take the maximum. Ranks must agree on the names."""
+    if world_size() == 1:
+        return dict(metrics)
+    names = sorted(metrics)
+    sums = torch.tensor([metrics[name] for name in names], dtype=torch.float64)
     largest = sums.clone()
     dist.all_reduce(sums)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     values = {n: float(m if n.endswith("_max") else s) for n, s, m in zip(names, sums, largest, strict=True)}
-    return {name: values[name] for name in figures}
+    return {name: values[name] for name in metrics}
 
 
-def anywhere(flag: bool) -> bool:
-    """Whether ``flag`` holds on any rank."""
-    return totals({"_max": float(flag)})["_max"] > 0
+def any_rank(flag: bool) -> bool:
+    """Whether ``flag`` is true on at least one rank."""
+    return reduce_metrics({"_max": float(flag)})["_max"] > 0
 
 
-def from_first(value: Any) -> Any:
-    """The first rank's ``value`` (JSON; numbers survive exactly, NaN included), on every rank."""
-    return _from(0, value) if size() > 1 else value
+def broadcast_from_rank0(value: Any) -> Any:
+    """Return rank 0's ``value`` on every rank. It travels as JSON; floats survive exactly, NaN included."""
+    return _from(0, value) if world_size() > 1 else value
 
 
 def gather_items(items: Sequence[Any]) -> list[Any]:
-    """JSON items that the ranks hold in turn, as :func:`share` deals them out, as one list in order on every rank."""
-    if size() == 1:
+    """Undo :func:`shard_for_rank` for a list of JSON values: the whole list, in order, on every rank."""
+    if world_size() == 1:
         return list(items)
-    lists = [_from(source, list(items)) for source in range(size())]
-    return [lists[i % size()][i // size()] for i in range(sum(map(len, lists)))]
+    lists = [_from(source, list(items)) for source in range(world_size())]
+    return [lists[i % world_size()][i // world_size()] for i in range(sum(map(len, lists)))]
 
 
 def _from(source: int, value: Any) -> Any:
@@ -129,50 +132,50 @@ def _from(source: int, value: Any) -> Any:
     return json.loads(content.numpy().tobytes())
 
 
-def tensors_from_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The first rank's CPU ``tensors`` by name, on every rank; what the others hand in is ignored."""
-    if size() == 1:
+def broadcast_tensors_from_rank0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return rank 0's named CPU tensors on every rank; those of the other ranks are ignored."""
+    if world_size() == 1:
         return dict(tensors)
-    headers = from_first([[name, str(t.dtype).split(".")[1], list(t.shape)] for name, t in tensors.items()])
+    headers = broadcast_from_rank0([[name, str(t.dtype).split(".")[1], list(t.shape)] for name, t in tensors.items()])
     received = {}
     for name, dtype, shape in headers:
-        tensor = tensors[name].contiguous() if is_first() else torch.empty(shape, dtype=getattr(torch, dtype))
+        tensor = tensors[name].contiguous() if is_rank_zero() else torch.empty(shape, dtype=getattr(torch, dtype))
         dist.broadcast(tensor, 0)
         received[name] = tensor
     return received
 
 
 def gather_rows(rows: Tensor, total: int, fill: float = 0) -> Tensor:
-    """Rows that the ranks hold in turn (rank r has r, r + size, ...) as one tensor in order: (b, ...) -> (total, ...).
+    """Undo :func:`shard_for_rank` for the rows of a tensor: (b, ...) on each rank -> (total, ...) on every rank.
 
-    Ranks may have different widths; narrower rows are filled up on the right with ``fill``.
+    Ranks may have different widths; narrower rows are padded on the right with ``fill``.
     """
-    if size() == 1:
+    if world_size() == 1:
         return rows
     trailing = rows.shape[1:]
     widths = torch.tensor(trailing, dtype=torch.long)
     if widths.numel():
         dist.all_reduce(widths, dist.ReduceOp.MAX)
-    most = math.ceil(total / size())
+    most = math.ceil(total / world_size())
     shape = [most, *widths.tolist()]
     mine = rows.new_full(shape, fill)
     mine[tuple(slice(0, n) for n in rows.shape)] = rows
     sent = mine.to(torch.uint8) if mine.dtype == torch.bool else mine
-    parts = [torch.empty_like(sent) for _ in range(size())]
+    parts = [torch.empty_like(sent) for _ in range(world_size())]
     dist.all_gather(parts, sent.contiguous())
     # Row i of rank r is row i * size + r of the whole.
     return torch.stack(parts, dim=1).flatten(0, 1)[:total].to(rows.dtype)
 
 
-def share(items: Any) -> Any:
-    """This rank's part of a sequence or tensor: every ``size``-th item from its own number on, each on one rank."""
-    return items[rank() :: size()]
+def shard_for_rank(items: Any) -> Any:
+    """This rank's items of a sequence or rows of a tensor: those at positions rank, rank + world_size, ..."""
+    return items[rank() :: world_size()]
 
 
 def require_group() -> None:
-    """Make a group of one where there is none: DeepSpeed needs a group even for a single process."""
+    """Initialise a group of one where there is none: DeepSpeed needs a group even for a single process."""
     if active():
         return
     store = dist.HashStore()
     backend = "gloo" if device().type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=PATIENCE)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)

@@ -97,7 +97,7 @@ def wanted() -> bool:
     """Whether any rank has been sent SIGTERM; all ranks ask at the same safe point and get the same answer."""
     from rlhf_core import distributed
 
-    return distributed.anywhere(heard())
+    return distributed.any_rank(heard())
 
 
 def leave(what: str, saved: bool) -> None:
@@ -105,7 +105,7 @@ def leave(what: str, saved: bool) -> None:
     from rlhf_core import distributed
 
     # The rank that writes files is the last to come, and a launcher ends the others as soon as one has gone.
-    distributed.anywhere(True)
+    distributed.any_rank(True)
     _state.leaving = True
     state = "its state is saved, and the same command goes on from there" if saved else "the same command starts it"
     raise Preempted(f"{what} and was stopped there by SIGTERM; {state}")

@@ -59,7 +59,7 @@ def _rank(function: Callable[..., None], rank: int, size: int, port: int, folder
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     try:
-        with distributed.joined():
+        with distributed.process_group():
             function(folder, *args)
     except BaseException:
         (folder / f"error-{rank}.txt").write_text(f"rank {rank} of {size}\n{traceback.format_exc()}")

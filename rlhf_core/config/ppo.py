@@ -141,7 +141,7 @@ class SelectionConfig(Strict):
     max_repetition_increase: NonNegativeFloat = 0.02
 
 
-class PpoUnits(Strict):
+class RolloutConfig(Strict):
     """What fixes the units that values live in: critic pre-training and PPO must agree on every one of these."""
 
     critic_mode: CriticMode = "separate"
@@ -266,6 +266,6 @@ class PpoConfig(StageConfig):
         return self
 
     @property
-    def units(self) -> PpoUnits:
+    def units(self) -> RolloutConfig:
         """The settings that critic pre-training shares with PPO."""
-        return PpoUnits(**{name: getattr(self, name) for name in PpoUnits.model_fields})
+        return RolloutConfig(**{name: getattr(self, name) for name in RolloutConfig.model_fields})

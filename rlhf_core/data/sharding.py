@@ -19,8 +19,8 @@ def passes(rows: Rows, size: int) -> Iterator[tuple[Rows, float]]:
     Every rank makes the same number of passes, because sharded parameters are gathered by all ranks together: one
     that has run out of rows gets a first row again with weight 0. All other weights are 1.
     """
-    mine = distributed.share(rows)
-    count = math.ceil(math.ceil(len(rows) / distributed.size()) / size)
+    mine = distributed.shard_for_rank(rows)
+    count = math.ceil(math.ceil(len(rows) / distributed.world_size()) / size)
     for start in range(0, count * size, size):
         part = mine[start : start + size]
         yield (part, 1.0) if len(part) else (rows[:1], 0.0)

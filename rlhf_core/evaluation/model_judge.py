@@ -74,7 +74,7 @@ class ModelJudge:
             for row, value in zip(rows, values, strict=True) if weight else ():
                 scores[row] = value
         # Each rank has scored its share and left zeros at the others'.
-        together: list[float] = distributed.add(torch.tensor(scores, dtype=torch.float64)).tolist()
+        together: list[float] = distributed.all_reduce_sum(torch.tensor(scores, dtype=torch.float64)).tolist()
         return together
 
     def _encode(self, prompt: Sequence[Message], reply: Reply) -> list[int]:

@@ -103,7 +103,7 @@ def measure_drift(sampled: Sampled, reference: PreTrainedModel) -> Drift:
         ratios += (sampler - scored).sum(dim=1).tolist()
         total, tokens = total - float(scored.sum()), tokens + int(mask.sum())
     ratios = distributed.gather_items(ratios)
-    sums = distributed.totals({"total": total, "tokens": tokens})
+    sums = distributed.reduce_metrics({"total": total, "tokens": tokens})
     total, tokens = sums["total"], int(sums["tokens"])
     error = float(np.std(ratios, ddof=1)) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
     # The exponent is bounded so that a ruined policy gives a huge finite number, which JSON and gates can hold.

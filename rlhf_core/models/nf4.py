@@ -29,7 +29,7 @@ class PackedWeight:
     codes: Tensor
     scales: Any
 
-    def whole(self) -> Tensor:
+    def unpacked(self) -> Tensor:
         """The matrix (out, in) that the codes stand for, in the precision it had."""
         import bitsandbytes.functional as bnb
 
@@ -60,10 +60,10 @@ class NF4Linear(nn.Linear):
         product: Tensor = _Product.apply(input, self.packed)
         return product if self.bias is None else product + self.bias
 
-    def whole(self) -> nn.Linear:
+    def unpacked(self) -> nn.Linear:
         """The plain layer that computes the same."""
         layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        layer.weight = nn.Parameter(self.packed.whole(), requires_grad=False)
+        layer.weight = nn.Parameter(self.packed.unpacked(), requires_grad=False)
         layer.bias = self.bias
         return layer
 
@@ -74,11 +74,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: PackedWeight) -> Tensor:
         ctx.weight = weight
-        return functional.linear(x, weight.whole())
+        return functional.linear(x, weight.unpacked())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ ctx.weight.whole(), None
+        return gradient @ ctx.weight.unpacked(), None
 
 
 def packed(weight: Tensor) -> PackedWeight:
@@ -110,7 +110,7 @@ def unpack_linear_layers(model: nn.Module) -> None:
     """Turn packed layers into plain ones, in place; the model computes what it did."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, NF4Linear):
-            _replace(model, name, layer.whole())
+            _replace(model, name, layer.unpacked())
 
 
 def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:

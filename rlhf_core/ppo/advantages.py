@@ -43,7 +43,7 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, (values - mean) * torch.rsqrt(variance + 1e-8), torch.zeros_like(values))
 
 
-def treat_advantages(advantages: Tensor, mask: Tensor, config: AdvantageConfig) -> Tensor:
+def normalize_and_clip_advantages(advantages: Tensor, mask: Tensor, config: AdvantageConfig) -> Tensor:
     """Normalise over the minibatch, then clip to +-``clip``; each is a switch of its own: (B, T) -> (B, T)."""
     if config.normalize:
         advantages = masked_whiten(advantages, mask)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from rlhf_core import preemption
 from rlhf_core.config.critic import CriticConfig
-from rlhf_core.config.ppo import PpoUnits
+from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.data.batching import batch_at
 from rlhf_core.ppo.advantages import explained_variance
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.forward import TokenScorer
 from rlhf_core.ppo.reward_sources.mixture import source_figures
-from rlhf_core.ppo.rewards import RunningMoments
+from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import Actors, collect
 from rlhf_core.ppo.run_checkpoint import Lines, RunFiles
 from rlhf_core.ppo.value_loss import ValueSettings, accumulate_value_gradient
@@ -59,7 +59,7 @@ class CriticTrainer:
     """One pre-training run. ``actors.policy`` is its own reference: it is frozen, so every KL is zero."""
 
     config: CriticConfig
-    units: PpoUnits
+    units: RolloutConfig
     actors: Actors
     critic: TokenScorer
     engine: Engine
@@ -67,7 +67,7 @@ class CriticTrainer:
     prompt_ids: Sequence[Sequence[int]]
     tracker: Tracker
     work: Path
-    moments: RunningMoments = field(default_factory=RunningMoments)
+    moments: RunningMeanStd = field(default_factory=RunningMeanStd)
     frozen: FrozenModels = field(default_factory=FrozenModels)
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class CriticTrainer:
     def _collect(self, seconds: dict[str, float]) -> Experience:
         size, seed = self.config.batch_size, self.config.seed
         rows = batch_at(len(self.prompt_ids), size, derive_seed(seed, "critic", "prompts"), self.done)
-        with self.frozen.at_work(), self.engine.whole():
+        with self.frozen.on_device(), self.engine.gathered_parameters():
             return collect(
                 self.actors,
                 [self.prompt_ids[row] for row in rows],
@@ -173,6 +173,6 @@ class CriticTrainer:
         if found is None:
             return
         self.done, meta = found
-        self.moments = RunningMoments.from_dict(meta["moments"])
+        self.moments = RunningMeanStd.from_dict(meta["moments"])
         self.rule.reached, self.rule.best_loss, self.rule.since_best = meta["rule"]
         self.stopped, self.variance = meta["stopped"], meta["variance"]

@@ -54,6 +54,6 @@ def surrogate(ratio: Tensor, advantages: Tensor, config: SurrogateConfig) -> Ten
     return clipped_surrogate(ratio, advantages, config.clip, config.dual_clip)
 
 
-def clipped_share(ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
+def clip_fraction_mask(ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
     """Where the clip takes the gradient away (the clipped branch is the smaller one): (B, T) -> bool (B, T)."""
     return ((ratio > 1 + clip) & (advantages > 0)) | ((ratio < 1 - clip) & (advantages < 0))

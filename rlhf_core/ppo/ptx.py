@@ -51,7 +51,7 @@ def accumulate_ptx_gradient(
         loss = counts * engine.forward(partial(ptx_loss_sum, model, pairs, data.pad_id)) / max(total, 1)
         engine.backward(weight * loss)
         loss_sum += float(loss.detach())
-    return distributed.totals({"loss": loss_sum})["loss"]
+    return distributed.reduce_metrics({"loss": loss_sum})["loss"]
 
 
 def ptx_loss_sum(model: PreTrainedModel, pairs: Sequence[tuple[list[int], list[int]]], pad_id: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from rlhf_core.errors import DataError
 
 
 @dataclass
-class RunningMoments:
+class RunningMeanStd:
     """Mean and spread of all finite scores seen so far (parallel Welford merge of Chan et al.).
 
     Begins in critic pre-training and is handed to PPO with the critic, because values live in these units.
@@ -53,15 +53,15 @@ class RunningMoments:
         return asdict(self)
 
     @staticmethod
-    def from_dict(values: dict[str, float]) -> RunningMoments:
+    def from_dict(values: dict[str, float]) -> RunningMeanStd:
         """Back from JSON; ``DataError`` when keys are missing."""
         try:
-            return RunningMoments(int(values["count"]), float(values["mean"]), float(values["variance"]))
+            return RunningMeanStd(int(values["count"]), float(values["mean"]), float(values["variance"]))
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"reward moments are unreadable ({error}); run the critic stage again") from error
 
 
-def transform_scores(scores: Tensor, moments: RunningMoments, config: RewardShapingConfig) -> Tensor:
+def normalize_and_clip_rewards(scores: Tensor, moments: RunningMeanStd, config: RewardShapingConfig) -> Tensor:
     """Scaling ``r / std``, normalisation ``(r - mean) / std`` or neither, then clip to +-``clip``: (B,) -> (B,).
 
     ``moments`` already contain this batch. A score that is not finite comes out as NaN: the clip must not turn it into
@@ -77,7 +77,7 @@ def transform_scores(scores: Tensor, moments: RunningMoments, config: RewardShap
     return scores
 
 
-def shape_scores(
+def apply_penalties(
     scores: Tensor, lengths: Tensor, finished: Tensor, config: RewardShapingConfig, max_new_tokens: int
 ) -> Tensor:
     """Penalties in units of transformed reward: a missing end marker, and length: (B,) -> (B,).

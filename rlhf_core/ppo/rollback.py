@@ -45,8 +45,8 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        saved = read_json(path) if distributed.is_first() and path.exists() else []
-        self.entries = [Rollback(**entry) for entry in distributed.from_first(saved)]
+        saved = read_json(path) if distributed.is_rank_zero() and path.exists() else []
+        self.entries = [Rollback(**entry) for entry in distributed.broadcast_from_rank0(saved)]
 
     def __len__(self) -> int:
         return len(self.entries)

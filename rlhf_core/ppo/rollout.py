@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core import distributed
-from rlhf_core.config.ppo import PpoUnits
+from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.ppo.advantages import gae, monte_carlo_returns
@@ -29,7 +29,7 @@ from rlhf_core.ppo.forward import (
     shared_micro_batches,
 )
 from rlhf_core.ppo.kl import full_kl, kl_estimate
-from rlhf_core.ppo.rewards import RunningMoments, shape_scores, token_rewards, transform_scores
+from rlhf_core.ppo.rewards import RunningMeanStd, apply_penalties, normalize_and_clip_rewards, token_rewards
 from rlhf_core.sampling.distribution import Sampling, philox_uniforms
 from rlhf_core.sampling.generation import Rollout, generate
 
@@ -66,8 +66,8 @@ def collect(
     streams: Sequence[int],
     seed: int,
     sampling: Sampling,
-    units: PpoUnits,
-    moments: RunningMoments,
+    units: RolloutConfig,
+    moments: RunningMeanStd,
     coefficient: float,
     fixed_reference: bool = False,
     seconds: dict[str, float] | None = None,
@@ -107,7 +107,7 @@ def sample_together(
 
     A prompt's stream alone decides its draws, so the replies are those of a single process and batch.
     """
-    prompts, own_streams = distributed.share(prompt_ids), distributed.share(streams)
+    prompts, own_streams = distributed.shard_for_rank(prompt_ids), distributed.shard_for_rank(streams)
     parts = []
     for start in range(0, max(len(prompts), 1), at_once or max(len(prompts), 1)):
         rows = slice(start, start + (at_once or len(prompts)))
@@ -139,7 +139,7 @@ def joined(parts: Sequence[Rollout], pad_id: int) -> Rollout:
 
 def gather_rollout(mine: Rollout, prompt_lengths: Sequence[int], pad_id: int) -> Rollout:
     """The shares of all ranks as one rollout: left-padded prompts of ``prompt_lengths``, right-padded responses."""
-    if distributed.size() == 1:
+    if distributed.world_size() == 1:
         return mine
     total, width = len(prompt_lengths), mine.response_mask.shape[1]
     prompt = mine.tokens.shape[1] - width
@@ -170,7 +170,7 @@ def score_tokens(actors: Actors, rollout: Rollout, sampling: Sampling, micro_bat
             if weight:
                 column[rows] = pad_columns(torch.where(part.response_mask, values, 0.0).to(column.dtype), batch.width)
     # Each rank has left zeros at the rows of the others.
-    return Scored(*(distributed.add(column) for column in columns))
+    return Scored(*(distributed.all_reduce_sum(column) for column in columns))
 
 
 @torch.inference_mode()
@@ -209,7 +209,7 @@ def model_scorer(model: LastTokenModel, micro_batch_size: int | None) -> Scorer:
                 found = model.last_token_scores(part.tokens, part.attention_mask).float()
                 if weight:
                     scores[rows] = found
-        return distributed.add(scores)
+        return distributed.all_reduce_sum(scores)
 
     return score
 
@@ -234,16 +234,16 @@ def assemble(
     rollout: Rollout,
     scored: Scored,
     scores: Tensor,
-    units: PpoUnits,
-    moments: RunningMoments,
+    units: RolloutConfig,
+    moments: RunningMeanStd,
     coefficient: float,
     fixed_reference: bool = False,
 ) -> Experience:
     """Rewards, advantages and returns of scored replies, in the order of algorithms.md §4."""
     mask = rollout.response_mask
     moments.update(scores)
-    shaped = transform_scores(scores, moments, units.reward)
-    shaped = shape_scores(shaped, rollout.lengths, rollout.finished, units.reward, units.max_new_tokens)
+    shaped = normalize_and_clip_rewards(scores, moments, units.reward)
+    shaped = apply_penalties(shaped, rollout.lengths, rollout.finished, units.reward, units.max_new_tokens)
     kl = kl_estimate(scored.policy_logprobs, scored.ref_logprobs, "k1")
     rewards = token_rewards(shaped, mask, kl, coefficient if units.kl.placement == "reward" else 0.0)
     advantages, returns = gae(rewards, scored.values, mask, units.advantage.gamma, units.advantage.lam)

@@ -98,9 +98,9 @@ class RunFiles:
     def metas(self, extra: bool = False) -> dict[int, dict[str, Any]]:
         """``meta`` of every readable checkpoint by its iteration, ``extra`` ones only if asked for. The first rank's
         folder counts."""
-        saved = checkpoint.saved_metas(self.directory) if distributed.is_first() else {}
+        saved = checkpoint.saved_metas(self.directory) if distributed.is_rank_zero() else {}
         found = [[step, meta["run"]] for step, meta in saved.items() if extra or not meta["extra"]]
-        return dict(distributed.from_first(found))
+        return dict(distributed.broadcast_from_rank0(found))
 
     def holds(self, iteration: int) -> bool:
         """Whether there is a checkpoint of ``iteration``. The first rank's folder counts."""
@@ -108,7 +108,7 @@ class RunFiles:
 
     def drop(self, iteration: int) -> None:
         """Remove the checkpoint of ``iteration``, which the first rank has."""
-        if distributed.is_first():
+        if distributed.is_rank_zero():
             checkpoint.drop(self.directory, iteration)
 
     def load(self) -> tuple[int, dict[str, Any]] | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.config.ppo import PpoUnits
+from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.data.chat import encode_prompt, pad_id
 from rlhf_core.data.schema import Prompt, read_rows
 from rlhf_core.errors import DataError
@@ -14,7 +14,7 @@ from rlhf_core.models.heads import ScalarModel
 from rlhf_core.sampling.distribution import Sampling
 
 
-def sampling_for(tokenizer: PreTrainedTokenizerBase, units: PpoUnits) -> Sampling:
+def sampling_for(tokenizer: PreTrainedTokenizerBase, units: RolloutConfig) -> Sampling:
     """The training distribution of this tokenizer and these settings."""
     return Sampling(
         int(tokenizer.eos_token_id), pad_id(tokenizer), units.max_new_tokens, units.temperature, units.min_new_tokens

@@ -21,7 +21,7 @@ from rlhf_core.ppo.health_monitor import Finding, Monitor
 from rlhf_core.ppo.health_signals import signals
 from rlhf_core.ppo.kl import KlController, kl_pull
 from rlhf_core.ppo.reward_sources.mixture import source_figures
-from rlhf_core.ppo.rewards import RunningMoments
+from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollback import Journal, Rollback, Rollbacks
 from rlhf_core.ppo.rollout import Actors, Scorer, collect, sequence_figures
 from rlhf_core.ppo.run_checkpoint import Lines, RunFiles, prune_best, save_best
@@ -76,7 +76,7 @@ class Trainer:
     learner: Learner
     actors: Actors
     prompts: Prompts
-    moments: RunningMoments
+    moments: RunningMeanStd
     monitor: Monitor
     selector: Selector
     tracker: Tracker
@@ -131,14 +131,14 @@ class Trainer:
         figures, stopped = self._update(experience, coefficient, iteration)
         seconds["seconds_update"] = time.perf_counter() - started
         texts = [self.prompts.decode(ids) for ids in _replies(experience)]
-        with self.frozen.at_work():
+        with self.frozen.on_device():
             row = self._signals(experience, texts, figures) | {
                 "kl_coefficient": coefficient,
                 "kl_pull": kl_pull(experience.shaped_scores, coefficient),
                 "ptx_weight": self.config.ptx.weight,
             }
         # One view for all ranks, however their last digits may differ: every decision below follows from it.
-        row = distributed.from_first(row)
+        row = distributed.broadcast_from_rank0(row)
         self.controller.update(row["kl"], len(experience))
         self.done += 1
         if self._due(self.config.selection.every) and stopped is None:
@@ -168,7 +168,7 @@ class Trainer:
     def _collect(self, iteration: int, seconds: dict[str, float]) -> tuple[list[int], Experience]:
         config, size = self.config, self.config.batch_size
         rows = batch_at(len(self.prompts.ids), size, derive_seed(config.seed, "ppo", "prompts"), iteration)
-        with self.frozen.at_work(), self.learner.whole():
+        with self.frozen.on_device(), self.learner.gathered_parameters():
             experience = collect(
                 self.actors,
                 [self.prompts.ids[row] for row in rows],
@@ -205,7 +205,7 @@ class Trainer:
         }  # fmt: skip
 
     def _select(self) -> dict[str, float]:
-        with self.frozen.at_work(), self.learner.policy_engine.whole():
+        with self.frozen.on_device(), self.learner.policy_engine.gathered_parameters():
             verdict = self.selector.consider(self.done, self.learner.policy)
         if verdict.keep:
             save_best(self.work / "best", self.done, self.learner.policy_weights())
@@ -249,10 +249,10 @@ class Trainer:
         """Go back to the checkpoint of iteration ``target``; what was abandoned moves into the journal."""
         rows, samples = (
             # Only the first rank's lines are whole; those of the others are thrown away in the end.
-            [row for row in lines.rows() if row["iteration"] > target] if distributed.is_first() else []
+            [row for row in lines.rows() if row["iteration"] > target] if distributed.is_rank_zero() else []
             for lines in (self.history, self.samples)
         )
-        if distributed.is_first():
+        if distributed.is_rank_zero():
             logger.warning("ppo goes back from iteration %d to %d: %s", self.done, target, finding)
         self.tracker.log_metrics({"rollback_to": target}, step=self.done)
         self.journal.add(Rollback(self.done, target, finding.as_dict(), rows, samples))
@@ -280,7 +280,7 @@ class Trainer:
             self.journal.clear()
             return
         self.done, meta = found
-        for name, value in RunningMoments.from_dict(meta["moments"]).to_dict().items():
+        for name, value in RunningMeanStd.from_dict(meta["moments"]).to_dict().items():
             setattr(self.moments, name, value)
         self.monitor.load_state(meta["monitor"])
         self.selector.load_state(meta["selector"])

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from rlhf_core import distributed
 from rlhf_core.config.ppo import EntropyConfig, PpoConfig
 from rlhf_core.models.actor_critic import ActorCritic, policy_weights
-from rlhf_core.ppo.advantages import treat_advantages
+from rlhf_core.ppo.advantages import normalize_and_clip_advantages
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.forward import (
     Tokens,
@@ -27,7 +27,7 @@ from rlhf_core.ppo.forward import (
 )
 from rlhf_core.ppo.kl import full_kl, kl_estimate
 from rlhf_core.ppo.loss_reduction import StepSize, aggregate, masked_mean, masked_sum
-from rlhf_core.ppo.policy_loss import clipped_share, old_policy_kl, ratios, surrogate
+from rlhf_core.ppo.policy_loss import clip_fraction_mask, old_policy_kl, ratios, surrogate
 from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
 from rlhf_core.ppo.value_loss import ValueSettings, accumulate_value_gradient, value_share
 from rlhf_core.sampling.distribution import Sampling
@@ -63,11 +63,11 @@ class Learner:
         return policy_weights(weights) if isinstance(self.critic, ActorCritic) else weights
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Inside it every rank holds all weights of all models in training; see ``Engine.whole``."""
+    def gathered_parameters(self) -> Iterator[None]:
+        """Inside it every rank holds all weights of all models in training; see ``Engine.gathered_parameters``."""
         with ExitStack() as stack:
             for engine in self.engines.values():
-                stack.enter_context(engine.whole())
+                stack.enter_context(engine.gathered_parameters())
             yield
 
     @property
@@ -123,7 +123,7 @@ def update(learner: Learner, experience: Experience, coefficient: float, iterati
 def _step(learner: Learner, minibatch: Experience, coefficient: float, step: int, figures: Figures) -> bool:
     """One optimiser step of policy and critic. False when the target KL ended the update before it."""
     config, limit = learner.config, learner.config.target_kl_early_stop
-    before = survey(learner, minibatch) if limit is not None or config.entropy.kind == "target" else None
+    before = measure_minibatch(learner, minibatch) if limit is not None or config.entropy.kind == "target" else None
     if limit is not None and before is not None and before.old_policy_kl > limit:
         return False
     direction = _entropy_direction(config.entropy, before)
@@ -147,7 +147,7 @@ def _step(learner: Learner, minibatch: Experience, coefficient: float, step: int
 
 
 @dataclass(frozen=True)
-class Survey:
+class MinibatchMeasurement:
     """What the current policy looks like on a minibatch, found by a pass without gradient."""
 
     old_policy_kl: float  # nats per token
@@ -155,7 +155,7 @@ class Survey:
 
 
 @torch.no_grad()
-def survey(learner: Learner, minibatch: Experience) -> Survey:
+def measure_minibatch(learner: Learner, minibatch: Experience) -> MinibatchMeasurement:
     """Figures of a whole minibatch that decide about its step before any micro-batch of it is differentiated."""
     sums = {"kl": 0.0, "entropy": 0.0}
     for rows, counts in shared_micro_batches(minibatch.attention_mask, learner.config.micro_batch_size):
@@ -166,8 +166,8 @@ def survey(learner: Learner, minibatch: Experience) -> Survey:
         sums["kl"] += counts * float(masked_sum(old_policy_kl(ratio), batch.response_mask))
         sums["entropy"] += counts * float(masked_sum(entropy(log_probabilities), batch.response_mask))
     tokens = StepSize.of(minibatch.response_mask).tokens
-    sums = distributed.totals(sums)
-    return Survey(sums["kl"] / tokens, sums["entropy"] / tokens)
+    sums = distributed.reduce_metrics(sums)
+    return MinibatchMeasurement(sums["kl"] / tokens, sums["entropy"] / tokens)
 
 
 def _log_distribution(learner: Learner, batch: Tokens) -> Tensor:
@@ -175,7 +175,7 @@ def _log_distribution(learner: Learner, batch: Tokens) -> Tensor:
     return learner.policy_engine.forward(partial(response_log_distribution, learner.policy, batch, learner.sampling))
 
 
-def _entropy_direction(settings: EntropyConfig, before: Survey | None) -> float:
+def _entropy_direction(settings: EntropyConfig, before: MinibatchMeasurement | None) -> float:
     """Sign of the entropy in the loss: -1 for a bonus, that of (mean entropy - target) for a target.
 
     |H - target| is a function of the mean over the whole step, so its sign must be known before the micro-batches.
@@ -194,7 +194,7 @@ def accumulate_policy_gradient(
     """
     config = learner.config
     size = StepSize.of(minibatch.response_mask)
-    advantages = treat_advantages(minibatch.advantages, minibatch.response_mask, config.advantage)
+    advantages = normalize_and_clip_advantages(minibatch.advantages, minibatch.response_mask, config.advantage)
     found: dict[str, float] = {"ratio_max": 0.0}
     if isinstance(learner.critic, ActorCritic):
         found |= {"value_loss": 0.0, "value_clip_fraction": 0.0}
@@ -214,7 +214,7 @@ def accumulate_policy_gradient(
             total = total + value_share(values, minibatch, rows, counts, size, learner.value_settings, found)
         learner.policy_engine.backward(counts * total)
         _collect(found, counts, loss, ratio.detach(), advantages[rows, :width], mask, size, config)
-    return distributed.totals(found)
+    return distributed.reduce_metrics(found)
 
 
 def _forward(learner: Learner, batch: Tokens) -> tuple[Tensor, Tensor | None]:
@@ -253,7 +253,9 @@ def _collect(
         "old_policy_kl": float(masked_sum(old_policy_kl(ratio), mask)) / size.tokens,
     }
     if clip is not None:
-        shares["clip_fraction"] = float(masked_sum(clipped_share(ratio, advantages, clip).float(), mask)) / size.tokens
+        shares["clip_fraction"] = (
+            float(masked_sum(clip_fraction_mask(ratio, advantages, clip).float(), mask)) / size.tokens
+        )
     for name, value in shares.items():
         found[name] = found.get(name, 0.0) + counts * value
     found["ratio_max"] = max(found["ratio_max"], float(ratio.max()))

@@ -55,7 +55,7 @@ def accumulate_value_gradient(
     for rows, counts in shared_micro_batches(minibatch.attention_mask, settings.micro_batch_size):
         values = engine.forward(partial(response_values, critic, minibatch.batch.part(rows)))
         engine.backward(counts * value_share(values, minibatch, rows, counts, size, settings, found))
-    return distributed.totals(found)
+    return distributed.reduce_metrics(found)
 
 
 def value_share(

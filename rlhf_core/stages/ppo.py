@@ -28,7 +28,7 @@ from rlhf_core.ppo.health_monitor import Monitor
 from rlhf_core.ppo.ptx import PtxData
 from rlhf_core.ppo.reward_sources import tracked_files
 from rlhf_core.ppo.reward_sources.building import Setting, build_scorer
-from rlhf_core.ppo.rewards import RunningMoments
+from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import Actors, model_scorer
 from rlhf_core.ppo.run_checkpoint import finite, load_best
 from rlhf_core.ppo.setup import read_prompts, require_room, sampling_for
@@ -143,7 +143,7 @@ def publish_lines(trainer: Trainer, outputs: Paths) -> None:
     What rollbacks abandoned comes along, marked with the number of its ``rollback``: rows in a file of their own, so
     that curves stay right, and samples after the others. Of several ranks the first alone has whole files.
     """
-    if not distributed.is_first():
+    if not distributed.is_rank_zero():
         return
     shutil.copyfile(trainer.history.path, outputs.history)
     atomic_write_lines(outputs.abandoned, trainer.journal.abandoned("rows"))
@@ -177,7 +177,7 @@ def make_trainer(
         learner=learner,
         actors=Actors(policy, reference, critic, score),
         prompts=Prompts(prompt_ids, [row.prompt[-1].content for row in rows], lambda ids: decode(tokenizer, ids)),
-        moments=RunningMoments.from_dict(read_json(inputs.critic / "reward_moments.json")),
+        moments=RunningMeanStd.from_dict(read_json(inputs.critic / "reward_moments.json")),
         monitor=Monitor({"kl": config.selection.max_kl, "max_new_tokens": config.max_new_tokens}, rules_for(config)),
         selector=selector,
         tracker=tracker,

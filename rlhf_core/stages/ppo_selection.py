@@ -34,7 +34,7 @@ class CheckpointSelector:
     def consider(self, iteration: int, policy: PreTrainedModel) -> Verdict:
         """Evaluate, and say whether this is now the checkpoint to keep."""
         # One verdict for all ranks, however their last digits may differ.
-        figures = distributed.from_first(self.evaluate(policy))
+        figures = distributed.broadcast_from_rank0(self.evaluate(policy))
         self.candidates.append(candidate(iteration, figures))
         return Verdict(figures, self.choice().candidate.iteration == iteration)
 
@@ -85,6 +85,6 @@ def make_selector(
     referee, reward = (
         ModelJudge(inputs[name], name, rows_together, frozen.scalar(inputs[name])) for name in ("referee", "reward")
     )
-    with frozen.at_work():
+    with frozen.on_device():
         evaluate = SelectionEvaluator(reference, prompts, referee, sample, reward)
     return CheckpointSelector(evaluate, config.selection)

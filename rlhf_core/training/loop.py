@@ -134,7 +134,7 @@ class Loop:
 
     def _evaluation(self) -> dict[str, float]:
         self.engine.model.eval()
-        with self.engine.whole():
+        with self.engine.gathered_parameters():
             return {f"validation_{name}": value for name, value in self.task.evaluate().items()}
 
     def _record(self, figures: Mapping[str, float]) -> None:

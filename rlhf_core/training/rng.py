@@ -49,7 +49,7 @@ def set_rng_state(tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
 
     GPU generators are restored where the number of GPUs is the same.
     """
-    tensors = distributed.tensors_from_first({k: v for k, v in tensors.items() if k.startswith("rng.")})
+    tensors = distributed.broadcast_tensors_from_rank0({k: v for k, v in tensors.items() if k.startswith("rng.")})
     version, gauss = meta["python"]
     random.setstate((version, tuple(tensors["rng.python"].tolist()), gauss))
     name, position, has_gauss, cached = meta["numpy"]

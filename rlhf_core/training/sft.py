@@ -54,7 +54,7 @@ class SftTask:
             share = self.engine.forward(partial(reply_loss, self.model, batch, total))
             self.engine.backward(weight * share)
             loss += weight * float(share.detach())
-        return StepFigures(distributed.totals({"loss": loss}), sum(self.train[row].length for row in rows))
+        return StepFigures(distributed.reduce_metrics({"loss": loss}), sum(self.train[row].length for row in rows))
 
     def evaluate(self) -> dict[str, float]:
         """``loss`` per token and ``perplexity`` on the held-out demonstrations."""
@@ -87,7 +87,7 @@ def mean_reply_loss(
     for part, weight in passes(order, size):
         rows = [examples[row] for row in part]
         nats += weight * float(reply_loss(model, example_batch(rows, pad, model.device), 1))
-    return distributed.totals({"nats": nats})["nats"] / sum(len(example.reply) for example in examples)
+    return distributed.reduce_metrics({"nats": nats})["nats"] / sum(len(example.reply) for example in examples)
 
 
 @torch.no_grad()

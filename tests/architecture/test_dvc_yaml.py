@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.ppo import PpoUnits
+from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.stages.runtime.names import STAGES, stage_module
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +55,7 @@ def test_where_a_stage_runs_and_keeps_its_partial_state_makes_nothing_stale() ->
 def test_critic_pretraining_runs_again_when_the_units_change_that_it_shares_with_ppo() -> None:
     listed = {param.removeprefix("ppo.") for param in stages()["critic"]["params"] if param.startswith("ppo.")}
     # Batches within a rollout change no number.
-    assert listed == set(PpoUnits.model_fields) - {"micro_batch_size", "sampling_batch_size"}
+    assert listed == set(RolloutConfig.model_fields) - {"micro_batch_size", "sampling_batch_size"}
 
 
 @pytest.mark.parametrize("name", STAGES)

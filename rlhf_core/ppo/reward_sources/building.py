@@ -68,7 +68,7 @@ def build_scorer(sources: RewardSources, setting: Setting) -> Mixture:
     ]
     reader = PromptReader([row.prompt for row in setting.rows], setting.prompt_ids)
     mixture = Mixture(parts, reader, setting.tokenizer)
-    with setting.frozen.at_work():
+    with setting.frozen.on_device():
         mixture(probe(setting))
     return mixture
 

@@ -22,7 +22,7 @@ class Shared:
 
     def score(self, replies: Replies) -> Tensor:
         """One raw score per reply (B,)."""
-        if distributed.size() == 1:
+        if distributed.world_size() == 1:
             scores = self.source.score(replies)
             self.figures = self.source.figures
             return scores
@@ -30,6 +30,6 @@ class Shared:
         ((rows, counts),) = passes(list(range(total)), total)
         held = int(counts) * len(rows)
         scores = self.source.score(replies.part(rows))[:held]
-        sums = distributed.totals({name: held * value for name, value in self.source.figures.items()})
+        sums = distributed.reduce_metrics({name: held * value for name, value in self.source.figures.items()})
         self.figures = {name: value / total for name, value in sums.items()}
         return distributed.gather_rows(scores, total)

@@ -105,8 +105,8 @@ def _run(name: str, workspace: Path) -> dict[str, Any]:
     from rlhf_core import distributed
     from rlhf_core.training.engine.choice import placed
 
-    with distributed.joined(), placed(launch, workspace):
-        if distributed.is_first():
+    with distributed.process_group(), placed(launch, workspace):
+        if distributed.is_rank_zero():
             return _run_here(stage_file, config, inputs, workspace, params)
         return _run_beside(stage_file, config, inputs)
 
@@ -149,7 +149,7 @@ def _stored(url: str | None, workspace: Path, work: Path) -> Iterator[None]:
 
 def _run_beside(stage_file: Any, config: StageConfig, inputs: Paths) -> dict[str, Any]:
     """The stage on a rank other than the first: it computes its share, and what it writes is thrown away."""
-    from rlhf_core.distributed import RestIsForFirst
+    from rlhf_core.distributed import NonzeroRankReleased
 
     stage: Stage = stage_file.STAGE
     with tempfile.TemporaryDirectory(prefix=f"rlhf-{stage.name}-") as scratch:
@@ -159,7 +159,7 @@ def _run_beside(stage_file: Any, config: StageConfig, inputs: Paths) -> dict[str
             path.parent.mkdir(parents=True, exist_ok=True)
         try:
             return dict(stage_file.run(config, inputs, outputs, NullTracker()))
-        except RestIsForFirst:
+        except NonzeroRankReleased:
             return {}
 
 

@@ -140,8 +140,8 @@ def load_latest(directory: Path) -> Checkpoint | None:
     A broken one is reported, moved aside (``broken-step-…``) and the one before it is tried. ``CheckpointError`` when
     all are broken: starting over silently would hide a failing disk.
     """
-    found = _newest_sound(directory) if distributed.is_first() else None
-    header = distributed.from_first([found.step, found.meta] if found else None)
+    found = _newest_sound(directory) if distributed.is_rank_zero() else None
+    header = distributed.broadcast_from_rank0([found.step, found.meta] if found else None)
     if header is None or found is not None:
         return found
     return Checkpoint(header[0], {}, header[1], directory)

@@ -50,8 +50,8 @@ class EngineState:
 class Engine(Protocol):
     """What trainers know. ``steps`` counts optimiser steps, ``skipped_steps`` those of them that were skipped.
 
-    ``lr_factor`` multiplies the scheduled rate; it is the trainer's to set, and no part of the state. ``around`` is
-    entered for every pass (for gradient checkpointing).
+    ``lr_factor`` multiplies the scheduled rate; the trainer sets it, and it is no part of the state.
+    ``forward_context`` is entered for every forward pass (for gradient checkpointing).
     """
 
     model: nn.Module
@@ -60,7 +60,7 @@ class Engine(Protocol):
     skipped_steps: int
     max_grad_norm: float | None
     lr_factor: float
-    around: Callable[[], AbstractContextManager[None]]
+    forward_context: Callable[[], AbstractContextManager[None]]
 
     def forward(self, compute: Callable[[], Result]) -> Result:
         """What ``compute`` returns: a pass of the model, of which a loss may be differentiated. The same number of
@@ -78,7 +78,7 @@ class Engine(Protocol):
     def step(self) -> StepResult:
         """Clip by the global norm and step."""
 
-    def whole(self) -> AbstractContextManager[None]:
+    def gathered_parameters(self) -> AbstractContextManager[None]:
         """Inside it every rank holds all weights and may run the model without gradient as often as it likes."""
 
     def state(self) -> EngineState:
@@ -105,7 +105,7 @@ class StepCount:
         self.max_grad_norm = config.max_grad_norm
         self.lr_factor = 1.0
         self.steps = self.skipped_steps = self.nonfinite_in_a_row = 0
-        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def rate(self) -> float:
         """Learning rate of the step that comes next."""

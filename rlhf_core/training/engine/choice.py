@@ -61,7 +61,7 @@ def build_engine(
 
         engine = DeepSpeedEngine(model, config, total_steps, name, warmup_steps, launch, folder)
     if launch.gradient_checkpointing:
-        engine.around = recomputing(model)
+        engine.forward_context = recomputing(model)
     return engine
 
 
@@ -71,7 +71,7 @@ def finish(engine: Engine, model: Model) -> Model:
     ``model`` is the one that the engine was given.
     """
     released = engine.release()
-    distributed.first_goes_on()
+    distributed.release_nonzero_ranks()
     if not isinstance(released, type(model)):
         raise ModelError(f"{engine.name}: the engine left a {type(released).__name__}, not a {type(model).__name__}")
     return released

@@ -114,14 +114,14 @@ class DeepSpeedEngine(StepCount):
 
     def forward(self, compute: Callable[[], Result]) -> Result:
         """What ``compute`` returns, with sharded weights gathered where it needs them."""
-        with self.around():
+        with self.forward_context():
             result: Result = self.ds(compute)
         return result
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss`` (a scalar). A non-finite loss condemns the step instead."""
         # All ranks make every pass, so a bad loss takes part as NaN, which DeepSpeed's own check then finds.
-        scale = distributed.size() if math.isfinite(float(loss.detach())) else math.nan
+        scale = distributed.world_size() if math.isfinite(float(loss.detach())) else math.nan
         self.ds.backward(loss * scale)
         self.pending = True
 
@@ -160,7 +160,7 @@ class DeepSpeedEngine(StepCount):
             torch._foreach_mul_(gradients, scale)
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def gathered_parameters(self) -> Iterator[None]:
         """All weights gathered on every rank, and DeepSpeed's hooks out of the way."""
         with self.shards.gathered(self.model):
             yield
@@ -170,14 +170,14 @@ class DeepSpeedEngine(StepCount):
         tensors = {}
         for name, parameter in self.model.named_parameters():
             for key, value in self.shards.read(parameter, self.steps - self.skipped_steps).items():
-                if distributed.is_first():
+                if distributed.is_rank_zero():
                     tensors[key.replace("NAME", name)] = value
         return EngineState(tensors, self.counters())
 
     def load_state(self, state: EngineState) -> None:
         """The inverse of :meth:`state`, whatever engine and number of ranks it is of; gradients are cleared."""
         parameters = dict(self.model.named_parameters())
-        saved = set(distributed.from_first(sorted(state.tensors)))
+        saved = set(distributed.broadcast_from_rank0(sorted(state.tensors)))
         require_same_model(saved, set(parameters), self.name)
         self.load_counters(state.meta)
         if self.pending:
@@ -186,7 +186,9 @@ class DeepSpeedEngine(StepCount):
             self.pending = False
         for name, parameter in parameters.items():
             keys = sorted({f"weights.{name}"} | {k for k in saved if k.rpartition(".")[0] == f"optimizer.{name}"})
-            tensors = distributed.tensors_from_first({k: state.tensors[k] for k in keys if k in state.tensors})
+            tensors = distributed.broadcast_tensors_from_rank0(
+                {k: state.tensors[k] for k in keys if k in state.tensors}
+            )
             moments = {key.rpartition(".")[2]: tensors[key] for key in keys if key.startswith("optimizer.")}
             self.shards.write(parameter, tensors[f"weights.{name}"], moments)
 
@@ -195,7 +197,7 @@ class DeepSpeedEngine(StepCount):
         weights = {}
         for name, parameter in self.model.named_parameters():
             value = self.shards.weight(parameter)
-            if distributed.is_first():
+            if distributed.is_rank_zero():
                 weights[name] = value.cpu()
         return weights
 
@@ -204,14 +206,14 @@ class DeepSpeedEngine(StepCount):
 
         ``ModelError`` unless it computes what the sharded model did.
         """
-        with self.whole():
+        with self.gathered_parameters():
             expected = probe(self.model)
         weights = self.full_weights()
         self.ds.destroy()
         released = self.skeleton.filled(weights, distributed.device())
-        if distributed.is_first() and not torch.allclose(probe(released), expected, atol=1e-5, rtol=1e-4):
+        if distributed.is_rank_zero() and not torch.allclose(probe(released), expected, atol=1e-5, rtol=1e-4):
             raise ModelError(
-                f"{self.name}: the weights gathered from {distributed.size()} ranks do not compute what the sharded "
-                "ones did; nothing was saved, and the last checkpoint holds the training's state"
+                f"{self.name}: the weights gathered from {distributed.world_size()} ranks do not compute what the "
+                "sharded ones did; nothing was saved, and the last checkpoint holds the training's state"
             )
         return released

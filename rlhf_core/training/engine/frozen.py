@@ -56,7 +56,7 @@ class FrozenModels:
         return model
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """Waiting models are on the device inside the block."""
         for model in self.waiting:
             model.to(distributed.device())

@@ -41,30 +41,30 @@ class LocalEngine(StepCount):
         self.model, self.name = model.to(distributed.device()), name
         self.optimizer = build(model, config)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.condemned: str | None = None
-        self.added_up = False
+        self.skip_reason: str | None = None
+        self.grads_reduced = False
 
     def forward(self, compute: Callable[[], Result]) -> Result:
         """What ``compute`` returns."""
-        with self.around():
+        with self.forward_context():
             return compute()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss`` (a scalar). A non-finite loss condemns the step instead."""
         if not math.isfinite(value := float(loss.detach())):
-            self.condemned = f"loss {value}"
-        elif self.condemned is None:
+            self.skip_reason = f"loss {value}"
+        elif self.skip_reason is None:
             loss.backward()
 
     def grad_norm(self) -> float:
         """Global gradient norm (L2 over all parameters); NaN when a loss of this step was not finite on any rank."""
-        if distributed.anywhere(self.condemned is not None):
+        if distributed.any_rank(self.skip_reason is not None):
             return math.nan
         gradients = self._gradients()
-        if not self.added_up:
+        if not self.grads_reduced:
             for gradient in gradients:
-                distributed.add(gradient)
-            self.added_up = True
+                distributed.all_reduce_sum(gradient)
+            self.grads_reduced = True
         return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
     def apply(self, grad_norm: float, scale: float) -> StepResult:
@@ -76,7 +76,7 @@ class LocalEngine(StepCount):
         if finite:
             self._optimise(rate, scale)
         self.count(finite)
-        reason = self.condemned or f"gradient norm {grad_norm}"
+        reason = self.skip_reason or f"gradient norm {grad_norm}"
         self._clear()
         if not finite:
             broken = [name for name, p in self.model.named_parameters() if not bool(p.isfinite().all())]
@@ -85,7 +85,7 @@ class LocalEngine(StepCount):
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        self.condemned, self.added_up = None, False
+        self.skip_reason, self.grads_reduced = None, False
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
@@ -103,14 +103,14 @@ class LocalEngine(StepCount):
         norm = self.grad_norm()
         return self.apply(norm, clip_scale(norm, self.max_grad_norm))
 
-    def whole(self) -> AbstractContextManager[None]:
+    def gathered_parameters(self) -> AbstractContextManager[None]:
         """Nothing to gather: every rank holds all weights."""
         return nullcontext()
 
     def state(self) -> EngineState:
         """Copies of weights (``weights.NAME``) and AdamW moments (``optimizer.NAME.SLOT``), and the counters."""
         tensors = {f"weights.{name}": tensor for name, tensor in self.full_weights().items()}
-        for name, parameter in self.model.named_parameters() if distributed.is_first() else ():
+        for name, parameter in self.model.named_parameters() if distributed.is_rank_zero() else ():
             for slot, value in self.optimizer.state.get(parameter, {}).items():
                 if slot in OPTIMIZER_SLOTS:
                     tensors[f"optimizer.{name}.{slot}"] = value.detach().cpu().clone()
@@ -120,13 +120,13 @@ class LocalEngine(StepCount):
         """The inverse of :meth:`state`; gradients are cleared. ``CheckpointError`` when it is of another model."""
         self._clear()
         parameters = dict(self.model.named_parameters())
-        saved = set(distributed.from_first(sorted(state.tensors)))
+        saved = set(distributed.broadcast_from_rank0(sorted(state.tensors)))
         require_same_model(saved, set(parameters), self.name)
         for name, parameter in parameters.items():
             keys = {slot: f"optimizer.{name}.{slot}" for slot in OPTIMIZER_SLOTS}
             wanted = {f"weights.{name}", *keys.values()} & saved
             held = {key: state.tensors[key] for key in wanted if key in state.tensors}
-            tensors = distributed.tensors_from_first(held)
+            tensors = distributed.broadcast_tensors_from_rank0(held)
             with torch.no_grad():
                 parameter.copy_(tensors[f"weights.{name}"])
             moments = {slot: tensors[key].to(parameter.device).clone() for slot, key in keys.items() if key in tensors}
@@ -138,7 +138,7 @@ class LocalEngine(StepCount):
 
     def full_weights(self) -> dict[str, Tensor]:
         """All parameters by name (tied ones once), as copies on the CPU of the first rank."""
-        if not distributed.is_first():
+        if not distributed.is_rank_zero():
             return {}
         return {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
 

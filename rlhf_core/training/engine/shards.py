@@ -91,7 +91,7 @@ class Shards:
         optimizer = self.engine.optimizer
         part, _ = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=slot)
         # The last rank's part is filled up, which DeepSpeed's own setter for whole tensors does not expect.
-        flat = torch.nn.functional.pad(value.flatten(), (0, part.numel() * distributed.size() - value.numel()))
+        flat = torch.nn.functional.pad(value.flatten(), (0, part.numel() * distributed.world_size() - value.numel()))
         optimizer.set_local_hp_param(flat.narrow(0, part.numel() * distributed.rank(), part.numel()), parameter, slot)
 
     def _flat(self) -> list[Tensor]:

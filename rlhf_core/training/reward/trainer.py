@@ -97,7 +97,7 @@ class RewardTask:
         ((part, weight),) = passes(rows, len(rows))
         loss, figures = self.engine.forward(lambda: self._loss(part, totals))
         self.engine.backward(weight * loss)
-        figures = distributed.totals({name: weight * value for name, value in figures.items()})
+        figures = distributed.reduce_metrics({name: weight * value for name, value in figures.items()})
         return StepFigures(figures | {"pairs": float(len(pairs))}, sum(real_tokens(pair) for pair in pairs))
 
     def _loss(self, rows: Sequence[int], totals: StepTotals) -> tuple[Tensor, dict[str, float]]:
@@ -175,5 +175,5 @@ def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int) ->
             chosen[rows], rejected[rows] = scores[: len(rows)], scores[len(rows) :]
     model.train(was_training)
     # Every rank has scored its own pairs and left zeros at the others.
-    both = distributed.add(torch.from_numpy(np.stack([chosen, rejected]))).numpy()
+    both = distributed.all_reduce_sum(torch.from_numpy(np.stack([chosen, rejected]))).numpy()
     return PairScores(both[0], both[1])

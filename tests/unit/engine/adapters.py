@@ -27,10 +27,10 @@ def with_adapters(folder: Path, key: str, make: cases.MakeEngine) -> None:
         before = logits(model)
         engine = make(model, cases.optimizer(0.1), "policy")
         steps(engine)
-        with engine.whole():
+        with engine.gathered_parameters():
             reference, inside = logits(WithoutAdapters(model)), logits(model)
         released = engine.release()
-        if distributed.is_first():
+        if distributed.is_rank_zero():
             merge_adapters(released)
             names = {f"weight.{name}": weight.detach() for name, weight in released.named_parameters()}
             found = {"before": before, "reference": reference, "inside": inside, "released": logits(released)}
@@ -39,7 +39,7 @@ def with_adapters(folder: Path, key: str, make: cases.MakeEngine) -> None:
 
 def steps(engine: Engine) -> None:
     """Each rank takes its share of the two rows."""
-    rows = IDS[distributed.rank() :: distributed.size()]
+    rows = IDS[distributed.rank() :: distributed.world_size()]
     for _ in range(STEPS):
         loss = engine.forward(lambda: engine.model(input_ids=rows).logits.square().sum())
         engine.backward(loss / 100)

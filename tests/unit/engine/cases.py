@@ -21,7 +21,7 @@ from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.ptx import PtxData
-from rlhf_core.ppo.rewards import RunningMoments
+from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import collect
 from rlhf_core.ppo.update import Learner, update
 from rlhf_core.ppo.value_loss import ValueSettings, accumulate_value_gradient
@@ -78,7 +78,7 @@ def rollout(tiny: Tiny, rows: range = range(7)) -> Experience:
     prompts = [tiny.prompts[row] for row in rows]
     config = ppo_config(0.1)
     return collect(
-        tiny.actors, prompts, [100 + row for row in rows], 5, tiny.sampling, config.units, RunningMoments(), 0.1
+        tiny.actors, prompts, [100 + row for row in rows], 5, tiny.sampling, config.units, RunningMeanStd(), 0.1
     )
 
 
@@ -133,7 +133,7 @@ def _steps(engine: Engine, task: Any, steps: int) -> dict[str, float]:
         engine.model.train()
         report = task.train_step(step)
         figures = report.figures | {"tokens": report.tokens, "grad_norm": engine.step().grad_norm}
-    with engine.whole():
+    with engine.gathered_parameters():
         return figures | task.evaluate()
 
 
@@ -182,7 +182,7 @@ def _ppo(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> t
 
 def write_result(folder: Path, key: str, tensors: dict[str, Tensor], figures: dict[str, float]) -> None:
     """What the first rank found, as ``KEY.safetensors``."""
-    if distributed.is_first():
+    if distributed.is_rank_zero():
         values = {f"figure.{name}": torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
         save_file({n: t.contiguous() for n, t in tensors.items()} | values, folder / f"{key}.safetensors")
 

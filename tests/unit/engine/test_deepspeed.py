@@ -21,7 +21,7 @@ from rlhf_core import distributed
 from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.ppo.rewards import RunningMoments
+from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import Actors, collect, model_scorer
 from rlhf_core.training.engine import Engine, EngineState, LocalEngine
 from rlhf_core.training.engine.base import OptimizerBuilder
@@ -68,7 +68,7 @@ def with_checkpointing(folder: Path, make: cases.MakeEngine) -> None:
     """Two steps of a model whose layers recompute their activations."""
     model = make_tiny().policy
     engine = make(model, cases.optimizer(0.1), "policy")
-    engine.around = recomputing(model)
+    engine.forward_context = recomputing(model)
     steps(engine, range(2))
     cases.write_result(folder, "checkpointing", engine.full_weights(), {})
 
@@ -80,7 +80,7 @@ def with_bfloat16(make: cases.MakeEngine) -> None:
     for step in (0, 1):
         steps(engine, range(step, step + 1))
     after = engine.state().tensors
-    if distributed.is_first():
+    if distributed.is_rank_zero():
         moved = (after["weights.lm_head.weight"] - before["weights.lm_head.weight"]).abs()
         assert after["weights.lm_head.weight"].dtype == torch.float32
         assert 1e-6 < float(moved.max()) < 4e-5
@@ -94,8 +94,8 @@ def with_frozen(folder: Path) -> None:
         reward, reference = frozen.place(tiny.reward), frozen.place(tiny.reference)
     actors = Actors(tiny.policy, reference, tiny.critic, model_scorer(reward, 2))
     units = cases.ppo_config(0.1).units
-    with frozen.at_work():
-        found = collect(actors, tiny.prompts[:7], range(100, 107), 5, tiny.sampling, units, RunningMoments(), 0.1)
+    with frozen.on_device():
+        found = collect(actors, tiny.prompts[:7], range(100, 107), 5, tiny.sampling, units, RunningMeanStd(), 0.1)
     cases.write_result(folder, "frozen", {"scores": found.scores, "reference": found.ref_logprobs}, {})
 
 
@@ -116,14 +116,14 @@ def with_adam(folder: Path, key: str, make: cases.MakeEngine, root: Path) -> Non
     handed = root / "1" / "state-local.safetensors"
     if handed.exists():
         tensors, _ = cases.read_result(root / "1", "state-local")
-        saved = EngineState(tensors if distributed.is_first() else {}, saved.meta)
+        saved = EngineState(tensors if distributed.is_rank_zero() else {}, saved.meta)
     second = make(cases.another_policy(), ADAM, "policy")
     second.load_state(saved)
     steps(second, range(4, 6))
-    with second.whole():
+    with second.gathered_parameters():
         inside = logits(second.model)
     released = second.release()
-    if distributed.is_first():
+    if distributed.is_rank_zero():
         weights = {name: p.detach() for name, p in released.named_parameters()}
         cases.write_result(folder, f"end-{key}", weights | {"inside": inside, "released": logits(released)}, {})
 
@@ -159,8 +159,8 @@ def steps(engine: Engine, numbers: range) -> dict[str, float]:
             rows = cases.tokens(2 * step + index, 12)
             batch = torch.tensor(rows).view(2, 6)
             loss = engine.forward(lambda batch=batch: engine.model(input_ids=batch).logits.square().mean())
-            bad = step == 2 and index == 0 and distributed.rank() == distributed.size() - 1
-            engine.backward(loss * (math.nan if bad else 0.5 / distributed.size()))
+            bad = step == 2 and index == 0 and distributed.rank() == distributed.world_size() - 1
+            engine.backward(loss * (math.nan if bad else 0.5 / distributed.world_size()))
         result = engine.step()
         assert result.skipped == (step == 2)
         norms[f"norm{step}"] = result.grad_norm

@@ -71,7 +71,7 @@ def test_offloaded_models_wait_on_the_cpu() -> None:
     with placed(LaunchConfig(frozen="offload"), Path()):
         frozen = FrozenModels()
         model = frozen.place(make_tiny().reward)
-    with frozen.at_work():
+    with frozen.on_device():
         assert frozen.waiting == [model]
     assert {p.device.type for p in model.parameters()} == {"cpu"}
 

@@ -17,7 +17,7 @@ from unit.ppo.tiny import make_tiny
 from rlhf_core import distributed
 from rlhf_core.data import sharding
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.rewards import RunningMoments
+from rlhf_core.ppo.rewards import RunningMeanStd
 
 # A learning rate so high that the weights after one step are the gradient, and one that moves weights well beyond
 # their rounding without growing it.
@@ -31,7 +31,7 @@ def everything(folder: Path, stored: Path) -> None:
         for kind, (lr, steps) in {"gradient": GRADIENT, "updates": UPDATES}.items():
             engines, figures = cases.train(case, cases.local, lr, steps, stored)
             cases.write_result(folder, f"{case}-{kind}", cases.changes(engines, before), figures)
-    if distributed.is_first():
+    if distributed.is_rank_zero():
         cases.save_experience(folder / "rollout.safetensors", shared_rollout())
     else:
         shared_rollout()
@@ -44,21 +44,23 @@ def shared_rollout() -> Experience:
 
 
 def check_collectives() -> None:
-    rank, size = distributed.rank(), distributed.size()
-    assert distributed.totals({"b": 1.5 + rank, "a_max": -float(rank)}) == {
+    rank, size = distributed.rank(), distributed.world_size()
+    assert distributed.reduce_metrics({"b": 1.5 + rank, "a_max": -float(rank)}) == {
         "b": 1.5 * size + sum(range(size)),
         "a_max": 0.0,
     }
-    assert distributed.anywhere(rank == size - 1) and not distributed.anywhere(False)
+    assert distributed.any_rank(rank == size - 1) and not distributed.any_rank(False)
     sent = {"pi": math.pi, "nan": math.nan, "list": [1, None, "é"]}
-    received = distributed.from_first(sent if rank == 0 else None)
+    received = distributed.broadcast_from_rank0(sent if rank == 0 else None)
     assert received["pi"] == math.pi and math.isnan(received["nan"]) and received["list"] == [1, None, "é"]
-    assert distributed.gather_items(distributed.share([{"n": i} for i in range(5)])) == [{"n": i} for i in range(5)]
+    assert distributed.gather_items(distributed.shard_for_rank([{"n": i} for i in range(5)])) == [
+        {"n": i} for i in range(5)
+    ]
     whole = torch.arange(10).view(5, 2)
-    mine = distributed.share(whole)
+    mine = distributed.shard_for_rank(whole)
     assert torch.equal(distributed.gather_rows(mine, 5), whole)
-    assert torch.equal(distributed.gather_rows(distributed.share(whole[:1]), 1), whole[:1])
-    tensors = distributed.tensors_from_first({"x": whole, "y": whole[0].bool()} if rank == 0 else {})
+    assert torch.equal(distributed.gather_rows(distributed.shard_for_rank(whole[:1]), 1), whole[:1])
+    tensors = distributed.broadcast_tensors_from_rank0({"x": whole, "y": whole[0].bool()} if rank == 0 else {})
     assert torch.equal(tensors["x"], whole) and tensors["y"].dtype == torch.bool
 
 
@@ -106,7 +108,7 @@ def test_fewer_prompts_than_ranks(size: int, found: dict[int, Path]) -> None:
 
 
 def test_moments_take_in_the_scores_of_all_ranks(found: dict[int, Path]) -> None:
-    alone, together = RunningMoments(), RunningMoments()
+    alone, together = RunningMeanStd(), RunningMeanStd()
     alone.update(cases.load_experience(found[1] / "rollout.safetensors").scores)
     together.update(cases.load_experience(found[2] / "rollout.safetensors").scores)
     assert together.count == alone.count == 7
@@ -118,7 +120,7 @@ def test_every_row_is_computed_once_and_all_ranks_make_as_many_passes(rows: int,
     seen: list[int] = []
     counts = set()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "size", lambda: ranks)
+        patch.setattr(distributed, "world_size", lambda: ranks)
         for rank in range(ranks):
             patch.setattr(distributed, "rank", lambda rank=rank: rank)
             parts = list(sharding.passes(list(range(rows)), size))

@@ -36,7 +36,7 @@ def everything(folder: Path) -> None:
 def with_rollback(folder: Path) -> None:
     """A run that is stopped behind its first rollback, goes on in new folders of all ranks but the first, and goes back
     again."""
-    first = distributed.is_first()
+    first = distributed.is_rank_zero()
     told: list[Any] = []
     for life, after in enumerate((3, 6)):
         tiny = make_tiny()

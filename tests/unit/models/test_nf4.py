@@ -43,13 +43,13 @@ def test_values_are_rounded_to_the_nearest_of_sixteen_and_take_four_bits() -> No
     exact = torch.tensor(VALUES).repeat(4, 4)  # 4 x 64: each row is one block whose largest value is 1
     stored = packed(exact * 3)
     assert stored.codes.dtype == torch.uint8 and stored.codes.numel() == 4 * 64 // 2
-    assert torch.allclose(stored.whole(), exact * 3, atol=1e-6)
+    assert torch.allclose(stored.unpacked(), exact * 3, atol=1e-6)
     # Halfway between two values is the border: .6428 lies between .5626 and .7230.
     off = exact.clone()
     off[:, 13] = 0.64
-    assert torch.allclose(packed(off).whole()[:, 13], torch.full((4,), VALUES[13]), atol=1e-6)
+    assert torch.allclose(packed(off).unpacked()[:, 13], torch.full((4,), VALUES[13]), atol=1e-6)
     off[:, 13] = 0.65
-    assert torch.allclose(packed(off).whole()[:, 13], torch.full((4,), VALUES[14]), atol=1e-6)
+    assert torch.allclose(packed(off).unpacked()[:, 13], torch.full((4,), VALUES[14]), atol=1e-6)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -57,7 +57,7 @@ def test_a_packed_layer_computes_and_differentiates_like_its_plain_one(bias: boo
     torch.manual_seed(0)
     layer = nn.Linear(48, 80, bias=bias).requires_grad_(False)
     four = NF4Linear(layer)
-    plain = four.whole()
+    plain = four.unpacked()
     assert type(plain) is nn.Linear and not torch.equal(plain.weight, layer.weight)
     # The widest gap, from -1 to -.696, has its border .152 of a block's scale from either side; scales are rounded too.
     assert float((plain.weight - layer.weight).abs().max()) < 0.2 * float(layer.weight.abs().max())

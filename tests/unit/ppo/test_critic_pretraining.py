@@ -8,7 +8,7 @@ import torch
 from unit.ppo.tiny import Tiny, make_tiny
 
 from rlhf_core.config.critic import CriticConfig
-from rlhf_core.config.ppo import PpoUnits
+from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.ppo.critic_pretraining import CriticTrainer, StopRule
 from rlhf_core.ppo.rollout import Actors, model_scorer
 from rlhf_core.tracking import NullTracker
@@ -19,7 +19,7 @@ def make(tiny: Tiny, work: Path, **changes: object) -> CriticTrainer:
     config = CriticConfig.model_validate({"max_rollouts": 6, "batch_size": 8, "checkpoint": {"every": 2}} | changes)
     return CriticTrainer(
         config=config,
-        units=PpoUnits(max_new_tokens=7),
+        units=RolloutConfig(max_new_tokens=7),
         actors=Actors(tiny.policy, tiny.policy, tiny.critic, model_scorer(tiny.reward, None)),
         critic=tiny.critic,
         engine=LocalEngine(tiny.critic, config.optimizer, 24, "critic"),

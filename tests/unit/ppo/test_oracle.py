@@ -13,9 +13,9 @@ from unit.ppo.tables import PROMPT, RecordingEngine, TableCritic, TableLM
 
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.rewards import RunningMoments
+from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import Scored, assemble
-from rlhf_core.ppo.update import Learner, accumulate_policy_gradient, survey
+from rlhf_core.ppo.update import Learner, accumulate_policy_gradient, measure_minibatch
 from rlhf_core.ppo.update import _entropy_direction as entropy_direction
 from rlhf_core.ppo.value_loss import accumulate_value_gradient
 from rlhf_core.sampling.distribution import Sampling
@@ -150,7 +150,7 @@ class Case:
         values = torch.from_numpy(self.old_values)[:, PROMPT - 1 : -1].where(mask, -1e3)
         rollout = Rollout(tokens, attention, mask, zeros, torch.from_numpy(self.finished))
         scored = Scored(picked(self.old_logits), picked(self.ref_logits), zeros, zeros, values)
-        moments = RunningMoments()
+        moments = RunningMeanStd()
         moments.update(torch.tensor(self.history, dtype=torch.float64))
         scores = torch.from_numpy(self.scores)
         return assemble(
@@ -173,7 +173,7 @@ class Case:
     def losses(self) -> tuple[float, float, Learner]:
         """The project's policy and value loss, with gradients left on the tables."""
         learner, experience = self.learner(), self.experience()
-        direction = entropy_direction(self.config.entropy, survey(learner, experience))
+        direction = entropy_direction(self.config.entropy, measure_minibatch(learner, experience))
         accumulate_policy_gradient(learner, experience, self.s.beta, direction)
         accumulate_value_gradient(learner.critic_engine, learner.critic, experience, learner.value_settings)
         # |H - target| has a constant that no gradient needs and the project leaves out.

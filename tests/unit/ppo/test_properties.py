@@ -15,7 +15,7 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.ppo.advantages import gae, masked_whiten
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
-from rlhf_core.ppo.rewards import RunningMoments
+from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import collect
 from rlhf_core.ppo.update import accumulate_policy_gradient, update
 from rlhf_core.ppo.value_loss import accumulate_value_gradient
@@ -25,7 +25,7 @@ MODELS = make_tiny()
 
 def rollout(tiny: Tiny, config: PpoConfig) -> Experience:
     return collect(
-        tiny.actors, tiny.prompts[:8], range(8), 3, make_learner(tiny, config).sampling, config.units, RunningMoments(),
+        tiny.actors, tiny.prompts[:8], range(8), 3, make_learner(tiny, config).sampling, config.units, RunningMeanStd(),
         config.kl.coefficient,
     )  # fmt: skip
 
@@ -118,7 +118,7 @@ def test_fixed_reference_is_the_behaviour_policy(tiny: Tiny) -> None:
     with torch.no_grad():
         tiny.policy.lm_head.weight.mul_(1.2)
     experience = collect(
-        tiny.actors, tiny.prompts[:8], range(8), 3, tiny.sampling, config.units, RunningMoments(), 0.05,
+        tiny.actors, tiny.prompts[:8], range(8), 3, tiny.sampling, config.units, RunningMeanStd(), 0.05,
         fixed_reference=True,
     )  # fmt: skip
     assert torch.equal(experience.old_logprobs, experience.ref_logprobs)

@@ -10,12 +10,18 @@ from pydantic import ValidationError
 
 from rlhf_core.config.ppo import AdvantageConfig, KlConfig, PpoConfig, RewardShapingConfig, SurrogateConfig
 from rlhf_core.errors import DataError
-from rlhf_core.ppo.advantages import explained_variance, gae, masked_whiten, monte_carlo_returns, treat_advantages
+from rlhf_core.ppo.advantages import (
+    explained_variance,
+    gae,
+    masked_whiten,
+    monte_carlo_returns,
+    normalize_and_clip_advantages,
+)
 from rlhf_core.ppo.forward import entropy
 from rlhf_core.ppo.kl import KlController, full_kl, kl_estimate, kl_pull
 from rlhf_core.ppo.loss_reduction import StepSize, aggregate, masked_mean
-from rlhf_core.ppo.policy_loss import clipped_share, clipped_surrogate, penalty_surrogate, ratios, surrogate
-from rlhf_core.ppo.rewards import RunningMoments, shape_scores, token_rewards, transform_scores
+from rlhf_core.ppo.policy_loss import clip_fraction_mask, clipped_surrogate, penalty_surrogate, ratios, surrogate
+from rlhf_core.ppo.rewards import RunningMeanStd, apply_penalties, normalize_and_clip_rewards, token_rewards
 from rlhf_core.ppo.value_loss import value_clipped, value_loss
 
 NAN = math.nan
@@ -94,7 +100,7 @@ def test_constant_controller_never_moves() -> None:
 
 
 def test_running_moments_equal_those_of_all_scores_at_once() -> None:
-    moments = RunningMoments()
+    moments = RunningMeanStd()
     scores = torch.randn(97, generator=torch.Generator().manual_seed(0)).double() * 3 + 1
     for part in scores.split([1, 30, 5, 61]):
         moments.update(part)
@@ -104,7 +110,7 @@ def test_running_moments_equal_those_of_all_scores_at_once() -> None:
 
 
 def test_running_moments_leave_out_what_is_not_finite() -> None:
-    moments = RunningMoments()
+    moments = RunningMeanStd()
     moments.update(t(1.0, NAN, 3.0, math.inf))
     assert (moments.count, moments.mean, moments.std) == (2, 2.0, pytest.approx(math.sqrt(2)))
     moments.update(t(NAN))
@@ -112,24 +118,24 @@ def test_running_moments_leave_out_what_is_not_finite() -> None:
 
 
 def test_running_moments_floor() -> None:
-    moments = RunningMoments()
+    moments = RunningMeanStd()
     assert moments.std == 1.0
     moments.update(t(5.0))
     assert moments.std == 1.0
     moments.update(t(5.0, 5.0))
     assert moments.std == 1.0
-    third = RunningMoments()
+    third = RunningMeanStd()
     third.update(torch.full((7,), 0.1))
     third.update(torch.full((3,), 0.1))
     assert third.std == 1.0
 
 
 def test_moments_survive_json() -> None:
-    moments = RunningMoments()
+    moments = RunningMeanStd()
     moments.update(t(0.1, 0.7, -2.0))
-    assert RunningMoments.from_dict(moments.to_dict()) == moments
+    assert RunningMeanStd.from_dict(moments.to_dict()) == moments
     with pytest.raises(DataError, match="critic stage"):
-        RunningMoments.from_dict({"count": 1})
+        RunningMeanStd.from_dict({"count": 1})
 
 
 @pytest.mark.parametrize(
@@ -138,19 +144,19 @@ def test_moments_survive_json() -> None:
      ("normalize", 1.5, [1.5, -1.0]), ("none", 0.5, [0.5, -0.5])],
 )  # fmt: skip
 def test_transform_and_clip(transform: str, clip: float | None, expected: list[float]) -> None:
-    moments = RunningMoments(5, 1.0, 3.2)  # sample standard deviation 2
+    moments = RunningMeanStd(5, 1.0, 3.2)  # sample standard deviation 2
     config = RewardShapingConfig(transform=transform, clip=clip)  # type: ignore[arg-type]
-    assert close(transform_scores(t(5.0, -1.0), moments, config), expected)
+    assert close(normalize_and_clip_rewards(t(5.0, -1.0), moments, config), expected)
 
 
 def test_the_clip_makes_no_reward_of_a_score_that_is_not_finite() -> None:
-    got = transform_scores(t(math.inf, -math.inf, NAN, 1.0), RunningMoments(), RewardShapingConfig())
+    got = normalize_and_clip_rewards(t(math.inf, -math.inf, NAN, 1.0), RunningMeanStd(), RewardShapingConfig())
     assert close(got, [NAN, NAN, NAN, 1.0])
 
 
 def test_shaping_is_in_standard_deviations() -> None:
     config = RewardShapingConfig(missing_eos_penalty=0.5, length_penalty=0.2)
-    shaped = shape_scores(t(1.0, 1.0), torch.tensor([32, 64]), torch.tensor([True, False]), config, 64)
+    shaped = apply_penalties(t(1.0, 1.0), torch.tensor([32, 64]), torch.tensor([True, False]), config, 64)
     assert close(shaped, [0.9, 0.3])
 
 
@@ -205,9 +211,9 @@ def test_whitening_removes_the_mean_and_ignores_padding() -> None:
 
 def test_normalise_then_clip() -> None:
     mask = torch.ones(1, 2, dtype=torch.bool)
-    treated = treat_advantages(t([10.0, 30.0]), mask, AdvantageConfig(normalize=True, clip=0.5))
+    treated = normalize_and_clip_advantages(t([10.0, 30.0]), mask, AdvantageConfig(normalize=True, clip=0.5))
     assert close(treated, [[-0.5, 0.5]])
-    assert close(treat_advantages(t([10.0, -3.0]), mask, AdvantageConfig(clip=4.0)), [[4.0, -3.0]])
+    assert close(normalize_and_clip_advantages(t([10.0, -3.0]), mask, AdvantageConfig(clip=4.0)), [[4.0, -3.0]])
 
 
 def test_explained_variance() -> None:
@@ -245,7 +251,7 @@ def test_penalty_surrogate() -> None:
 
 def test_clipped_share_is_where_the_gradient_is_gone() -> None:
     ratio, advantages = t([1.3, 1.3, 0.7, 0.7, 1.0]), t([1.0, -1.0, 1.0, -1.0, 1.0])
-    assert clipped_share(ratio, advantages, 0.2).tolist() == [[True, False, False, True, False]]
+    assert clip_fraction_mask(ratio, advantages, 0.2).tolist() == [[True, False, False, True, False]]
 
 
 def test_ratio_of_padding_is_one_and_safe() -> None:

@@ -24,10 +24,10 @@ from rlhf_core.errors import ModelError
 from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.rewards import RunningMoments
+from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import collect
 from rlhf_core.ppo.run_checkpoint import load_best
-from rlhf_core.ppo.update import Learner, accumulate_policy_gradient, survey
+from rlhf_core.ppo.update import Learner, accumulate_policy_gradient, measure_minibatch
 from rlhf_core.ppo.value_loss import accumulate_value_gradient
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.tracking import NullTracker
@@ -97,7 +97,7 @@ def test_loss_and_gradients_agree_with_the_oracle(seed: int) -> None:
     case = SharedCase(seed, s, [None, 1, 2, 3][seed % 4])
     case.config = case.config.model_copy(update=SHARED)
     learner, experience = case.learner(), case.experience()
-    direction = direction_of(case.config.entropy, survey(learner, experience))
+    direction = direction_of(case.config.entropy, measure_minibatch(learner, experience))
     accumulate_policy_gradient(learner, experience, s.beta, direction)
     constant = direction * s.entropy_weight * s.entropy_target if s.entropy == "target" else 0.0
     assert learner.policy_engine.total - constant == pytest.approx(case.objective(), abs=1e-6), s  # type: ignore
@@ -126,7 +126,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 def shared_experience(tiny: Tiny, config: PpoConfig) -> Experience:
     learner = make_learner(tiny, config)
     actors = type(tiny.actors)(tiny.policy, tiny.reference, learner.critic, tiny.actors.score)
-    return collect(actors, tiny.prompts[:8], range(8), 3, learner.sampling, config.units, RunningMoments(), 0.05)
+    return collect(actors, tiny.prompts[:8], range(8), 3, learner.sampling, config.units, RunningMeanStd(), 0.05)
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])

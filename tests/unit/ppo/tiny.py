@@ -17,7 +17,7 @@ from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.health_monitor import Monitor
 from rlhf_core.ppo.ptx import PtxData
-from rlhf_core.ppo.rewards import RunningMoments
+from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import Actors, model_scorer
 from rlhf_core.ppo.trainer import Prompts, Trainer, Verdict
 from rlhf_core.ppo.update import Learner
@@ -141,7 +141,7 @@ def make_trainer(tiny: Tiny, config: PpoConfig, work: Path, **changes: Any) -> T
             [str(prompt) for prompt in tiny.prompts],
             lambda ids: " ".join(str(i) for i in ids if i != EOS),
         ),
-        "moments": RunningMoments(),
+        "moments": RunningMeanStd(),
         "monitor": Monitor({"kl": 6.0, "max_new_tokens": config.max_new_tokens}),
         "selector": ScriptedSelector(),
         "tracker": NullTracker(),
