@@ -110,8 +110,8 @@ def workspace(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def champion_and_challenger(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from flows.registry import register
     from flows.registry.promotion import promote
+    from flows.registry.register import register
 
     workspace = copy_workspace(finished, tmp_path_factory.mktemp("contest") / "my workspace")
     register(workspace)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from flows.registry import register
 from flows.registry.mlflow_client import connect
 from flows.registry.promotion import decline, promote, rollback, verdict
+from flows.registry.register import register
 from rlhf_core.errors import RlhfError
 
 

@@ -12,9 +12,9 @@ from flows.commands.checks import FAIL, OK
 from flows.commands.checks.machine import check_package
 from flows.commands.doctor import doctor
 from flows.commands.status import status
-from flows.registry import register
 from flows.registry.mlflow_client import end_pipeline_run, start_pipeline_run
 from flows.registry.promotion import promote
+from flows.registry.register import register
 from flows.supervision.ports import free_port
 
 

@@ -15,7 +15,7 @@ import pytest
 from prefect.exceptions import Abort, TerminationSignal
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running, Scheduled, State
 
-from flows.jobs import stage_job as gpu_pool
+from flows.jobs import run_on_pool, stage_job
 from flows.jobs.job import Job
 from flows.stage.outcome import Outcome
 from rlhf_core.config.placement import Placement
@@ -54,7 +54,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Outcom
     def end(server: Server, preemptions: int = 9) -> Outcome:
         use(server, monkeypatch)
         job = Job(tmp_path, "sft", (), {}, 1.0, Placement(pool="gpu-pool"), "a:1", preemptions=preemptions)
-        return gpu_pool.run_on_pool(job, server.turn, server.told.append)
+        return run_on_pool.run_on_pool(job, server.turn, server.told.append)
 
     return end
 
@@ -64,9 +64,10 @@ def use(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     def client(sync_client: bool) -> Iterator[Server]:
         yield server
 
-    monkeypatch.setattr(gpu_pool, "get_client", client)
-    monkeypatch.setattr(gpu_pool, "claim", server.claim)
-    monkeypatch.setattr(gpu_pool, "POLL_SECONDS", 0)
+    monkeypatch.setattr(run_on_pool, "get_client", client)
+    monkeypatch.setattr(stage_job, "get_client", client)
+    monkeypatch.setattr(run_on_pool, "claim", server.claim)
+    monkeypatch.setattr(run_on_pool, "POLL_SECONDS", 0)
 
 
 def becomes(state: Callable[[], State[Any]]) -> Callable[[Server], None]:
@@ -93,7 +94,7 @@ def completes(workspace: Path) -> Callable[[Server], None]:
 
 
 def lost() -> State[Any]:
-    return gpu_pool.preempted("sft: told to stop")
+    return stage_job.preempted("sft: told to stop")
 
 
 def test_a_preempted_job_is_submitted_again_and_told_of(run: Callable[..., Outcome], tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_a_stage_that_left_in_good_order_while_its_job_died_counts_as_preempted(
 
 
 def test_a_job_whose_process_died_unnoticed_is_ended_after_a_while(run: Callable[..., Outcome], tmp_path: Path) -> None:
-    waiting: list[Callable[[Server], None]] = [lambda server: None] * gpu_pool.REPORT_POLLS
+    waiting: list[Callable[[Server], None]] = [lambda server: None] * run_on_pool.REPORT_POLLS
     turns = [becomes(Running), says(tmp_path, time.time() + 60), *waiting, becomes(Running), completes(tmp_path)]
     server = Server(*turns)
     assert run(server).action == "ran" and len(server.told) == 1
@@ -121,7 +122,7 @@ def test_a_job_whose_process_died_unnoticed_is_ended_after_a_while(run: Callable
 def test_what_a_stage_said_before_its_job_began_does_not_end_the_job(
     run: Callable[..., Outcome], tmp_path: Path
 ) -> None:
-    waiting: list[Callable[[Server], None]] = [lambda server: None] * (2 * gpu_pool.REPORT_POLLS)
+    waiting: list[Callable[[Server], None]] = [lambda server: None] * (2 * run_on_pool.REPORT_POLLS)
     server = Server(becomes(Running), says(tmp_path, time.time() - 60), *waiting, completes(tmp_path))
     assert run(server).action == "ran" and server.attempts == ["a:1"]
 
@@ -159,21 +160,21 @@ def left(*_: Any) -> Outcome:
 def test_the_job_itself_says_what_has_become_of_it(
     stage: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_pool, "run_stage", stage)
-    monkeypatch.setattr(gpu_pool.signals, "install", lambda *_: None)
-    monkeypatch.setattr(gpu_pool, "runtime", SimpleNamespace(flow_run=SimpleNamespace(id=0)))
+    monkeypatch.setattr(stage_job, "run_stage", stage)
+    monkeypatch.setattr(stage_job.signals, "install", lambda *_: None)
+    monkeypatch.setattr(stage_job, "runtime", SimpleNamespace(flow_run=SimpleNamespace(id=0)))
     server = Server()
     use(server, monkeypatch)
     handler = signal.getsignal(signal.SIGTERM)
     try:
         server.states = [Running()]
-        state = gpu_pool.stage_job.fn("w", "sft", [], {})
+        state = stage_job.stage_job.fn("w", "sft", [], {})
         assert state.name == "Preempted" and state.is_crashed()
         assert ("made step 7 of 9" if stage is left else "signal from outside") in str(state.message)
         server.states = [Cancelling()]
-        assert gpu_pool.stage_job.fn("w", "sft", [], {}).is_cancelled()
+        assert stage_job.stage_job.fn("w", "sft", [], {}).is_cancelled()
         server.states = [Scheduled()]  # Prefect's supervisor has put it back
         with pytest.raises(Abort):
-            gpu_pool.stage_job.fn("w", "sft", [], {})
+            stage_job.stage_job.fn("w", "sft", [], {})
     finally:
         signal.signal(signal.SIGTERM, handler)
