@@ -27,7 +27,6 @@ from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import WithoutAdapters, add_adapters
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.forward import Tokens
 from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
 from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import Actors, assemble, model_scorer, sample_together, score_tokens
@@ -35,6 +34,7 @@ from rlhf_core.ppo.update import Learner, accumulate_policy_gradient
 from rlhf_core.ppo.value_loss import ValueSettings, accumulate_value_gradient
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
+from rlhf_core.sampling.token_scoring import Tokens
 from rlhf_core.training.engine import Engine, joint_step
 from rlhf_core.training.engine.choice import build_engine, placed
 from rlhf_core.training.examples import Example

@@ -17,9 +17,9 @@ from rlhf_core.data.chat import decode_reply, encode_prompt, pad_id
 from rlhf_core.data.schema import Message
 from rlhf_core.data.sharding import passes
 from rlhf_core.evaluation.text_metrics import Reply
-from rlhf_core.ppo.forward import Tokens, chosen, micro_batches, response_log_distribution
 from rlhf_core.sampling.distribution import Sampling, philox_uniforms
 from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
+from rlhf_core.sampling.token_scoring import Tokens, gather_logprobs, micro_batches, response_log_distribution
 
 BATCH = 64
 
@@ -118,7 +118,7 @@ def _reference_logprobs(rollout: Rollout, reference: PreTrainedModel, sampling: 
     # A rollout fitted into memory while it was sampled.
     for rows in micro_batches(rollout.attention_mask, len(rollout.tokens)):
         part = batch.part(rows)
-        values = chosen(response_log_distribution(reference, part, sampling), part.response).double()
+        values = gather_logprobs(response_log_distribution(reference, part, sampling), part.response).double()
         scored[rows, : part.width] = values.masked_fill(~part.response_mask, 0.0)
     return scored
 

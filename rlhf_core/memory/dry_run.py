@@ -33,12 +33,18 @@ from rlhf_core.memory.setting import Recipe, Setting
 from rlhf_core.memory.shapes import Shape
 from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.ppo.forward import Tokens, chosen, entropy, response_log_distribution, response_values
 from rlhf_core.ppo.kl import full_kl
 from rlhf_core.ppo.loss_reduction import StepSize, aggregate
 from rlhf_core.ppo.policy_loss import ratios, surrogate
 from rlhf_core.ppo.value_loss import value_loss
 from rlhf_core.sampling.distribution import Sampling, inverse_cdf, log_distribution
+from rlhf_core.sampling.token_scoring import (
+    Tokens,
+    entropy,
+    gather_logprobs,
+    response_log_distribution,
+    response_values,
+)
 from rlhf_core.training.engine.checkpointing import recomputing
 from rlhf_core.training.optim import build_adamw
 
@@ -177,7 +183,7 @@ class _Run:
 
         def compute(part: Tokens) -> tuple[Tensor, tuple[int, ...]]:
             log_probabilities = response_log_distribution(self.policy, part, self.sampler)
-            logprobs = chosen(log_probabilities, part.response)
+            logprobs = gather_logprobs(log_probabilities, part.response)
             terms = surrogate(
                 ratios(logprobs, logprobs.detach(), part.response_mask), logprobs.detach(), config.surrogate
             )

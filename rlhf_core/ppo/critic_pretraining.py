@@ -15,7 +15,6 @@ from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.data.batching import batch_at
 from rlhf_core.ppo.advantages import explained_variance
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.forward import TokenScorer
 from rlhf_core.ppo.reward_sources.mixture import source_figures
 from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import Actors, collect
@@ -23,6 +22,7 @@ from rlhf_core.ppo.run_checkpoint import Lines, RunFiles
 from rlhf_core.ppo.value_loss import ValueSettings, accumulate_value_gradient
 from rlhf_core.progress import progress
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.token_scoring import TokenScorer
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.engine.frozen import FrozenModels

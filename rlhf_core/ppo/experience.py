@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from rlhf_core.data.batching import epoch_order
-from rlhf_core.ppo.forward import Tokens
+from rlhf_core.sampling.token_scoring import Tokens
 
 
 @dataclass(frozen=True)

@@ -17,21 +17,21 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.ppo.advantages import gae, monte_carlo_returns
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.forward import (
+from rlhf_core.ppo.kl import full_kl, kl_estimate
+from rlhf_core.ppo.rewards import RunningMeanStd, apply_penalties, normalize_and_clip_rewards, token_rewards
+from rlhf_core.sampling.distribution import Sampling, philox_uniforms
+from rlhf_core.sampling.generation import Rollout, generate
+from rlhf_core.sampling.token_scoring import (
     Tokens,
     TokenScorer,
-    chosen,
     entropy,
+    gather_logprobs,
     pad_columns,
     policy_and_values,
     response_log_distribution,
     response_values,
     shared_micro_batches,
 )
-from rlhf_core.ppo.kl import full_kl, kl_estimate
-from rlhf_core.ppo.rewards import RunningMeanStd, apply_penalties, normalize_and_clip_rewards, token_rewards
-from rlhf_core.sampling.distribution import Sampling, philox_uniforms
-from rlhf_core.sampling.generation import Rollout, generate
 
 Scorer = Callable[[Tokens], Tensor]  # raw score of every reply (B,)
 # Sampler and trainer run different shapes through different kernels: the last digits differ, no more.
@@ -183,8 +183,8 @@ def _score_part(actors: Actors, part: Tokens, sampling: Sampling) -> tuple[Tenso
     same = actors.reference is actors.policy
     reference = policy if same else response_log_distribution(actors.reference, part, sampling)
     return (
-        chosen(policy, part.response),
-        chosen(reference, part.response),
+        gather_logprobs(policy, part.response),
+        gather_logprobs(reference, part.response),
         full_kl(policy, reference),
         entropy(policy),
         values,

@@ -16,21 +16,21 @@ from rlhf_core.config.ppo import EntropyConfig, PpoConfig
 from rlhf_core.models.actor_critic import ActorCritic, policy_weights
 from rlhf_core.ppo.advantages import normalize_and_clip_advantages
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.forward import (
-    Tokens,
-    TokenScorer,
-    chosen,
-    entropy,
-    policy_and_values,
-    response_log_distribution,
-    shared_micro_batches,
-)
 from rlhf_core.ppo.kl import full_kl, kl_estimate
 from rlhf_core.ppo.loss_reduction import StepSize, aggregate, masked_mean, masked_sum
 from rlhf_core.ppo.policy_loss import clip_fraction_mask, old_policy_kl, ratios, surrogate
 from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
 from rlhf_core.ppo.value_loss import ValueSettings, accumulate_value_gradient, value_share
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.token_scoring import (
+    Tokens,
+    TokenScorer,
+    entropy,
+    gather_logprobs,
+    policy_and_values,
+    response_log_distribution,
+    shared_micro_batches,
+)
 from rlhf_core.training.engine import Engine, joint_step
 from rlhf_core.training.rng import derive_seed
 
@@ -161,7 +161,7 @@ def measure_minibatch(learner: Learner, minibatch: Experience) -> MinibatchMeasu
     for rows, counts in shared_micro_batches(minibatch.attention_mask, learner.config.micro_batch_size):
         batch = minibatch.batch.part(rows)
         log_probabilities = _log_distribution(learner, batch)
-        logprobs = chosen(log_probabilities, batch.response)
+        logprobs = gather_logprobs(log_probabilities, batch.response)
         ratio = ratios(logprobs, minibatch.old_logprobs[rows, : batch.width], batch.response_mask)
         sums["kl"] += counts * float(masked_sum(old_policy_kl(ratio), batch.response_mask))
         sums["entropy"] += counts * float(masked_sum(entropy(log_probabilities), batch.response_mask))
@@ -201,7 +201,7 @@ def accumulate_policy_gradient(
     for rows, counts in shared_micro_batches(minibatch.attention_mask, config.micro_batch_size):
         batch = minibatch.batch.part(rows)
         log_probabilities, values = _forward(learner, batch)
-        logprobs = chosen(log_probabilities, batch.response)
+        logprobs = gather_logprobs(log_probabilities, batch.response)
         mask, width = batch.response_mask, batch.width
         ratio = ratios(logprobs, minibatch.old_logprobs[rows, :width], mask)
         terms = surrogate(ratio, advantages[rows, :width], config.surrogate)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rlhf_core import distributed
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.forward import TokenScorer, response_values, shared_micro_batches
 from rlhf_core.ppo.loss_reduction import Aggregation, StepSize, aggregate, masked_sum
+from rlhf_core.sampling.token_scoring import TokenScorer, response_values, shared_micro_batches
 from rlhf_core.training.engine import Engine
 
 

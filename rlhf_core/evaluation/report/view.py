@@ -78,9 +78,9 @@ def tiles(found: Sources) -> list[dict[str, str]]:
         shown.append(_tile("KL, nats per sequence", evaluation["kl"], "unfiltered samples"))
     if "accuracy" in reward:
         shown.append(_tile("reward model accuracy", reward["accuracy"], "held-out pairs"))
-    chosen = next((ppo[k] for k in ("selected_iteration", "selected") if isinstance(ppo.get(k), int | float)), None)
-    if chosen is not None:
-        shown.append(_tile("selected iteration", int(chosen), str(ppo.get("selection_reason", ""))))
+    selected = next((ppo[k] for k in ("selected_iteration", "selected") if isinstance(ppo.get(k), int | float)), None)
+    if selected is not None:
+        shown.append(_tile("selected iteration", int(selected), str(ppo.get("selection_reason", ""))))
     return shown
 
 

@@ -25,13 +25,13 @@ from rlhf_core.data.schema import Prompt
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import is_local
-from rlhf_core.ppo.forward import Tokens
 from rlhf_core.ppo.reward_sources.mixture import Mixture, Part
 from rlhf_core.ppo.reward_sources.reward_models import Ensemble, RewardModel, origin, require_same_tokens
 from rlhf_core.ppo.reward_sources.shared import Shared
 from rlhf_core.ppo.reward_sources.source import PromptReader, Source
 from rlhf_core.ppo.rollout import Scorer, model_scorer
 from rlhf_core.ppo.setup import load_scalar
+from rlhf_core.sampling.token_scoring import Tokens
 from rlhf_core.training.engine.frozen import FrozenModels
 
 PROBES = ("Yes.", "I do not know.")

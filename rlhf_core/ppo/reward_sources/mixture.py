@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.ppo.forward import Tokens
 from rlhf_core.ppo.reward_sources.source import PromptReader, Replies, Source
 from rlhf_core.ppo.rollout import Scorer
+from rlhf_core.sampling.token_scoring import Tokens
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from rlhf_core.data.schema import Demonstration, Message, read_rows
 from rlhf_core.errors import ModelError
 from rlhf_core.models.base import load_tokenizer
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.ppo.forward import MICRO_BATCH
 from rlhf_core.ppo.reward_sources.source import Replies
 from rlhf_core.ppo.rollout import Scorer
+from rlhf_core.sampling.token_scoring import MICRO_BATCH
 
 ORIGIN_REPLIES = 256
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.data.chat import decode_reply
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.ppo.forward import Tokens
+from rlhf_core.sampling.token_scoring import Tokens
 
 LARGEST = torch.finfo(torch.float32).max
 

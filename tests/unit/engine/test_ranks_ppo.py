@@ -16,11 +16,11 @@ from unit.ppo.tiny import make_config, make_learner, make_tiny, make_trainer
 
 from rlhf_core import distributed
 from rlhf_core.config.health.rule import Check
-from rlhf_core.ppo.forward import Tokens
 from rlhf_core.ppo.health_monitor import Monitor
 from rlhf_core.ppo.reward_sources.shared import Shared
 from rlhf_core.ppo.reward_sources.source import PromptReader, Replies
 from rlhf_core.ppo.update import update
+from rlhf_core.sampling.token_scoring import Tokens
 
 WEAK = Check("kl_coefficient", "<", 0.07, window=2)  # holds until a rollback has doubled the 0.05
 SIZE = 7  # replies to score: no share of two or three ranks is even

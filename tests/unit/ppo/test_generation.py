@@ -10,7 +10,6 @@ from unit.ppo.tiny import EOS, PAD, VOCABULARY, Tiny
 
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.ppo.forward import Tokens, chosen, response_log_distribution
 from rlhf_core.ppo.rollout import check_sampler, sample_together, score_tokens
 from rlhf_core.sampling.distribution import (
     Sampling,
@@ -20,6 +19,7 @@ from rlhf_core.sampling.distribution import (
     philox_uniforms,
 )
 from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
+from rlhf_core.sampling.token_scoring import Tokens, chosen, response_log_distribution
 
 
 def sample(tiny: Tiny, sampling: Sampling | None = None, rows: list[int] | None = None) -> Rollout:

@@ -17,12 +17,12 @@ from rlhf_core.ppo.advantages import (
     monte_carlo_returns,
     normalize_and_clip_advantages,
 )
-from rlhf_core.ppo.forward import entropy
 from rlhf_core.ppo.kl import KlController, full_kl, kl_estimate, kl_pull
 from rlhf_core.ppo.loss_reduction import StepSize, aggregate, masked_mean
 from rlhf_core.ppo.policy_loss import clip_fraction_mask, clipped_surrogate, penalty_surrogate, ratios, surrogate
 from rlhf_core.ppo.rewards import RunningMeanStd, apply_penalties, normalize_and_clip_rewards, token_rewards
 from rlhf_core.ppo.value_loss import value_clipped, value_loss
+from rlhf_core.sampling.token_scoring import entropy
 
 NAN = math.nan
 

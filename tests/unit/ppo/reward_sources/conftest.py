@@ -21,9 +21,9 @@ from rlhf_core.data.chat import encode_prompt, encode_reply, left_pad, pad_id, r
 from rlhf_core.data.schema import Demonstration, Message, Prompt, content_id, write_rows
 from rlhf_core.models.base import load_tokenizer, new_model, save_policy, train_tokenizer
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.ppo.forward import Tokens
 from rlhf_core.ppo.reward_sources.building import Setting
 from rlhf_core.ppo.reward_sources.source import PromptReader, Replies
+from rlhf_core.sampling.token_scoring import Tokens
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
 from rlhf_core.data.chat import encode_dialogue
 from rlhf_core.errors import ConfigError, DataError, ModelError, RlhfError
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.ppo.forward import Tokens
 from rlhf_core.ppo.reward_sources.building import build_scorer
 from rlhf_core.ppo.reward_sources.mixture import Mixture, Part, source_figures
 from rlhf_core.ppo.reward_sources.reward_models import Ensemble
 from rlhf_core.ppo.reward_sources.source import Replies, checked_scores
 from rlhf_core.ppo.rollout import model_scorer
 from rlhf_core.ppo.setup import load_scalar
+from rlhf_core.sampling.token_scoring import Tokens
 
 from .conftest import Place, demonstration
 

@@ -95,7 +95,7 @@ def policy_and_values(model: ActorCritic, batch: Tokens, sampling: Sampling) -> 
     return log_distribution(logits[:, :-1], sampling), scores[:, -batch.width - 1 : -1]
 
 
-def chosen(log_probabilities: Tensor, response: Tensor) -> Tensor:
+def gather_logprobs(log_probabilities: Tensor, response: Tensor) -> Tensor:
     """Log-probability of each response token: (B, T, V), (B, T) -> (B, T)."""
     return log_probabilities.gather(-1, response.unsqueeze(-1)).squeeze(-1)
 
