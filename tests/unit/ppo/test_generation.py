@@ -19,7 +19,7 @@ from rlhf_core.sampling.distribution import (
     philox_uniforms,
 )
 from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
-from rlhf_core.sampling.token_scoring import Tokens, chosen, response_log_distribution
+from rlhf_core.sampling.token_scoring import Tokens, gather_logprobs, response_log_distribution
 
 
 def sample(tiny: Tiny, sampling: Sampling | None = None, rows: list[int] | None = None) -> Rollout:
@@ -108,7 +108,9 @@ def test_padding_side_changes_no_logprob(tiny: Tiny) -> None:
         with torch.inference_mode():
             dist = response_log_distribution(tiny.policy, alone, tiny.sampling)
             score = tiny.reward.last_token_scores(alone.tokens, alone.attention_mask)
-        assert torch.allclose(chosen(dist, alone.response)[0], scored.policy_logprobs[row, : len(reply)], atol=1e-5)
+        assert torch.allclose(
+            gather_logprobs(dist, alone.response)[0], scored.policy_logprobs[row, : len(reply)], atol=1e-5
+        )
         batched = tiny.actors.score(Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask))
         assert torch.allclose(score, batched[row : row + 1], atol=1e-5)
 
