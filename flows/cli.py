@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rlhf_core import cli as core
-from rlhf_core.errors import EXIT_INTERRUPTED, RlhfError
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
 
 DEBUG = "--debug"
 app = typer.Typer(
@@ -24,8 +24,8 @@ app = typer.Typer(
 
     A trial that leaves the recipe alone: [bold]rlhf run --profile smoke[/bold]
 
-    Exit codes: 0 done, 1 crashed, 2 wrong input or settings, 3 a gate failed, 4 training paused, 75 preempted too
-    often, 130 stopped.
+    Exit codes: 0 done, 1 crashed, 2 wrong input or settings, 3 a gate failed, 4 training paused, 5 not promoted,
+    75 preempted too often, 130 stopped.
 
     Add [bold]--debug[/bold] to any command for a traceback.""",
 )
@@ -143,11 +143,18 @@ def ablate(
 @app.command()
 def promote(
     workspace: Workspace = None,
-    force: Annotated[bool, typer.Option("--force", help="Promote whatever the match says; needs --reason.")] = False,
+    version: Annotated[
+        str | None, typer.Option("--version", help="The version to promote; default: the challenger.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Promote whatever gates and match say; needs --reason.")
+    ] = False,
     reason: Reason = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Decide and change nothing.")] = False,
 ) -> None:
-    """Let the challenger meet the champion; it takes the title only if it is better beyond doubt.
+    """Promote the challenger if every judge's lower 95 % bound of its win rate clears the threshold.
+
+    Exit codes: 0 it is champion now (in a dry run: it would be), 5 not promoted, 2 it could not be decided.
 
     Examples: rlhf promote --dry-run | rlhf promote --force --reason "champion was trained on leaked data"
     """
@@ -156,23 +163,29 @@ def promote(
 
     if force and not (reason or "").strip():
         raise RlhfError("a forced promotion needs a reason; add --reason TEXT, it is recorded")
-    decision = decide(find_workspace(workspace), force_reason=reason if force else None, dry_run=dry_run)
-    typer.echo(f"{'promoted' if decision['promoted'] else 'not promoted'}: {decision['reason']}")
+    forced = reason if force else None
+    decision = decide(find_workspace(workspace), version=version, force_reason=forced, dry_run=dry_run)
+    typer.echo(f"{'promoted' if decision.promoted else 'not promoted'}: {decision.reason}")
+    raise typer.Exit(EXIT_OK if decision.is_champion else EXIT_NOT_PROMOTED)
 
 
 @app.command()
 def rollback(
-    reason: Annotated[str, typer.Option("--reason", help="Why; it is recorded.")], workspace: Workspace = None
+    reason: Annotated[str, typer.Option("--reason", help="Why; it is recorded.")],
+    to: Annotated[
+        str | None, typer.Option("--to", help="An earlier champion's version; default: the one before the present.")
+    ] = None,
+    workspace: Workspace = None,
 ) -> None:
-    """Give the title back to the previous champion.
+    """Make the previous champion the champion again. A second rollback goes one champion further back.
 
-    Example: rlhf rollback --reason "rude replies seen in production"
+    Examples: rlhf rollback --reason "rude replies seen in production" | rlhf rollback --to 3 --reason "drifted since"
     """
-    from flows.registry.promotion import rollback as swap
+    from flows.registry.promotion import rollback as go_back
     from flows.workspace.folder import find_workspace
 
-    decision = swap(find_workspace(workspace), reason)
-    typer.echo(f"champion is version {decision['champion']} again (was {decision['previous']})")
+    decision = go_back(find_workspace(workspace), reason, to)
+    typer.echo(f"champion is version {decision.champion} again (was {decision.replaced})")
 
 
 @app.command()
@@ -193,7 +206,7 @@ def chat(
     from rlhf_core.cli import talk
 
     if model is None:
-        from flows.registry.register import champion_folder
+        from flows.registry.champion import champion_folder
         from flows.workspace.folder import find_workspace
 
         model = champion_folder(find_workspace(workspace))

@@ -71,7 +71,9 @@ class GateDecision:
         ]
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(4)]
         lines = ["  ".join([*(row[i].ljust(widths[i]) for i in range(4)), row[4]]).rstrip() for row in [head, *rows]]
-        verdict = "passed" if self.passed else f"failed ({sum(not c.passed for c in self.conditions)} conditions)"
+        count = sum(not c.passed for c in self.conditions)
+        failed = f"failed ({count} conditions)" if self.conditions else "failed (it has no conditions)"
+        verdict = "passed" if self.passed else failed
         return "\n".join([f"gate {self.name}: {verdict}, mode {self.mode}", *lines])
 
 
@@ -83,9 +85,10 @@ def decide(
     mode: str = "enforce",
     evidence: Mapping[str, str] | None = None,
 ) -> GateDecision:
-    """Check every condition against nested ``metrics``. A gate without conditions passes."""
+    """Check every condition against nested ``metrics``. A gate without conditions vouches for nothing: it fails."""
     results = tuple(check(condition, metrics) for condition in conditions)
-    return GateDecision(name, all(r.passed for r in results), mode, results, dict(evidence or {}))
+    passed = bool(results) and all(result.passed for result in results)
+    return GateDecision(name, passed, mode, results, dict(evidence or {}))
 
 
 def check(condition: Condition, metrics: Mapping[str, Any]) -> ConditionResult:

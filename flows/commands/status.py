@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from flows.dvc_repo.status import describe_changes, dvc_status
+from flows.registry.alias_transaction import pending
+from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, get_version, read_aliases, versions
 from flows.registry.mlflow_client import PIPELINE_TAG, connect, has_record
-from flows.registry.register import CHALLENGER, CHAMPION, PREVIOUS, alias_version, versions
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.config.loading.yaml_text import plain, read
 from rlhf_core.config.operations import RegistryConfig
@@ -138,10 +139,16 @@ def registry_lines(workspace: Path, config: RegistryConfig) -> list[str]:
         if not count:
             lines.append(f"{name}: no version yet")
             continue
-        held = {alias: alias_version(client, name, alias) for alias in (CHAMPION, CHALLENGER, PREVIOUS)}
-        aliases = ", ".join(f"@{alias} v{version.version}" for alias, version in held.items() if version is not None)
+        numbers = read_aliases(client, name)
+        aliases = ", ".join(
+            f"@{alias} v{numbers[alias]}" for alias in (CHAMPION, CHALLENGER, PREVIOUS) if alias in numbers
+        )
         lines.append(f"{name}: {count} version{'s' if count > 1 else ''}; {aliases or 'no alias'}")
-        latest = held[CHALLENGER]
+        latest = get_version(client, name, numbers[CHALLENGER]) if CHALLENGER in numbers else None
         if latest is not None and latest.tags.get("decision.reason"):
             lines.append(f"  v{latest.version}, last decision: {latest.tags['decision.reason']}")
+    interrupted = pending(client, config)
+    if interrupted is not None:
+        action = interrupted.decision["action"]
+        lines.append(f"a {action} was interrupted; the next promote, rollback, run or chat completes it")
     return lines

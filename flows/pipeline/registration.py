@@ -17,15 +17,16 @@ def register_task(workspace: Path, run_id: str | None = None) -> tuple[str, bool
     """One line on what was registered and what was refused, and whether there is a policy to promote."""
     result = register(workspace, run_id)
     parts = [
-        f"{name} version {entry['version']}{' (as before)' if entry['reused'] else ''}"
-        for name, entry in result["registered"].items()
+        f"{name} version {entry.version}{' (as before)' if entry.reused else ''}"
+        f"{f', ungated ({entry.ungated}): no challenger' if entry.ungated else ''}"
+        for name, entry in result.registered.items()
     ]
-    parts += [f"{name} not registered: {reason}" for name, reason in result["refused"].items()]
-    return "; ".join(parts), load_params(workspace).registry.policy in result["registered"]
+    parts += [f"{name} not registered: {reason}" for name, reason in result.refused.items()]
+    return "; ".join(parts), result.made_challenger(load_params(workspace).registry.policy)
 
 
 @task(name="promote", persist_result=False, cache_policy=NO_CACHE)
 def promote_task(workspace: Path) -> str:
     """One line on the decision."""
     decision = promote(workspace)
-    return f"{'promoted to' if decision['promoted'] else 'not promoted to'} @champion: {decision['reason']}"
+    return f"{'promoted to' if decision.promoted else 'not promoted to'} @champion: {decision.reason}"

@@ -2,56 +2,129 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from rlhf_core.files import read_json
 
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
 FOLDER = Path(".rlhf") / "promotions"
+TAG_LIMIT = 5000  # MLflow refuses longer values
 
 
-def write_decision(workspace: Path, decision: Mapping[str, Any]) -> Path:
-    """Write ``decision`` with its time under a name of its own and return the path. Nothing is ever overwritten: the
-    finished file is linked into place, which fails where the name is taken, and is read-only."""
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+@dataclass(frozen=True)
+class PromotionDecision:
+    """Whether ``challenger`` takes the place of ``champion``, and on what grounds.
+
+    ``bar`` is the win rate that every judge's lower 95 % bound must exceed, ``question`` and ``match`` are what was
+    played and how it went. ``unchanged`` marks a decision that says nothing new and leaves no report.
+    """
+
+    model: str
+    challenger: str
+    champion: str | None
+    bar: float
+    promoted: bool = False
+    reason: str = ""
+    forced: str | None = None
+    question: Mapping[str, Any] | None = None
+    match: Mapping[str, Any] | None = None
+    unchanged: bool = False
+    dry_run: bool = False
+    action: str = "promote"
+    time: str = field(default_factory=_now)
+    report: Path | None = None
+
+    @property
+    def is_champion(self) -> bool:
+        """Whether the challenger is champion after this decision (or would be, in a dry run)."""
+        return self.promoted or self.champion == self.challenger
+
+    def refused(self, reason: str, *, unchanged: bool = False) -> PromotionDecision:
+        """This decision as a refusal."""
+        return replace(self, promoted=False, reason=reason, unchanged=unchanged)
+
+    def accepted(self, reason: str) -> PromotionDecision:
+        """This decision as a promotion."""
+        return replace(self, promoted=True, reason=reason)
+
+
+@dataclass(frozen=True)
+class RollbackDecision:
+    """``champion`` took the place of ``replaced``, which is marked as rolled back."""
+
+    model: str
+    champion: str
+    replaced: str
+    reason: str
+    action: str = "rollback"
+    time: str = field(default_factory=_now)
+    report: Path | None = None
+
+
+def as_report(decision: PromotionDecision | RollbackDecision) -> dict[str, Any]:
+    """The content of the report: every field but its path."""
+    return {key: value for key, value in asdict(decision).items() if key != "report"}
+
+
+def publish_decision(
+    client: MlflowClient,
+    workspace: Path,
+    model: str,
+    version: str,
+    decision: Mapping[str, Any],
+    decision_id: str | None = None,
+) -> Path:
+    """Write the report, tag ``version`` with the decision, attach the report to the run that registered it.
+
+    Repeating it with the same ``decision_id`` changes nothing.
+    """
+    path = write_decision(workspace, decision, decision_id or uuid4().hex)
+    tags = {"decision.action": decision["action"], "decision.reason": decision["reason"], "decision.report": path.name}
+    if decision["action"] == "promote":
+        tags["decision.promoted"] = str(decision["promoted"]).lower()
+    for key, value in tags.items():
+        client.set_model_version_tag(model, version, key, value[:TAG_LIMIT])
+    run_id = client.get_model_version(model, version).run_id
+    if run_id:
+        client.log_artifact(run_id, str(path), "promotions")
+    return path
+
+
+def write_decision(workspace: Path, decision: Mapping[str, Any], decision_id: str) -> Path:
+    """Write ``decision`` under its time, action and id, read-only; a report that exists is never overwritten."""
     folder = workspace / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    moment = datetime.now(UTC)
-    content = json.dumps({**decision, "time": moment.isoformat(timespec="seconds")}, indent=2, sort_keys=True)
+    moment = "".join(character for character in decision["time"].partition("+")[0] if character.isalnum())
+    path = folder / f"{moment}-{decision['action']}-{decision_id[:8]}.json"
+    if path.exists():
+        return path
     descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(content + "\n")
+            stream.write(json.dumps(decision, indent=2, sort_keys=True) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(temporary, 0o444)
-        return _link(Path(temporary), folder, f"{moment:%Y%m%dT%H%M%S%f}-{decision['action']}")
+        os.rename(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)
-
-
-def _link(finished: Path, folder: Path, stem: str) -> Path:
-    for attempt in range(1000):
-        path = folder / (f"{stem}.json" if attempt == 0 else f"{stem}-{attempt}.json")
-        try:
-            os.link(finished, path)
-        except FileExistsError:
-            continue
-        return path
-    raise FileExistsError(folder / stem)
+    return path
 
 
 def read_decisions(workspace: Path) -> list[dict[str, Any]]:
     """All decisions of a workspace, oldest first."""
     return [read_json(path) for path in sorted((workspace / FOLDER).glob("*.json"))]
-
-
-def match_file(workspace: Path, question: Mapping[str, Any]) -> Path:
-    """Where the result of the match about ``question`` is kept: asked again, it is not played again."""
-    digest = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:16]
-    return workspace / ".rlhf" / "matches" / f"{digest}.json"

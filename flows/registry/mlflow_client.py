@@ -52,8 +52,10 @@ def connect(workspace: Path) -> MlflowClient:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
 
     uri = tracking_uri(workspace)
     try:
@@ -61,7 +63,7 @@ def connect(workspace: Path) -> MlflowClient:
             knock(uri)  # MLflow itself would try for minutes
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)
-    except (MlflowException, OSError) as error:
+    except (MlflowException, SQLAlchemyError, OSError) as error:
         reason = str(error).splitlines()[0][:200]
         raise RlhfError(
             f"MLflow at {uri} does not answer ({reason}); start it, or unset MLFLOW_TRACKING_URI"
@@ -136,14 +138,14 @@ def log_params(client: MlflowClient, run_id: str, workspace: Path) -> None:
         client.log_batch(run_id, params=rows[start : start + 100])
 
 
-def log_numbers(client: MlflowClient, run_id: str, values: Mapping[str, Any]) -> None:
-    """The finite numbers among ``values`` as metrics of the run."""
+def log_numbers(client: MlflowClient, run_id: str, values: Mapping[str, Any], model_id: str | None = None) -> None:
+    """Log the finite numbers among ``values`` as metrics of a run, and of the logged model ``model_id`` if given."""
     from mlflow.entities import Metric
     from mlflow.utils.time import get_current_time_millis
 
     now = get_current_time_millis()
     numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
-    rows = [Metric(_legal(key), value, now, 0) for key, value in numbers.items()]
+    rows = [Metric(_legal(key), value, now, 0, model_id=model_id) for key, value in numbers.items()]
     for start in range(0, len(rows), 500):
         client.log_batch(run_id, metrics=rows[start : start + 500])
 

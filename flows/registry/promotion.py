@@ -1,257 +1,267 @@
-"""Promotion: the challenger plays the champion, and takes its place only where every judge is sure."""
+"""Promotion and rollback: promote only if every judge's lower 95 % bound clears the threshold."""
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from flows.dvc_repo.lock_file import recorded_hash
-from flows.registry.decisions import match_file, read_decisions, write_decision
-from flows.registry.mlflow_client import connect, prepare_tracking
-from flows.registry.register import (
-    CHALLENGER,
-    CHAMPION,
-    CONTENT_TAG,
-    PREVIOUS,
-    REWARD_VERSION_TAG,
-    alias_version,
-    model_folder,
+from flows.registry.alias_transaction import (
+    AliasMove,
+    AliasTransaction,
+    VersionTag,
+    champion_history,
+    commit,
+    finish_interrupted,
 )
-from flows.supervision.environment import child_environment
-from flows.supervision.processes import start_guarded
+from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, alias_version, get_version, registry_errors
+from flows.registry.decisions import (
+    PromotionDecision,
+    RollbackDecision,
+    as_report,
+    publish_decision,
+    read_decisions,
+)
+from flows.registry.match import PlayMatch, match_question, match_result, play_match, wins
+from flows.registry.mlflow_client import connect, prepare_tracking
+from flows.registry.model_artifacts import verified_folder
+from flows.registry.register import (
+    COMPLETE_TAG,
+    GATES_PASSED,
+    GATES_TAG,
+    REGISTRY_LOCK,
+    REWARD_VERSION_TAG,
+    UNGATED_TAG,
+)
 from flows.workspace.lock import locked
-from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.files import atomic_write_json, read_json
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
-Match = Callable[[Path, Path, Path], Mapping[str, Any]]
 ROLLED_BACK_TAG = "rolled_back"
 
 
 def promote(
     workspace: Path,
     *,
+    version: str | None = None,
     force_reason: str | None = None,
     dry_run: bool = False,
-    only_version: str | None = None,
-    play: Match | None = None,
-) -> dict[str, Any]:
-    """Decide whether ``@challenger`` becomes ``@champion``, act on it, and keep the decision as an immutable report.
+    expected: str | None = None,
+    play: PlayMatch = play_match,
+) -> PromotionDecision:
+    """Decide whether the challenger becomes ``@champion``, act on it, and keep the decision as an immutable report.
 
-    Without a champion the challenger takes the place at once; else :func:`verdict` rules. ``force_reason`` promotes
-    whatever the match says and is recorded. ``dry_run`` decides and changes nothing. ``only_version`` is the challenger
-    that was approved: another one in its place is refused. ``play(workspace, champion, challenger)`` runs the match; by
-    default in a process of its own. Returns the decision, with ``promoted`` and ``reason``.
+    The registered files must be the ones that the gates judged, and the version must have passed every gate. Without a
+    champion the challenger then takes the place at once; else :func:`flows.registry.match.wins` decides.
+
+    Args:
+        version: The version to promote; default: the one that ``@challenger`` points to.
+        force_reason: Promote whatever gates and match say; the reason is recorded. Changed files stay refused.
+        dry_run: Decide and change nothing.
+        expected: The challenger that was looked at before; another one in its place is refused.
+        play: Plays the match of two model folders ``(workspace, champion, challenger)``.
+
+    Raises:
+        RlhfError: The registry does not answer, there is no challenger, or its files have changed. Nothing has moved.
     """
     workspace = workspace.resolve()
     if force_reason is not None and not force_reason.strip():
         raise RlhfError("a forced promotion needs a reason; say why, it is recorded")
     config = load_section(workspace, "registry", RegistryConfig)
     prepare_tracking(workspace)
-    with locked(workspace, "registry.lock", wait=True):
+    with locked(workspace, REGISTRY_LOCK, wait=True):
         client = connect(workspace)
-        challenger = alias_version(client, config.policy, CHALLENGER)
-        if challenger is None:
-            raise RlhfError(f"{config.policy} has no @{CHALLENGER}; `rlhf run` registers one once its gates pass")
-        if only_version not in (None, str(challenger.version)):
-            raise RlhfError(f"the challenger is version {challenger.version} now, not {only_version}; look at it again")
+        finish_interrupted(client, workspace, config)
+        challenger = _challenger(client, config, version)
+        if expected not in (None, str(challenger.version)):
+            raise RlhfError(f"the challenger is version {challenger.version} now, not {expected}; look at it again")
         champion = alias_version(client, config.policy, CHAMPION)
-        decision = _decide(workspace, config, challenger, champion, force_reason, play or play_match)
-        decision["dry_run"] = dry_run
-        if dry_run or decision["unchanged"]:
+        decision = replace(
+            _decide(client, workspace, config, challenger, champion, force_reason, play), dry_run=dry_run
+        )
+        if dry_run or decision.unchanged:
             return decision
-        if decision["promoted"]:
-            _crown(client, config, challenger, champion)
-        return _record(client, workspace, challenger, decision)
+        if decision.promoted:
+            history = [*_history(client, config, champion), str(challenger.version)]
+            tags = _cleared_rollback(challenger)
+            transaction = _transaction(client, config, history, tags, decision, decided_on=str(challenger.version))
+            return replace(decision, report=commit(client, workspace, transaction))
+        with registry_errors("record the decision; nothing has moved"):
+            report = publish_decision(client, workspace, config.policy, str(challenger.version), as_report(decision))
+        return replace(decision, report=report)
+
+
+def _challenger(client: MlflowClient, config: RegistryConfig, number: str | None) -> ModelVersion:
+    if number is not None:
+        return get_version(client, config.policy, number)
+    challenger = alias_version(client, config.policy, CHALLENGER)
+    if challenger is None:
+        raise RlhfError(f"{config.policy} has no @{CHALLENGER}; `rlhf run` registers one once its gates pass")
+    return challenger
 
 
 def _decide(
+    client: MlflowClient,
     workspace: Path,
     config: RegistryConfig,
     challenger: ModelVersion,
     champion: ModelVersion | None,
     force_reason: str | None,
-    play: Match,
-) -> dict[str, Any]:
-    """The decision as data. ``unchanged`` marks one that says nothing new and leaves no report."""
-    decision: dict[str, Any] = {
-        "action": "promote",
-        "model": config.policy,
-        "challenger": str(challenger.version),
-        "champion": None if champion is None else str(champion.version),
-        "bar": config.promote_win_rate_low95,
-        "forced": force_reason,
-        "match": None,
-        "unchanged": False,
-    }
-    if champion is None:
-        return decision | {"promoted": True, "reason": "there is no champion yet"}
-    if champion.version == challenger.version:
-        return decision | {"promoted": False, "unchanged": True, "reason": "the challenger is the champion already"}
-    refusal = challenger.tags.get(ROLLED_BACK_TAG)
-    if refusal and force_reason is None:
-        return decision | {"promoted": False, "unchanged": True, "reason": f"it was rolled back ({refusal}); force it"}
-    question = _question(workspace, challenger, champion)
-    decision["question"] = question
-    try:
-        decision["match"] = _match(workspace, config.policy, question, champion, challenger, play)
-        passed, reason = verdict(decision["match"], config.promote_win_rate_low95)
-    except RlhfError as error:
-        if force_reason is None:
-            raise
-        passed, reason = False, f"no match: {error}"
-    if force_reason is not None:
-        return decision | {"promoted": True, "reason": f"forced: {force_reason.strip()} (otherwise: {reason})"}
-    told = [d for d in read_decisions(workspace) if d.get("question") == question and d.get("bar") == decision["bar"]]
-    return decision | {"promoted": passed, "reason": reason, "unchanged": bool(told) and not passed}
-
-
-def _match(
-    workspace: Path,
-    name: str,
-    question: Mapping[str, Any],
-    champion: ModelVersion,
-    challenger: ModelVersion,
-    play: Match,
-) -> dict[str, Any]:
-    """The result of the match, from an earlier asking where there was one."""
-    kept = match_file(workspace, question)
-    if not kept.is_file():
-        folders = [model_folder(workspace, name, str(version.version)) for version in (champion, challenger)]
-        atomic_write_json(kept, dict(play(workspace, *folders)))
-    result: dict[str, Any] = read_json(kept)
-    return result
-
-
-def verdict(match: Mapping[str, Any], bar: float) -> tuple[bool, str]:
-    """Whether the challenger wins: by every judge the lower 95 % bound of its win rate is above ``bar``.
-
-    A bound equal to the bar does not do: two identical models tie everywhere, at exactly one half.
-    """
-    judges = match.get("comparison") or {}
-    if not judges:
-        return False, "no judge has compared them"
-    lows = {name: float(result["win_rate_low95"]) for name, result in judges.items()}
-    words = ", ".join(
-        f"{name} win rate {judges[name]['win_rate']:.3f} (at least {low:.3f})" for name, low in sorted(lows.items())
+    play: PlayMatch,
+) -> PromotionDecision:
+    decision = PromotionDecision(
+        model=config.policy,
+        challenger=str(challenger.version),
+        champion=None if champion is None else str(champion.version),
+        bar=config.promote_win_rate_low95,
+        forced=force_reason,
     )
-    short = sorted(name for name, low in lows.items() if not low > bar)
-    if short:
-        return False, f"not above {bar:g} with 95 % confidence by {' and '.join(short)}: {words}"
-    return True, f"above {bar:g} with 95 % confidence by every judge: {words}"
+    if champion is not None and champion.version == challenger.version:
+        return decision.refused("the challenger is the champion already", unchanged=True)
+    folder = verified_folder(workspace, challenger)
+    obstacle = promotion_obstacle(challenger)
+    if obstacle and force_reason is None:
+        return decision.refused(f"{obstacle}; promote it with --force --reason TEXT", unchanged=True)
+    if champion is None:
+        passed, reason = not obstacle, obstacle or "there is no champion yet"
+    else:
+        try:
+            champion_files = verified_folder(workspace, champion)
+            question = match_question(workspace, challenger, champion)
+            match = match_result(
+                client, workspace, challenger, question, lambda: play(workspace, champion_files, folder)
+            )
+            decision = replace(decision, question=question, match=match)
+            passed, reason = wins(match, config.promote_win_rate_low95)
+        except RlhfError as error:
+            if force_reason is None:
+                raise
+            passed, reason = False, f"no match: {error}"
+        reason = "; ".join(part for part in (obstacle, reason) if part)
+    if force_reason is not None:
+        return decision.accepted(f"forced: {force_reason.strip()} (otherwise: {reason})")
+    if passed:
+        return decision.accepted(reason)
+    return decision.refused(reason, unchanged=_was_refused_before(workspace, decision))
 
 
-def _question(workspace: Path, challenger: ModelVersion, champion: ModelVersion) -> dict[str, Any]:
-    """What a match would be about: its answer is the same as long as this is."""
-    return {
-        "challenger": challenger.tags.get(CONTENT_TAG),
-        "champion": champion.tags.get(CONTENT_TAG),
-        "prompts": recorded_hash(workspace, "data/clean"),
-        "referee": recorded_hash(workspace, "models/referee"),
-        "settings": load_section(workspace, "evaluate", EvaluateConfig).model_dump(mode="json"),
-    }
+def promotion_obstacle(version: ModelVersion) -> str:
+    """Why a version must not be promoted without force, by what is recorded of it; empty if nothing stands against."""
+    number = f"version {version.version}"
+    if version.tags.get(COMPLETE_TAG) != "true":
+        return f"{number} is incomplete: its registration was interrupted"
+    if version.tags.get(GATES_TAG) != GATES_PASSED:
+        return f"{number} is ungated ({version.tags.get(UNGATED_TAG) or 'no record that its gates passed'})"
+    if ROLLED_BACK_TAG in version.tags:
+        return f"{number} was rolled back ({version.tags[ROLLED_BACK_TAG]})"
+    return ""
 
 
-def play_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, Any]:
-    """Run ``rlhf match`` in a guarded process and return its result; ``RlhfError`` with its last line if it fails."""
-    output = workspace / ".rlhf" / "match.json"
-    log = workspace / ".rlhf" / "logs" / "match.log"
-    output.unlink(missing_ok=True)
-    log.unlink(missing_ok=True)
-    command = [sys.executable, "-c", "from rlhf_core.cli import app; app()", "match", "--workspace", str(workspace)]
-    command += ["--champion", str(champion), "--challenger", str(challenger), "--output", str(output)]
-    process = start_guarded(command, name="match", cwd=workspace, env=child_environment(workspace), log=log)
-    try:
-        while (code := process.poll()) is None:
-            time.sleep(0.1)
-    finally:
-        process.stop()
-    if code:
-        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-        raise RlhfError(f"the match ended with code {code}: {lines[-1] if lines else 'no output'} (log: {log})")
-    result: dict[str, Any] = read_json(output)
-    return result
+def _was_refused_before(workspace: Path, decision: PromotionDecision) -> bool:
+    earlier = read_decisions(workspace)
+    return any(d.get("question") == decision.question and d.get("bar") == decision.bar for d in earlier)
 
 
-def _crown(client: MlflowClient, config: RegistryConfig, new: ModelVersion, old: ModelVersion | None) -> None:
-    """Move the aliases of the policy, and of the reward model that trained it. ``@previous`` moves first: a crash in
-    between leaves the old champion in place, and promoting again completes it."""
-    _move(client, config.policy, str(new.version), None if old is None else str(old.version))
-    if ROLLED_BACK_TAG in new.tags:
-        client.delete_model_version_tag(config.policy, str(new.version), ROLLED_BACK_TAG)
-    reward_version = new.tags.get(REWARD_VERSION_TAG)
-    if reward_version:
-        before = alias_version(client, config.reward_model, CHAMPION)
-        _move(client, config.reward_model, reward_version, None if before is None else str(before.version))
+def _history(client: MlflowClient, config: RegistryConfig, champion: ModelVersion | None) -> list[str]:
+    """The versions that have been champion, oldest first, ending with the present one."""
+    history = list(champion_history(client, config.policy))
+    if not history:  # a registry from before the history was kept
+        previous = alias_version(client, config.policy, PREVIOUS)
+        history = [] if previous is None else [str(previous.version)]
+    if champion is not None and history[-1:] != [str(champion.version)]:
+        history.append(str(champion.version))
+    return history
 
 
-def _move(client: MlflowClient, name: str, new: str, old: str | None) -> None:
-    if old == new:
-        return
-    if old is not None:
-        client.set_registered_model_alias(name, PREVIOUS, old)
-    client.set_registered_model_alias(name, CHAMPION, new)
+def _cleared_rollback(version: ModelVersion) -> list[VersionTag]:
+    if ROLLED_BACK_TAG not in version.tags:
+        return []
+    return [VersionTag(version.name, str(version.version), ROLLED_BACK_TAG, None)]
 
 
-def rollback(workspace: Path, reason: str) -> dict[str, Any]:
-    """Swap ``@champion`` and ``@previous``, for the policy and the reward model behind it, and record why.
+def _transaction(
+    client: MlflowClient,
+    config: RegistryConfig,
+    history: list[str],
+    version_tags: list[VersionTag],
+    decision: PromotionDecision | RollbackDecision,
+    decided_on: str,
+) -> AliasTransaction:
+    """Aliases of the policy and of the reward model that trained it, after the last of ``history`` became champion."""
+    champion = history[-1]
+    history = [*(number for number in history[:-1] if number != champion), champion]
+    previous = history[-2] if len(history) > 1 else None
+    moves = [AliasMove(config.policy, CHAMPION, champion), AliasMove(config.policy, PREVIOUS, previous)]
+    reward = _reward_version(client, config, champion)
+    if reward is not None:
+        earlier = None if previous is None else _reward_version(client, config, previous)
+        moves.append(AliasMove(config.reward_model, CHAMPION, reward))
+        moves.append(AliasMove(config.reward_model, PREVIOUS, None if earlier == reward else earlier))
+    return AliasTransaction(
+        model=config.policy,
+        moves=tuple(moves),
+        version_tags=tuple(version_tags),
+        history=tuple(history),
+        decision=as_report(decision),
+        decided_on=decided_on,
+    )
 
-    ``RlhfError`` when the reason is empty or there is nothing to go back to.
+
+def _reward_version(client: MlflowClient, config: RegistryConfig, policy_version: str) -> str | None:
+    return get_version(client, config.policy, policy_version).tags.get(REWARD_VERSION_TAG)
+
+
+def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDecision:
+    """Make an earlier champion the champion again, with the reward model behind it, and record why.
+
+    The version that is replaced is marked as rolled back: it leaves the history of champions, so a second rollback
+    goes further back, and only a forced promotion brings it back.
+
+    Args:
+        reason: Recorded with the decision.
+        to: A version that has been champion before; default: the champion before the present one.
+
+    Raises:
+        RlhfError: The reason is empty, there is nothing to go back to, or the files of the target have changed.
     """
     workspace = workspace.resolve()
     if not reason.strip():
         raise RlhfError("a rollback needs a reason; say why, it is recorded")
     config = load_section(workspace, "registry", RegistryConfig)
     prepare_tracking(workspace)
-    with locked(workspace, "registry.lock", wait=True):
+    with locked(workspace, REGISTRY_LOCK, wait=True):
         client = connect(workspace)
+        finish_interrupted(client, workspace, config)
         champion = alias_version(client, config.policy, CHAMPION)
-        previous = alias_version(client, config.policy, PREVIOUS)
-        if champion is None or previous is None or champion.version == previous.version:
-            raise RlhfError(f"{config.policy} has no @{PREVIOUS} to go back to; `rlhf status` shows what there is")
-        _crown(client, config, previous, champion)
-        client.set_model_version_tag(config.policy, str(champion.version), ROLLED_BACK_TAG, reason.strip()[:1000])
-        decision = {
-            "action": "rollback",
-            "model": config.policy,
-            "champion": str(previous.version),
-            "previous": str(champion.version),
-            "reason": reason.strip(),
-        }
-        return _record(client, workspace, previous, decision)
+        history = [] if champion is None else _history(client, config, champion)
+        if champion is None or len(history) < 2:
+            raise RlhfError(f"{config.policy} has no earlier champion to go back to; `rlhf status` shows what there is")
+        if to is not None and to not in history[:-1]:
+            earlier = ", ".join(history[:-1])
+            raise RlhfError(f"version {to} of {config.policy} is no earlier champion; go back to one of: {earlier}")
+        target = get_version(client, config.policy, to or history[-2])
+        verified_folder(workspace, target)
+        replaced = str(champion.version)
+        decision = RollbackDecision(config.policy, str(target.version), replaced, reason.strip())
+        tags = [VersionTag(config.policy, replaced, ROLLED_BACK_TAG, reason.strip()[:1000])]
+        remaining = history[: history.index(str(target.version)) + 1]
+        transaction = _transaction(client, config, remaining, tags, decision, decided_on=str(target.version))
+        return replace(decision, report=commit(client, workspace, transaction))
 
 
-def decline(workspace: Path, plan: Mapping[str, Any], reason: str) -> dict[str, Any]:
+def decline(workspace: Path, plan: PromotionDecision, reason: str) -> PromotionDecision:
     """Record that a person refused the promotion that a dry run had planned; nothing moves."""
     workspace = workspace.resolve()
-    with locked(workspace, "registry.lock", wait=True):
+    config = load_section(workspace, "registry", RegistryConfig)
+    refusal = replace(plan.refused(f"not approved: {reason.strip() or 'no reason given'}"), dry_run=False)
+    with locked(workspace, REGISTRY_LOCK, wait=True):
         client = connect(workspace)
-        version = client.get_model_version(plan["model"], plan["challenger"])
-        refusal = {
-            "promoted": False,
-            "dry_run": False,
-            "reason": f"not approved: {reason.strip() or 'no reason given'}",
-        }
-        return _record(client, workspace, version, {**plan, **refusal})
-
-
-def _record(client: MlflowClient, workspace: Path, version: ModelVersion, decision: dict[str, Any]) -> dict[str, Any]:
-    """The decision as a file, as tags of the version, and as an artifact of the run that registered it."""
-    path = write_decision(workspace, decision)
-    tags = {"decision.action": decision["action"], "decision.reason": decision["reason"], "decision.report": path.name}
-    if decision["action"] == "promote":
-        tags["decision.promoted"] = str(decision["promoted"]).lower()
-    for key, value in tags.items():
-        client.set_model_version_tag(version.name, str(version.version), key, value[:5000])
-    if version.run_id:
-        client.log_artifact(version.run_id, str(path), "promotions")
-    return decision | {"report": str(path)}
+        finish_interrupted(client, workspace, config)
+        with registry_errors("record the decision; nothing has moved"):
+            report = publish_decision(client, workspace, plan.model, plan.challenger, as_report(refusal))
+    return replace(refusal, report=report)

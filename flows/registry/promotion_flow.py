@@ -9,6 +9,7 @@ from prefect import flow, get_run_logger
 from prefect.flow_runs import pause_flow_run
 from prefect.input import RunInput
 
+from flows.registry.decisions import as_report
 from flows.registry.promotion import decline, promote
 
 APPROVAL_SECONDS = 7 * 24 * 3600
@@ -32,13 +33,13 @@ def promotion_flow(workspace: str, approval: bool = False) -> dict[str, Any]:
     folder = Path(workspace)
     if approval:
         plan = promote(folder, dry_run=True)
-        logger.info("version %s against %s: %s", plan["challenger"], plan["champion"], plan["reason"])
-        if plan["promoted"]:
+        logger.info("version %s against %s: %s", plan.challenger, plan.champion, plan.reason)
+        if plan.promoted:
             answer = pause_flow_run(wait_for_input=Approval, timeout=APPROVAL_SECONDS)
             if not answer.approve:
-                return decline(folder, plan, answer.reason)
-        decision = promote(folder, only_version=plan["challenger"])
+                return as_report(decline(folder, plan, answer.reason))
+        decision = promote(folder, expected=plan.challenger)
     else:
         decision = promote(folder)
-    logger.info("%s: %s", "promoted" if decision["promoted"] else "not promoted", decision["reason"])
-    return decision
+    logger.info("%s: %s", "promoted" if decision.promoted else "not promoted", decision.reason)
+    return as_report(decision)

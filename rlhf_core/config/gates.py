@@ -32,9 +32,22 @@ class Condition(Strict):
 
 
 class GatesConfig(StageConfig):
-    """``mode: report`` records the decision without enforcing it."""
+    """Conditions by gate. ``mode: report`` records the decision without enforcing it.
+
+    A gate without conditions vouches for nothing, so it fails; an empty list is refused in ``enforce`` mode.
+    """
 
     mode: Literal["enforce", "report"] = "enforce"
     data: tuple[Condition, ...] = Field(default=(), strict=False)
     reward: tuple[Condition, ...] = Field(default=(), strict=False)
     policy: tuple[Condition, ...] = Field(default=(), strict=False)
+
+    @model_validator(mode="after")
+    def _no_empty_gate(self) -> GatesConfig:
+        for name in ("reward", "policy"):
+            if self.mode == "enforce" and name in self.model_fields_set and not getattr(self, name):
+                raise ValueError(
+                    f"gates.{name} is empty, and a gate without conditions vouches for nothing: give it at least one "
+                    "condition, or set gates.mode: report, which registers ungated versions only"
+                )
+        return self

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.gates import Condition, GatesConfig
-from rlhf_core.errors import EXIT_GATE_FAILED, DataError, GateFailed
+from rlhf_core.config.loading.load import check_params
+from rlhf_core.errors import EXIT_GATE_FAILED, ConfigError, DataError, GateFailed
 from rlhf_core.files import sha256_file
 from rlhf_core.gates import check, decide, load_metrics, lookup, settle
 from rlhf_core.stages import gate_policy, gate_reward
@@ -139,3 +140,15 @@ def test_policy_stage_reads_evaluation_and_ppo(tmp_path: Path) -> None:
 def test_missing_metrics_file_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         load_metrics(tmp_path / "metrics" / "none.json")
+
+
+def test_a_gate_without_conditions_fails() -> None:
+    decision = decide("policy", [], NESTED)
+    assert not decision.passed and not decision.opens
+    assert "failed (it has no conditions)" in decision.format_table()
+
+
+def test_an_empty_gate_is_refused_where_it_would_be_enforced() -> None:
+    with pytest.raises(ConfigError, match=r"gates\.policy is empty"):
+        check_params({"gates": {"policy": []}})
+    assert check_params({"gates": {"mode": "report", "policy": []}}).gates.policy == ()

@@ -5,28 +5,44 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import torch
 from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerBase
 
+from flows.supervision.environment import child_environment
+from flows.supervision.ports import free_port
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.data.schema import Message, Prompt, write_rows
 from rlhf_core.files import sha256_file
 from rlhf_core.models.base import load_tokenizer, train_tokenizer
 
 DVC_YAML = """
 stages:
-  validate: {cmd: "true", outs: [data/clean]}
+  validate: {cmd: "true", outs: [data/clean, gates/data.json], metrics: [metrics/data.json]}
   reward: {cmd: "true", deps: [data/clean], outs: [models/reward], metrics: [metrics/reward.json]}
   referee: {cmd: "true", deps: [data/clean], outs: [models/referee], metrics: [metrics/referee.json]}
-  gate-reward: {cmd: "true", deps: [metrics/reward.json, metrics/referee.json], outs: [gates/reward.json]}
-  ppo: {cmd: "true", deps: [models/reward], outs: [models/policy], metrics: [metrics/ppo.json]}
+  gate-reward:
+    cmd: "true"
+    deps: [metrics/reward.json, metrics/referee.json]
+    outs: [gates/reward.json, gates/reward.pass]
+  ppo:
+    cmd: "true"
+    deps: [models/reward, gates/reward.pass]
+    outs: [models/policy]
+    metrics: [metrics/ppo.json]
   evaluate: {cmd: "true", deps: [models/policy, models/referee], metrics: [metrics/evaluation.json]}
   gate-policy: {cmd: "true", deps: [metrics/evaluation.json, metrics/ppo.json], outs: [gates/policy.json]}
 """
@@ -88,9 +104,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [Prompt(f"{i:016x}", [Message("user", f"question {i}?")], "other", "test", str(i)) for i in range(8)]
     write_rows(workspace / "data" / "clean" / "prompts" / "test.parquet", rows)
     (workspace / "metrics").mkdir()
-    for name in ("reward", "referee", "ppo", "evaluation"):
+    for name in ("data", "reward", "referee", "ppo", "evaluation"):
         (workspace / "metrics" / f"{name}.json").write_text('{"kl": 1.0, "nested": {"win_rate": 0.7}}')
+    write_gate(workspace, "data", ["metrics/data.json"])
     write_gate(workspace, "reward", ["metrics/reward.json", "metrics/referee.json"])
+    (workspace / "gates" / "reward.pass").write_text("passed\n")
     write_gate(workspace, "policy", ["metrics/evaluation.json", "metrics/ppo.json"])
     subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=workspace, check=True)
     commit(workspace)
@@ -102,29 +120,137 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workspace
 
 
+@dataclass(frozen=True)
+class Backend:
+    """Where a test's registry lives. ``uri`` is None for the workspace's own SQLite file."""
+
+    uri: str | None = None
+
+    def adopt(self, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Give the workspace registered models and an experiment of its own on the server."""
+        if self.uri is None:
+            return
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", self.uri)
+        own = uuid4().hex[:8]
+        names = f"registry: {{policy: policy-{own}, reward_model: reward-{own}}}\ntracking: {{experiment: e-{own}}}\n"
+        (workspace / "params.yaml").write_text(PARAMS + names)
+
+
+@pytest.fixture(scope="session")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a real MLflow server on loopback that serves artifacts too."""
+    folder, port = tmp_path_factory.mktemp("mlflow"), free_port()
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += [
+        "--backend-store-uri",
+        f"sqlite:///{folder}/mlflow.db",
+        "--artifacts-destination",
+        f"{folder}/artifacts",
+    ]
+    with (folder / "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            [*command, "--serve-artifacts"],
+            cwd=folder,
+            env=child_environment(folder),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        wait_for_url(f"http://127.0.0.1:{port}/health", server)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(120)
+
+
+def wait_for_url(url: str, server: subprocess.Popen[bytes]) -> None:
+    for _ in range(1200):
+        assert server.poll() is None, "the server ended"
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise AssertionError(f"{url} never answered")
+
+
+@pytest.fixture(params=["sqlite", "server"])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Every test that uses the registry runs on a SQLite file and against a real server."""
+    return Backend(request.getfixturevalue("mlflow_server") if request.param == "server" else None)
+
+
 @pytest.fixture
-def workspace(finished: Path, tmp_path: Path) -> Path:
+def workspace(finished: Path, tmp_path: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy that a test may change, with a record of its own."""
-    return copy_workspace(finished, tmp_path / "my workspace")
+    workspace = copy_workspace(finished, tmp_path / "my workspace")
+    backend.adopt(workspace, monkeypatch)
+    return workspace
 
 
 @pytest.fixture(scope="session")
 def champion_and_challenger(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from flows.registry.promotion import promote
-    from flows.registry.register import register
-
     workspace = copy_workspace(finished, tmp_path_factory.mktemp("contest") / "my workspace")
-    register(workspace)
-    assert promote(workspace)["reason"] == "there is no champion yet"
-    make_policy(workspace, 7)
-    assert register(workspace)["registered"]["rlhf-policy"]["version"] == "2"
+    begin_contest(workspace)
+    return workspace
+
+
+@pytest.fixture(scope="session")
+def champion_and_challenger_on_server(
+    finished: Path, mlflow_server: str, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    workspace = copy_workspace(finished, tmp_path_factory.mktemp("contest") / "my workspace")
+    with pytest.MonkeyPatch.context() as patch:
+        Backend(mlflow_server).adopt(workspace, patch)
+        begin_contest(workspace)
     return workspace
 
 
 @pytest.fixture
-def contest(champion_and_challenger: Path, tmp_path: Path) -> Path:
+def contest(request: pytest.FixtureRequest, tmp_path: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A workspace whose registry has version 1 as champion and version 2 as challenger."""
-    return copy_workspace(champion_and_challenger, tmp_path / "contest")
+    if backend.uri is None:
+        return copy_workspace(request.getfixturevalue("champion_and_challenger"), tmp_path / "contest")
+    source: Path = request.getfixturevalue("champion_and_challenger_on_server")
+    workspace = copy_workspace(source, tmp_path / "contest")
+    backend.adopt(workspace, monkeypatch)
+    for name in (policy_name, reward_name):
+        copy_registered_model(workspace, name(source), name(workspace))
+    return workspace
+
+
+def copy_registered_model(workspace: Path, source: str, target: str) -> None:
+    """Versions, aliases and tags of ``source`` under another name; the logged models are the same."""
+    from flows.registry.aliases import versions
+    from flows.registry.mlflow_client import connect
+
+    client = connect(workspace)
+    model = client.get_registered_model(source)
+    client.create_registered_model(target, tags=model.tags)
+    for version in reversed(versions(client, source)):
+        logged = version.source.removeprefix("models:/")  # found versions do not carry their model_id
+        client.create_model_version(target, version.source, version.run_id, tags=version.tags, model_id=logged)
+    for alias, number in model.aliases.items():
+        client.set_registered_model_alias(target, alias, str(number))
+
+
+def begin_contest(workspace: Path) -> None:
+    from flows.registry.promotion import promote
+    from flows.registry.register import register
+
+    register(workspace)
+    assert promote(workspace).reason == "there is no champion yet"
+    make_policy(workspace, 7)
+    assert register(workspace).registered[policy_name(workspace)].version == "2"
+
+
+def policy_name(workspace: Path) -> str:
+    return load_section(workspace, "registry", RegistryConfig).policy
+
+
+def reward_name(workspace: Path) -> str:
+    return load_section(workspace, "registry", RegistryConfig).reward_model
 
 
 def copy_workspace(source: Path, target: Path) -> Path:

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.registry.conftest import make_policy, policy_name, reward_name, write_gate
 
+from flows.registry.alias_transaction import champion_history
+from flows.registry.match import wins
 from flows.registry.mlflow_client import connect
-from flows.registry.promotion import decline, promote, rollback, verdict
+from flows.registry.model_artifacts import verified_folder
+from flows.registry.promotion import decline, promote, rollback
 from flows.registry.register import register
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import ModelError, RlhfError
 
 
 class Referee:
@@ -26,17 +30,21 @@ class Referee:
         return {"comparison": {name: {"win_rate": low + 0.1, "win_rate_low95": low} for name, low in self.lows.items()}}
 
 
-def aliases(workspace: Path, name: str = "rlhf-policy") -> dict[str, str]:
-    found = connect(workspace).get_registered_model(name).aliases
-    return {alias: str(version) for alias, version in found.items()}
+def aliases(workspace: Path, name: str | None = None) -> dict[str, str]:
+    known = connect(workspace).get_registered_model(name or policy_name(workspace)).aliases
+    return {alias: str(version) for alias, version in known.items()}
+
+
+def reports(workspace: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted((workspace / ".rlhf" / "promotions").glob("*.json"))]
 
 
 def test_every_judge_must_be_sure() -> None:
     sure, unsure = {"win_rate": 0.7, "win_rate_low95": 0.6}, {"win_rate": 0.55, "win_rate_low95": 0.5}
-    assert verdict({"comparison": {"referee": sure, "gold": sure}}, 0.5)[0]
-    passed, reason = verdict({"comparison": {"referee": sure, "gold": unsure}}, 0.5)
+    assert wins({"comparison": {"referee": sure, "gold": sure}}, 0.5)[0]
+    passed, reason = wins({"comparison": {"referee": sure, "gold": unsure}}, 0.5)
     assert not passed and reason.startswith("not above 0.5 with 95 % confidence by gold:")
-    assert verdict({"comparison": {}}, 0.5) == (False, "no judge has compared them")
+    assert wins({"comparison": {}}, 0.5) == (False, "no judge has compared them")
 
 
 def test_the_first_challenger_takes_the_empty_place_with_its_reward_model(workspace: Path) -> None:
@@ -44,42 +52,43 @@ def test_the_first_challenger_takes_the_empty_place_with_its_reward_model(worksp
         promote(workspace)
     register(workspace)
     decision = promote(workspace)
-    assert decision["promoted"] and aliases(workspace) == {"challenger": "1", "champion": "1"}
-    assert aliases(workspace, "rlhf-reward-model")["champion"] == "1"
+    assert decision.promoted and aliases(workspace) == {"challenger": "1", "champion": "1"}
+    assert aliases(workspace, reward_name(workspace))["champion"] == "1"
     again = promote(workspace)
-    assert not again["promoted"] and again["reason"] == "the challenger is the champion already"
+    assert not again.promoted and again.is_champion and again.reason == "the challenger is the champion already"
 
 
 def test_a_sure_winner_moves_the_aliases_and_is_written_down(contest: Path) -> None:
     decision = promote(contest, play=Referee(referee=0.56, gold=0.61))
     assert aliases(contest) == {"challenger": "2", "champion": "2", "previous": "1"}
-    report = Path(decision["report"])
-    assert report.stat().st_mode & 0o222 == 0
+    report = decision.report
+    assert report is not None and report.stat().st_mode & 0o222 == 0
     assert json.loads(report.read_text())["match"]["comparison"]["gold"]["win_rate_low95"] == 0.61
     client = connect(contest)
-    version = client.get_model_version("rlhf-policy", "2")
+    version = client.get_model_version(policy_name(contest), "2")
     assert version.tags["decision.promoted"] == "true"
     assert [a.path for a in client.list_artifacts(version.run_id, "promotions")] == [f"promotions/{report.name}"]
+    assert champion_history(client, policy_name(contest)) == ("1", "2")
 
 
 def test_an_unsure_challenger_stays_one_and_is_asked_only_once(contest: Path) -> None:
     referee = Referee(referee=0.56, gold=0.49)
     first, second = promote(contest, play=referee), promote(contest, play=referee)
-    assert not first["promoted"] and "by gold" in first["reason"]
-    assert not second["promoted"] and second["unchanged"] and referee.played == 1
+    assert not first.promoted and not first.is_champion and "by gold" in first.reason
+    assert not second.promoted and second.unchanged and referee.played == 1
     assert aliases(contest) == {"challenger": "2", "champion": "1"}
-    assert len(list((contest / ".rlhf" / "promotions").glob("*.json"))) == 2  # the first champion, this refusal
+    assert len(reports(contest)) == 2  # the first champion, this refusal
 
 
 def test_a_dry_run_moves_and_writes_nothing(contest: Path) -> None:
-    before = sorted((contest / ".rlhf" / "promotions").iterdir())
+    before = reports(contest)
     referee = Referee(referee=0.9)
-    assert promote(contest, dry_run=True, play=referee)["promoted"]
-    assert aliases(contest)["champion"] == "1"
-    assert sorted((contest / ".rlhf" / "promotions").iterdir()) == before
+    plan = promote(contest, dry_run=True, play=referee)
+    assert plan.promoted and plan.dry_run and plan.report is None
+    assert aliases(contest)["champion"] == "1" and reports(contest) == before
     with pytest.raises(RlhfError, match="version 2 now, not 1"):
-        promote(contest, only_version="1", play=referee)
-    assert promote(contest, only_version="2", play=referee)["promoted"] and referee.played == 1
+        promote(contest, expected="1", play=referee)
+    assert promote(contest, expected="2", play=referee).promoted and referee.played == 1
 
 
 def test_force_needs_a_reason_and_records_it(contest: Path) -> None:
@@ -92,25 +101,51 @@ def test_force_needs_a_reason_and_records_it(contest: Path) -> None:
     with pytest.raises(RlhfError, match="no referee"):
         promote(contest, play=broken)
     decision = promote(contest, force_reason="legal asked for it", play=broken)
-    assert decision["promoted"] and decision["forced"] == "legal asked for it"
-    assert "no match: no referee" in json.loads(Path(decision["report"]).read_text())["reason"]
+    assert decision.promoted and decision.forced == "legal asked for it"
+    assert "no match: no referee" in reports(contest)[-1]["reason"]
 
 
 def test_rollback_swaps_and_the_next_run_does_not_undo_it(contest: Path) -> None:
     promote(contest, play=Referee(referee=0.9))
-    decision = rollback(contest, "rude in production")
-    assert aliases(contest) == {"challenger": "2", "champion": "1", "previous": "2"}
-    assert json.loads(Path(decision["report"]).read_text())["reason"] == "rude in production"
+    rollback(contest, "rude in production")
+    assert aliases(contest) == {"challenger": "2", "champion": "1"}
+    assert reports(contest)[-1]["reason"] == "rude in production"
     refused = promote(contest, play=Referee(referee=0.9))
-    assert not refused["promoted"] and "rolled back (rude in production)" in refused["reason"]
-    assert promote(contest, force_reason="fixed", play=Referee(referee=0.9))["promoted"]
-    assert "rolled_back" not in connect(contest).get_model_version("rlhf-policy", "2").tags
+    assert not refused.promoted and "rolled back (rude in production)" in refused.reason
+    assert promote(contest, force_reason="fixed", play=Referee(referee=0.9)).promoted
+    assert "rolled_back" not in connect(contest).get_model_version(policy_name(contest), "2").tags
+
+
+def test_a_second_rollback_goes_further_back_and_never_to_the_bad_version(contest: Path) -> None:
+    promote(contest, play=Referee(referee=0.9))
+    make_policy(contest, 8)
+    register(contest)
+    promote(contest, play=Referee(referee=0.9))
+    assert aliases(contest) == {"challenger": "3", "champion": "3", "previous": "2"}
+    rollback(contest, "worse")
+    assert aliases(contest) == {"challenger": "3", "champion": "2", "previous": "1"}
+    rollback(contest, "still worse")
+    assert aliases(contest) == {"challenger": "3", "champion": "1"}
+    with pytest.raises(RlhfError, match="no earlier champion to go back to"):
+        rollback(contest, "once more")
+
+
+def test_rollback_to_a_named_earlier_champion(contest: Path) -> None:
+    promote(contest, play=Referee(referee=0.9))
+    make_policy(contest, 8)
+    register(contest)
+    promote(contest, play=Referee(referee=0.9))
+    for number in ("3", "9", "two"):
+        with pytest.raises(RlhfError, match=f"version {number} of .* is no earlier champion; go back to one of: 1, 2"):
+            rollback(contest, "worse", to=number)
+    assert rollback(contest, "worse", to="1").replaced == "3"
+    assert aliases(contest) == {"challenger": "3", "champion": "1"}
 
 
 def test_rollback_without_anything_to_go_back_to(workspace: Path) -> None:
     register(workspace)
     promote(workspace)
-    with pytest.raises(RlhfError, match="no @previous to go back to"):
+    with pytest.raises(RlhfError, match="no earlier champion to go back to"):
         rollback(workspace, "why not")
     with pytest.raises(RlhfError, match="needs a reason"):
         rollback(workspace, "")
@@ -118,17 +153,91 @@ def test_rollback_without_anything_to_go_back_to(workspace: Path) -> None:
 
 def test_a_person_can_refuse(contest: Path) -> None:
     plan = promote(contest, dry_run=True, play=Referee(referee=0.9))
-    decision = decline(contest, plan, "not on a Friday")
-    assert json.loads(Path(decision["report"]).read_text())["reason"] == "not approved: not on a Friday"
+    decline(contest, plan, "not on a Friday")
+    assert reports(contest)[-1]["reason"] == "not approved: not on a Friday"
     assert aliases(contest)["champion"] == "1"
+
+
+def fail_reward_gate_in_report_mode(workspace: Path) -> None:
+    evidence = ["metrics/reward.json", "metrics/referee.json"]
+    write_gate(workspace, "reward", evidence, passed=False, mode="report")
+
+
+def test_an_ungated_version_is_no_challenger_and_only_force_promotes_it(contest: Path) -> None:
+    fail_reward_gate_in_report_mode(contest)
+    make_policy(contest, 9)
+    entry = register(contest).registered[policy_name(contest)]
+    assert (entry.version, entry.ungated) == ("3", "the reward gate did not pass (mode: report): kl")
+    assert aliases(contest)["challenger"] == "2"
+    referee = Referee(referee=0.9)
+    refused = promote(contest, version="3", play=referee)
+    assert not refused.promoted and "version 3 is ungated (the reward gate did not pass" in refused.reason
+    assert referee.played == 0 and aliases(contest)["champion"] == "1"
+    forced = promote(contest, version="3", force_reason="a trial", play=referee)
+    assert forced.promoted and aliases(contest)["champion"] == "3"
+    assert "is ungated" in reports(contest)[-1]["reason"]
+
+
+def test_an_empty_registry_does_not_crown_an_ungated_version(workspace: Path) -> None:
+    fail_reward_gate_in_report_mode(workspace)
+    make_policy(workspace, 9)
+    register(workspace)
+    assert not promote(workspace, version="1").promoted
+    assert aliases(workspace) == {}
+
+
+def test_a_version_without_a_record_of_its_gates_is_not_promoted(contest: Path) -> None:
+    connect(contest).delete_model_version_tag(policy_name(contest), "2", "gates")
+    refused = promote(contest, play=Referee(referee=0.9))
+    assert not refused.promoted and "no record that its gates passed" in refused.reason
+    register(contest)  # the gates have passed on these very files: the version says so again
+    assert promote(contest, play=Referee(referee=0.9)).promoted
+
+
+def tamper(workspace: Path, number: str) -> None:
+    """Change the registered artifact itself, wherever it lies."""
+    version = connect(workspace).get_model_version(policy_name(workspace), number)
+    folder = verified_folder(workspace, version)
+    (folder / "added.txt").write_text("not what was judged")
+    if str(folder).startswith(str(workspace / ".rlhf")):  # a downloaded copy: the server's own has to change
+        connect(workspace).log_artifact(version.run_id, str(folder / "added.txt"))
+
+
+@pytest.mark.parametrize("force", [None, "I insist"])
+def test_a_changed_artifact_is_never_promoted(contest: Path, backend, force: str | None) -> None:
+    if backend.uri is not None:
+        pytest.skip("the files of a server's artifact store are out of a workspace's reach")
+    tamper(contest, "2")
+    with pytest.raises(ModelError, match="version 2 are not the ones that were registered and judged"):
+        promote(contest, force_reason=force, play=Referee(referee=0.9))
+    assert aliases(contest)["champion"] == "1"
+
+
+def test_a_damaged_download_is_replaced_by_a_sound_one(contest: Path, backend) -> None:
+    if backend.uri is None:
+        pytest.skip("local artifacts are not downloaded")
+    version = connect(contest).get_model_version(policy_name(contest), "2")
+    (verified_folder(contest, version) / "added.txt").write_text("not what was judged")
+    assert not (verified_folder(contest, version) / "added.txt").exists()
+
+
+def test_a_match_file_that_no_match_has_written_is_not_believed(contest: Path) -> None:
+    referee = Referee(referee=0.3)
+    assert not promote(contest, play=referee).promoted
+    kept = next((contest / ".rlhf" / "matches").glob("*.json"))
+    forged = {"comparison": {"referee": {"win_rate": 1.0, "win_rate_low95": 0.99}}}
+    kept.write_text(json.dumps(forged))
+    assert not promote(contest, play=referee).promoted
+    assert referee.played == 2 and aliases(contest)["champion"] == "1"
 
 
 def test_the_real_match_runs_in_a_process_of_its_own(contest: Path) -> None:
     decision = promote(contest)
-    result = decision["match"]["comparison"]["referee"]
-    assert set(decision["match"]["comparison"]) == {"referee"}  # these prompts are not of the embedded world: no gold
+    assert decision.match is not None
+    result = decision.match["comparison"]["referee"]
+    assert set(decision.match["comparison"]) == {"referee"}  # these prompts are not of the embedded world: no gold
     assert result["prompts"] == 8 and result["win"] + result["tie"] + result["lose"] == pytest.approx(1)
-    assert decision["promoted"] == (result["win_rate_low95"] > 0.5)
+    assert decision.promoted == (result["win_rate_low95"] > 0.5)
 
 
 def test_a_match_that_cannot_be_played_is_one_line(contest: Path) -> None:
@@ -158,3 +267,30 @@ def test_the_flow_asks_a_person_before_it_acts(
         decision = flow.promotion_flow.fn(str(contest), approval=True)
     assert asked == ["1"] and referee.played == 1
     assert decision["promoted"] is approve and aliases(contest)["champion"] == champion
+
+
+def exit_code(*arguments: str) -> int:
+    from flows.cli import app
+
+    with pytest.raises(SystemExit) as ended:
+        app(args=[*arguments], prog_name="rlhf")
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_the_command_says_by_its_exit_code_whether_the_challenger_is_champion(
+    contest: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from flows.registry import promotion
+
+    referee = Referee(referee=0.4)
+    monkeypatch.setitem(promotion.promote.__kwdefaults__, "play", referee)
+    workspace = ("--workspace", str(contest))
+    assert exit_code("promote", *workspace) == 5
+    assert "not promoted: not above 0.5" in capsys.readouterr().out
+    assert exit_code("promote", *workspace, "--dry-run") == 5
+    assert exit_code("promote", *workspace, "--force", "--reason", "agreed") == 0
+    assert exit_code("promote", *workspace) == 0, "it is champion already"
+    assert exit_code("rollback", *workspace, "--to", "1", "--reason", "after all not") == 0
+    assert "champion is version 1 again (was 2)" in capsys.readouterr().out
+    assert exit_code("promote", *workspace) == 5, "rolled back"

@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
+from integration.registry.conftest import policy_name, reward_name, wait_for_url
 
+from flows.registry.aliases import versions
+from flows.registry.champion import champion_folder
 from flows.registry.mlflow_client import (
     connect,
     end_pipeline_run,
@@ -21,51 +24,94 @@ from flows.registry.mlflow_client import (
     start_pipeline_run,
     tracking_uri,
 )
-from flows.registry.register import champion_folder, model_folder, register, versions
+from flows.registry.register import register
 from flows.supervision.environment import child_environment
 from flows.supervision.ports import free_port
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.files import sha256_file, sha256_tree
 
 CHAT = {"messages": [{"role": "user", "content": "what colour is the sky?"}]}
+REFUSED_REQUESTS = [
+    ({"messages": []}, "messages is empty"),
+    ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role is 'wizard'"),
+    ({"messages": [{"role": "user", "content": " "}]}, "messages[0].content is empty"),
+    ({"messages": [{"role": "assistant", "content": "hi"}]}, "must end with a turn of role user"),
+    ({"top_p": 7.0}, "top_p is 7.0; it must be above 0 and at most 1"),
+    ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+    ({"max_new_tokens": 5000}, "exceeds the 256 positions of the model"),
+    ({"temperature": -1.0}, "temperature is -1.0"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+]
 SCORED = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "blue."}]}
 
 
 def test_both_models_are_registered_with_lineage_and_gate_report(workspace: Path) -> None:
     run_id = start_pipeline_run(workspace)
     result = register(workspace, run_id)
-    assert result["refused"] == {}
-    assert result["registered"]["rlhf-policy"]["version"] == "1"
+    assert result.refused == {}
+    assert result.registered[policy_name(workspace)].version == "1"
     client = connect(workspace)
-    version = client.get_model_version_by_alias("rlhf-policy", "challenger")
+    version = client.get_model_version_by_alias(policy_name(workspace), "challenger")
     assert version.tags["content_sha256"] == sha256_tree(workspace / "models" / "policy")
     assert version.tags["lineage.params_sha256"] == sha256_file(workspace / "params.yaml")
     assert version.tags["lineage.dvc_lock_sha256"] == sha256_file(workspace / "dvc.lock")
     assert version.tags["lineage.data"].endswith(".dir")
     assert version.tags["lineage.git_revision"] == "none"
     assert version.tags["reward_model_version"] == "1"
-    assert json.loads(version.tags["gate"])["passed"] is True
-    assert client.get_run(version.run_id).data.tags["mlflow.parentRunId"] == run_id
+    assert json.loads(version.tags["gate"])["passed"] is True and version.tags["gates"] == "passed"
+    run = client.get_run(version.run_id)
+    files = {a.path for folder in ("gates", "metrics") for a in client.list_artifacts(version.run_id, folder)}
+    assert {"gates/data.json", "gates/reward.json", "gates/policy.json", "metrics/evaluation.json"} <= files
+    logged = client.get_logged_model(version.source.removeprefix("models:/"))
+    assert {m.key: m.value for m in logged.metrics}["evaluation.nested.win_rate"] == 0.7
+    assert run.data.metrics["evaluation.nested.win_rate"] == 0.7
+    assert run.data.tags["mlflow.parentRunId"] == run_id
     assert client.get_run(run_id).info.status == "RUNNING"  # registering does not close the pipeline's run
 
 
 def test_the_same_content_is_registered_once(workspace: Path) -> None:
-    register(workspace)
-    again = register(workspace)
-    assert again["registered"]["rlhf-policy"] | {"content_sha256": ""} == {
-        "version": "1",
-        "reused": True,
-        "content_sha256": "",
-    }
-    assert len(versions(connect(workspace), "rlhf-policy")) == 1
+    first = register(workspace).registered[policy_name(workspace)]
+    again = register(workspace).registered[policy_name(workspace)]
+    assert (first.reused, again.reused) == (False, True)
+    assert again.version == "1" and again.content_sha256 == first.content_sha256
+    assert len(versions(connect(workspace), policy_name(workspace))) == 1
 
 
-def test_a_failed_gate_in_report_mode_registers_nothing_of_it(workspace: Path, write_gate, commit) -> None:
+def test_a_model_is_registered_as_ungated_where_a_gate_upstream_only_reported(
+    workspace: Path, write_gate, commit
+) -> None:
     write_gate(workspace, "policy", ["metrics/evaluation.json", "metrics/ppo.json"], passed=False, mode="report")
     commit(workspace)
     result = register(workspace)
-    assert list(result["registered"]) == ["rlhf-reward-model"]
-    assert "did not pass (it only reports, mode: report): kl" in result["refused"]["rlhf-policy"]
+    assert result.registered[policy_name(workspace)].ungated == "the policy gate did not pass (mode: report): kl"
+    assert result.registered[reward_name(workspace)].ungated == ""
+    assert not result.made_challenger(policy_name(workspace)) and result.made_challenger(reward_name(workspace))
+    client = connect(workspace)
+    assert client.get_registered_model(policy_name(workspace)).aliases == {}
+    assert client.get_model_version(policy_name(workspace), "1").tags["gates"] == "ungated"
+    write_gate(workspace, "policy", ["metrics/evaluation.json", "metrics/ppo.json"])
+    commit(workspace)
+    assert register(workspace).made_challenger(policy_name(workspace)), "the bounds were mended, the files are the same"
+    tags = client.get_model_version(policy_name(workspace), "1").tags
+    assert tags["gates"] == "passed" and "ungated" not in tags
+
+
+@pytest.mark.parametrize(("gate", "evidence"), [("data", "data"), ("reward", "reward"), ("policy", "evaluation")])
+def test_every_gate_upstream_of_a_policy_must_have_passed(
+    workspace: Path, write_gate, commit, gate: str, evidence: str
+) -> None:
+    write_gate(workspace, gate, [f"metrics/{evidence}.json"], passed=False)
+    commit(workspace)
+    refused = register(workspace).refused
+    assert refused[policy_name(workspace)] == f"the {gate} gate did not pass: kl"
+    assert (reward_name(workspace) in refused) == (gate != "policy")
+
+
+def test_a_gate_without_conditions_vouches_for_nothing(workspace: Path, commit) -> None:
+    path = workspace / "gates" / "policy.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"conditions": []}))
+    commit(workspace)
+    assert "the policy gate has no conditions" in register(workspace).refused[policy_name(workspace)]
 
 
 def test_tampering_with_evidence_or_model_is_refused(workspace: Path) -> None:
@@ -73,14 +119,21 @@ def test_tampering_with_evidence_or_model_is_refused(workspace: Path) -> None:
         stream.write("\n")
     with (workspace / "models" / "reward" / "config.json").open("a") as stream:
         stream.write("\n")
-    refused = register(workspace)["refused"]
-    assert "metrics/evaluation.json is not the file that the policy gate judged" in refused["rlhf-policy"]
-    assert "models/reward modified" in refused["rlhf-reward-model"]
+    refused = register(workspace).refused
+    changed = "metrics/evaluation.json is not the file that the policy gate judged"
+    assert changed in refused[policy_name(workspace)]
+    assert "models/reward modified" in refused[reward_name(workspace)]
+
+
+def test_a_policy_is_refused_when_the_reward_model_behind_it_has_changed(workspace: Path) -> None:
+    with (workspace / "models" / "reward" / "config.json").open("a") as stream:
+        stream.write("\n")
+    assert "models/reward modified" in register(workspace).refused[policy_name(workspace)]
 
 
 def test_a_missing_gate_is_refused(workspace: Path) -> None:
     (workspace / "gates" / "policy.json").unlink()
-    assert "has not judged this workspace" in register(workspace)["refused"]["rlhf-policy"]
+    assert "has not judged this workspace" in register(workspace).refused[policy_name(workspace)]
 
 
 def test_versions_answer_through_pyfunc_and_are_plain_folders(workspace: Path) -> None:
@@ -92,10 +145,10 @@ def test_versions_answer_through_pyfunc_and_are_plain_folders(workspace: Path) -
     from rlhf_core.evaluation.text_metrics import Reply
 
     register(workspace)
-    connect(workspace).set_registered_model_alias("rlhf-policy", "champion", "1")
+    connect(workspace).set_registered_model_alias(policy_name(workspace), "champion", "1")
     with fluent(workspace):
-        policy = mlflow.pyfunc.load_model("models:/rlhf-policy@champion")
-        reward = mlflow.pyfunc.load_model("models:/rlhf-reward-model@challenger")
+        policy = mlflow.pyfunc.load_model(f"models:/{policy_name(workspace)}@champion")
+        reward = mlflow.pyfunc.load_model(f"models:/{reward_name(workspace)}@challenger")
     params = {"max_new_tokens": 5, "seed": 3}
     first, second = policy.predict(CHAT, params=params), policy.predict(CHAT, params=params)
     assert first == second and first[0]["choices"][0]["message"]["role"] == "assistant"
@@ -107,11 +160,24 @@ def test_versions_answer_through_pyfunc_and_are_plain_folders(workspace: Path) -
     folder = champion_folder(workspace)
     assert sha256_tree(folder) == sha256_tree(workspace / "models" / "policy")
     AutoModelForCausalLM.from_pretrained(folder)
-    assert model_folder(workspace, "rlhf-policy", "1") == folder
+
+
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_a_changed_artifact_is_refused_where_it_is_used(workspace: Path) -> None:
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
+    register(workspace)
+    connect(workspace).set_registered_model_alias(policy_name(workspace), "champion", "1")
+    (champion_folder(workspace) / "added.txt").write_text("not what was judged")
+    with pytest.raises(ModelError, match="version 1 are not the ones that were registered and judged"):
+        champion_folder(workspace)
+    with fluent(workspace), pytest.raises(MlflowException, match="not the ones that were registered and judged"):
+        mlflow.pyfunc.load_model(f"models:/{policy_name(workspace)}@champion")
 
 
 def test_no_champion_is_one_clear_line(workspace: Path) -> None:
-    with pytest.raises(RlhfError, match="no champion of rlhf-policy in this workspace yet; `rlhf run` makes one"):
+    with pytest.raises(RlhfError, match=r"no champion of .* in this workspace yet; `rlhf run` makes one"):
         champion_folder(workspace)
 
 
@@ -141,36 +207,33 @@ def test_a_server_that_does_not_answer_is_one_clear_line(workspace: Path, monkey
 
 
 @pytest.mark.services
-def test_mlflow_serves_the_policy(workspace: Path) -> None:
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_mlflow_serves_the_policy_and_refuses_in_one_line(workspace: Path) -> None:
     register(workspace)
     port = free_port()
-    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/rlhf-policy@challenger"]
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", f"models:/{policy_name(workspace)}@challenger"]
     command += ["--env-manager", "local", "--host", "127.0.0.1", "--port", str(port)]
     env = child_environment(workspace, MLFLOW_TRACKING_URI=tracking_uri(workspace))
     server = subprocess.Popen(
         command, cwd=workspace, env=env, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
+    url = f"http://127.0.0.1:{port}/invocations"
     try:
-        _wait_for(f"http://127.0.0.1:{port}/ping", server)
-        answer = _post(f"http://127.0.0.1:{port}/invocations", {**CHAT, "max_new_tokens": 4, "seed": 1})
+        wait_for_url(f"http://127.0.0.1:{port}/ping", server)
+        answer = _post(url, {**CHAT, "max_new_tokens": 4, "seed": 1})
         assert answer[0]["choices"][0]["message"]["role"] == "assistant"
         assert answer[0]["usage"]["completion_tokens"] <= 4
         table = {"dataframe_records": [CHAT, CHAT], "params": {"max_new_tokens": 2}}
-        assert len(_post(f"http://127.0.0.1:{port}/invocations", table)["predictions"]) == 2
+        assert len(_post(url, table)["predictions"]) == 2
+        for change, reason in REFUSED_REQUESTS:
+            with pytest.raises(urllib.error.HTTPError) as refusal:
+                _post(url, {**CHAT, **change})
+            body = refusal.value.read().decode()
+            assert refusal.value.code == 400 and reason in body
+            assert "Traceback" not in body and str(workspace) not in body and "\\n" not in body, body
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(120)
-
-
-def _wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
-    for _ in range(600):
-        assert server.poll() is None, "the server ended"
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise AssertionError(f"{url} never answered")
 
 
 def _post(url: str, body: object):

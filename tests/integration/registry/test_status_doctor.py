@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from integration.registry.conftest import policy_name
 
 from flows.commands.checks import FAIL, OK
 from flows.commands.checks.machine import check_package
@@ -31,11 +32,12 @@ def test_status_shows_stages_gates_run_registry_and_partial_work(workspace: Path
     assert "policy  passed, mode enforce" in screen
     assert "ppo: step-000005 (work/ppo/abc)" in screen
     assert f"interrupted (its process is gone; the next run goes on)  (MLflow run {run_id})" in screen
-    assert "rlhf-policy: 1 version; @champion v1, @challenger v1" in screen
+    assert f"{policy_name(workspace)}: 1 version; @champion v1, @challenger v1" in screen
     end_pipeline_run(run_id, "completed", workspace)
     assert "finished after" in status(workspace)
 
 
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_status_of_a_new_workspace_creates_nothing(workspace: Path) -> None:
     (workspace / "mlflow.db").unlink()
     (workspace / "dvc.lock").unlink()
@@ -44,6 +46,7 @@ def test_status_of_a_new_workspace_creates_nothing(workspace: Path) -> None:
     assert not (workspace / "mlflow.db").exists()
 
 
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_status_names_the_holder_of_the_lock(workspace: Path) -> None:
     (workspace / ".rlhf").mkdir(exist_ok=True)
     record = {"pid": os.getpid(), "since": "2026-01-01T00:00:00", "command": "rlhf run"}
@@ -51,12 +54,14 @@ def test_status_names_the_holder_of_the_lock(workspace: Path) -> None:
     assert f"in use by: `rlhf run` (pid {os.getpid()}" in status(workspace)
 
 
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_a_healthy_machine_passes(workspace: Path) -> None:
     text, code = doctor(workspace)
     assert code == 0, text
     assert "every parameter is known and in range" in text
 
 
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_doctor_names_what_is_wrong_and_what_to_do(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dead = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("PREFECT_API_URL", f"{dead}/api")

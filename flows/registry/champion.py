@@ -1,0 +1,34 @@
+"""The model that an alias points to, as a folder whose files are the registered ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flows.registry.alias_transaction import finish_interrupted
+from flows.registry.aliases import CHAMPION, alias_version
+from flows.registry.mlflow_client import connect
+from flows.registry.model_artifacts import verified_folder
+from flows.registry.register import REGISTRY_LOCK
+from flows.workspace.lock import locked
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.errors import RlhfError
+
+
+def champion_folder(workspace: Path, alias: str = CHAMPION) -> Path:
+    """The Hugging Face folder of the policy with ``alias``, its content verified.
+
+    A promotion that was interrupted is completed first. Raises ``RlhfError`` where no version has the alias and
+    ``ModelError`` where its files are not the registered ones.
+    """
+    workspace = workspace.resolve()
+    config = load_section(workspace, "registry", RegistryConfig)
+    client = connect(workspace)
+    with locked(workspace, REGISTRY_LOCK, wait=True):
+        finish_interrupted(client, workspace, config)
+    version = alias_version(client, config.policy, alias)
+    if version is None:
+        raise RlhfError(
+            f"no {alias} of {config.policy} in this workspace yet; `rlhf run` makes one, `rlhf status` shows what is"
+        )
+    return verified_folder(workspace, version)

@@ -1,0 +1,92 @@
+"""Proof that gates judged the very files that are about to be registered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flows.dvc_repo.graph import StageNode, read_graph
+from flows.dvc_repo.status import describe_changes, dvc_status
+from rlhf_core.errors import GateFailed
+from rlhf_core.files import read_json, sha256_file
+
+REPORT_MODE = "report"
+ALWAYS_CHANGED = "always changed"
+
+
+@dataclass(frozen=True)
+class GateEvidence:
+    """What one gate recorded. ``failed`` is empty if it passed, else why it does not vouch for a model."""
+
+    gate: str
+    report: Mapping[str, Any]
+    failed: str
+
+    @property
+    def files(self) -> Sequence[str]:
+        """The metric files it judged, relative to the workspace."""
+        return tuple(self.report["evidence"])
+
+
+def read_gate_evidence(workspace: Path, gate: str) -> GateEvidence:
+    """The evidence of ``gate``; a gate that only reports (``mode: report``) may have failed.
+
+    Raises :class:`GateFailed` when there is no evidence, when an enforced gate failed, or when a judged file has
+    changed since.
+    """
+    path = workspace / "gates" / f"{gate}.json"
+    if not path.is_file():
+        raise GateFailed(
+            f"gates/{gate}.json does not exist: the {gate} gate has not judged this workspace; run `rlhf run`"
+        )
+    report: dict[str, Any] = read_json(path)
+    evidence = report.get("evidence") or {}
+    if not evidence:
+        raise GateFailed(f"gates/{gate}.json names no evidence, so it cannot vouch for a model; run `rlhf run` again")
+    for name, expected in evidence.items():
+        file = workspace / name
+        if not file.is_file() or sha256_file(file) != expected:
+            raise GateFailed(f"{name} is not the file that the {gate} gate judged; run `rlhf run` to judge it anew")
+    failed = _failure(gate, report)
+    if failed and report.get("mode") != REPORT_MODE:
+        raise GateFailed(failed)
+    return GateEvidence(gate, report, failed)
+
+
+def _failure(gate: str, report: Mapping[str, Any]) -> str:
+    conditions = report.get("conditions") or []
+    if not conditions:
+        return f"the {gate} gate has no conditions, so it cannot vouch for a model"
+    failed = [str(condition.get("metric")) for condition in conditions if condition.get("passed") is not True]
+    if report.get("passed") is True and not failed:
+        return ""
+    mode = " (mode: report)" if report.get("mode") == REPORT_MODE else ""
+    return f"the {gate} gate did not pass{mode}: {', '.join(failed) or f'see gates/{gate}.json'}"
+
+
+@dataclass(frozen=True)
+class Freshness:
+    """What DVC says of the workspace: its stages, and those whose files are not what dvc.lock records."""
+
+    graph: Mapping[str, StageNode]
+    stale: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, workspace: Path) -> Freshness:
+        """Ask DVC; ``RlhfError`` if it cannot answer."""
+        return cls(read_graph(workspace), dvc_status(workspace))
+
+    def require(self, stage: str) -> None:
+        """``GateFailed`` unless ``stage`` and every stage before it have left their files as dvc.lock records."""
+        relevant = {stage, *self.graph[stage].after}
+        stale = {
+            name: changes for name, changes in self.stale.items() if name in relevant and changes != [ALWAYS_CHANGED]
+        }
+        if not stale:
+            return
+        details = "; ".join(f"{name}: {describe_changes(changes)}" for name, changes in stale.items())
+        raise GateFailed(
+            f"the files are not what dvc.lock records ({details}); run `rlhf run` to bring them up to date"
+        )

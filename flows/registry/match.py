@@ -1,0 +1,100 @@
+"""The match of challenger against champion: played once per question, and believed only as it was played."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.dvc_repo.lock_file import recorded_hash
+from flows.registry.aliases import registry_errors
+from flows.registry.model_artifacts import CONTENT_TAG
+from flows.supervision.environment import child_environment
+from flows.supervision.processes import start_guarded
+from rlhf_core.config.evaluate import EvaluateConfig
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.errors import RlhfError
+from rlhf_core.files import atomic_write_json, read_json, sha256_file
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+
+PlayMatch = Callable[[Path, Path, Path], Mapping[str, Any]]
+MATCH_TAG = "match"
+
+
+def match_question(workspace: Path, challenger: ModelVersion, champion: ModelVersion) -> dict[str, Any]:
+    """What a match is about: models, prompts, referee and settings. While it is the same, so is the result."""
+    return {
+        "challenger": challenger.tags[CONTENT_TAG],
+        "champion": champion.tags[CONTENT_TAG],
+        "prompts": recorded_hash(workspace, "data/clean"),
+        "referee": recorded_hash(workspace, "models/referee"),
+        "settings": load_section(workspace, "evaluate", EvaluateConfig).model_dump(mode="json"),
+    }
+
+
+def match_result(
+    client: MlflowClient,
+    workspace: Path,
+    challenger: ModelVersion,
+    question: Mapping[str, Any],
+    play: Callable[[], Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The result of the match about ``question``, played at most once.
+
+    It is kept in ``.rlhf/matches`` and its hash in a tag of the challenger: a file whose hash is not the recorded one
+    was not written by a match, and is replaced by playing.
+    """
+    digest = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:16]
+    kept, tag = workspace / ".rlhf" / "matches" / f"{digest}.json", f"{MATCH_TAG}.{digest}"
+    if not kept.is_file() or challenger.tags.get(tag) != sha256_file(kept):
+        atomic_write_json(kept, dict(play()))
+        with registry_errors("record the match"):
+            client.set_model_version_tag(challenger.name, str(challenger.version), tag, sha256_file(kept))
+    result: dict[str, Any] = read_json(kept)
+    return result
+
+
+def play_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, Any]:
+    """Run the match in a supervised process and return its result; ``RlhfError`` with its last line if it fails."""
+    output = workspace / ".rlhf" / "match.json"
+    log = workspace / ".rlhf" / "logs" / "match.log"
+    output.unlink(missing_ok=True)
+    log.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "rlhf_core", "match", "--workspace", str(workspace)]
+    command += ["--champion", str(champion), "--challenger", str(challenger), "--output", str(output)]
+    process = start_guarded(command, name="match", cwd=workspace, env=child_environment(workspace), log=log)
+    try:
+        while (code := process.poll()) is None:
+            time.sleep(0.1)
+    finally:
+        process.stop()
+    if code:
+        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        raise RlhfError(f"the match ended with code {code}: {lines[-1] if lines else 'no output'} (log: {log})")
+    result: dict[str, Any] = read_json(output)
+    return result
+
+
+def wins(match: Mapping[str, Any], bar: float) -> tuple[bool, str]:
+    """Whether every judge's lower 95 % bound of the challenger's win rate exceeds ``bar``, and the bounds in words.
+
+    A bound equal to the bar does not do: two identical models tie everywhere, at exactly one half.
+    """
+    judges = match.get("comparison") or {}
+    if not judges:
+        return False, "no judge has compared them"
+    lows = {name: float(result["win_rate_low95"]) for name, result in judges.items()}
+    rates = ", ".join(
+        f"{name} win rate {judges[name]['win_rate']:.3f} (at least {low:.3f})" for name, low in sorted(lows.items())
+    )
+    short = sorted(name for name, low in lows.items() if not low > bar)
+    if short:
+        return False, f"not above {bar:g} with 95 % confidence by {' and '.join(short)}: {rates}"
+    return True, f"above {bar:g} with 95 % confidence by every judge: {rates}"

@@ -1,0 +1,190 @@
+"""Promotion and rollback killed at each step, and a registry that refuses: one champion, and the next call repairs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integration.registry.conftest import policy_name, reward_name
+from integration.registry.test_promotion import Referee, aliases, reports
+
+from flows.commands.status import status
+from flows.registry.champion import champion_folder
+from flows.registry.mlflow_client import connect
+from flows.registry.promotion import promote, rollback
+from flows.registry.register import register
+from rlhf_core.errors import RlhfError
+
+CHANGING = (
+    "set_registered_model_alias",
+    "delete_registered_model_alias",
+    "set_registered_model_tag",
+    "delete_registered_model_tag",
+    "set_model_version_tag",
+    "delete_model_version_tag",
+    "log_artifact",
+)
+MORE_THAN_ALL = 40
+PROMOTED = {"challenger": "2", "champion": "2", "previous": "1"}
+ROLLED_BACK = {"challenger": "2", "champion": "1"}
+BEFORE = {"challenger": "2", "champion": "1"}
+
+
+def killed_before(step: int, action: Callable[[], Any]) -> bool:
+    """Run ``action`` in a process of its own that kills itself before its ``step``-th change; whether it did."""
+    child = os.fork()
+    if child == 0:
+        from mlflow import MlflowClient
+
+        left = [step]
+        for name in CHANGING:
+
+            def change(*args: Any, original: Any = getattr(MlflowClient, name), **options: Any) -> Any:
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return original(*args, **options)
+
+            setattr(MlflowClient, name, change)
+        try:
+            action()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        return True
+    assert os.waitstatus_to_exitcode(status) == 0, "the action failed"
+    return False
+
+
+def win(workspace: Path) -> Any:
+    return promote(workspace, play=Referee(referee=0.9))
+
+
+def steps_of(backend: Any) -> Iterator[int]:
+    """Every step where a try costs little, else those around the alias moves."""
+    yield from range(1, MORE_THAN_ALL) if backend.uri is None else (3, 4, 6, 12)
+
+
+@pytest.fixture
+def contests(request: pytest.FixtureRequest, tmp_path: Path, backend: Any) -> Callable[[], Path]:
+    """A new contest at each call."""
+    from integration.registry import conftest
+
+    kind = "champion_and_challenger" if backend.uri is None else "champion_and_challenger_on_server"
+    source: Path = request.getfixturevalue(kind)
+    monkeypatch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
+    made: list[Path] = []
+
+    def new() -> Path:
+        workspace = conftest.copy_workspace(source, tmp_path / str(len(made)) / "contest")
+        made.append(workspace)
+        backend.adopt(workspace, monkeypatch)
+        if backend.uri is not None:
+            for name in (policy_name, reward_name):
+                conftest.copy_registered_model(workspace, name(source), name(workspace))
+        return workspace
+
+    return new
+
+
+def test_a_promotion_killed_at_any_step_is_completed_or_has_not_begun(
+    contests: Callable[[], Path], backend: Any
+) -> None:
+    moved = []
+    for step in steps_of(backend):
+        workspace = contests()
+        if not killed_before(step, lambda workspace=workspace: win(workspace)):
+            break
+        moved.append(aliases(workspace) != BEFORE)
+        champion_folder(workspace)  # any use of the registry completes what was decided
+        begun = aliases(workspace) == PROMOTED
+        assert begun or aliases(workspace) == BEFORE
+        win(workspace)
+        assert aliases(workspace) == PROMOTED
+        assert [report["challenger"] for report in reports(workspace)] == ["1", "2"], "one report per decision"
+        assert "interrupted" not in status(workspace)
+        assert "rlhf.intent" not in connect(workspace).get_registered_model(policy_name(workspace)).tags
+    assert any(moved), "no kill came between two moves"
+
+
+def test_a_rollback_killed_at_any_step_is_completed_or_has_not_begun(
+    contests: Callable[[], Path], backend: Any
+) -> None:
+    completed = []
+    for step in steps_of(backend):
+        workspace = contests()
+        killed_before(MORE_THAN_ALL, lambda workspace=workspace: win(workspace))
+        if not killed_before(step, lambda workspace=workspace: rollback(workspace, "rude")):
+            break
+        refused = win(workspace)  # completes the rollback first, then must not crown the bad version again
+        completed.append(aliases(workspace) == ROLLED_BACK)
+        if completed[-1]:
+            assert "was rolled back (rude)" in refused.reason
+            with pytest.raises(RlhfError, match="no earlier champion"):
+                rollback(workspace, "rude")
+        else:
+            assert aliases(workspace) == PROMOTED
+            assert rollback(workspace, "rude").champion == "1"
+    assert any(completed)
+
+
+@contextmanager
+def locked_database(workspace: Path) -> Iterator[None]:
+    connection = sqlite3.connect(workspace / "mlflow.db", isolation_level=None)
+    connection.execute("BEGIN EXCLUSIVE")
+    try:
+        yield
+    finally:
+        connection.execute("ROLLBACK")
+        connection.close()
+
+
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_a_registry_that_refuses_a_look_up_is_not_a_registry_without_champion(
+    contest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database is locked during the look-up of the aliases; before and after it answers."""
+    from mlflow import MlflowClient
+
+    original, refused = MlflowClient.get_registered_model, []
+
+    def look_up(client: MlflowClient, name: str) -> Any:
+        with locked_database(contest):
+            refused.append(name)
+            return original(client, name)
+
+    monkeypatch.setattr(MlflowClient, "get_registered_model", look_up)
+    for action in (lambda: promote(contest), lambda: rollback(contest, "why"), lambda: champion_folder(contest)):
+        with pytest.raises(RlhfError, match=r"could not look up .*database is locked"):
+            action()
+    monkeypatch.undo()
+    assert refused and aliases(contest) == BEFORE and len(reports(contest)) == 1
+
+
+def test_a_refused_change_moves_nothing(contest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    def refuse(*_: Any) -> None:
+        raise MlflowException("permission denied")
+
+    monkeypatch.setattr(MlflowClient, "set_registered_model_tag", refuse)
+    with pytest.raises(RlhfError, match=r"nothing has changed .*permission denied"):
+        win(contest)
+    assert aliases(contest) == BEFORE and len(reports(contest)) == 1
+
+
+def test_registering_completes_an_interrupted_promotion_first(contests: Callable[[], Path]) -> None:
+    workspace = contests()
+    assert killed_before(4, lambda: win(workspace))
+    assert "a promote was interrupted; the next promote, rollback, run or chat completes it" in status(workspace)
+    register(workspace)
+    assert aliases(workspace) == PROMOTED
