@@ -125,19 +125,19 @@ def ablate(
 
     Examples: rlhf ablate --list | rlhf ablate | rlhf ablate --variants ppo-max,vanilla --seeds 1,2 --iterations 20
     """
-    from flows.ablation.command import Options
+    from flows.ablation.command import AblationOptions
     from flows.ablation.command import ablate as run_ablation
     from flows.ablation.command import listing as list_variants
-    from flows.ablation.plan import Request, parse_names, parse_seeds
+    from flows.ablation.plan import AblationRequest, parse_names, parse_seeds
     from flows.workspace.folder import find_workspace
 
     own = [*(sets or []), *([f"ppo.iterations={iterations}"] if iterations else [])]
-    request = Request(profile, tuple(own), file, parse_names(variants), parse_seeds(seeds))
+    request = AblationRequest(profile, tuple(own), file, parse_names(variants), parse_seeds(seeds))
     folder = find_workspace(workspace)
     if listing:
         typer.echo(list_variants(folder, request))
         return
-    raise typer.Exit(run_ablation(folder, request, Options(jobs, docs)))
+    raise typer.Exit(run_ablation(folder, request, AblationOptions(jobs, docs)))
 
 
 @app.command()

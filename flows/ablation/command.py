@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.ablation.job import Ended, run_job
-from flows.ablation.plan import Plan, Request, definition, describe, make_plan
+from flows.ablation.job import JobResult, run_job
+from flows.ablation.plan import AblationPlan, AblationRequest, definition, describe, make_plan
 from flows.ablation.pool import run_jobs
 from flows.dvc_repo.root import cache_of, ensure_dvc
 from flows.supervision import signals
@@ -23,14 +23,14 @@ PAGE = Path("docs") / "ablation.md"
 
 
 @dataclass(frozen=True)
-class Options:
+class AblationOptions:
     """How to run. ``jobs`` None: as many side by side as there are cores for this process."""
 
     jobs: int | None = None
     docs: bool = False
 
 
-class Told:
+class ProgressLines:
     """A line per end, with how many there are to go and about how long that takes."""
 
     def __init__(self, count: int, slots: int) -> None:
@@ -38,7 +38,7 @@ class Told:
         self.done = 0
         self.seconds: list[float] = []
 
-    def __call__(self, ended: Ended) -> None:
+    def __call__(self, ended: JobResult) -> None:
         """Tell of one end."""
         self.done += 1
         if ended.trained:
@@ -64,12 +64,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def listing(base: Path, request: Request) -> str:
+def listing(base: Path, request: AblationRequest) -> str:
     """The variants and figures of the request, nothing run."""
     return describe(definition(base, request), request.variants)
 
 
-def ablate(base: Path, request: Request, options: Options) -> int:
+def ablate(base: Path, request: AblationRequest, options: AblationOptions) -> int:
     """Run what the request names and write the results; the exit status. ``RlhfError`` before anything has begun.
 
     0: every run is done. 1: some failed or were paused by their own training, and the rest is in the results.
@@ -86,7 +86,7 @@ def ablate(base: Path, request: Request, options: Options) -> int:
         ensure_dvc(base)
         plan, cache = make_plan(base, request, ablation), cache_of(base)
         slots = options.jobs or cores()
-        told = Told(len(plan.jobs), slots)
+        told = ProgressLines(len(plan.jobs), slots)
         told.line(f"{len(plan.jobs)} jobs, {slots} at a time, in {show_path(plan.jobs[0].workspace.parents[1])}")
         ended = run_jobs(plan.jobs, slots, lambda job: run_job(plan, job, cache), told)
         if signals.STOP.is_set():
@@ -95,12 +95,12 @@ def ablate(base: Path, request: Request, options: Options) -> int:
         return _conclude(plan, ended, page, told)
 
 
-def _conclude(plan: Plan, ended: list[Ended], page: Path | None, told: Told) -> int:
+def _conclude(plan: AblationPlan, ended: list[JobResult], page: Path | None, told: ProgressLines) -> int:
     runs = [(e.job.variant, e.job.seed, e.job.workspace, e.state, e.message) for e in ended if e.job.variant]
     counts = summarise_ablation(plan.ablation, runs, plan.folder, page)
     unfinished = sum(not e.ok for e in ended)
-    spoken = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
-    told.line(f"{len(ended) - unfinished} of {len(ended)} jobs done; claims: {spoken or 'none'}")
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    told.line(f"{len(ended) - unfinished} of {len(ended)} jobs done; claims: {outcomes or 'none'}")
     print(f"table:   {show_path(plan.folder / 'table.md')}")
     print(f"results: {show_path(plan.folder / 'results.csv')}")
     if page is not None:

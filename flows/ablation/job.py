@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.ablation.plan import TRAINER, Job, Plan
+from flows.ablation.plan import TRAINER, AblationJob, AblationPlan
 from flows.dvc_repo.root import ensure_dvc
 from flows.stage.outcome import FINAL_CODES, OUTCOMES
 from flows.stage.run import wait_for
 from flows.supervision.clock import Stopwatch
 from flows.supervision.environment import child_environment
-from flows.supervision.processes import start_guarded
+from flows.supervision.processes import start_supervised
 from flows.supervision.signals import STOP
-from flows.workspace.cleanup import sweep
-from flows.workspace.folder import PRIVATE, private
+from flows.workspace.cleanup import cleanup
+from flows.workspace.folder import PRIVATE, private_path
 from flows.workspace.lock import locked
 from flows.workspace.recipe import recipe, write_recipe
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, RlhfError
@@ -29,11 +29,11 @@ ATTEMPTS = 2  # a crash is tried once more; a verdict of a stage is not
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobResult:
     """How a job ended. ``state`` is done, paused (a training stage stopped in good order), failed, skipped or stopped;
     ``trained`` says whether PPO ran in it, ``seconds`` is its time."""
 
-    job: Job
+    job: AblationJob
     state: str
     message: str = ""
     seconds: float = 0.0
@@ -45,23 +45,23 @@ class Ended:
         return self.state == "done"
 
 
-def run_job(plan: Plan, job: Job, cache: Path) -> Ended:
+def run_job(plan: AblationPlan, job: AblationJob, cache: Path) -> JobResult:
     """Bring the job's targets up to date; never raises for a failing stage. A raised stop flag ends it."""
     watch = Stopwatch()
     try:
         with locked(job.workspace):
             prepare(plan, job, cache)
-            sweep(job.workspace)
+            cleanup(job.workspace)
             for _ in range(ATTEMPTS):
                 ended = _reproduce(job, watch)
                 if ended.state != "crashed":
                     return ended
-            return Ended(job, "failed", ended.message, ended.seconds, ended.trained)
+            return JobResult(job, "failed", ended.message, ended.seconds, ended.trained)
     except RlhfError as error:
-        return Ended(job, "failed", str(error), watch.seconds)
+        return JobResult(job, "failed", str(error), watch.seconds)
 
 
-def prepare(plan: Plan, job: Job, cache: Path) -> None:
+def prepare(plan: AblationPlan, job: AblationJob, cache: Path) -> None:
     """The job's workspace with its recipe, on the cache that all share."""
     write_recipe(job.workspace, recipe(plan.base, plan.profile, job.sets, job.workspace), plan.base)
     donor = next(other.workspace for other in plan.jobs if other.variant is None and other.seed == job.seed)
@@ -84,11 +84,11 @@ def _copy_dvc(donor: Path, target: Path) -> None:
     building.rename(target / ".dvc")
 
 
-def _reproduce(job: Job, watch: Stopwatch) -> Ended:
-    log = private(job.workspace, "logs", "ablation.log")
+def _reproduce(job: AblationJob, watch: Stopwatch) -> JobResult:
+    log = private_path(job.workspace, "logs", "ablation.log")
     offset = log.stat().st_size if log.exists() else 0
     _forget_verdicts(job.workspace)
-    guarded = start_guarded(
+    supervised = start_supervised(
         [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *job.targets],
         name=job.title,
         cwd=job.workspace,
@@ -96,11 +96,11 @@ def _reproduce(job: Job, watch: Stopwatch) -> Ended:
         log=log,
         grace=GRACE_SECONDS,
     )
-    code = wait_for(guarded)
+    code = wait_for(supervised)
     text = log.read_bytes()[offset:].decode("utf-8", errors="replace")
     trained = f"Running stage '{TRAINER}'" in text
     state, message = ("done", "") if code == 0 else _failure(job.workspace, code, text)
-    return Ended(job, state, message, watch.seconds, trained)
+    return JobResult(job, state, message, watch.seconds, trained)
 
 
 def tracking() -> dict[str, str]:
@@ -112,8 +112,11 @@ def _failure(workspace: Path, code: int, text: str) -> tuple[str, str]:
     """State and message of an end that was no success: a stage's own words, else DVC's."""
     if STOP.is_set():
         return "stopped", ""
-    for verdict in _verdicts(workspace):
-        exit_code, message = int(verdict.get("exit_code", 0)), f"{verdict.get('stage')}: {verdict.get('message', '')}"
+    for report in _verdicts(workspace):
+        exit_code, message = (
+            int(report.get("exit_code", 0)),
+            f"{report.get('stage')}: {report.get('message', '')}",
+        )
         if exit_code == EXIT_TRAINING_PAUSED:
             return "paused", message
         if exit_code in (EXIT_INTERRUPTED, EXIT_PREEMPTED):  # somebody else's signal

@@ -23,7 +23,7 @@ TRAINER, GOAL = "ppo", "evaluate"
 
 
 @dataclass(frozen=True)
-class Request:
+class AblationRequest:
     """What the command line asks for. ``variants`` and ``seeds`` empty: all of the file's."""
 
     profile: str | None = None
@@ -43,7 +43,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Job:
+class AblationJob:
     """Bring ``targets`` up to date in ``workspace``, whose recipe is the base's with ``sets`` in turn.
 
     ``variant`` None is the part that all variants of the seed share; it comes first."""
@@ -61,14 +61,14 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AblationPlan:
     """All jobs, those of the shared parts first; results go to ``folder``."""
 
     ablation: Ablation
     base: Path
     profile: str | None
     folder: Path
-    jobs: tuple[Job, ...]
+    jobs: tuple[AblationJob, ...]
 
 
 def parse_names(text: str | None) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ def parse_seeds(text: str | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(name) for name in names))
 
 
-def definition(base: Path, request: Request) -> Ablation:
+def definition(base: Path, request: AblationRequest) -> Ablation:
     """The ablation of the request: the named file, the workspace's ablation.yaml, or the project's. Fully checked."""
     own = base / ABLATION_FILE
     path = request.file or (own if own.is_file() else recipe_folder() / ABLATION_FILE)
@@ -95,7 +95,7 @@ def definition(base: Path, request: Request) -> Ablation:
     return ablation
 
 
-def make_plan(base: Path, request: Request, ablation: Ablation) -> Plan:
+def make_plan(base: Path, request: AblationRequest, ablation: Ablation) -> AblationPlan:
     """The jobs of the request. ``base`` must be a DVC root: what comes before PPO is read from its graph.
 
     Overrides apply in this order: profile, the file's ``common``, ``--set``, the seed, the variant's own: a variant
@@ -107,14 +107,16 @@ def make_plan(base: Path, request: Request, ablation: Ablation) -> Plan:
     seeds = request.seeds or ablation.seeds
     names = [name for name in ablation.names if not request.variants or name in request.variants]
 
-    def job(variant: str | None, seed: int) -> Job:
+    def job(variant: str | None, seed: int) -> AblationJob:
         own = assignments(ablation.overrides(variant)) if variant else []
         sets = (*common, f"seed={seed}", *own)
-        return Job(variant, seed, place / (variant or SHARED) / f"seed-{seed}", sets, (GOAL,) if variant else targets)
+        return AblationJob(
+            variant, seed, place / (variant or SHARED) / f"seed-{seed}", sets, (GOAL,) if variant else targets
+        )
 
     jobs = [job(None, seed) for seed in seeds] + [job(name, seed) for name in names for seed in seeds]
     results = f"{request.name}-part" if request.is_part_of(ablation) else request.name
-    return Plan(ablation, base, request.profile, base / FOLDER / results, tuple(jobs))
+    return AblationPlan(ablation, base, request.profile, base / FOLDER / results, tuple(jobs))
 
 
 def shared_targets(base: Path) -> tuple[str, ...]:

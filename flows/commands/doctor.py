@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flows.commands.checks import FAIL, OK, WARN, Check
+from flows.commands.checks import FAIL, OK, WARN, DoctorCheck
 from flows.commands.checks.machine import machine_checks
 from flows.commands.checks.services import service_checks
 from flows.commands.checks.workspace import workspace_checks
@@ -29,12 +29,12 @@ def doctor(workspace: Path | None = None) -> tuple[str, int]:
     return "\n".join(lines), EXIT_USER_ERROR if failed else EXIT_OK
 
 
-def _collect(workspace: Path | None) -> Iterator[Check]:
-    groups: list[Callable[[Path | None], Iterator[Check]]] = [machine_checks, service_checks, workspace_checks]
+def _collect(workspace: Path | None) -> Iterator[DoctorCheck]:
+    groups: list[Callable[[Path | None], Iterator[DoctorCheck]]] = [machine_checks, service_checks, workspace_checks]
     for group in groups:
         yield from group(workspace)
 
 
-def _line(check: Check, width: int) -> str:
+def _line(check: DoctorCheck, width: int) -> str:
     remedy = f" → {check.remedy}" if check.remedy else ""
     return f"{MARKS[check.level]}  {check.name.ljust(width)}  {check.finding}{remedy}"

@@ -12,7 +12,7 @@ from flows.commands.display import Display
 from flows.commands.summary import exit_code, summary
 from flows.dvc_repo.root import ensure_dvc
 from flows.pipeline.events import EVENTS_VARIABLE, EventReader, new_events_file
-from flows.prefect_server.server_watchdog import Upkeep
+from flows.prefect_server.server_watchdog import ServerWatchdog
 from flows.prefect_server.services import (
     SERVER,
     Services,
@@ -24,16 +24,16 @@ from flows.prefect_server.services import (
 )
 from flows.supervision import signals
 from flows.supervision.environment import child_environment
-from flows.supervision.processes import OWNER_VARIABLE, Guarded, owner_mark, start_guarded
-from flows.workspace.cleanup import sweep
-from flows.workspace.folder import private, unwritable
+from flows.supervision.processes import OWNER_VARIABLE, SupervisedProcess, ownership_tag, start_supervised
+from flows.workspace.cleanup import cleanup
+from flows.workspace.folder import cannot_write, private_path
 from flows.workspace.lock import LOCK_HELD_VARIABLE, locked
 from flows.workspace.services_file import running_services
 from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import EXIT_INTERRUPTED, RlhfError
 
 if TYPE_CHECKING:
-    from flows.prefect_server.workers import Serving
+    from flows.prefect_server.workers import PoolWorkers
 
 FLOW_GRACE = 8.0
 WORKER_RESTARTS = 3
@@ -56,15 +56,15 @@ def run(workspace: Path, options: RunOptions) -> int:
     params = load_params(workspace)
     try:
         with locked(workspace, wait=options.wait, on_wait=display.line):
-            os.environ[OWNER_VARIABLE] = os.environ[LOCK_HELD_VARIABLE] = owner_mark(workspace)
+            os.environ[OWNER_VARIABLE] = os.environ[LOCK_HELD_VARIABLE] = ownership_tag(workspace)
             ensure_dvc(workspace)
             _check_away(workspace, params)
-            for line in sweep(workspace):
+            for line in cleanup(workspace):
                 display.line(line)
             return _Run(workspace, params, options, display).execute()
     except OSError as error:
         if isinstance(error, PermissionError) or error.errno in (28, 30):  # no space, read-only
-            raise unwritable(workspace, error) from error
+            raise cannot_write(workspace, error) from error
         raise
 
 
@@ -91,8 +91,8 @@ class _Run:
         self.events: list[dict[str, Any]] = []
         self.restarts = 0
         self.reader = EventReader(new_events_file(workspace))
-        self.flow: Guarded | None = None
-        self.serving: Serving | None = None
+        self.flow: SupervisedProcess | None = None
+        self.serving: PoolWorkers | None = None
         self.problem: str | None = None
 
     def execute(self) -> int:
@@ -130,31 +130,31 @@ class _Run:
 
         if services.embedded:
             wait_for_server(services, signals.STOP.is_set)
-            if swept := admin.sweep_runs():
+            if swept := admin.end_stale_runs():
                 self.display.line(f"marked {swept} unfinished Prefect runs of an earlier run as ended")
         elif not automations.has_zombie_automation():
             self.display.line("this server takes no automation: a run whose machine dies will keep its slot")
         deploy.deploy_jobs(self.workspace, self.params)
-        self.serving = serving.Serving(services, self.params, self.pools)
+        self.serving = serving.PoolWorkers(services, self.params, self.pools)
         self.serving.start()
         self.serving.require()
 
-    def _start_flow(self) -> Guarded:
+    def _start_flow(self) -> SupervisedProcess:
         command = [sys.executable, "-m", "flows.pipeline.run_flow", str(self.workspace)]
         held = {LOCK_HELD_VARIABLE: os.environ[LOCK_HELD_VARIABLE], EVENTS_VARIABLE: str(self.reader.path)}
-        return start_guarded(
+        return start_supervised(
             command if self.options.promote else [*command, "--no-promote"],
             name="flow",
             cwd=self.workspace,
             env=child_environment(self.workspace, **held),
-            log=private(self.workspace, "logs", "flow.log"),
+            log=private_path(self.workspace, "logs", "flow.log"),
             grace=FLOW_GRACE,
         )
 
     def _watch(self, services: Services) -> None:
         """Until the flow ends or must be stopped."""
         assert self.flow is not None and self.serving is not None
-        upkeep = Upkeep(services, self.display.line)
+        upkeep = ServerWatchdog(services, self.display.line)
         while self.flow.poll() is None and not signals.STOP.wait(TICK_SECONDS):
             self._hear()
             self.display.tick()
@@ -171,14 +171,14 @@ class _Run:
             self.events.append(event)
             self.display.event(event)
 
-    def _replace(self, services: Services, service: Guarded) -> str | None:
+    def _replace(self, services: Services, service: SupervisedProcess) -> str | None:
         """A dead worker took its job along: say so, free the slot, start another; or the problem that this is."""
         from flows.prefect_server import flow_runs as admin
 
         status = service.poll()
         pool = service.name.removeprefix(worker_name(""))
         if self.restarts >= WORKER_RESTARTS:
-            return f"{service.name} ended (status {status}); see {private(self.workspace, 'logs')}"
+            return f"{service.name} ended (status {status}); see {private_path(self.workspace, 'logs')}"
         self.restarts += 1
         self.display.line(f"the worker of {pool} ended (status {status}), its job with it; starting another worker")
         admin.crash_pool_runs(pool, "the worker and its job were killed")
@@ -193,13 +193,13 @@ class _Run:
                 killed = self.flow.stop()
                 self._hear()
                 if not stopped and not self.problem and not any(e["kind"] == "end" for e in self.events):
-                    log = private(self.workspace, "logs", "flow.log")
+                    log = private_path(self.workspace, "logs", "flow.log")
                     self.problem = f"the pipeline process ended without a result (status {killed}); see {log}"
                 if services.embedded and SERVER not in [s.name for s in services.dead()]:
                     self._rest(stopped)
         finally:
             services.stop()
-            sweep(self.workspace)
+            cleanup(self.workspace)
 
     def _rest(self, stopped: bool) -> None:
         from flows.prefect_server import flow_runs as admin

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from flows.commands.display import Display
 from flows.dvc_repo.root import ensure_dvc
-from flows.prefect_server.server_watchdog import Upkeep
+from flows.prefect_server.server_watchdog import ServerWatchdog
 from flows.prefect_server.services import (
     SERVER,
     Services,
@@ -22,14 +22,14 @@ from flows.prefect_server.services import (
 )
 from flows.supervision import signals
 from flows.supervision.ports import LOOPBACK, claim_port
-from flows.supervision.processes import OWNER_VARIABLE, Guarded, end_leftovers, owner_mark
+from flows.supervision.processes import OWNER_VARIABLE, SupervisedProcess, kill_leftover_processes, ownership_tag
 from flows.workspace.lock import locked
 from flows.workspace.services_file import forget_services, record_services
 from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
 
 if TYPE_CHECKING:
-    from flows.prefect_server.workers import Serving
+    from flows.prefect_server.workers import PoolWorkers
 
 MLFLOW = "mlflow"
 RESTARTS = 10
@@ -51,7 +51,7 @@ def up(workspace: Path, options: UpOptions) -> int:
     mlflow_port = claim_port(options.mlflow_port, "the MLflow UI", "--mlflow-port")
     ensure_dvc(workspace)
     with _alone(workspace):
-        os.environ[OWNER_VARIABLE] = owner_mark(workspace)
+        os.environ[OWNER_VARIABLE] = ownership_tag(workspace)
         services = _server(workspace, options, display)
         try:
             serving = _start_rest(services, params, mlflow_port, display)
@@ -63,13 +63,13 @@ def up(workspace: Path, options: UpOptions) -> int:
             forget_services(workspace)
             _rest(services)
             services.stop()
-            end_leftovers(workspace, patience=1.0)
+            kill_leftover_processes(workspace, patience=1.0)
 
 
 def _alone(workspace: Path):  # type: ignore[no-untyped-def]
     """The lock of the services: one embedded server per workspace. A run that is under way has its own: wait it out."""
     with locked(workspace):
-        end_leftovers(workspace)
+        kill_leftover_processes(workspace)
     return locked(workspace, "services.lock")
 
 
@@ -83,7 +83,7 @@ def _server(workspace: Path, options: UpOptions, display: Display) -> Services:
     return Services(workspace, url, embedded=False)
 
 
-def _start_rest(services: Services, params: Params, mlflow_port: int, display: Display) -> Serving:
+def _start_rest(services: Services, params: Params, mlflow_port: int, display: Display) -> PoolWorkers:
     from flows.jobs import deployments as deploy
     from flows.prefect_server import automations, pools
     from flows.prefect_server import flow_runs as admin
@@ -93,12 +93,12 @@ def _start_rest(services: Services, params: Params, mlflow_port: int, display: D
     mlflow_ui = _start_mlflow(services, mlflow_port)
     if services.embedded:
         wait_for_server(services, signals.STOP.is_set)
-        admin.sweep_runs()
+        admin.end_stale_runs()
     deploy.deploy_jobs(workspace, params)
     pools.ensure_pools([pools.PIPELINES_POOL])
     deploy.deploy_all(workspace)
     automations.ensure_zombie_automation()
-    served = serving.Serving(services, params, [*params.pool_names(), pools.PIPELINES_POOL])
+    served = serving.PoolWorkers(services, params, [*params.pool_names(), pools.PIPELINES_POOL])
     served.start()
     ui = services.api_url.removesuffix("/api")
     record_services(workspace, services.api_url, {"prefect": ui, "mlflow": mlflow_ui})
@@ -120,10 +120,10 @@ def _start_mlflow(services: Services, port: int) -> str:
     return f"http://{LOOPBACK}:{port}"
 
 
-def _watch(services: Services, serving: Serving, display: Display) -> int:
+def _watch(services: Services, serving: PoolWorkers, display: Display) -> int:
     """Until a signal. What has died is started again, but not for ever."""
     restarts = 0
-    upkeep = Upkeep(services, display.line)
+    upkeep = ServerWatchdog(services, display.line)
     while not signals.STOP.wait(0.3):
         if problem := upkeep.look():
             raise RlhfError(problem)
@@ -137,7 +137,7 @@ def _watch(services: Services, serving: Serving, display: Display) -> int:
     return EXIT_OK if signals.last() == 15 else EXIT_INTERRUPTED
 
 
-def _restart(services: Services, serving: Serving, service: Guarded, display: Display) -> None:
+def _restart(services: Services, serving: PoolWorkers, service: SupervisedProcess, display: Display) -> None:
     from flows.prefect_server import flow_runs as admin
 
     del services.running[service.name]

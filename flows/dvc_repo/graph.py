@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flows.dvc_repo.query import ask
+from flows.dvc_repo.query import query
 from rlhf_core.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ class StageNode:
 
 def read_graph(workspace: Path) -> dict[str, StageNode]:
     """Stages by name, in an order in which they could run; ``ConfigError`` in DVC's words if dvc.yaml is wrong."""
-    printed, complaint = ask(workspace, "-m", "flows.dvc_repo.graph", str(workspace))
+    printed, complaint = query(workspace, "-m", "flows.dvc_repo.graph", str(workspace))
     if complaint:
         raise ConfigError(f"{workspace / 'dvc.yaml'}: {complaint}")
     nodes = json.loads(printed.splitlines()[-1])

@@ -9,7 +9,7 @@ from pathlib import Path
 from flows.supervision.environment import child_environment
 
 
-def ask(workspace: Path, *arguments: str) -> tuple[str, str | None]:
+def query(workspace: Path, *arguments: str) -> tuple[str, str | None]:
     """``python ARGUMENTS`` in the workspace: what it printed, and one line of complaint if it failed, else None."""
     answer = subprocess.run(
         [sys.executable, *arguments],

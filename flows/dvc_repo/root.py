@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from flows.supervision.environment import child_environment
-from flows.workspace.folder import unwritable
+from flows.workspace.folder import cannot_write
 from rlhf_core.errors import RlhfError
 
 
@@ -24,7 +24,7 @@ def ensure_dvc(workspace: Path, cache: Path | None = None) -> None:
         if cache is not None:
             _dvc(workspace, "cache", "dir", "--local", str(cache.resolve()))
     except OSError as error:
-        raise unwritable(workspace, error) from error
+        raise cannot_write(workspace, error) from error
 
 
 def cache_of(workspace: Path) -> Path:

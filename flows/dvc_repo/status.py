@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.dvc_repo.query import ask
+from flows.dvc_repo.query import query
 from rlhf_core.errors import RlhfError
 
 
 def dvc_status(workspace: Path, stages: Sequence[str] = ()) -> dict[str, Any]:
     """``dvc status`` as ``{stage: [what changed, …]}``, empty when all is up to date; ``RlhfError`` if DVC fails."""
-    printed, complaint = ask(workspace, "-m", "dvc", "status", "--json", *stages)
+    printed, complaint = query(workspace, "-m", "dvc", "status", "--json", *stages)
     if complaint:
         raise RlhfError(f"dvc status failed in {workspace}: {complaint}")
     status: dict[str, Any] = json.loads(printed or "{}")

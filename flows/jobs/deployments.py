@@ -13,7 +13,7 @@ from prefect.utilities.callables import parameter_schema
 from flows.jobs.job import JOB_FLOW, job_name
 from flows.prefect_server.pools import apply_pools
 from flows.supervision.environment import child_environment
-from flows.workspace.folder import private
+from flows.workspace.folder import private_path
 from rlhf_core.config.loading.load import Params
 from rlhf_core.errors import RlhfError
 
@@ -68,7 +68,7 @@ def deploy_all(workspace: Path) -> None:
         start_new_session=True,
     )
     if answer.returncode:
-        log = private(workspace, "logs", "deploy.log")
+        log = private_path(workspace, "logs", "deploy.log")
         log.write_text(answer.stdout + answer.stderr, encoding="utf-8")
         lines = [line.strip() for line in (answer.stdout + answer.stderr).splitlines() if line.strip()]
         reason = lines[-1] if lines else "no message"

@@ -33,7 +33,7 @@ class Handoff:
 class Job:
     """A stage to run on a pool.
 
-    ``attempt`` is unique to this attempt of this pipeline run. ``computation`` is the hash of what is to be computed
+    ``attempt`` is unique to this attempt of this pipeline run. ``stage_hash`` is the hash of what is to be computed
     (``flows.stage.stage_hash``), None where that cannot be shared. ``preemptions`` is how often the job may be
     preempted and submitted again. ``handoff`` is what workers need that do not see the workspace.
     """
@@ -45,14 +45,14 @@ class Job:
     grace: float
     placement: Placement
     attempt: str
-    computation: str | None = None
+    stage_hash: str | None = None
     preemptions: int = 100
     handoff: Handoff | None = None
 
     @property
     def tag(self) -> str:
         """Marks the flow runs of one computation on one pool."""
-        return f"computes:{(self.computation or self.attempt)[:32]}@{self.placement.pool}"
+        return f"computes:{(self.stage_hash or self.attempt)[:32]}@{self.placement.pool}"
 
 
 def job_name(pool: str, shared: bool = True) -> str:

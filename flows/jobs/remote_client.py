@@ -22,9 +22,9 @@ from flows.dvc_repo.graph import StageNode
 from flows.jobs.job import Handoff, Job
 from flows.jobs.log_shipping import LogFollower
 from flows.jobs.transfer import TransferFailed, TransferStopped, patiently, transfer
-from flows.stage.outcome import Outcome
+from flows.stage.outcome import StageOutcome
 from flows.stage.run import run_stage, stage_log
-from flows.stage.stage_hash import computation
+from flows.stage.stage_hash import stage_hash
 from flows.workspace.git import git_revision
 from rlhf_core.cli import reward_function_files
 from rlhf_core.config.loading.load import PARAMS_FILE, Params, load_params
@@ -50,7 +50,7 @@ def check_handoffs(workspace: Path, params: Params) -> None:
             raise KeyboardInterrupt from stop
 
 
-def pack(job: Job, node: StageNode) -> Job | None:
+def prepare_remote_job(job: Job, node: StageNode) -> Job | None:
     """``job`` with what its host needs, its inputs being pushed first; None when the result is in the cache already.
 
     Raises :class:`TransferFailed` and :class:`TransferStopped`.
@@ -66,7 +66,7 @@ def pack(job: Job, node: StageNode) -> Job | None:
     if offer["done"]:
         return None
     remote = offer["remote"]
-    same = computation(job.workspace, replace(node, cache=remote["url"]))
+    same = stage_hash(job.workspace, replace(node, cache=remote["url"]))
     if same is None:
         raise TransferFailed("an input is missing; run the stages before it", final=True)
     handoff = Handoff(
@@ -76,7 +76,7 @@ def pack(job: Job, node: StageNode) -> Job | None:
         revision=git_revision(Path(__file__).parent),
         deliver_seconds=deliver_seconds(place),
     )
-    return replace(job, computation=same, handoff=handoff)
+    return replace(job, stage_hash=same, handoff=handoff)
 
 
 def deliver_seconds(place: Placement) -> int:
@@ -120,7 +120,7 @@ def _text(file: Path, path: str) -> str:
         ) from error
 
 
-class Correspondence:
+class RemoteJobClient:
     """The caller's side of one job: its log while it runs, its outcome and result when it has ended."""
 
     def __init__(self, job: Job, client: SyncPrefectClient, run: UUID) -> None:
@@ -132,7 +132,7 @@ class Correspondence:
         self.follower.look(self.client, self.run)
         watch()
 
-    def receive(self) -> Outcome | None:
+    def receive(self) -> StageOutcome | None:
         """What the job reported, its result fetched; None if it ended without a word or was stopped."""
         self.follower.look(self.client, self.run, now=True)
         wanted = ArtifactFilter(
@@ -142,7 +142,7 @@ class Correspondence:
         if not found:
             return None
         report: Any = found[0].data
-        outcome = Outcome(**report["outcome"])
+        outcome = StageOutcome(**report["outcome"])
         if outcome.ok:
             return self._fetch(outcome)
         if outcome.action == "stopped":
@@ -152,7 +152,7 @@ class Correspondence:
                 atomic_write_text(self.job.workspace / path, text)
         return outcome
 
-    def _fetch(self, reported: Outcome) -> Outcome:
+    def _fetch(self, reported: StageOutcome) -> StageOutcome:
         """The result into the cache, then DVC's own ``repro``, which finds it there; never a computation here."""
         job = self.job
         assert job.handoff is not None
@@ -178,11 +178,11 @@ class Correspondence:
         return replace(outcome, action=reported.action, started=started, work=reported.work) if outcome.ok else outcome
 
 
-def failed(stage: str, problem: TransferFailed | TransferStopped, where: str, started: float) -> Outcome:
+def failed(stage: str, problem: TransferFailed | TransferStopped, where: str, started: float) -> StageOutcome:
     """The outcome of a stage whose inputs or result did not get through."""
     ended = time.time()
     if isinstance(problem, TransferStopped):
-        return Outcome(stage, "stopped", EXIT_INTERRUPTED, "stopped", started, ended, 0.0)
+        return StageOutcome(stage, "stopped", EXIT_INTERRUPTED, "stopped", started, ended, 0.0)
     code = EXIT_USER_ERROR if problem.final else 1
     message = f"{where}: {problem}" if where else str(problem)
-    return Outcome(stage, "failed", code, message, started, ended, 0.0)
+    return StageOutcome(stage, "failed", code, message, started, ended, 0.0)

@@ -27,11 +27,11 @@ from flows.jobs.job import Handoff
 from flows.jobs.log_shipping import LogShipper
 from flows.jobs.remote_client import REPORT, failed
 from flows.jobs.transfer import TransferFailed, TransferStopped, patiently, transfer
-from flows.stage.outcome import Outcome
+from flows.stage.outcome import StageOutcome
 from flows.stage.run import run_stage, stage_log
 from flows.supervision.environment import child_environment
 from flows.supervision.signals import STOP
-from flows.workspace.cleanup import sweep
+from flows.workspace.cleanup import cleanup
 from flows.workspace.git import git_revision
 from flows.workspace.lock import locked
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, RlhfError
@@ -48,9 +48,9 @@ def host_folder() -> Path:
     return Path(os.environ.get(HOST_FOLDER_VARIABLE) or Path.home() / ".rlhf").expanduser().resolve()
 
 
-def run_handed_over(
+def run_remote_job(
     handoff: Handoff, stage: str, outputs: tuple[str, ...], environment: Mapping[str, str], grace: float
-) -> Outcome:
+) -> StageOutcome:
     """Run the stage in a workspace of this host and report its outcome to the server; never raises for a failing stage.
 
     A second job for the same computation on this host waits for the first, and then finds its result.
@@ -59,22 +59,22 @@ def run_handed_over(
     host = host_folder()
     try:
         with in_use(host), locked(host, f"{handoff.key}.lock", wait=True, on_wait=get_run_logger().info):
-            job = _HostJob(handoff, stage, outputs, environment, grace, host / "jobs" / handoff.key)
+            job = RemoteJob(handoff, stage, outputs, environment, grace, host / "jobs" / handoff.key)
             outcome = job.run(host / "cache")
             publish(outcome, job.workspace, _small_outputs(job.workspace, outputs, outcome))
             if outcome.ok:
                 shutil.rmtree(job.workspace, ignore_errors=True)
     except KeyboardInterrupt:
-        return Outcome(stage, "stopped", EXIT_INTERRUPTED, "stopped", started, time.time(), 0.0)
+        return StageOutcome(stage, "stopped", EXIT_INTERRUPTED, "stopped", started, time.time(), 0.0)
     except RlhfError as error:
-        outcome = Outcome(
+        outcome = StageOutcome(
             stage, "failed", error.exit_code, f"{socket.gethostname()}: {error}", started, time.time(), 0.0
         )
         publish(outcome, host, {})
     return outcome
 
 
-class _HostJob:
+class RemoteJob:
     """One attempt at a handed-over stage, in ``workspace``."""
 
     def __init__(
@@ -91,20 +91,20 @@ class _HostJob:
         self.environment = _tracked(environment)
         self.started = time.time()
 
-    def run(self, cache: Path) -> Outcome:
+    def run(self, cache: Path) -> StageOutcome:
         """Outcome of the stage, or of what kept it from being run or delivered."""
         rebuild(self.workspace, self.handoff, cache)
-        sweep(self.workspace)
+        cleanup(self.workspace)
         with LogShipper(stage_log(self.workspace, self.stage), UUID(str(runtime.flow_run.id))):
             self._tell(f"on {socket.gethostname()} in {self.workspace}")
             problem = other_code(self.workspace, self.handoff)
             if problem:
-                return Outcome(self.stage, "failed", EXIT_USER_ERROR, problem, self.started, time.time(), 0.0)
+                return StageOutcome(self.stage, "failed", EXIT_USER_ERROR, problem, self.started, time.time(), 0.0)
             return self._take() or self._deliver(
                 run_stage(self.workspace, self.stage, self.outputs, self.environment, self.grace)
             )
 
-    def _take(self) -> Outcome | None:
+    def _take(self) -> StageOutcome | None:
         """The inputs into the workspace; an outcome only if that fails."""
         try:
             self._exchange("take")
@@ -113,7 +113,7 @@ class _HostJob:
             return failed(self.stage, problem, where, self.started)
         return None
 
-    def _deliver(self, outcome: Outcome) -> Outcome:
+    def _deliver(self, outcome: StageOutcome) -> StageOutcome:
         """Push what the stage made; a remote that stays out of reach makes it a failure that loses nothing."""
         if not outcome.ok:
             return outcome
@@ -177,7 +177,7 @@ def other_code(workspace: Path, handoff: Handoff) -> str:
     )
 
 
-def publish(outcome: Outcome, workspace: Path, files: Mapping[str, str]) -> None:
+def publish(outcome: StageOutcome, workspace: Path, files: Mapping[str, str]) -> None:
     """Tell the server how the stage ended, for up to ten minutes; the caller then has the flow run's state alone."""
     data = {"outcome": asdict(outcome), "host": socket.gethostname(), "folder": str(workspace), "files": dict(files)}
     artifact = ArtifactCreate(type=REPORT, data=data, flow_run_id=UUID(str(runtime.flow_run.id)))
@@ -193,7 +193,7 @@ def publish(outcome: Outcome, workspace: Path, files: Mapping[str, str]) -> None
             return
 
 
-def _small_outputs(workspace: Path, outputs: tuple[str, ...], outcome: Outcome) -> dict[str, str]:
+def _small_outputs(workspace: Path, outputs: tuple[str, ...], outcome: StageOutcome) -> dict[str, str]:
     """The evidence of a gate that did not pass, which DVC does not keep then: the stage's small text files."""
     texts = {}
     for path in outputs if outcome.exit_code == EXIT_GATE_FAILED else ():

@@ -16,11 +16,11 @@ from prefect.states import Cancelled, Cancelling, State
 
 from flows.dvc_repo.graph import StageNode
 from flows.jobs.job import Job
-from flows.jobs.remote_client import Correspondence, failed, pack
+from flows.jobs.remote_client import RemoteJobClient, failed, prepare_remote_job
 from flows.jobs.stage_job import PREEMPTED, preempted
-from flows.jobs.submission import claim, is_own
+from flows.jobs.submission import claim, is_own_run
 from flows.jobs.transfer import TransferFailed, TransferStopped
-from flows.stage.outcome import Outcome, clear_outcome, load_outcome, verdict
+from flows.stage.outcome import StageOutcome, clear_outcome, load_outcome, stage_report
 from flows.stage.run import run_stage
 from flows.supervision import signals
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
@@ -30,11 +30,13 @@ CANCEL_SECONDS = 6.0
 REPORT_POLLS = 10
 
 
-def hand_over(job: Job, node: StageNode, watch: Callable[[], None], tell: Callable[[str], None]) -> Outcome:
+def run_on_remote_pool(
+    job: Job, node: StageNode, watch: Callable[[], None], tell: Callable[[str], None]
+) -> StageOutcome:
     """Like :func:`run_on_pool`, for a pool whose workers do not see the workspace."""
     started = time.time()
     try:
-        packed = pack(job, node)
+        packed = prepare_remote_job(job, node)
     except (TransferFailed, TransferStopped) as problem:
         return failed(job.stage, problem, f"cannot be handed over to {job.placement.pool}", started)
     if packed is None:
@@ -42,7 +44,7 @@ def hand_over(job: Job, node: StageNode, watch: Callable[[], None], tell: Callab
     return run_on_pool(packed, watch, tell)
 
 
-def run_on_pool(job: Job, watch: Callable[[], None], tell: Callable[[str], None] = lambda text: None) -> Outcome:
+def run_on_pool(job: Job, watch: Callable[[], None], tell: Callable[[str], None] = lambda text: None) -> StageOutcome:
     """Submit ``job`` to its pool and wait; never raises for a failing stage. ``watch`` is called while waiting, and
     ``tell`` when the job has lost its place, upon which it is submitted again.
 
@@ -55,11 +57,11 @@ def run_on_pool(job: Job, watch: Callable[[], None], tell: Callable[[str], None]
         while True:
             clear_outcome(job.workspace, job.stage)
             run = claim(client, replace(job, attempt=f"{job.attempt}:{lost}" if lost else job.attempt))
-            own = is_own(run, job)
+            own = is_own_run(run, job)
             if not own:
                 place = run.parameters.get("workspace")
                 get_run_logger().info("%s: %s computes the same (flow run %s); waiting", job.stage, place, run.id)
-            letters = Correspondence(job, client, run.id) if job.handoff is not None else None
+            letters = RemoteJobClient(job, client, run.id) if job.handoff is not None else None
             heard = partial(letters.listen, watch) if letters is not None else watch
             state = _await_end(client, run.id, heard, job if own else None)
             if own and _lost_its_place(job, state) and not signals.STOP.is_set():
@@ -98,7 +100,7 @@ def _stage_has_left(job: Job, state: State[Any] | None) -> bool:
     """Whether the stage was preempted since its job began to run."""
     if state is None or not state.is_running():
         return False
-    spoken = verdict(job.workspace, job.stage) or {}
+    spoken = stage_report(job.workspace, job.stage) or {}
     return spoken.get("exit_code") == EXIT_PREEMPTED and spoken.get("ended", 0.0) >= state.timestamp.timestamp()
 
 
@@ -106,13 +108,13 @@ def _lost_its_place(job: Job, state: State[Any] | None) -> bool:
     """Whether a job has ended because it was preempted, by its own word or, where it died before that, its stage's."""
     if state is None or state.is_completed() or state.is_cancelled():
         return False
-    spoken = verdict(job.workspace, job.stage) or {}
+    spoken = stage_report(job.workspace, job.stage) or {}
     return state.name == PREEMPTED or spoken.get("exit_code") == EXIT_PREEMPTED
 
 
-def _preempted_too_often(job: Job, started: float) -> Outcome:
+def _preempted_too_often(job: Job, started: float) -> StageOutcome:
     message = f"preempted more than {job.preemptions} times (flow.max_preemptions); run again, it goes on"
-    return Outcome(job.stage, "failed", EXIT_PREEMPTED, message, started, time.time(), 0.0)
+    return StageOutcome(job.stage, "failed", EXIT_PREEMPTED, message, started, time.time(), 0.0)
 
 
 def cancel_and_wait(client: SyncPrefectClient, job: UUID, seconds: float = CANCEL_SECONDS) -> State[Any] | None:
@@ -131,14 +133,14 @@ def cancel_and_wait(client: SyncPrefectClient, job: UUID, seconds: float = CANCE
     return state
 
 
-def _outcome_of(workspace: Path, stage: str, state: State[Any] | None, started: float) -> Outcome:
+def _outcome_of(workspace: Path, stage: str, state: State[Any] | None, started: float) -> StageOutcome:
     """What the job wrote; if it died before that, what the server says of it."""
     ended = time.time()
     if signals.STOP.is_set():
-        return Outcome(stage, "stopped", EXIT_INTERRUPTED, "stopped", started, ended, 0.0)
+        return StageOutcome(stage, "stopped", EXIT_INTERRUPTED, "stopped", started, ended, 0.0)
     written = load_outcome(workspace, stage)
     if state is not None and state.is_cancelled():
-        return Outcome(stage, "failed", EXIT_INTERRUPTED, "its job on the pool was cancelled", started, ended, 0.0)
+        return StageOutcome(stage, "failed", EXIT_INTERRUPTED, "its job on the pool was cancelled", started, ended, 0.0)
     if (
         written is not None
         and written.action != "stopped"
@@ -148,4 +150,4 @@ def _outcome_of(workspace: Path, stage: str, state: State[Any] | None, started: 
     name = state.name if state else "lost"
     detail = state.message.split(". ")[0] if state and state.message else ""
     message = f"its job on the pool ended as {name}" + (f": {detail}" if detail else "")
-    return Outcome(stage, "failed", 1, message, started, ended, ended - started)
+    return StageOutcome(stage, "failed", 1, message, started, ended, ended - started)

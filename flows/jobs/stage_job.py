@@ -41,9 +41,9 @@ def stage_job(
         if handoff is None:
             outcome = run_stage(Path(workspace), stage, tuple(outputs), environment, grace)
         else:
-            from flows.jobs.remote_host import run_handed_over
+            from flows.jobs.remote_host import run_remote_job
 
-            outcome = run_handed_over(Handoff(**handoff), stage, tuple(outputs), environment, grace)
+            outcome = run_remote_job(Handoff(**handoff), stage, tuple(outputs), environment, grace)
     except TerminationSignal:
         return _stopped(stage, "stopped by a signal from outside")
     if outcome.ok:

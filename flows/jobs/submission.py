@@ -28,7 +28,7 @@ def claim(client: SyncPrefectClient, job: Job) -> FlowRun:
     Between the look and the submission somebody else's run may begin (then that one is the answer, by its key) or end
     (then the look is repeated). Should that not settle, the job runs by itself.
     """
-    if job.computation is None:
+    if job.stage_hash is None:
         return _create(job, job.attempt, [])
     for _ in range(3):
         known = _tagged(client, job.tag)
@@ -39,7 +39,7 @@ def claim(client: SyncPrefectClient, job: Job) -> FlowRun:
     return _create(job, job.attempt, [job.tag])
 
 
-def is_own(run: FlowRun, job: Job) -> bool:
+def is_own_run(run: FlowRun, job: Job) -> bool:
     """Whether ``run`` may stand for ``job``: it works in the same workspace, and nobody has asked for its end."""
     ending = run.state is not None and run.state.is_cancelling()
     return run.parameters.get("workspace") == str(job.workspace) and not ending

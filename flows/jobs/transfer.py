@@ -12,9 +12,9 @@ from typing import Any
 from flows.jobs.transfer_worker import ANSWER
 from flows.stage.run import wait_for
 from flows.supervision.environment import child_environment
-from flows.supervision.processes import start_guarded
+from flows.supervision.processes import start_supervised
 from flows.supervision.signals import STOP
-from flows.workspace.folder import private
+from flows.workspace.folder import private_path
 
 FIRST_PAUSE_SECONDS = 2.0
 LONGEST_PAUSE_SECONDS = 60.0
@@ -34,11 +34,11 @@ class TransferStopped(Exception):
 
 def transfer(workspace: Path, command: str, stage: str = "", remote: str = "") -> dict[str, Any]:
     """The answer of ``flows.jobs.transfer_worker``; its output is in ``.rlhf/logs/STAGE.transfer.log``."""
-    log = private(workspace, "logs", f"{stage or 'remote'}.transfer.log")
+    log = private_path(workspace, "logs", f"{stage or 'remote'}.transfer.log")
     offset = log.stat().st_size if log.exists() else 0
     words = [sys.executable, "-m", "flows.jobs.transfer_worker", command, str(workspace), stage, remote]
-    guarded = start_guarded(words, name=command, cwd=workspace, env=child_environment(workspace), log=log)
-    status = wait_for(guarded)
+    supervised = start_supervised(words, name=command, cwd=workspace, env=child_environment(workspace), log=log)
+    status = wait_for(supervised)
     if STOP.is_set():
         raise TransferStopped
     text = log.read_bytes()[offset:].decode("utf-8", errors="replace")

@@ -26,7 +26,7 @@ class Refused(Exception):
     """Something that stays wrong however often it is tried."""
 
 
-class Exchange:
+class StageTransfer:
     """One stage of a workspace, and the remote it is shared through."""
 
     def __init__(self, workspace: Path, stage: str, remote: str) -> None:
@@ -179,7 +179,7 @@ def main(command: str, workspace: str, stage: str = "", remote: str = "") -> int
     for name in ("dvc", "dvc_data", "dvc_objects"):
         logging.getLogger(name).addHandler(reasons)
     try:
-        answer = getattr(Exchange(Path(workspace), stage, remote), command)()
+        answer = getattr(StageTransfer(Path(workspace), stage, remote), command)()
         status = 0
     except Refused as refusal:
         answer, status = {"error": str(refusal)}, 2

@@ -15,7 +15,7 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
-from flows.stage.outcome import Outcome, last_progress
+from flows.stage.outcome import StageOutcome, last_progress
 from flows.stage.run import stage_log
 from rlhf_core.files import read_json
 
@@ -27,7 +27,7 @@ def artifact_key(*parts: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")
 
 
-def stage_table(outcomes: Iterable[Outcome]) -> None:
+def stage_table(outcomes: Iterable[StageOutcome]) -> None:
     """One row per stage: what happened and how long it took."""
     rows: list[dict[str, Any]] = [
         {"stage": o.stage, "result": o.action, "seconds": round(o.ended - o.started, 1), "message": o.message}

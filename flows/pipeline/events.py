@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flows.workspace.folder import private
+from flows.workspace.folder import private_path
 
 EVENTS_VARIABLE = "RLHF_EVENTS"
 _lock = threading.Lock()
@@ -50,6 +50,6 @@ class EventReader:
 
 def new_events_file(workspace: Path) -> Path:
     """An empty events file for one run."""
-    path = private(workspace, "events.jsonl")
+    path = private_path(workspace, "events.jsonl")
     path.write_text("", encoding="utf-8")
     return path

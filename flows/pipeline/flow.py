@@ -18,19 +18,19 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows.dvc_repo.graph import StageNode, read_graph
 from flows.jobs.job import Job
-from flows.jobs.run_on_pool import hand_over, run_on_pool
+from flows.jobs.run_on_pool import run_on_pool, run_on_remote_pool
 from flows.pipeline.artifacts import StageProgress, gate_tables, report_link, stage_table
 from flows.pipeline.events import EVENTS_VARIABLE, Events
-from flows.pipeline.late_runs import drop_overdue
-from flows.pipeline.preflight import refusal
+from flows.pipeline.late_runs import cancel_late_runs
+from flows.pipeline.preflight import memory_refusal
 from flows.pipeline.schedule import Schedule, final_name
 from flows.prefect_server.flow_runs import cancel_orphans
-from flows.stage.outcome import Outcome
+from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageFailed, run_stage
-from flows.stage.stage_hash import computation
+from flows.stage.stage_hash import stage_hash
 from flows.supervision import signals
-from flows.supervision.processes import OWNER_VARIABLE, owner_mark
-from flows.workspace.cleanup import sweep
+from flows.supervision.processes import OWNER_VARIABLE, ownership_tag
+from flows.workspace.cleanup import cleanup
 from flows.workspace.lock import LOCK_HELD_VARIABLE, locked_unless_inherited
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.config.operations import FlowConfig
@@ -43,7 +43,7 @@ REGISTERED_EVIDENCE = "gates/policy.json"
 
 
 @dataclass(frozen=True)
-class Setting:
+class PipelineContext:
     """What every stage task of a run needs to know."""
 
     workspace: Path
@@ -71,9 +71,9 @@ def rlhf_pipeline(workspace: str = ".", promote: bool = True) -> State[Any]:
     place = Path(workspace).resolve()
     with locked_unless_inherited(place):
         if not os.environ.get(LOCK_HELD_VARIABLE):
-            os.environ[OWNER_VARIABLE] = owner_mark(place)
-            sweep(place)
-            drop_overdue()
+            os.environ[OWNER_VARIABLE] = ownership_tag(place)
+            cleanup(place)
+            cancel_late_runs()
         return _run(place, promote)
 
 
@@ -83,7 +83,7 @@ def _run(workspace: Path, promote: bool) -> State[Any]:
     recorded = any(REGISTERED_EVIDENCE in node.outputs for node in graph.values())
     events = Events(os.environ.get(EVENTS_VARIABLE))
     environment = _open_record(workspace) if recorded else {}
-    setting = Setting(workspace, params.pools, params.flow, environment, events)
+    setting = PipelineContext(workspace, params.pools, params.flow, environment, events)
     events.tell("plan", stages=list(graph))
     outcomes = _run_stages(graph, setting)
     failed = next((o for o in outcomes.values() if not o.ok and o.action != "skipped"), None)
@@ -99,7 +99,7 @@ def _run(workspace: Path, promote: bool) -> State[Any]:
     return state
 
 
-def _run_stages(graph: Mapping[str, StageNode], setting: Setting) -> dict[str, Outcome]:
+def _run_stages(graph: Mapping[str, StageNode], setting: PipelineContext) -> dict[str, StageOutcome]:
     """Run every stage as soon as those before it are done; at most ``flow.parallel`` beside the flow at a time."""
     schedule = Schedule(graph, setting.flow.parallel)
     running: dict[str, Any] = {}
@@ -115,7 +115,7 @@ def _run_stages(graph: Mapping[str, StageNode], setting: Setting) -> dict[str, O
     return schedule.outcomes
 
 
-def _submit(node: StageNode, setting: Setting) -> Any:
+def _submit(node: StageNode, setting: PipelineContext) -> Any:
     place = setting.pools.get(node.name)
     setting.events.tell("start", stage=node.name, pool=place.pool if place else None)
     options = stage_task.with_options(
@@ -134,7 +134,7 @@ def _may_retry(_: Any, run: Any, state: State[Any]) -> bool:
 
 
 @task(persist_result=False, retry_condition_fn=_may_retry, cache_policy=NO_CACHE)
-def stage_task(setting: Setting, node: StageNode, place: Placement | None) -> Outcome:
+def stage_task(setting: PipelineContext, node: StageNode, place: Placement | None) -> StageOutcome:
     """One stage, here or on its pool. Raises ``StageFailed`` with the outcome."""
     context = get_run_context()
     assert isinstance(context, TaskRunContext)
@@ -144,7 +144,7 @@ def stage_task(setting: Setting, node: StageNode, place: Placement | None) -> Ou
     if place is None:
         outcome = _run_beside(setting, node)
     else:
-        cannot_fit = refusal(setting.workspace, node.name)
+        cannot_fit = memory_refusal(setting.workspace, node.name)
         outcome = cannot_fit or _run_on(place, setting, node, f"{context.task_run.id}:{attempt}")
     get_run_logger().info("%s: %s %s", node.name, outcome.action, outcome.message)
     if not outcome.ok:
@@ -155,12 +155,12 @@ def stage_task(setting: Setting, node: StageNode, place: Placement | None) -> Ou
     return outcome
 
 
-def _work(setting: Setting, node: StageNode) -> tuple[Path, str, tuple[str, ...], Mapping[str, str], float]:
+def _work(setting: PipelineContext, node: StageNode) -> tuple[Path, str, tuple[str, ...], Mapping[str, str], float]:
     grace = float(setting.flow.stop_grace_seconds)
     return setting.workspace, node.name, node.outputs, setting.environment, grace
 
 
-def _run_beside(setting: Setting, node: StageNode) -> Outcome:
+def _run_beside(setting: PipelineContext, node: StageNode) -> StageOutcome:
     """The stage on this machine; one that was told to stop while the run goes on is run again."""
     outcome = run_stage(*_work(setting, node))
     for _ in range(setting.flow.max_preemptions):
@@ -171,11 +171,11 @@ def _run_beside(setting: Setting, node: StageNode) -> Outcome:
     return outcome
 
 
-def _run_on(place: Placement, setting: Setting, node: StageNode, attempt: str) -> Outcome:
+def _run_on(place: Placement, setting: PipelineContext, node: StageNode, attempt: str) -> StageOutcome:
     """The stage as a job of its pool."""
     progress = StageProgress(setting.workspace, node.name)
     # What other hosts compute cannot be shared with a workspace that they do not see.
-    same = computation(setting.workspace, node) if place.shared else None
+    same = stage_hash(setting.workspace, node) if place.shared else None
     job = Job(*_work(setting, node), place, attempt, same, setting.flow.max_preemptions)
 
     def tell(text: str) -> None:
@@ -184,13 +184,13 @@ def _run_on(place: Placement, setting: Setting, node: StageNode, attempt: str) -
     if place.shared:
         outcome = run_on_pool(job, progress.update, tell)
     else:
-        outcome = hand_over(job, node, progress.update, tell)
+        outcome = run_on_remote_pool(job, node, progress.update, tell)
     progress.update()
     return outcome
 
 
 @task(persist_result=False, cache_policy=NO_CACHE)
-def write_report(setting: Setting, node: StageNode) -> Outcome:
+def write_report(setting: PipelineContext, node: StageNode) -> StageOutcome:
     """The report of a run that failed: the stage's command itself, since not all that DVC asks for exists."""
     setting.events.tell("start", stage=node.name, pool=None)
     command = ["/bin/sh", "-c", node.command]
@@ -199,25 +199,25 @@ def write_report(setting: Setting, node: StageNode) -> Outcome:
     return outcome
 
 
-def stopped(stage: str) -> Outcome:
+def stopped(stage: str) -> StageOutcome:
     """The outcome of a stage that a stopped run did not begin."""
-    return Outcome(stage, "stopped", 130, "stopped", 0.0, 0.0, 0.0)
+    return StageOutcome(stage, "stopped", 130, "stopped", 0.0, 0.0, 0.0)
 
 
-def _collect(name: str, future: Any) -> Outcome:
+def _collect(name: str, future: Any) -> StageOutcome:
     """The outcome behind a finished future; an error of the engine itself is a failure of the stage."""
     try:
         result = future.result(raise_on_failure=False)
     except Exception as error:
         result = error
-    if isinstance(result, Outcome):
+    if isinstance(result, StageOutcome):
         return result
     if isinstance(result, StageFailed):
         return result.outcome
-    return Outcome(name, "failed", 1, f"{type(result).__name__}: {result}", 0.0, 0.0, 0.0)
+    return StageOutcome(name, "failed", 1, f"{type(result).__name__}: {result}", 0.0, 0.0, 0.0)
 
 
-def _summary(outcome: Outcome) -> dict[str, Any]:
+def _summary(outcome: StageOutcome) -> dict[str, Any]:
     return {
         "stage": outcome.stage,
         "action": outcome.action,
@@ -229,7 +229,7 @@ def _summary(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _final_state(outcomes: Mapping[str, Outcome], failed: Outcome | None) -> State[Any]:
+def _final_state(outcomes: Mapping[str, StageOutcome], failed: StageOutcome | None) -> State[Any]:
     if signals.STOP.is_set():
         return Cancelled(message="stopped by a signal; the next run goes on from here")
     if failed is None:
@@ -237,7 +237,7 @@ def _final_state(outcomes: Mapping[str, Outcome], failed: Outcome | None) -> Sta
     return Failed(name=final_name(failed.exit_code), message=f"{failed.stage}: {failed.message}")
 
 
-def _publish(workspace: Path, outcomes: list[Outcome]) -> None:
+def _publish(workspace: Path, outcomes: list[StageOutcome]) -> None:
     """Artifacts of the run; a server that is gone by now does not change the result."""
     if signals.STOP.is_set():
         return
@@ -260,7 +260,7 @@ def _close_record(workspace: Path, run_id: str, state: State[Any]) -> None:
     end_pipeline_run(run_id, str(state.type.value), workspace)
 
 
-def _register(setting: Setting, promote: bool, state: State[Any]) -> State[Any]:
+def _register(setting: PipelineContext, promote: bool, state: State[Any]) -> State[Any]:
     """Register what passed, then promote it if params allow; a refusal is a result, an error fails the run."""
     from flows.pipeline.registration import promote_task, register_task
 

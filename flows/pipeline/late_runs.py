@@ -19,7 +19,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Cancelled
 
 
-def drop_overdue() -> None:
+def cancel_late_runs() -> None:
     """Cancel the runs of this run's schedule that are due and have not begun; a server that refuses keeps them.
 
     They pile up while the server is down, a run takes longer than the schedule's interval, or the clock jumps.

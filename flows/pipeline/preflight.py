@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 from flows.dvc_repo.status import dvc_status
-from flows.stage.outcome import Outcome
+from flows.stage.outcome import StageOutcome
 from flows.supervision.environment import child_environment
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 
 
-def refusal(workspace: Path, stage: str) -> Outcome | None:
+def memory_refusal(workspace: Path, stage: str) -> StageOutcome | None:
     """The failed outcome of a stage that `rlhf plan --check` knows to be too large; None where it may be submitted.
 
     Nothing is asked where ``plan.gpu_memory_gb`` is not set, and a stage that is up to date needs no memory.
@@ -33,7 +33,7 @@ def refusal(workspace: Path, stage: str) -> Outcome | None:
     if answer.returncode != EXIT_USER_ERROR or _up_to_date(workspace, stage):
         return None
     message = answer.stderr.strip().rpartition("\n")[2].removeprefix("rlhf: ")
-    return Outcome(stage, "failed", EXIT_USER_ERROR, message, started, time.time(), 0.0)
+    return StageOutcome(stage, "failed", EXIT_USER_ERROR, message, started, time.time(), 0.0)
 
 
 def _up_to_date(workspace: Path, stage: str) -> bool:

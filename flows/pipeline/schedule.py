@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from flows.dvc_repo.graph import StageNode
-from flows.stage.outcome import Outcome
+from flows.stage.outcome import StageOutcome
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
 
 NAMES = {
@@ -32,7 +32,7 @@ class Schedule:
         self.parallel = parallel
         self.waiting = list(graph)
         self.running: set[str] = set()
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, StageOutcome] = {}
 
     @property
     def finished(self) -> bool:
@@ -43,7 +43,7 @@ class Schedule:
         """The stages to start now."""
         if stopping or any(not outcome.ok for outcome in self.outcomes.values()):
             for name in self.waiting:
-                self.outcomes[name] = Outcome(name, "skipped", 0, "", 0.0, 0.0, 0.0)
+                self.outcomes[name] = StageOutcome(name, "skipped", 0, "", 0.0, 0.0, 0.0)
             self.waiting = []
             return []
         ready = [n for n in self.waiting if all(self._is_done(before) for before in self.graph[n].after)]
@@ -52,7 +52,7 @@ class Schedule:
         self.running.update(chosen)
         return chosen
 
-    def done(self, outcome: Outcome) -> None:
+    def done(self, outcome: StageOutcome) -> None:
         """Note how a running stage ended."""
         self.running.discard(outcome.stage)
         self.outcomes[outcome.stage] = outcome

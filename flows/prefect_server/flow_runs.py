@@ -25,7 +25,7 @@ ACTIVE = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 SUSPENDED = "Suspended"
 
 
-def sweep_runs() -> int:
+def end_stale_runs() -> int:
     """End every run of an embedded server's earlier life; for a server that nobody else uses. Returns how many.
 
     What ran becomes Crashed. What was due but never began becomes Cancelled (nobody wants yesterday's run at start-up);

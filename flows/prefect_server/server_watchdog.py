@@ -12,7 +12,7 @@ from rlhf_core.errors import RlhfError
 SERVER_RESTARTS = 3
 
 
-class Upkeep:
+class ServerWatchdog:
     """Starts the embedded server of ``services`` again when it has ended, and when the clock was set back.
 
     Prefect's server plans its own work (schedules, late runs, automations) by the wall clock: set back by hours it does

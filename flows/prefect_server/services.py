@@ -14,8 +14,8 @@ from pathlib import Path
 
 from flows.supervision.environment import QUIET, child_environment, without_proxy
 from flows.supervision.ports import LOOPBACK, claim_port
-from flows.supervision.processes import Guarded, start_guarded
-from flows.workspace.folder import private
+from flows.supervision.processes import SupervisedProcess, start_supervised
+from flows.workspace.folder import private_path
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.errors import RlhfError
 
@@ -32,23 +32,23 @@ class Services:
     workspace: Path
     api_url: str
     embedded: bool
-    running: dict[str, Guarded] = field(default_factory=dict)
+    running: dict[str, SupervisedProcess] = field(default_factory=dict)
 
-    def start(self, name: str, command: list[str], grace: float = STOP_GRACE, **env: str) -> Guarded:
+    def start(self, name: str, command: list[str], grace: float = STOP_GRACE, **env: str) -> SupervisedProcess:
         """Start a service under the guard, its output in ``.rlhf/logs/NAME.log``."""
-        service = start_guarded(
+        service = start_supervised(
             command,
             name=name,
             cwd=self.workspace,
             env=child_environment(self.workspace, **env),
-            log=private(self.workspace, "logs", f"{name}.log"),
+            log=private_path(self.workspace, "logs", f"{name}.log"),
             grace=grace,
             stop_signal="INT",
         )
         self.running[name] = service
         return service
 
-    def start_worker(self, pool: str, limit: int = 1) -> Guarded:
+    def start_worker(self, pool: str, limit: int = 1) -> SupervisedProcess:
         """A process worker for ``pool`` that takes ``limit`` jobs at a time and installs nothing.
 
         When it is stopped its jobs have the time that a stage is given to save its state.
@@ -58,11 +58,11 @@ class Services:
         grace = STOP_GRACE + load_params(self.workspace).flow.stop_grace_seconds
         return self.start(worker_name(pool), command, grace=grace)
 
-    def dead(self) -> list[Guarded]:
+    def dead(self) -> list[SupervisedProcess]:
         """Services that have ended though nobody stopped them."""
         return [service for service in self.running.values() if service.poll() is not None]
 
-    def dead_beside_server(self) -> list[Guarded]:
+    def dead_beside_server(self) -> list[SupervisedProcess]:
         """The same without the server, which ``flows.prefect_server.server_watchdog`` sees to."""
         return [service for service in self.dead() if service.name != SERVER]
 
@@ -104,7 +104,7 @@ def wait_for_other_server(url: str, stopping: Callable[[], bool]) -> None:
 def start_server(workspace: Path, port: int | None = None) -> Services:
     """Start the embedded server (not waiting for it) and point this process's Prefect settings at it."""
     port = claim_port(port, "the Prefect server")
-    home = private(workspace, "prefect", "home")
+    home = private_path(workspace, "prefect", "home")
     url = f"http://{LOOPBACK}:{port}/api"
     os.environ.update(
         QUIET,
@@ -140,7 +140,7 @@ def _server_command(port: int) -> list[str]:
 
 def wait_for_server(services: Services, stopping: Callable[[], bool]) -> None:
     """Until the server answers; ``RlhfError`` with the place of its log if it ends or is too slow."""
-    log = private(services.workspace, "logs", "server.log")
+    log = private_path(services.workspace, "logs", "server.log")
     deadline = time.monotonic() + START_SECONDS
     while _problem(services.api_url, seconds=1.0):
         if stopping():

@@ -16,7 +16,7 @@ from rlhf_core.errors import RlhfError
 CHECK_SECONDS = 10.0
 
 
-class Serving:
+class PoolWorkers:
     """The pools that must be served while ``services`` run. A worker counts as there until its heartbeats have been
     missing for a while, so one that has just ended may be seen at the start: hence the later looks."""
 

@@ -14,7 +14,7 @@ from flows.dvc_repo.lock_file import recorded_hash
 from flows.registry.aliases import registry_errors
 from flows.registry.model_artifacts import CONTENT_TAG
 from flows.supervision.environment import child_environment
-from flows.supervision.processes import start_guarded
+from flows.supervision.processes import start_supervised
 from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.errors import RlhfError
@@ -69,7 +69,7 @@ def play_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, A
     log.unlink(missing_ok=True)
     command = [sys.executable, "-m", "rlhf_core", "match", "--workspace", str(workspace)]
     command += ["--champion", str(champion), "--challenger", str(challenger), "--output", str(output)]
-    process = start_guarded(command, name="match", cwd=workspace, env=child_environment(workspace), log=log)
+    process = start_supervised(command, name="match", cwd=workspace, env=child_environment(workspace), log=log)
     try:
         while (code := process.poll()) is None:
             time.sleep(0.1)

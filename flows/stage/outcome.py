@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.workspace.folder import PRIVATE, private
+from flows.workspace.folder import PRIVATE, private_path
 from rlhf_core.errors import (
     EXIT_GATE_FAILED,
     EXIT_INTERRUPTED,
@@ -26,7 +26,7 @@ PROGRESS = re.compile(r"^(?P<what>[^:\r\n]{1,60}): (?P<done>\d+)/(?P<total>\d+)\
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StageOutcome:
     """``action`` is ran, cached, failed, stopped or skipped. Times are seconds since the epoch.
 
     ``work`` is the time of the stage's own command where it is known, else the whole time of the task.
@@ -57,7 +57,7 @@ class Outcome:
 
     def save(self, workspace: Path) -> None:
         """Write it where :func:`load_outcome` finds it."""
-        atomic_write_json(private(workspace, OUTCOMES, f"{self.stage}.task.json"), asdict(self))
+        atomic_write_json(private_path(workspace, OUTCOMES, f"{self.stage}.task.json"), asdict(self))
 
 
 def clear_outcome(workspace: Path, stage: str) -> None:
@@ -66,13 +66,13 @@ def clear_outcome(workspace: Path, stage: str) -> None:
         (workspace / PRIVATE / OUTCOMES / name).unlink(missing_ok=True)
 
 
-def load_outcome(workspace: Path, stage: str) -> Outcome | None:
+def load_outcome(workspace: Path, stage: str) -> StageOutcome | None:
     """The saved outcome, or None if the task died before it could write one."""
     record = _read(workspace / PRIVATE / OUTCOMES / f"{stage}.task.json")
-    return Outcome(**record) if record else None
+    return StageOutcome(**record) if record else None
 
 
-def verdict(workspace: Path, stage: str) -> dict[str, Any] | None:
+def stage_report(workspace: Path, stage: str) -> dict[str, Any] | None:
     """What ``rlhf stage`` itself said: ``{exit_code, message[, seconds]}``; None if it was killed."""
     return _read(workspace / PRIVATE / OUTCOMES / f"{stage}.json")
 

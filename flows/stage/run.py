@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flows.stage.outcome import Outcome, clear_outcome, failed_conditions, gate_evidence, verdict
+from flows.stage.outcome import StageOutcome, clear_outcome, failed_conditions, gate_evidence, stage_report
 from flows.supervision.clock import Stopwatch
 from flows.supervision.environment import child_environment
-from flows.supervision.processes import Guarded, start_guarded
+from flows.supervision.processes import SupervisedProcess, start_supervised
 from flows.supervision.signals import STOP
-from flows.workspace.folder import private
+from flows.workspace.folder import private_path
 from flows.workspace.lock import locked
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR
 
@@ -24,14 +24,14 @@ POLL_SECONDS = 0.1
 class StageFailed(Exception):
     """Carries the outcome of a stage that did not succeed through the engine."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: StageOutcome) -> None:
         super().__init__(outcome.message)
         self.outcome = outcome
 
 
 def stage_log(workspace: Path, stage: str) -> Path:
     """Where the output of a stage goes."""
-    return private(workspace, "logs", f"{stage}.log")
+    return private_path(workspace, "logs", f"{stage}.log")
 
 
 def dvc_command(stage: str) -> list[str]:
@@ -46,7 +46,7 @@ def run_stage(
     extra_env: Mapping[str, str] | None = None,
     grace: float = 5.0,
     command: list[str] | None = None,
-) -> Outcome:
+) -> StageOutcome:
     """Bring one stage up to date; never raises for a failing stage. A raised stop flag ends it.
 
     ``command`` replaces DVC's: the report of a failed run is written without DVC, since not all dependencies exist.
@@ -56,7 +56,7 @@ def run_stage(
         with locked(workspace, f"stages/{stage}.lock", wait=True) as lock:
             return _run_alone(workspace, stage, outputs, extra_env or {}, grace, command, lock)
     except KeyboardInterrupt:
-        return Outcome(stage, "stopped", EXIT_INTERRUPTED, "stopped", 0.0, 0.0, 0.0)
+        return StageOutcome(stage, "stopped", EXIT_INTERRUPTED, "stopped", 0.0, 0.0, 0.0)
 
 
 def _run_alone(
@@ -67,14 +67,14 @@ def _run_alone(
     grace: float,
     command: list[str] | None,
     lock: int,
-) -> Outcome:
+) -> StageOutcome:
     """:func:`run_stage` with the stage's lock held, which lasts until everything that is started here has ended."""
     clear_outcome(workspace, stage)
     log = stage_log(workspace, stage)
     offset = log.stat().st_size if log.exists() else 0
     watch = Stopwatch()
     _, old_gate = gate_evidence(workspace, outputs)
-    guarded = start_guarded(
+    supervised = start_supervised(
         command or dvc_command(stage),
         name=stage,
         cwd=workspace,
@@ -83,7 +83,7 @@ def _run_alone(
         grace=grace,
         keep=[lock],
     )
-    code = wait_for(guarded)
+    code = wait_for(supervised)
     text = log.read_bytes()[offset:].decode("utf-8", errors="replace")
     gate, mark = gate_evidence(workspace, outputs)
     outcome = _judge(workspace, stage, gate if mark != old_gate else None, code, text, watch)
@@ -93,27 +93,27 @@ def _run_alone(
     return outcome
 
 
-def wait_for(guarded: Guarded) -> int:
+def wait_for(supervised: SupervisedProcess) -> int:
     """Exit status of the guarded command, which a raised stop flag ends; it never outlives this call."""
     try:
-        while (code := guarded.poll()) is None and not STOP.wait(POLL_SECONDS):
+        while (code := supervised.poll()) is None and not STOP.wait(POLL_SECONDS):
             pass
-        return code if code is not None else guarded.stop()
+        return code if code is not None else supervised.stop()
     except BaseException:
-        guarded.stop()
+        supervised.stop()
         raise
 
 
 def _judge(
     workspace: Path, stage: str, gate: Mapping[str, Any] | None, code: int, text: str, watch: Stopwatch
-) -> Outcome:
+) -> StageOutcome:
     """``gate`` is the evidence that was written meanwhile, if any was."""
     started, ended = watch.started, watch.now
-    spoken = verdict(workspace, stage)
+    spoken = stage_report(workspace, stage)
     work = float((spoken or {}).get("seconds", ended - started))
 
-    def outcome(action: str, exit_code: int, message: str) -> Outcome:
-        return Outcome(stage, action, exit_code, message, started, ended, 0.0 if action == "cached" else work)
+    def outcome(action: str, exit_code: int, message: str) -> StageOutcome:
+        return StageOutcome(stage, action, exit_code, message, started, ended, 0.0 if action == "cached" else work)
 
     if code == 0:
         ran = f"Running stage '{stage}'" in text or spoken is not None

@@ -16,7 +16,7 @@ from rlhf_core.files import sha256_file, sha256_tree
 YAML_SUFFIXES = (".yaml", ".yml")
 
 
-def computation(workspace: Path, node: StageNode) -> str | None:
+def stage_hash(workspace: Path, node: StageNode) -> str | None:
     """Hash of the stage's command, parameters, inputs (code fingerprint included), outputs, and of its DVC cache.
 
     The hashes of inputs that other stages make are those of dvc.lock, so ask after those stages are up to date. None

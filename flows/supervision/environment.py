@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from flows.supervision.processes import OWNER_VARIABLE, owner_mark
+from flows.supervision.processes import OWNER_VARIABLE, ownership_tag
 
 QUIET = {
     "DO_NOT_TRACK": "1",
@@ -44,6 +44,6 @@ def child_environment(workspace: Path, **extra: str) -> dict[str, str]:
         "PATH": path if path.split(os.pathsep)[0] == binaries else os.pathsep.join([binaries, path]),
         "NO_PROXY": without_proxy(),
         "no_proxy": without_proxy(),
-        OWNER_VARIABLE: owner_mark(workspace),
+        OWNER_VARIABLE: ownership_tag(workspace),
         **extra,
     }

@@ -16,7 +16,7 @@ GUARD_SLACK_SECONDS = 6.0
 
 
 @dataclass
-class Guarded:
+class SupervisedProcess:
     """A command running under the supervisor. ``grace`` is the seconds between its stop signal and KILL."""
 
     name: str
@@ -44,7 +44,7 @@ class Guarded:
         return self.poll() or 0
 
 
-def start_guarded(
+def start_supervised(
     command: Sequence[str],
     *,
     name: str,
@@ -54,7 +54,7 @@ def start_guarded(
     grace: float = 5.0,
     stop_signal: str = "TERM",
     keep: Sequence[int] = (),
-) -> Guarded:
+) -> SupervisedProcess:
     """Start ``command`` under a guard that watches this process; its output is appended to ``log``.
 
     The guard, not the command, holds the descriptors ``keep`` open until all that the command started has ended.
@@ -73,7 +73,7 @@ def start_guarded(
             start_new_session=True,
             pass_fds=tuple(keep),
         )
-    return Guarded(name, process, grace)
+    return SupervisedProcess(name, process, grace)
 
 
 def birth(pid: int) -> str | None:
@@ -100,12 +100,12 @@ def is_alive(pid: int, born: str) -> bool:
     return birth(pid) == born
 
 
-def owner_mark(workspace: Path) -> str:
+def ownership_tag(workspace: Path) -> str:
     """Put into the environment of everything this process starts, so that leftovers can be told later."""
     return f"{os.getpid()}:{birth(os.getpid())}:{workspace}"
 
 
-def leftovers(workspace: Path) -> list[int]:
+def leftover_processes(workspace: Path) -> list[int]:
     """Pids of processes that an ended run of ``workspace`` started and that still live."""
     import psutil
 
@@ -120,12 +120,12 @@ def leftovers(workspace: Path) -> list[int]:
     return found
 
 
-def end_leftovers(workspace: Path, patience: float = 3.0) -> int:
+def kill_leftover_processes(workspace: Path, patience: float = 3.0) -> int:
     """Let a dead run's guards finish for ``patience`` seconds, then KILL what remains. Returns how many it killed."""
     import psutil
 
     deadline = time.monotonic() + patience
-    while (pids := leftovers(workspace)) and time.monotonic() < deadline:
+    while (pids := leftover_processes(workspace)) and time.monotonic() < deadline:
         time.sleep(0.2)
     killed = set()
     for _ in range(50):
@@ -133,7 +133,7 @@ def end_leftovers(workspace: Path, patience: float = 3.0) -> int:
             with contextlib.suppress(psutil.Error):
                 psutil.Process(pid).kill()
                 killed.add(pid)
-        if not (pids := leftovers(workspace)):
+        if not (pids := leftover_processes(workspace)):
             break
         time.sleep(0.1)
     return len(killed)

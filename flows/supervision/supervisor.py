@@ -31,7 +31,7 @@ POLL_SECONDS = 0.5
 KILL_SECONDS = 5.0
 
 
-class Guard:
+class Supervisor:
     """Runs ``command`` until it ends, a stop signal comes or ``parent`` dies; then sweeps all descendants."""
 
     def __init__(self, command: Sequence[str], parent: int, grace: float, stop_signal: int) -> None:
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     stop_signal = signal.SIGINT if arguments.stop_signal == "INT" else signal.SIGTERM
-    return Guard(command, arguments.parent, arguments.grace, stop_signal).run()
+    return Supervisor(command, arguments.parent, arguments.grace, stop_signal).run()
 
 
 if __name__ == "__main__":

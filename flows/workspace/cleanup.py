@@ -7,15 +7,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from flows.supervision.processes import birth, end_leftovers
+from flows.supervision.processes import birth, kill_leftover_processes
 from flows.workspace.folder import PRIVATE
 from flows.workspace.services_file import SERVICES_FILE, running_services
 
 
-def sweep(workspace: Path) -> list[str]:
+def cleanup(workspace: Path) -> list[str]:
     """End leftover processes and drop locks of dead ones. Returns one line per thing that was found."""
     found = []
-    ended = end_leftovers(workspace)
+    ended = kill_leftover_processes(workspace)
     if ended:
         found.append(f"ended {ended} process{'es' if ended > 1 else ''} of an earlier run")
     released = release_dvc_locks(workspace / ".dvc" / "tmp")

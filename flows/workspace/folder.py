@@ -28,17 +28,17 @@ def is_workspace(folder: Path) -> bool:
     return (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file()
 
 
-def private(workspace: Path, *parts: str) -> Path:
+def private_path(workspace: Path, *parts: str) -> Path:
     """A path under the workspace's own ``.rlhf`` folder, which is created; ``RlhfError`` if that cannot be."""
     path = workspace.joinpath(PRIVATE, *parts)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise unwritable(workspace, error) from error
+        raise cannot_write(workspace, error) from error
     return path
 
 
-def unwritable(workspace: Path, error: OSError) -> RlhfError:
+def cannot_write(workspace: Path, error: OSError) -> RlhfError:
     """The one-line message for a folder that takes no files."""
     return RlhfError(f"cannot write in {workspace} ({error.strerror}); make it writable or choose another workspace")
 

@@ -14,7 +14,7 @@ from typing import IO
 
 from flows.supervision.processes import OWNER_VARIABLE
 from flows.supervision.signals import STOP
-from flows.workspace.folder import private, unwritable
+from flows.workspace.folder import cannot_write, private_path
 from rlhf_core.errors import RlhfError
 
 LOCK_HELD_VARIABLE = "RLHF_LOCK_HELD"
@@ -29,11 +29,11 @@ def locked(
     The lock belongs to this process alone, and the kernel frees it when the process dies. Only a child that is handed
     the descriptor that this yields holds it too.
     """
-    path = private(workspace, name)
+    path = private_path(workspace, name)
     try:
         handle = path.open("a+", encoding="utf-8")
     except OSError as error:
-        raise unwritable(workspace, error) from error
+        raise cannot_write(workspace, error) from error
     with handle:
         _acquire(handle, workspace, wait, on_wait)
         _write_holder(handle)

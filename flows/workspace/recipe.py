@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from flows.workspace.folder import unwritable
+from flows.workspace.folder import cannot_write
 from rlhf_core.config.loading.load import PARAMS_FILE
 from rlhf_core.config.loading.overlay import merge, profile_text, rebase_sources
 from rlhf_core.config.loading.recipe import profiles_of
@@ -41,4 +41,4 @@ def write_recipe(folder: Path, params: str, base: Path) -> None:
             if not path.exists() or path.read_text(encoding="utf-8") != text:
                 atomic_write_text(path, text)
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise cannot_write(folder, error) from error

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from flows.supervision.processes import birth, is_alive
-from flows.workspace.folder import PRIVATE, private
+from flows.workspace.folder import PRIVATE, private_path
 
 SERVICES_FILE = "services.json"
 
@@ -18,7 +18,8 @@ def record_services(workspace: Path, api_url: str, addresses: dict[str, str]) ->
 
     pid = os.getpid()
     atomic_write_json(
-        private(workspace, SERVICES_FILE), {"pid": pid, "birth": birth(pid), "api_url": api_url, "addresses": addresses}
+        private_path(workspace, SERVICES_FILE),
+        {"pid": pid, "birth": birth(pid), "api_url": api_url, "addresses": addresses},
     )
 
 

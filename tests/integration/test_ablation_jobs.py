@@ -13,8 +13,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from flow_toys import begin, processes_of, rlhf, wait_until
 
-from flows.ablation.job import Ended
-from flows.ablation.plan import Job, Request, definition, make_plan
+from flows.ablation.job import JobResult
+from flows.ablation.plan import AblationJob, AblationRequest, definition, make_plan
 from flows.ablation.pool import run_jobs
 from flows.supervision import signals
 from rlhf_core.errors import ConfigError
@@ -134,7 +134,7 @@ def test_mistakes_are_one_line_before_anything_runs(tmp_path: Path, words: tuple
 
 def test_a_variants_own_change_wins_over_set_and_common(tmp_path: Path) -> None:
     base = make_base(tmp_path)
-    request = Request(sets=("ppo.kl.coefficient=0.5", "ppo.iterations=6"), variants=("b",), seeds=(1, 2))
+    request = AblationRequest(sets=("ppo.kl.coefficient=0.5", "ppo.iterations=6"), variants=("b",), seeds=(1, 2))
     plan = make_plan(base, request, definition(base, request))
     assert [(job.variant, job.seed) for job in plan.jobs] == [(None, 1), (None, 2), ("b", 1), ("b", 2)]
     shared, own = plan.jobs[0], plan.jobs[-1]
@@ -149,7 +149,7 @@ def test_a_variants_own_change_wins_over_set_and_common(tmp_path: Path) -> None:
 def test_results_of_a_part_never_replace_those_of_the_whole(
     tmp_path: Path, variants: tuple[str, ...], seeds: tuple[int, ...], part: bool
 ) -> None:
-    request = Request(variants=variants, seeds=seeds)
+    request = AblationRequest(variants=variants, seeds=seeds)
     assert request.is_part_of(definition(make_base(tmp_path), request)) is part
 
 
@@ -157,20 +157,20 @@ def test_a_pipeline_without_ppo_is_refused(tmp_path: Path) -> None:
     base = make_base(tmp_path)
     (base / "dvc.yaml").write_text("stages:\n  evaluate: {cmd: 'true', outs: [x]}\n")
     with pytest.raises(ConfigError, match="no stage 'ppo'"):
-        make_plan(base, Request(), definition(base, Request()))
+        make_plan(base, AblationRequest(), definition(base, AblationRequest()))
 
 
-def job(variant: str | None, seed: int) -> Job:
-    return Job(variant, seed, Path(f"{variant}{seed}"), (), ())
+def job(variant: str | None, seed: int) -> AblationJob:
+    return AblationJob(variant, seed, Path(f"{variant}{seed}"), (), ())
 
 
 def test_variants_wait_for_what_their_seed_shares_and_are_skipped_without_it() -> None:
     jobs = [job(None, 1), job(None, 2), job("a", 1), job("a", 2), job("b", 2)]
-    begun: list[Job] = []
+    begun: list[AblationJob] = []
 
-    def run(one: Job) -> Ended:
+    def run(one: AblationJob) -> JobResult:
         begun.append(one)
-        return Ended(one, "failed", "no data") if one == jobs[0] else Ended(one, "done")
+        return JobResult(one, "failed", "no data") if one == jobs[0] else JobResult(one, "done")
 
     ended = run_jobs(jobs, 2, run, lambda _: None)
     assert [e.state for e in ended] == ["failed", "done", "skipped", "done", "done"]
@@ -181,9 +181,9 @@ def test_variants_wait_for_what_their_seed_shares_and_are_skipped_without_it() -
 def test_a_raised_stop_flag_starts_nothing_more() -> None:
     jobs = [job(None, 1), job("a", 1), job("b", 1)]
 
-    def run(one: Job) -> Ended:
+    def run(one: AblationJob) -> JobResult:
         signals.STOP.set()
-        return Ended(one, "stopped")
+        return JobResult(one, "stopped")
 
     try:
         ended = run_jobs(jobs, 1, run, lambda _: None)

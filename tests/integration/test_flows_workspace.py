@@ -18,10 +18,10 @@ from flows.commands.summary import busy_seconds
 from flows.dvc_repo.graph import StageNode, read_graph
 from flows.dvc_repo.root import ensure_dvc
 from flows.pipeline.schedule import Schedule
-from flows.stage.outcome import Outcome, last_progress
+from flows.stage.outcome import StageOutcome, last_progress
 from flows.stage.run import run_stage
-from flows.stage.stage_hash import computation
-from flows.supervision.processes import end_leftovers
+from flows.stage.stage_hash import stage_hash
+from flows.supervision.processes import kill_leftover_processes
 from flows.workspace.cleanup import release_dvc_locks
 from flows.workspace.folder import find_workspace
 from flows.workspace.lock import locked
@@ -35,8 +35,8 @@ stages:
 """
 
 
-def outcome(stage: str, action: str, code: int = 0) -> Outcome:
-    return Outcome(stage, action, code, "", 0.0, 1.0, 1.0)
+def outcome(stage: str, action: str, code: int = 0) -> StageOutcome:
+    return StageOutcome(stage, action, code, "", 0.0, 1.0, 1.0)
 
 
 def test_a_second_holder_is_refused_in_one_line_with_pid_and_time(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_equal_computations_are_equal_by_hash_and_share_one_result(tmp_path: Pat
         ensure_dvc(toy, tmp_path / "cache")
         node = read_graph(toy)["ppo"]
         assert node.inputs == ("raw.txt",) and node.params == {"params.yaml": ["seed"]}
-        hashes.append(computation(toy, node))
+        hashes.append(stage_hash(toy, node))
         said.append(run_stage(toy, "ppo").action)
     assert said == ["ran", "cached"] and hashes[0] == hashes[1] is not None
 
@@ -116,7 +116,7 @@ def test_only_processes_of_a_dead_owner_are_ended(tmp_path: Path) -> None:
     left = subprocess.Popen(["sleep", "60"], env=environment(RLHF_OWNER=dead))
     kept = subprocess.Popen(["sleep", "60"], env=environment(RLHF_OWNER=mine))
     try:
-        assert end_leftovers(tmp_path, patience=0.0) == 1
+        assert kill_leftover_processes(tmp_path, patience=0.0) == 1
         assert left.wait(60) == -9 and psutil.pid_exists(kept.pid)
     finally:
         kept.kill()

@@ -20,8 +20,8 @@ from prefect.testing.utilities import prefect_test_harness
 from flows.jobs.deployments import deploy_jobs
 from flows.jobs.job import Job
 from flows.jobs.run_on_pool import run_on_pool
-from flows.jobs.submission import claim, is_own
-from flows.stage.outcome import Outcome
+from flows.jobs.submission import claim, is_own_run
+from flows.stage.outcome import StageOutcome
 from rlhf_core.config.loading.load import Params, check_params
 
 pytestmark = pytest.mark.services
@@ -52,8 +52,8 @@ def client(params: Params, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield client
 
 
-def job(params: Params, workspace: str, computation: str | None, stage: str = "sft", attempt: str = "a:1") -> Job:
-    return Job(Path(workspace), stage, (), {}, 1.0, params.pools[stage], attempt, computation)
+def job(params: Params, workspace: str, stage_hash: str | None, stage: str = "sft", attempt: str = "a:1") -> Job:
+    return Job(Path(workspace), stage, (), {}, 1.0, params.pools[stage], attempt, stage_hash)
 
 
 def end(client: SyncPrefectClient, run: FlowRun, state: State[Any]) -> None:
@@ -67,13 +67,13 @@ def test_a_run_under_way_is_shared_and_one_that_ended_is_never_given_again(
     seen = set()
     for final in (Failed(), Crashed(), Cancelled(), Completed()):
         run = claim(client, mine)
-        assert run.id not in seen and is_own(run, mine)
+        assert run.id not in seen and is_own_run(run, mine)
         seen.add(run.id)
         for state in (None, Running()):
             if state is not None:
                 end(client, run, state)
             assert claim(client, mine).id == claim(client, other).id == run.id
-        assert not is_own(run, other)
+        assert not is_own_run(run, other)
         end(client, run, final)
     assert claim(client, other).id not in seen
 
@@ -86,7 +86,7 @@ def test_a_run_that_is_being_cancelled_is_waited_for_but_not_taken_over(
     end(client, run, Running())
     end(client, run, Cancelling())
     again = claim(client, mine)
-    assert again.id == run.id and not is_own(again, mine)
+    assert again.id == run.id and not is_own_run(again, mine)
 
 
 def test_submissions_at_the_same_moment_make_one_run(client: SyncPrefectClient, params: Params) -> None:
@@ -133,11 +133,11 @@ def test_who_waited_for_another_workspace_then_finds_the_result_with_a_job_of_it
             end(client, run, Completed())
         elif not steps:
             steps.append(run)
-            Outcome("sft", "cached", 0, "", 0.0, 0.0, 0.0).save(tmp_path)
+            StageOutcome("sft", "cached", 0, "", 0.0, 0.0, 0.0).save(tmp_path)
             end(client, run, Completed())
 
     @flow
-    def pipeline() -> Outcome:
+    def pipeline() -> StageOutcome:
         return run_on_pool(mine, drive)
 
     outcome = pipeline()

@@ -8,7 +8,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 
 
 @dataclass(frozen=True)
-class Check:
+class DoctorCheck:
     """``level`` is ok, warn or fail; ``remedy`` is empty where nothing needs to be done."""
 
     level: str

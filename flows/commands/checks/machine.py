@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from flows.commands.checks import FAIL, OK, WARN, Check
+from flows.commands.checks import FAIL, OK, WARN, DoctorCheck
 
 SUPPORTED = ((3, 11), (3, 13))
 REINSTALL = "install the pinned requirements.lock again (`make setup`)"
@@ -26,7 +26,7 @@ REQUIREMENTS = (
 )
 
 
-def machine_checks(workspace: Path | None) -> Iterator[Check]:
+def machine_checks(workspace: Path | None) -> Iterator[DoctorCheck]:
     """Everything that does not depend on a workspace."""
     yield _python()
     for requirement, trouble in REQUIREMENTS:
@@ -36,15 +36,15 @@ def machine_checks(workspace: Path | None) -> Iterator[Check]:
     yield _memory()
 
 
-def _python() -> Check:
+def _python() -> DoctorCheck:
     version = sys.version_info[:2]
     text = f"Python {sys.version.split()[0]}"
     if SUPPORTED[0] <= version <= SUPPORTED[1]:
-        return Check(OK, "python", text)
-    return Check(FAIL, "python", text, "use Python 3.11, 3.12 or 3.13")
+        return DoctorCheck(OK, "python", text)
+    return DoctorCheck(FAIL, "python", text, "use Python 3.11, 3.12 or 3.13")
 
 
-def check_package(requirement: str, trouble: str = "") -> Check:
+def check_package(requirement: str, trouble: str = "") -> DoctorCheck:
     """Whether the installed version of a package satisfies ``requirement``; ``trouble`` is what happens otherwise."""
     from packaging.requirements import Requirement
 
@@ -52,42 +52,42 @@ def check_package(requirement: str, trouble: str = "") -> Check:
     try:
         found = importlib.metadata.version(wanted.name)
     except importlib.metadata.PackageNotFoundError:
-        return Check(FAIL, wanted.name, "not installed", REINSTALL)
+        return DoctorCheck(FAIL, wanted.name, "not installed", REINSTALL)
     if wanted.specifier.contains(found, prereleases=True):
-        return Check(OK, wanted.name, found)
+        return DoctorCheck(OK, wanted.name, found)
     why = f" ({trouble})" if trouble else ""
-    return Check(FAIL, wanted.name, f"{found} is outside {wanted.specifier}{why}", REINSTALL)
+    return DoctorCheck(FAIL, wanted.name, f"{found} is outside {wanted.specifier}{why}", REINSTALL)
 
 
-def _git() -> Check:
+def _git() -> DoctorCheck:
     if shutil.which("git"):
-        return Check(OK, "git", "found")
-    return Check(WARN, "git", "not found: models will not name the revision they came from", "install git")
+        return DoctorCheck(OK, "git", "found")
+    return DoctorCheck(WARN, "git", "not found: models will not name the revision they came from", "install git")
 
 
-def _processors() -> Iterator[Check]:
+def _processors() -> Iterator[DoctorCheck]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield Check(FAIL, "torch import", str(error).splitlines()[0], REINSTALL)
+        yield DoctorCheck(FAIL, "torch import", str(error).splitlines()[0], REINSTALL)
         return
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = torch.get_num_threads()
     if threads > allowed:
         advice = f"set OMP_NUM_THREADS={allowed}"
-        yield Check(WARN, "threads", f"torch uses {threads} threads on {allowed} processors", advice)
+        yield DoctorCheck(WARN, "threads", f"torch uses {threads} threads on {allowed} processors", advice)
     else:
-        yield Check(OK, "threads", f"torch uses {threads} of {allowed} processors")
+        yield DoctorCheck(OK, "threads", f"torch uses {threads} of {allowed} processors")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
-    yield Check(OK, "gpu", f"{count}: {names}" if count else "none; training runs on the processor")
+    yield DoctorCheck(OK, "gpu", f"{count}: {names}" if count else "none; training runs on the processor")
 
 
-def _memory() -> Check:
+def _memory() -> DoctorCheck:
     import psutil
 
     free = psutil.virtual_memory().available / 2**30
     text = f"{free:.1f} GiB available"
     if free >= 4:
-        return Check(OK, "memory", text)
-    return Check(WARN, "memory", text, "the demo needs up to 4 GiB for all its processes; close other programs")
+        return DoctorCheck(OK, "memory", text)
+    return DoctorCheck(WARN, "memory", text, "the demo needs up to 4 GiB for all its processes; close other programs")

@@ -6,55 +6,55 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from flows.commands.checks import FAIL, OK, WARN, Check
+from flows.commands.checks import FAIL, OK, WARN, DoctorCheck
 from flows.registry.mlflow_client import knock
 from flows.supervision.ports import LOOPBACK, free_port
 
 
-def service_checks(workspace: Path | None) -> Iterator[Check]:
+def service_checks(workspace: Path | None) -> Iterator[DoctorCheck]:
     """Ports, Prefect, MLflow, the model hub."""
     yield _ports()
     yield _prefect()
     yield _mlflow()
     if os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "TRUE"):
-        yield Check(OK, "hub", "offline (HF_HUB_OFFLINE): hub ids load from the local cache only")
+        yield DoctorCheck(OK, "hub", "offline (HF_HUB_OFFLINE): hub ids load from the local cache only")
 
 
-def _ports() -> Check:
+def _ports() -> DoctorCheck:
     try:
         port = free_port()
     except OSError as error:
         remedy = "allow this user to listen on the loopback address"
-        return Check(FAIL, "ports", f"cannot listen on {LOOPBACK} ({error.strerror})", remedy)
-    return Check(OK, "ports", f"free ones on {LOOPBACK}, for example {port}")
+        return DoctorCheck(FAIL, "ports", f"cannot listen on {LOOPBACK} ({error.strerror})", remedy)
+    return DoctorCheck(OK, "ports", f"free ones on {LOOPBACK}, for example {port}")
 
 
-def _prefect() -> Check:
+def _prefect() -> DoctorCheck:
     url = os.environ.get("PREFECT_API_URL")
     if not url:
-        return Check(OK, "prefect api", "embedded: `rlhf run` starts a server of its own")
+        return DoctorCheck(OK, "prefect api", "embedded: `rlhf run` starts a server of its own")
     import httpx
 
     try:
         answer = httpx.get(f"{url.rstrip('/')}/health", timeout=5)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         finding = f"PREFECT_API_URL={url} does not answer ({str(error) or type(error).__name__})"
-        return Check(FAIL, "prefect api", finding, "start that server, or unset PREFECT_API_URL")
+        return DoctorCheck(FAIL, "prefect api", finding, "start that server, or unset PREFECT_API_URL")
     if answer.status_code == 200:
-        return Check(OK, "prefect api", f"{url} answers")
+        return DoctorCheck(OK, "prefect api", f"{url} answers")
     finding = f"PREFECT_API_URL={url} answers {answer.status_code} to /health"
-    return Check(WARN, "prefect api", finding, "the address must end in /api; check it and PREFECT_API_KEY")
+    return DoctorCheck(WARN, "prefect api", finding, "the address must end in /api; check it and PREFECT_API_KEY")
 
 
-def _mlflow() -> Check:
+def _mlflow() -> DoctorCheck:
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
-        return Check(OK, "mlflow", "SQLite in the workspace")
+        return DoctorCheck(OK, "mlflow", "SQLite in the workspace")
     if not uri.startswith(("http://", "https://")):
-        return Check(OK, "mlflow", uri)
+        return DoctorCheck(OK, "mlflow", uri)
     try:
         knock(uri)
     except (OSError, ValueError) as error:
         finding = f"MLFLOW_TRACKING_URI={uri} does not answer ({error})"
-        return Check(FAIL, "mlflow", finding, "start that server, or unset MLFLOW_TRACKING_URI")
-    return Check(OK, "mlflow", f"{uri} answers")
+        return DoctorCheck(FAIL, "mlflow", finding, "start that server, or unset MLFLOW_TRACKING_URI")
+    return DoctorCheck(OK, "mlflow", f"{uri} answers")

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from flows.commands.checks import FAIL, OK, WARN, Check
+from flows.commands.checks import FAIL, OK, WARN, DoctorCheck
 from flows.commands.status import lock_holder
 from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import RlhfError
@@ -17,82 +17,84 @@ GIB = 2**30
 HUB = "hub:"
 
 
-def workspace_checks(workspace: Path | None) -> Iterator[Check]:
+def workspace_checks(workspace: Path | None) -> Iterator[DoctorCheck]:
     """Nothing but a warning where there is no workspace."""
     if workspace is None or not (workspace / "params.yaml").is_file():
         where = workspace or Path.cwd()
-        yield Check(WARN, "workspace", f"{where} is none (no params.yaml)", "make one with `rlhf init DIR`")
+        yield DoctorCheck(WARN, "workspace", f"{where} is none (no params.yaml)", "make one with `rlhf init DIR`")
         return
-    yield Check(OK, "workspace", str(workspace))
+    yield DoctorCheck(OK, "workspace", str(workspace))
     yield _writable(workspace)
     yield _disk(workspace)
     yield from _dvc(workspace)
     holder = lock_holder(workspace)
-    yield Check(OK, "lock", f"held by {holder}" if holder else "free")
+    yield DoctorCheck(OK, "lock", f"held by {holder}" if holder else "free")
     try:
         params = load_params(workspace)
     except RlhfError as error:
-        yield Check(FAIL, "params.yaml", str(error), "correct it; `rlhf run` would refuse it too")
+        yield DoctorCheck(FAIL, "params.yaml", str(error), "correct it; `rlhf run` would refuse it too")
         return
-    yield Check(OK, "params.yaml", "every parameter is known and in range")
+    yield DoctorCheck(OK, "params.yaml", "every parameter is known and in range")
     yield from _sources(workspace, params)
 
 
-def _writable(workspace: Path) -> Check:
+def _writable(workspace: Path) -> DoctorCheck:
     try:
         with tempfile.TemporaryFile(dir=workspace):
-            return Check(OK, "writable", "yes")
+            return DoctorCheck(OK, "writable", "yes")
     except OSError as error:
         remedy = "make the folder writable, or use another workspace"
-        return Check(FAIL, "writable", f"cannot write in {workspace} ({error.strerror})", remedy)
+        return DoctorCheck(FAIL, "writable", f"cannot write in {workspace} ({error.strerror})", remedy)
 
 
-def _disk(workspace: Path) -> Check:
+def _disk(workspace: Path) -> DoctorCheck:
     free = shutil.disk_usage(workspace).free / GIB
     text = f"{free:.1f} GiB free"
     if free < 0.5:
-        return Check(FAIL, "disk", text, "free some space: `dvc gc --workspace` drops old results from the cache")
+        return DoctorCheck(FAIL, "disk", text, "free some space: `dvc gc --workspace` drops old results from the cache")
     if free < 2:
-        return Check(WARN, "disk", text, "`dvc gc --workspace` drops old results from the cache")
-    return Check(OK, "disk", text)
+        return DoctorCheck(WARN, "disk", text, "`dvc gc --workspace` drops old results from the cache")
+    return DoctorCheck(OK, "disk", text)
 
 
-def _dvc(workspace: Path) -> Iterator[Check]:
+def _dvc(workspace: Path) -> Iterator[DoctorCheck]:
     if not (workspace / "dvc.yaml").is_file():
-        yield Check(FAIL, "dvc.yaml", "missing", "restore it, or make a workspace with `rlhf init DIR`")
+        yield DoctorCheck(FAIL, "dvc.yaml", "missing", "restore it, or make a workspace with `rlhf init DIR`")
     root = next((folder for folder in (workspace, *workspace.parents) if (folder / ".dvc").is_dir()), None)
     if root is None:
-        yield Check(FAIL, "dvc", "the workspace is in no DVC repository", "`dvc init` there, or `rlhf init DIR`")
+        yield DoctorCheck(FAIL, "dvc", "the workspace is in no DVC repository", "`dvc init` there, or `rlhf init DIR`")
     else:
-        yield Check(OK, "dvc", f"repository at {root}")
+        yield DoctorCheck(OK, "dvc", f"repository at {root}")
 
 
-def _sources(workspace: Path, params: Params) -> Iterator[Check]:
+def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
     """Data files and starting model that params.yaml names."""
     if params.collect.source == "world":
-        yield Check(OK, "data", "the embedded world; nothing is read")
+        yield DoctorCheck(OK, "data", "the embedded world; nothing is read")
     else:
         files = params.collect.files
         for pattern in (*files.preferences, *files.demonstrations, *files.prompts, *files.pretrain):
             yield _source(workspace, pattern)
         if not any((files.preferences, files.demonstrations, files.prompts, files.pretrain)):
-            yield Check(
+            yield DoctorCheck(
                 FAIL, "data", "collect.source is files, but collect.files names none", "name at least preferences"
             )
     source = params.base.source
     if source == "scratch" or (source.count("/") == 1 and not (workspace / source).exists()):
-        yield Check(OK, "base model", "made from nothing" if source == "scratch" else f"hub id {source}")
+        yield DoctorCheck(OK, "base model", "made from nothing" if source == "scratch" else f"hub id {source}")
     elif (workspace / source).is_dir():
-        yield Check(OK, "base model", source)
+        yield DoctorCheck(OK, "base model", source)
     else:
-        yield Check(FAIL, "base model", f"base.source {source} does not exist", "give a folder, a hub id, or scratch")
+        yield DoctorCheck(
+            FAIL, "base model", f"base.source {source} does not exist", "give a folder, a hub id, or scratch"
+        )
 
 
-def _source(workspace: Path, pattern: str) -> Check:
+def _source(workspace: Path, pattern: str) -> DoctorCheck:
     if pattern.startswith(HUB):
-        return Check(OK, "data", f"{pattern} (a hub id; looked up when collected)")
+        return DoctorCheck(OK, "data", f"{pattern} (a hub id; looked up when collected)")
     found = glob.glob(str(workspace / pattern), recursive=True)
     if found:
-        return Check(OK, "data", f"{pattern}: {len(found)} file{'s' if len(found) > 1 else ''}")
+        return DoctorCheck(OK, "data", f"{pattern}: {len(found)} file{'s' if len(found) > 1 else ''}")
     remedy = "correct the path; relative ones start at the workspace"
-    return Check(FAIL, "data", f"{pattern} matches no file in {workspace}", remedy)
+    return DoctorCheck(FAIL, "data", f"{pattern} matches no file in {workspace}", remedy)

@@ -20,7 +20,7 @@ from flows.jobs.log_shipping import LogFollower, LogShipper
 from flows.jobs.remote_client import CARRIED_BYTES, _carried, _files_beside_dvc
 from flows.jobs.remote_host import other_code, rebuild
 from flows.jobs.transfer import TransferFailed, TransferStopped, patiently
-from flows.jobs.transfer_worker import Exchange, Refused
+from flows.jobs.transfer_worker import Refused, StageTransfer
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.fingerprint import fingerprint
 from rlhf_core.ppo.reward_sources.tracked_files import write_tracked_files
@@ -49,7 +49,7 @@ def test_a_remote_that_cannot_serve_two_hosts_is_refused(
     (tmp_path / ".dvc").mkdir()
     (tmp_path / ".dvc" / "config").write_text("".join(lines))
     with pytest.raises(Refused, match=complaint) as refusal:
-        Exchange(tmp_path, "", "").describe()
+        StageTransfer(tmp_path, "", "").describe()
     assert "secret" not in str(refusal.value)
 
 
@@ -57,7 +57,7 @@ def test_secrets_of_a_remote_stay_on_their_host(tmp_path: Path) -> None:
     rebuild(tmp_path, handoff("s3://bucket/cache"), tmp_path / "cache")
     with (tmp_path / ".dvc" / "config.local").open("w") as file:
         file.write("['remote \"store\"']\n  secret_access_key = hush\n  region = north\n")
-    told = Exchange(tmp_path, "", "").describe()
+    told = StageTransfer(tmp_path, "", "").describe()
     assert told == {"name": "store", "url": "s3://bucket/cache", "region": "north", "use_ssl": "True"}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows.dvc_repo.graph import StageNode
-from flows.stage.stage_hash import computation
+from flows.stage.stage_hash import stage_hash
 
 NODE = StageNode(
     "ppo",
@@ -43,7 +43,7 @@ def write(name: str, old: str, new: str) -> Callable[[Path], None]:
 
 
 def test_the_place_of_the_workspace_does_not_count(tmp_path: Path) -> None:
-    one, two = computation(make(tmp_path / "one"), NODE), computation(make(tmp_path / "two"), NODE)
+    one, two = stage_hash(make(tmp_path / "one"), NODE), stage_hash(make(tmp_path / "two"), NODE)
     assert one == two and one is not None and len(one) == 64
 
 
@@ -57,9 +57,9 @@ def test_the_place_of_the_workspace_does_not_count(tmp_path: Path) -> None:
     ],
 )
 def test_what_the_stage_does_not_read_does_not_count(tmp_path: Path, change: Callable[[Path], None]) -> None:
-    before = computation(make(tmp_path / "w"), NODE)
+    before = stage_hash(make(tmp_path / "w"), NODE)
     change(tmp_path / "w")
-    assert computation(tmp_path / "w", NODE) == before
+    assert stage_hash(tmp_path / "w", NODE) == before
 
 
 @pytest.mark.parametrize(
@@ -72,25 +72,25 @@ def test_what_the_stage_does_not_read_does_not_count(tmp_path: Path, change: Cal
     ],
 )
 def test_what_the_stage_reads_counts(tmp_path: Path, change: Callable[[Path], None]) -> None:
-    before = computation(make(tmp_path / "w"), NODE)
+    before = stage_hash(make(tmp_path / "w"), NODE)
     change(tmp_path / "w")
-    assert computation(tmp_path / "w", NODE) not in (before, None)
+    assert stage_hash(tmp_path / "w", NODE) not in (before, None)
 
 
 @pytest.mark.parametrize("other", [{"command": "rlhf stage ppo --x"}, {"cache": "/elsewhere"}, {"outputs": ("m",)}])
 def test_command_outputs_and_cache_count(tmp_path: Path, other: dict[str, object]) -> None:
     workspace = make(tmp_path / "w")
-    assert computation(workspace, replace(NODE, **other)) != computation(workspace, NODE)  # type: ignore[arg-type]
+    assert stage_hash(workspace, replace(NODE, **other)) != stage_hash(workspace, NODE)  # type: ignore[arg-type]
 
 
 def test_nothing_is_shared_when_an_input_is_missing_or_the_run_cache_does_not_take_the_stage(tmp_path: Path) -> None:
     workspace = make(tmp_path / "w")
-    assert computation(workspace, replace(NODE, shareable=False)) is None
+    assert stage_hash(workspace, replace(NODE, shareable=False)) is None
     (workspace / "notes.txt").unlink()
-    assert computation(workspace, NODE) is None
+    assert stage_hash(workspace, NODE) is None
 
 
 def test_a_lock_file_that_is_being_written_is_no_error(tmp_path: Path) -> None:
     workspace = make(tmp_path / "w")
     (workspace / "dvc.lock").write_text("stages: {sft: [")
-    assert computation(workspace, NODE) is None
+    assert stage_hash(workspace, NODE) is None

@@ -17,7 +17,7 @@ from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running, S
 
 from flows.jobs import run_on_pool, stage_job
 from flows.jobs.job import Job
-from flows.stage.outcome import Outcome
+from flows.stage.outcome import StageOutcome
 from rlhf_core.config.placement import Placement
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
@@ -48,10 +48,10 @@ class Server:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Outcome]:
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., StageOutcome]:
     """How a job of workspace ``tmp_path`` ends on a server."""
 
-    def end(server: Server, preemptions: int = 9) -> Outcome:
+    def end(server: Server, preemptions: int = 9) -> StageOutcome:
         use(server, monkeypatch)
         job = Job(tmp_path, "sft", (), {}, 1.0, Placement(pool="gpu-pool"), "a:1", preemptions=preemptions)
         return run_on_pool.run_on_pool(job, server.turn, server.told.append)
@@ -87,7 +87,7 @@ def says(workspace: Path, ended: float) -> Callable[[Server], None]:
 
 def completes(workspace: Path) -> Callable[[Server], None]:
     def complete(server: Server) -> None:
-        Outcome("sft", "ran", 0, "", 0.0, 0.0, 0.0).save(workspace)
+        StageOutcome("sft", "ran", 0, "", 0.0, 0.0, 0.0).save(workspace)
         server.set_flow_run_state(-1, Completed())
 
     return complete
@@ -97,21 +97,23 @@ def lost() -> State[Any]:
     return stage_job.preempted("sft: told to stop")
 
 
-def test_a_preempted_job_is_submitted_again_and_told_of(run: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_a_preempted_job_is_submitted_again_and_told_of(run: Callable[..., StageOutcome], tmp_path: Path) -> None:
     server = Server(becomes(Running), becomes(lost), becomes(Running), completes(tmp_path))
     assert run(server).action == "ran"
     assert server.attempts == ["a:1", "a:1:1"] and server.told == ["preempted, waiting for a worker"]
 
 
 def test_a_stage_that_left_in_good_order_while_its_job_died_counts_as_preempted(
-    run: Callable[..., Outcome], tmp_path: Path
+    run: Callable[..., StageOutcome], tmp_path: Path
 ) -> None:
     swept = [becomes(Running), says(tmp_path, 0.0), becomes(lambda: Crashed(message="its worker was killed"))]
     server = Server(*swept, becomes(Running), completes(tmp_path))
     assert run(server).action == "ran" and len(server.told) == 1
 
 
-def test_a_job_whose_process_died_unnoticed_is_ended_after_a_while(run: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_a_job_whose_process_died_unnoticed_is_ended_after_a_while(
+    run: Callable[..., StageOutcome], tmp_path: Path
+) -> None:
     waiting: list[Callable[[Server], None]] = [lambda server: None] * run_on_pool.REPORT_POLLS
     turns = [becomes(Running), says(tmp_path, time.time() + 60), *waiting, becomes(Running), completes(tmp_path)]
     server = Server(*turns)
@@ -120,45 +122,45 @@ def test_a_job_whose_process_died_unnoticed_is_ended_after_a_while(run: Callable
 
 
 def test_what_a_stage_said_before_its_job_began_does_not_end_the_job(
-    run: Callable[..., Outcome], tmp_path: Path
+    run: Callable[..., StageOutcome], tmp_path: Path
 ) -> None:
     waiting: list[Callable[[Server], None]] = [lambda server: None] * (2 * run_on_pool.REPORT_POLLS)
     server = Server(becomes(Running), says(tmp_path, time.time() - 60), *waiting, completes(tmp_path))
     assert run(server).action == "ran" and server.attempts == ["a:1"]
 
 
-def test_after_so_many_preemptions_the_stage_has_failed(run: Callable[..., Outcome]) -> None:
+def test_after_so_many_preemptions_the_stage_has_failed(run: Callable[..., StageOutcome]) -> None:
     server = Server(becomes(lost), becomes(lost), becomes(lost))
     outcome = run(server, preemptions=2)
     assert outcome.preempted and not outcome.retryable and "more than 2 times" in outcome.message
     assert len(server.attempts) == 3
 
 
-def test_a_job_that_is_cancelled_stays_so(run: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_a_job_that_is_cancelled_stays_so(run: Callable[..., StageOutcome], tmp_path: Path) -> None:
     outcome = run(Server(becomes(Running), says(tmp_path, 0.0), becomes(Cancelled)))
     assert outcome.exit_code == EXIT_INTERRUPTED and "cancelled" in outcome.message
 
 
-def test_a_crash_without_a_word_of_the_stage_is_a_failure(run: Callable[..., Outcome]) -> None:
+def test_a_crash_without_a_word_of_the_stage_is_a_failure(run: Callable[..., StageOutcome]) -> None:
     outcome = run(Server(becomes(Running), becomes(lambda: Crashed(message="killed"))))
     assert outcome.retryable and not outcome.preempted
 
 
-def told_to_stop(*_: Any) -> Outcome:
+def told_to_stop(*_: Any) -> StageOutcome:
     raise TerminationSignal(signal=signal.SIGTERM)
 
 
-def stopped(*_: Any) -> Outcome:
-    return Outcome("sft", "stopped", EXIT_INTERRUPTED, "stopped", 0.0, 0.0, 0.0)
+def stopped(*_: Any) -> StageOutcome:
+    return StageOutcome("sft", "stopped", EXIT_INTERRUPTED, "stopped", 0.0, 0.0, 0.0)
 
 
-def left(*_: Any) -> Outcome:
-    return Outcome("sft", "failed", EXIT_PREEMPTED, "sft made step 7 of 9", 0.0, 0.0, 0.0)
+def left(*_: Any) -> StageOutcome:
+    return StageOutcome("sft", "failed", EXIT_PREEMPTED, "sft made step 7 of 9", 0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("stage", [told_to_stop, stopped, left])
 def test_the_job_itself_says_what_has_become_of_it(
-    stage: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+    stage: Callable[..., StageOutcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stage_job, "run_stage", stage)
     monkeypatch.setattr(stage_job.signals, "install", lambda *_: None)

@@ -10,7 +10,7 @@ import pytest
 
 from flows.prefect_server import workers as serving
 from flows.prefect_server.services import Services
-from flows.prefect_server.workers import Serving
+from flows.prefect_server.workers import PoolWorkers
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.errors import RlhfError
 
@@ -42,11 +42,11 @@ class Server:
 
 def make(
     monkeypatch: pytest.MonkeyPatch, server: Server, clock: list[float], **services: Any
-) -> tuple[Serving, Started]:
+) -> tuple[PoolWorkers, Started]:
     monkeypatch.setattr(serving, "needs_worker", server.needs_worker)
     monkeypatch.setattr(serving.time, "monotonic", lambda: clock[0])
     started = Started(**services)
-    return Serving(cast(Services, started), PARAMS, PARAMS.pool_names()), started
+    return PoolWorkers(cast(Services, started), PARAMS, PARAMS.pool_names()), started
 
 
 def test_only_pools_without_a_worker_get_one_and_with_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
