@@ -81,8 +81,8 @@ def watch(folder: Path) -> Watcher:
     from rlhf_core.config.ppo import PpoConfig
     from rlhf_core.data.schema import Prompt, read_rows
     from rlhf_core.evaluation.comparison import compare
-    from rlhf_core.evaluation.judges import GoldJudge
-    from rlhf_core.evaluation.replies import unfiltered_replies
+    from rlhf_core.evaluation.generation import on_policy_replies
+    from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
     from rlhf_core.stages import ppo
     from rlhf_core.stages.runtime.contract import Paths
     from rlhf_core.training.rng import derive_seed
@@ -96,14 +96,14 @@ def watch(folder: Path) -> Watcher:
     prompts, seed = [row.prompt for row in rows], derive_seed(config.seed, "early", "warning")
 
     def gold(model: PreTrainedModel) -> list[float]:
-        replies = unfiltered_replies(model, tokenizer, prompts, config.max_new_tokens, seed).replies
+        replies = on_policy_replies(model, tokenizer, prompts, config.max_new_tokens, seed).replies
         return GoldJudge().score(prompts, replies)
 
     policy = watcher.trainer.learner.policy
     before = gold(policy)
 
     def difference() -> tuple[float, float]:
-        found = compare(gold(policy), before, 0.01, 500, config.seed, absolute=True)
+        found = compare(gold(policy), before, GOLD_TIE_MARGIN, 500, config.seed)
         return found.mean_difference, found.mean_difference_high95
 
     watcher.difference = difference

@@ -18,7 +18,8 @@ from rlhf_core.config.loading.load import Params
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.pairs import TokenisedPair
-from rlhf_core.evaluation.replies import Sampled, measure_drift
+from rlhf_core.evaluation.drift import measure_drift
+from rlhf_core.evaluation.generation import OnPolicyReplies
 from rlhf_core.memory.dry_run import llama_config
 from rlhf_core.memory.lengths import Lengths, Longest
 from rlhf_core.memory.setting import Recipe
@@ -292,7 +293,7 @@ def _select(
     selection = subject.params.ppo.selection
     rows = min(selection.prompts, selection.batch_size)
     rollout = _rollout(subject, policy, rows)
-    measure_drift(Sampled([], [rollout], [1.0], _sampling(subject)), reference)
+    measure_drift(OnPolicyReplies([], [rollout], [1.0], _sampling(subject)), reference)
     for judge in judges:
         model_scorer(judge, rows)(_tokens(rollout))
 

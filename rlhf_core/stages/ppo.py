@@ -16,7 +16,7 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.chat import decode_reply, encode_dialogue, encode_reply, pad_id
 from rlhf_core.data.schema import Demonstration, PretrainText, read_rows
 from rlhf_core.errors import TrainingPaused
-from rlhf_core.evaluation.selection import Choice
+from rlhf_core.evaluation.selection import CheckpointChoice
 from rlhf_core.files import atomic_write_json, atomic_write_lines, read_json
 from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.models.base import load_policy, save_policy
@@ -251,7 +251,7 @@ def ptx_data(
     return PtxData(fitting, config.ptx.batch_size, derive_seed(config.seed, "ppo", "ptx"), pad_id(tokenizer))
 
 
-def require_admissible(choice: Choice, config: PpoConfig) -> None:
+def require_admissible(choice: CheckpointChoice, config: PpoConfig) -> None:
     """``TrainingPaused`` when no checkpoint keeps the limits; with health mode ``report`` the choice stands, marked."""
     if config.selection.method == "referee" and not choice.admissible and config.health.mode == "enforce":
         raise TrainingPaused(
@@ -272,7 +272,7 @@ def load_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) ->
             parameter.copy_(weights[name])
 
 
-def summary(trainer: Trainer, choice: Choice) -> dict[str, Any]:
+def summary(trainer: Trainer, choice: CheckpointChoice) -> dict[str, Any]:
     """``metrics/ppo.json``: the selected checkpoint, the last iteration, what the monitor found, each rollback."""
     rows = trainer.history.rows()
     last = {name: value for name, value in rows[-1].items() if isinstance(value, int | float)}

@@ -14,9 +14,9 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Prompt, read_table, write_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparison import compare
-from rlhf_core.evaluation.evaluator import Evaluation, Side
-from rlhf_core.evaluation.replies import Drift
-from rlhf_core.evaluation.text_metrics import Reply
+from rlhf_core.evaluation.drift import Drift
+from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.tracking import NullTracker
@@ -90,9 +90,9 @@ def test_batches_bound_memory_and_change_no_number(tmp_path: Path, models: Path,
 def test_bad_cases_are_where_reward_and_judge_disagree() -> None:
     rows = [made_prompt(str(i), "c") for i in range(4)]
     replies, drift = [Reply("x", True, 2)] * 4, Drift(0.0, 0.0, 1.0)
-    sft = Side(replies, [], drift, {"reward": [0.0] * 4, "referee": [0.0] * 4})
-    policy = Side(replies, [], drift, {"reward": [1.0, 3.0, -1.0, 2.0], "referee": [-1.0, -2.0, -3.0, 1.0]})
-    versus = {name: compare(policy.scores[name], sft.scores[name]) for name in ("reward", "referee")}
+    sft = EvaluatedModel(replies, [], drift, {"reward": [0.0] * 4, "referee": [0.0] * 4})
+    policy = EvaluatedModel(replies, [], drift, {"reward": [1.0, 3.0, -1.0, 2.0], "referee": [-1.0, -2.0, -3.0, 1.0]})
+    versus = {name: compare(policy.scores[name], sft.scores[name], 0.05) for name in ("reward", "referee")}
     cases = Evaluation(rows, [], sft, policy, versus).bad_cases("referee", 10)
     assert [case["prompt"] for case in cases] == ["user: 1", "user: 0"]
     assert cases[0]["disagreement"] > cases[1]["disagreement"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,19 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.ppo import SelectionConfig
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.replies import judged_replies, measure_drift, unfiltered_replies
-from rlhf_core.evaluation.selection import Candidate, SelectionEvaluator, candidate, choose
-from rlhf_core.evaluation.text_metrics import Reply
+from rlhf_core.evaluation.drift import measure_drift
+from rlhf_core.evaluation.generation import evaluation_replies, on_policy_replies
+from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.selection import CheckpointCandidate, SelectionEvaluator, SelectionMetrics, choose
 from rlhf_core.models.base import load_policy
 
 LIMITS = SelectionConfig(max_kl=6.0, max_length_ratio=1.6, max_repetition_increase=0.02)
 
 
-def made(iteration: int, win_rate: float, kl: float = 2.0, length: float = 1.0, repetition: float = 0.0) -> Candidate:
-    return Candidate(iteration, win_rate, kl, length, repetition)
+def made(
+    iteration: int, win_rate: float, kl: float = 2.0, length: float = 1.0, repetition: float = 0.0
+) -> CheckpointCandidate:
+    return CheckpointCandidate(iteration, win_rate, kl, length, repetition)
 
 
 def test_highest_win_rate_among_those_that_keep_the_limits() -> None:
@@ -38,10 +42,10 @@ def test_highest_win_rate_among_those_that_keep_the_limits() -> None:
 
 def test_the_reward_has_no_say_in_the_choice() -> None:
     """Trap 9: whatever the reward model says of a checkpoint, the referee's favourite stays the same."""
-    figures = {"kl": 2.0, "length_ratio": 1.0, "repetition_increase": 0.0}
-    for reward in (-100.0, 100.0):
-        told = {"reward_mean": reward, "referee_gap": reward, "reward": reward}
-        rows = [candidate(5, figures | {"win_rate": 0.7}), candidate(10, figures | told | {"win_rate": 0.6})]
+    metrics = SelectionMetrics(0.7, 0.6, 0.8, 2.0, 20.0, 1.0, 0.0, 0.0, 0.0)
+    for gap in (-100.0, 100.0):
+        later = replace(metrics, win_rate=0.6, referee_gap=gap)
+        rows = [CheckpointCandidate.of(5, metrics), CheckpointCandidate.of(10, later)]
         assert choose(rows, LIMITS).candidate.iteration == 5
 
 
@@ -81,24 +85,24 @@ def test_sft_against_itself_is_all_ties_at_no_distance(models: Path, prompts: li
     policy, _ = load_policy(models / "policy")
     messages, referee = [row.prompt for row in prompts[:8]], LengthJudge()
     evaluator = SelectionEvaluator(
-        sft, messages, referee, lambda m: unfiltered_replies(m, tokenizer, messages, 12, 3), reward=LengthJudge()
+        sft, messages, referee, lambda m: on_policy_replies(m, tokenizer, messages, 12, 3), reward=LengthJudge()
     )
     same = evaluator(sft)
-    assert same["win_rate"] == 0.5 and same["kl"] == pytest.approx(0.0, abs=1e-4)
-    assert same["length_ratio"] == 1.0 and same["repetition_increase"] == 0.0 and same["referee_gap"] == 0.0
+    assert same.win_rate == 0.5 and same.kl == pytest.approx(0.0, abs=1e-4)
+    assert same.length_ratio == 1.0 and same.repetition_increase == 0.0 and same.referee_gap == 0.0
     other = evaluator(policy)
-    assert other == evaluator(policy) and math.isfinite(other["kl"]) and other["kl"] != same["kl"]
+    assert other == evaluator(policy) and math.isfinite(other.kl) and other.kl != same.kl
     assert referee.calls == 4  # SFT's replies once, then one per checkpoint
-    assert candidate(7, other).kl == other["kl"]
+    assert CheckpointCandidate.of(7, other).kl == other.kl
 
 
 def test_replies_do_not_depend_on_the_company(models: Path, prompts: list[Prompt]) -> None:
     model, tokenizer = load_policy(models / "policy")
     messages = [row.prompt for row in prompts[:6]]
     config = SamplingConfig(max_new_tokens=10)
-    together = judged_replies(model, tokenizer, messages, config, seed=1)
-    assert judged_replies(model, tokenizer, messages[:2], config, seed=1) == together[:2]
-    free = unfiltered_replies(model, tokenizer, messages, 10, seed=1)
+    together = evaluation_replies(model, tokenizer, messages, config, seed=1)
+    assert evaluation_replies(model, tokenizer, messages[:2], config, seed=1) == together[:2]
+    free = on_policy_replies(model, tokenizer, messages, 10, seed=1)
     drift = measure_drift(free, model)
     assert drift.kl == pytest.approx(0.0, abs=1e-4) and drift.perplexity > 1.0
     assert all(len(reply.text) > 0 or reply.finished for reply in together)

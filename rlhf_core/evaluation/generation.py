@@ -1,0 +1,91 @@
+"""Replies of a model to prompts: with the evaluation filters for judging, from the training distribution for KL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core import distributed
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.data.chat import decode_reply, encode_prompt, pad_id
+from rlhf_core.data.schema import Message
+from rlhf_core.data.sharding import passes
+from rlhf_core.evaluation.reply import Reply
+from rlhf_core.sampling.distribution import Sampling, philox_uniforms
+from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
+
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class OnPolicyReplies:
+    """Replies sampled from the training distribution, with what is needed to score their tokens again.
+
+    Attributes:
+        replies: One reply per prompt, on every rank.
+        rollouts: One rollout per batch; of several ranks each has those of its own prompts.
+        weights: One per rollout; 0 for a rollout that only keeps this rank in step with the others.
+        sampling: The distribution that was sampled from.
+    """
+
+    replies: list[Reply]
+    rollouts: list[Rollout]
+    weights: list[float]
+    sampling: Sampling
+
+
+def evaluation_replies(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[Message]],
+    config: SamplingConfig,
+    seed: int,
+    on_batch: Callable[[int], None] = lambda count: None,
+    batch_size: int = BATCH,
+) -> list[Reply]:
+    """Sample one reply per prompt with the evaluation filters (top-p, repetition penalty).
+
+    Prompt ``i`` uses random stream ``i`` of ``seed``, so two models get the same random numbers and the batch size
+    changes nothing. ``on_batch`` is called with the number of replies of each finished batch.
+    """
+    eos, pad = int(tokenizer.eos_token_id), pad_id(tokenizer)
+    replies: list[Reply] = []
+    for start in range(0, len(prompts), batch_size):
+        rows = range(start, min(start + batch_size, len(prompts)))
+        ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
+        uniforms = philox_uniforms(seed, rows, config.max_new_tokens)
+        replies += _decoded(tokenizer, evaluation_generate(model, ids, uniforms, config, eos, pad))
+        on_batch(len(rows))
+    return replies
+
+
+def on_policy_replies(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[Message]],
+    max_new_tokens: int,
+    seed: int,
+    batch_size: int = BATCH,
+) -> OnPolicyReplies:
+    """Sample one reply per prompt at temperature 1 without filters: the distribution that KL figures are about."""
+    sampling = Sampling(int(tokenizer.eos_token_id), pad_id(tokenizer), max_new_tokens)
+    replies: list[Reply] = []
+    rollouts, weights = [], []
+    for rows, weight in passes(list(range(len(prompts))), batch_size):
+        ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
+        rollouts.append(generate(model, ids, philox_uniforms(seed, rows, max_new_tokens), sampling))
+        weights.append(weight)
+        if weight:
+            replies += _decoded(tokenizer, rollouts[-1])
+    gathered = [Reply(**fields) for fields in distributed.gather_items([asdict(reply) for reply in replies])]
+    return OnPolicyReplies(gathered, rollouts, weights, sampling)
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[Reply]:
+    replies = []
+    for ids in rollout.replies():
+        text, finished = decode_reply(tokenizer, ids)
+        replies.append(Reply(text, finished, len(ids)))
+    return replies

@@ -1,0 +1,63 @@
+"""A reward model or referee as a judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from rlhf_core import distributed
+from rlhf_core.data.chat import encode_prompt, encode_reply, pad_id, right_pad
+from rlhf_core.data.schema import Message
+from rlhf_core.data.sharding import passes
+from rlhf_core.evaluation.reply import Reply
+from rlhf_core.models.base import load_tokenizer
+from rlhf_core.models.heads import ScalarModel
+
+
+class LastTokenModel(Protocol):
+    """A reward model or referee, whole or sharded."""
+
+    def last_token_scores(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """(B, L) twice -> scalar at each row's last real token (B,)."""
+
+
+class ModelJudge:
+    """Reads a scalar model at the last token: the end marker of a finished reply, the last word of an unfinished one.
+
+    Args:
+        folder: The saved model; its tokenizer encodes the prompts.
+        name: See :class:`~rlhf_core.evaluation.judges.judge.Judge`.
+        batch_size: Replies scored at once.
+        model: The model of ``folder`` where it is loaded already: a second copy of a large one may not fit.
+    """
+
+    absolute_tie: float | None = None
+
+    def __init__(self, folder: Path, name: str, batch_size: int = 64, model: LastTokenModel | None = None) -> None:
+        self.name, self.batch_size = name, batch_size
+        self.tokenizer = load_tokenizer(folder)
+        self.model: LastTokenModel = model if model is not None else ScalarModel.load(folder).eval()
+
+    def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
+        """Return scores in the model's own unit. Ranks share the work; batching and padding change no score."""
+        sequences = [self._encode(prompt, reply) for prompt, reply in zip(prompts, replies, strict=True)]
+        by_length = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+        scores = torch.zeros(len(sequences), dtype=torch.float64)
+        for rows, weight in passes(by_length, self.batch_size):
+            ids, mask = right_pad([sequences[i] for i in rows], pad_id(self.tokenizer))
+            device = distributed.device()
+            with torch.inference_mode():
+                values = self.model.last_token_scores(ids.to(device), mask.to(device)).float()
+            if weight:
+                scores[rows] = values.double().cpu()
+        # Each rank holds the scores of its own rows and zeros elsewhere.
+        return distributed.all_reduce_sum(scores).tolist()
+
+    def _encode(self, prompt: Sequence[Message], reply: Reply) -> list[int]:
+        tokens = encode_reply(self.tokenizer, reply.text)
+        if not reply.finished and len(tokens) > 1:
+            tokens = tokens[:-1]
+        return [*encode_prompt(self.tokenizer, prompt), *tokens]
