@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core import distributed
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.chat import decode_reply, encode_prompt, pad_id
+from rlhf_core.data.chat import encode_prompt, pad_id
 from rlhf_core.data.schema import Message
 from rlhf_core.data.sharding import passes
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.reply import Reply, generated_replies
 from rlhf_core.sampling.distribution import Sampling, philox_uniforms
 from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
 
@@ -51,14 +51,15 @@ def evaluation_replies(
     changes nothing. ``on_batch`` is called with the number of replies of each finished batch.
     """
     eos, pad = int(tokenizer.eos_token_id), pad_id(tokenizer)
-    replies: list[Reply] = []
+    sequences: list[list[int]] = []
     for start in range(0, len(prompts), batch_size):
         rows = range(start, min(start + batch_size, len(prompts)))
         ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
         uniforms = philox_uniforms(seed, rows, config.max_new_tokens)
-        replies += _decoded(tokenizer, evaluation_generate(model, ids, uniforms, config, eos, pad))
+        rollout = evaluation_generate(model, ids, uniforms, config, eos, pad)
+        sequences += rollout.replies()
         on_batch(len(rows))
-    return replies
+    return generated_replies(tokenizer, sequences)
 
 
 def on_policy_replies(
@@ -71,21 +72,13 @@ def on_policy_replies(
 ) -> OnPolicyReplies:
     """Sample one reply per prompt at temperature 1 without filters: the distribution that KL figures are about."""
     sampling = Sampling(int(tokenizer.eos_token_id), pad_id(tokenizer), max_new_tokens)
-    replies: list[Reply] = []
+    sequences: list[list[int]] = []
     rollouts, weights = [], []
     for rows, weight in passes(list(range(len(prompts))), batch_size):
         ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
         rollouts.append(generate(model, ids, philox_uniforms(seed, rows, max_new_tokens), sampling))
         weights.append(weight)
         if weight:
-            replies += _decoded(tokenizer, rollouts[-1])
-    gathered = [Reply(**fields) for fields in distributed.gather_items([asdict(reply) for reply in replies])]
-    return OnPolicyReplies(gathered, rollouts, weights, sampling)
-
-
-def _decoded(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[Reply]:
-    replies = []
-    for ids in rollout.replies():
-        text, finished = decode_reply(tokenizer, ids)
-        replies.append(Reply(text, finished, len(ids)))
-    return replies
+            sequences += rollouts[-1].replies()
+    replies = generated_replies(tokenizer, distributed.gather_items(sequences))
+    return OnPolicyReplies(replies, rollouts, weights, sampling)

@@ -31,6 +31,7 @@ def _refuses_harmful(category: str, reply: Reply) -> bool | None:
 GENERIC_CHECKS: dict[str, ReplyCheck] = {
     "not_empty": lambda _, reply: bool(words(reply.text)),
     "finished": lambda _, reply: reply.finished,
+    "no_special_tokens": lambda _, reply: reply.special_tokens == 0,
     "not_repetitive": lambda _, reply: trigram_repetition(reply.text) <= MAX_REPETITION,
 }
 # Only the synthetic world says for sure which prompts must be refused.

@@ -33,6 +33,7 @@ class SelectionMetrics:
         length: Mean tokens per reply; ``length_ratio`` is over SFT's.
         repetition: Share of repeated trigrams; ``repetition_increase`` is minus SFT's.
         missing_eos: Share of replies without end marker.
+        special_tokens: Share of replies with special tokens inside.
         referee_gap: By how many standard deviations of SFT's scores the reward's gain exceeds the referee's; None
             without a reward model.
     """
@@ -46,6 +47,7 @@ class SelectionMetrics:
     repetition: float
     repetition_increase: float
     missing_eos: float
+    special_tokens: float
     referee_gap: float | None = None
 
     def as_dict(self) -> dict[str, float]:
@@ -169,6 +171,7 @@ class SelectionEvaluator:
             repetition=text.repetition,
             repetition_increase=text.repetition - self.sft_text.repetition,
             missing_eos=text.missing_eos,
+            special_tokens=text.special_tokens,
             referee_gap=gap,
         )
 

@@ -21,6 +21,7 @@ class TextMetrics:
         repetition: Mean share of a reply's trigrams that occurred before in it.
         distinct_2: Different bigrams over all bigrams of the set.
         missing_eos: Share of replies without end marker.
+        special_tokens: Share of replies with padding, role or other special tokens inside.
         short_replies: Share of replies of fewer than ``SHORT_TOKENS`` tokens.
         distinct_first_sentences: Different first sentences over replies.
         commonest_first_sentence: Share of the most frequent first sentence.
@@ -31,6 +32,7 @@ class TextMetrics:
     repetition: float
     distinct_2: float
     missing_eos: float
+    special_tokens: float
     short_replies: float
     distinct_first_sentences: float
     commonest_first_sentence: float
@@ -43,13 +45,14 @@ class TextMetrics:
 def measure_text(replies: Sequence[Reply]) -> TextMetrics:
     """Compute the :class:`TextMetrics` of ``replies``; all are 0 for no replies."""
     texts = [reply.text for reply in replies]
-    lengths = [reply.tokens for reply in replies]
+    lengths = [len(reply.token_ids) for reply in replies]
     return TextMetrics(
         length=sum(lengths) / len(lengths) if lengths else 0.0,
         words=text_statistics.mean_words(texts),
         repetition=text_statistics.mean_repetition(texts),
         distinct_2=text_statistics.distinct_n(texts, 2),
         missing_eos=text_statistics.missing_eos_rate([reply.finished for reply in replies]),
+        special_tokens=sum(reply.special_tokens > 0 for reply in replies) / len(replies) if replies else 0.0,
         short_replies=text_statistics.short_reply_rate(lengths, SHORT_TOKENS),
         distinct_first_sentences=text_statistics.distinct_first_sentences(texts),
         commonest_first_sentence=text_statistics.commonest_first_sentence(texts)[1],

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from rlhf_core import distributed
-from rlhf_core.data.chat import encode_prompt, encode_reply, pad_id, right_pad
+from rlhf_core.data.chat import encode_prompt, encode_reply, pad_id, right_pad, vocabulary_id
 from rlhf_core.data.schema import Message
 from rlhf_core.data.sharding import passes
 from rlhf_core.evaluation.reply import Reply
@@ -25,7 +25,7 @@ class LastTokenModel(Protocol):
 
 
 class ModelJudge:
-    """Reads a scalar model at the last token: the end marker of a finished reply, the last word of an unfinished one.
+    """Reads a scalar model at the last token: the end marker of a finished reply, the last token of an unfinished one.
 
     Args:
         folder: The saved model; its tokenizer encodes the prompts.
@@ -39,6 +39,7 @@ class ModelJudge:
     def __init__(self, folder: Path, name: str, batch_size: int = 64, model: LastTokenModel | None = None) -> None:
         self.name, self.batch_size = name, batch_size
         self.tokenizer = load_tokenizer(folder)
+        self.vocabulary = vocabulary_id(self.tokenizer)
         self.model: LastTokenModel = model if model is not None else ScalarModel.load(folder).eval()
 
     def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
@@ -57,7 +58,12 @@ class ModelJudge:
         return distributed.all_reduce_sum(scores).tolist()
 
     def _encode(self, prompt: Sequence[Message], reply: Reply) -> list[int]:
-        tokens = encode_reply(self.tokenizer, reply.text)
-        if not reply.finished and len(tokens) > 1:
-            tokens = tokens[:-1]
-        return [*encode_prompt(self.tokenizer, prompt), *tokens]
+        """Token ids of prompt and reply: those that the policy generated, as they are.
+
+        Ids of another vocabulary (a champion of an older tokenizer) mean nothing to this model; it gets the visible
+        text in its own tokens, with an end marker only if the reply has one.
+        """
+        token_ids: Sequence[int] = reply.token_ids
+        if reply.vocabulary != self.vocabulary:
+            token_ids = encode_reply(self.tokenizer, reply.text, reply.finished)
+        return [*encode_prompt(self.tokenizer, prompt), *token_ids]

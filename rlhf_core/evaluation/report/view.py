@@ -16,6 +16,7 @@ from rlhf_core.evaluation.report.sources import Sources, shut_gate
 SIDE_FIGURES = (
     ("gold", "Gold score"), ("reward", "Reward model's score"), ("referee", "Referee's score"),
     ("length", "Reply length, tokens"), ("repetition", "Repeated trigrams"), ("missing_eos", "Missing end"),
+    ("special_tokens", "Special tokens inside"),
     ("short_replies", "Very short replies"), ("distinct_2", "Distinct bigrams"),
     ("perplexity_reference", "Perplexity under SFT"), ("regression", "Regression set passed"),
 )  # fmt: skip

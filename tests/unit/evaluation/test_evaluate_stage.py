@@ -89,7 +89,7 @@ def test_batches_bound_memory_and_change_no_number(tmp_path: Path, models: Path,
 
 def test_bad_cases_are_where_reward_and_judge_disagree() -> None:
     rows = [made_prompt(str(i), "c") for i in range(4)]
-    replies, drift = [Reply("x", True, 2)] * 4, Drift(0.0, 0.0, 1.0)
+    replies, drift = [Reply("x", True)] * 4, Drift(0.0, 0.0, 1.0)
     sft = EvaluatedModel(replies, [], drift, {"reward": [0.0] * 4, "referee": [0.0] * 4})
     policy = EvaluatedModel(replies, [], drift, {"reward": [1.0, 3.0, -1.0, 2.0], "referee": [-1.0, -2.0, -3.0, 1.0]})
     versus = {name: compare(policy.scores[name], sft.scores[name], 0.05) for name in ("reward", "referee")}

@@ -16,9 +16,9 @@ from rlhf_core.evaluation.text_metrics import measure_text
 from rlhf_core.world.gold import score
 
 REPLIES = [
-    Reply("yes.", True, 3),
-    Reply("it is a rather long reply about nothing at all", True, 30),
-    Reply("no", False, 2),
+    Reply("yes.", True),
+    Reply("it is a rather long reply about nothing at all", True),
+    Reply("no", False),
 ]
 
 
@@ -50,7 +50,7 @@ def test_gold_judges_the_last_turn(prompts: list[Prompt]) -> None:
 
 
 def test_text_metrics_by_hand() -> None:
-    metrics = measure_text([Reply("a b a b a", True, 6), Reply("a", False, 2)])
+    metrics = measure_text([Reply("a b a b a", True, (1, 2, 1, 2, 1, 0)), Reply("a", False, (1, 2))])
     assert metrics.length == 4.0 and metrics.missing_eos == 0.5 and metrics.short_replies == 0.5
     assert metrics.repetition == pytest.approx(1 / 6)
     assert metrics.distinct_2 == 0.5 and metrics.words == 3.0

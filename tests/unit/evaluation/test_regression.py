@@ -41,6 +41,7 @@ def test_world_checks_refusals_both_ways() -> None:
 def test_file_data_has_generic_checks_only() -> None:
     replies = [Reply(REFUSAL, True), Reply("", True), Reply("cut", False), Reply("go " * 20, True)]
     rates = pass_rates(["x"] * 4, replies, world=False)
-    assert set(rates) == {"not_empty", "finished", "not_repetitive", "passed"}
+    assert set(rates) == {"not_empty", "finished", "no_special_tokens", "not_repetitive", "passed"}
+    assert rates["no_special_tokens"] == 1.0
     assert rates["not_empty"] == rates["finished"] == rates["not_repetitive"] == 0.75
     assert rates["passed"] == pytest.approx(0.25)

@@ -42,7 +42,7 @@ def test_highest_win_rate_among_those_that_keep_the_limits() -> None:
 
 def test_the_reward_has_no_say_in_the_choice() -> None:
     """Trap 9: whatever the reward model says of a checkpoint, the referee's favourite stays the same."""
-    metrics = SelectionMetrics(0.7, 0.6, 0.8, 2.0, 20.0, 1.0, 0.0, 0.0, 0.0)
+    metrics = SelectionMetrics(0.7, 0.6, 0.8, 2.0, 20.0, 1.0, 0.0, 0.0, 0.0, 0.0)
     for gap in (-100.0, 100.0):
         later = replace(metrics, win_rate=0.6, referee_gap=gap)
         rows = [CheckpointCandidate.of(5, metrics), CheckpointCandidate.of(10, later)]
@@ -77,7 +77,7 @@ class LengthJudge:
 
     def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
         self.calls += 1
-        return [float(reply.tokens) for reply in replies]
+        return [float(len(reply.token_ids)) for reply in replies]
 
 
 def test_sft_against_itself_is_all_ties_at_no_distance(models: Path, prompts: list[Prompt]) -> None:
