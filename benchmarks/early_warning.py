@@ -83,6 +83,7 @@ def watch(folder: Path) -> Watcher:
     from rlhf_core.evaluation.comparison import compare
     from rlhf_core.evaluation.generation import on_policy_replies
     from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
+    from rlhf_core.ppo.setup import sampling_for
     from rlhf_core.stages import ppo
     from rlhf_core.stages.runtime.contract import Paths
     from rlhf_core.training.rng import derive_seed
@@ -95,8 +96,10 @@ def watch(folder: Path) -> Watcher:
     rows = sorted(read_rows(inputs.clean / "prompts" / "validation.parquet", Prompt), key=lambda row: row.id)[:PROMPTS]
     prompts, seed = [row.prompt for row in rows], derive_seed(config.seed, "early", "warning")
 
+    sampling = sampling_for(tokenizer, config.units)
+
     def gold(model: PreTrainedModel) -> list[float]:
-        replies = on_policy_replies(model, tokenizer, prompts, config.max_new_tokens, seed).replies
+        replies = on_policy_replies(model, tokenizer, prompts, sampling, seed).replies
         return GoldJudge().score(prompts, replies)
 
     policy = watcher.trainer.learner.policy

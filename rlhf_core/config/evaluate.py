@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, PositiveInt
 
 from rlhf_core.config.model import SamplingConfig, StageConfig
+from rlhf_core.config.ppo import PpoConfig
 
 
 class EvaluateConfig(StageConfig):
@@ -22,3 +23,10 @@ class EvaluateConfig(StageConfig):
     tie_margin: float = Field(default=0.05, ge=0)
     bad_cases: PositiveInt = 20
     bootstrap: PositiveInt = 2000
+
+
+class EvaluateStageConfig(EvaluateConfig):
+    """The stage's settings with PPO's beside them: of ``ppo`` only the training distribution is read, temperature and
+    minimum length, which KL and perplexity are measured under."""
+
+    ppo: PpoConfig = PpoConfig()

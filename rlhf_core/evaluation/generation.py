@@ -36,6 +36,13 @@ class OnPolicyReplies:
     sampling: Sampling
 
 
+def training_distribution(
+    tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, temperature: float = 1.0, min_new_tokens: int = 0
+) -> Sampling:
+    """The distribution that PPO samples and scores, for replies of at most ``max_new_tokens``."""
+    return Sampling(int(tokenizer.eos_token_id), pad_id(tokenizer), max_new_tokens, temperature, min_new_tokens)
+
+
 def evaluation_replies(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -66,17 +73,19 @@ def on_policy_replies(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[Message]],
-    max_new_tokens: int,
+    sampling: Sampling,
     seed: int,
     batch_size: int = BATCH,
 ) -> OnPolicyReplies:
-    """Sample one reply per prompt at temperature 1 without filters: the distribution that KL figures are about."""
-    sampling = Sampling(int(tokenizer.eos_token_id), pad_id(tokenizer), max_new_tokens)
+    """Sample one reply per prompt from the training distribution: the one that KL and checkpoint selection are about.
+
+    Prompts use their random streams as in :func:`evaluation_replies`; of several ranks each samples its share.
+    """
     sequences: list[list[int]] = []
     rollouts, weights = [], []
     for rows, weight in passes(list(range(len(prompts))), batch_size):
         ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
-        rollouts.append(generate(model, ids, philox_uniforms(seed, rows, max_new_tokens), sampling))
+        rollouts.append(generate(model, ids, philox_uniforms(seed, rows, sampling.max_new_tokens), sampling))
         weights.append(weight)
         if weight:
             sequences += rollouts[-1].replies()

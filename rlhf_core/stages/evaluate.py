@@ -10,12 +10,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from rlhf_core.config.evaluate import EvaluateConfig
+from rlhf_core.config.evaluate import EvaluateStageConfig
 from rlhf_core.data.schema import Message, Prompt, read_rows, write_table
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparison import compare, tie_margin_of
 from rlhf_core.evaluation.drift import measure_drift
-from rlhf_core.evaluation.generation import OnPolicyReplies, evaluation_replies, on_policy_replies
+from rlhf_core.evaluation.generation import (
+    OnPolicyReplies,
+    evaluation_replies,
+    on_policy_replies,
+    training_distribution,
+)
 from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.judge import Judge
 from rlhf_core.evaluation.judges.model import ModelJudge
@@ -34,7 +39,7 @@ WORLD_SOURCE = "world"
 STAGE = Stage(
     name="evaluate",
     section="evaluate",
-    config=EvaluateConfig,
+    config=EvaluateStageConfig,
     inputs={
         "clean": "data/clean",
         "sft": "models/sft",
@@ -50,11 +55,11 @@ STAGE = Stage(
 )
 
 
-def run(config: EvaluateConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
+def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
     """Generate, judge, compare; write metrics, all rows, and the cases where reward and judge disagree.
 
     The gold judge scores only prompts of the synthetic world. Evaluation sampling makes the replies that are judged,
-    unfiltered sampling at temperature 1 those that KL and perplexity are measured on.
+    the training distribution those that KL and perplexity are measured on.
     """
     held_out = read_rows(inputs.clean / "prompts" / "test.parquet", Prompt)
     if not held_out:
@@ -121,7 +126,7 @@ class EvaluationSamples:
 
 
 def sample_replies(
-    config: EvaluateConfig,
+    config: EvaluateStageConfig,
     folder: Path,
     prompts: Sequence[Prompt],
     regression_prompts: Sequence[Prompt],
@@ -133,6 +138,9 @@ def sample_replies(
         bar: Advanced by one for each reply that is to be judged.
     """
     model, tokenizer = load_policy(folder)
+    sampling = training_distribution(
+        tokenizer, config.max_new_tokens, config.ppo.temperature, config.ppo.min_new_tokens
+    )
     messages = [row.prompt for row in prompts]
 
     def judged(asked: Sequence[Sequence[Message]]) -> list[Reply]:
@@ -142,6 +150,6 @@ def sample_replies(
         replies=judged(messages),
         regression_replies=judged([row.prompt for row in regression_prompts]),
         on_policy=on_policy_replies(
-            model, tokenizer, messages[: config.kl_samples], config.max_new_tokens, config.seed + 1, config.batch_size
+            model, tokenizer, messages[: config.kl_samples], sampling, config.seed + 1, config.batch_size
         ),
     )

@@ -23,6 +23,7 @@ from rlhf_core.evaluation.selection import (
     choose,
 )
 from rlhf_core.ppo.run_checkpoint import finite
+from rlhf_core.ppo.setup import sampling_for
 from rlhf_core.ppo.trainer import Verdict
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.engine.frozen import FrozenModels
@@ -84,9 +85,10 @@ def make_selector(
         raise DataError(f"{path} has no rows; raise validate.split.validation")
     prompts = [row.prompt for row in rows]
     seed, rows_together = derive_seed(config.seed, "ppo", "selection"), config.selection.batch_size
+    sampling = sampling_for(tokenizer, config.units)
 
     def sample(model: PreTrainedModel) -> OnPolicyReplies:
-        return on_policy_replies(model, tokenizer, prompts, config.max_new_tokens, seed, rows_together)
+        return on_policy_replies(model, tokenizer, prompts, sampling, seed, rows_together)
 
     referee, reward = (
         ModelJudge(inputs[name], name, rows_together, frozen.scalar(inputs[name])) for name in ("referee", "reward")

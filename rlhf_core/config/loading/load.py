@@ -64,6 +64,11 @@ class Params(Strict):
             rules_for(self.ppo)
         except ConfigError as error:
             raise ValueError(str(error)) from error
+        if self.ppo.min_new_tokens >= self.evaluate.max_new_tokens:
+            raise ValueError(
+                f"evaluate.max_new_tokens {self.evaluate.max_new_tokens} is not above ppo.min_new_tokens "
+                f"{self.ppo.min_new_tokens}: no reply of the evaluation could end; raise the one or lower the other"
+            )
         if self.ppo.critic_mode == "shared":
             self._critic_is_a_head()
         if self.collect.source == "files":

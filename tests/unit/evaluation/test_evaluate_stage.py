@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.evaluate import EvaluateConfig
+from rlhf_core.config.evaluate import EvaluateStageConfig
 from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.schema import Prompt, read_table, write_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparison import compare
@@ -23,13 +24,13 @@ from rlhf_core.tracking import NullTracker
 
 from .conftest import made_prompt
 
-CONFIG = EvaluateConfig(
+CONFIG = EvaluateStageConfig(
     prompts=12, kl_samples=4, max_new_tokens=5, bootstrap=50, sampling=SamplingConfig(max_new_tokens=5)
 )
 
 
 def run_stage(
-    root: Path, models: Path, rows: list[Prompt], config: EvaluateConfig = CONFIG
+    root: Path, models: Path, rows: list[Prompt], config: EvaluateStageConfig = CONFIG
 ) -> tuple[dict[str, Any], Paths]:
     write_rows(root / "data/clean/prompts/test.parquet", rows)
     inputs = {key: models / Path(path).name for key, path in evaluate.STAGE.inputs.items()}
@@ -85,6 +86,18 @@ def test_batches_bound_memory_and_change_no_number(tmp_path: Path, models: Path,
         assert few[part] == pytest.approx(whole[part], rel=1e-4, abs=1e-6)
     assert few["comparison"]["gold"] == pytest.approx(whole["comparison"]["gold"])
     assert few["kl"] == pytest.approx(whole["kl"], rel=1e-4, abs=1e-6)
+
+
+def test_kl_is_measured_on_the_distribution_that_ppo_trains_on(
+    tmp_path: Path, models: Path, prompts: list[Prompt]
+) -> None:
+    plain, _ = run_stage(tmp_path / "plain", models, prompts[:4])
+    sharp = CONFIG.model_copy(update={"ppo": PpoConfig(temperature=0.05, min_new_tokens=3)})
+    sharper, _ = run_stage(tmp_path / "sharp", models, prompts[:4], sharp)
+    assert (
+        sharper["kl"] != plain["kl"] and sharper["sft"]["perplexity_reference"] < plain["sft"]["perplexity_reference"]
+    )
+    assert sharper["comparison"] == plain["comparison"], "judged replies keep the evaluation's own sampling"
 
 
 def test_bad_cases_are_where_reward_and_judge_disagree() -> None:

@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.ppo import SelectionConfig
-from rlhf_core.data.schema import Message, Prompt
+from rlhf_core.config.ppo import PpoConfig, SelectionConfig
+from rlhf_core.data.schema import Message, Prompt, write_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.drift import measure_drift
-from rlhf_core.evaluation.generation import evaluation_replies, on_policy_replies
+from rlhf_core.evaluation.generation import evaluation_replies, on_policy_replies, training_distribution
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.selection import CheckpointCandidate, SelectionEvaluator, SelectionMetrics, choose
 from rlhf_core.models.base import load_policy
+from rlhf_core.stages.ppo_selection import make_selector
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.training.engine.frozen import FrozenModels
 
 LIMITS = SelectionConfig(max_kl=6.0, max_length_ratio=1.6, max_repetition_increase=0.02)
 
@@ -84,8 +87,9 @@ def test_sft_against_itself_is_all_ties_at_no_distance(models: Path, prompts: li
     sft, tokenizer = load_policy(models / "sft")
     policy, _ = load_policy(models / "policy")
     messages, referee = [row.prompt for row in prompts[:8]], LengthJudge()
+    sampling = training_distribution(tokenizer, 12)
     evaluator = SelectionEvaluator(
-        sft, messages, referee, lambda m: on_policy_replies(m, tokenizer, messages, 12, 3), reward=LengthJudge()
+        sft, messages, referee, lambda m: on_policy_replies(m, tokenizer, messages, sampling, 3), reward=LengthJudge()
     )
     same = evaluator(sft)
     assert same.win_rate == 0.5 and same.kl == pytest.approx(0.0, abs=1e-4)
@@ -96,13 +100,39 @@ def test_sft_against_itself_is_all_ties_at_no_distance(models: Path, prompts: li
     assert CheckpointCandidate.of(7, other).kl == other.kl
 
 
+SHARP = {"temperature": 0.5, "min_new_tokens": 3}
+
+
+def test_on_policy_replies_follow_the_training_distribution(models: Path, prompts: list[Prompt]) -> None:
+    model, tokenizer = load_policy(models / "policy")
+    messages = [row.prompt for row in prompts[:8]]
+    plain, sharp = (
+        on_policy_replies(model, tokenizer, messages, training_distribution(tokenizer, 10, **settings), seed=1)
+        for settings in ({}, SHARP)
+    )
+    assert sharp.sampling.temperature == 0.5 and sharp.replies != plain.replies
+    assert min(len(reply.token_ids) for reply in sharp.replies) >= 3
+    # Sampled and scored by the same distribution: the model is at no distance from itself.
+    assert measure_drift(sharp, model).kl == pytest.approx(0.0, abs=1e-4)
+
+
+def test_selection_samples_as_ppo_does(models: Path, prompts: list[Prompt], tmp_path: Path) -> None:
+    write_rows(tmp_path / "clean/prompts/validation.parquet", prompts[:4])
+    sft, tokenizer = load_policy(models / "sft")
+    inputs = Paths({"clean": tmp_path / "clean", "referee": models / "referee", "reward": models / "reward"})
+    config = PpoConfig(max_new_tokens=6, **SHARP)
+    selector = make_selector(config, inputs, sft, tokenizer, FrozenModels())
+    sampling = selector.evaluate.sample(sft).sampling
+    assert (sampling.max_new_tokens, sampling.temperature, sampling.min_new_tokens) == (6, 0.5, 3)
+
+
 def test_replies_do_not_depend_on_the_company(models: Path, prompts: list[Prompt]) -> None:
     model, tokenizer = load_policy(models / "policy")
     messages = [row.prompt for row in prompts[:6]]
     config = SamplingConfig(max_new_tokens=10)
     together = evaluation_replies(model, tokenizer, messages, config, seed=1)
     assert evaluation_replies(model, tokenizer, messages[:2], config, seed=1) == together[:2]
-    free = on_policy_replies(model, tokenizer, messages, 10, seed=1)
+    free = on_policy_replies(model, tokenizer, messages, training_distribution(tokenizer, 10), seed=1)
     drift = measure_drift(free, model)
     assert drift.kl == pytest.approx(0.0, abs=1e-4) and drift.perplexity > 1.0
     assert all(len(reply.text) > 0 or reply.finished for reply in together)
