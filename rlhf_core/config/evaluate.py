@@ -9,7 +9,7 @@ from rlhf_core.config.ppo import PpoConfig
 
 
 class EvaluateConfig(StageConfig):
-    """``tie_margin`` is the difference of judge scores, as a share of their spread, below which a pair is a tie
+    """``tie_margin`` is the difference of judge scores, as a share of the spread of SFT's, up to which a pair is a tie
     (the gold judge has a unit and a margin of its own). ``sampling`` makes the replies that are judged;
     ``max_new_tokens`` limits the unfiltered ones that KL and perplexity are measured on. ``batch_size`` replies are
     sampled and judged together: it bounds memory, and every reply keeps its own random numbers.

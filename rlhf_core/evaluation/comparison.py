@@ -83,14 +83,13 @@ def compare(
     )
 
 
-def tie_margin_of(judge: Judge, share: float, candidate: Sequence[float], baseline: Sequence[float]) -> float:
+def tie_margin_of(judge: Judge, share: float, baseline: Sequence[float]) -> float:
     """Largest difference of ``judge``'s scores that is a tie.
 
-    The judge's own margin where it has one, else ``share`` times the standard deviation of all scores of both sides.
+    The judge's own margin where it has one, else ``share`` times the standard deviation of its ``baseline`` scores.
+    The candidate has no part in it: a policy whose scores spread wider would turn its own losses into ties.
     """
-    if judge.absolute_tie is not None:
-        return judge.absolute_tie
-    return share * float(np.concatenate([candidate, baseline]).std())
+    return judge.absolute_tie if judge.absolute_tie is not None else share * float(np.std(baseline))
 
 
 def outcomes(difference: np.ndarray, margin: float) -> np.ndarray:

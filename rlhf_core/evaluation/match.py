@@ -52,7 +52,7 @@ def run_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, An
     comparison = {}
     for judge in judges:
         scores, baseline = judge.score(prompts, challenger_replies), judge.score(prompts, champion_replies)
-        margin = tie_margin_of(judge, config.tie_margin, scores, baseline)
+        margin = tie_margin_of(judge, config.tie_margin, baseline)
         comparison[judge.name] = compare(scores, baseline, margin, config.bootstrap, config.seed).as_dict()
     folders = {"champion": champion, "challenger": challenger, "referee": workspace / REFEREE}
     return {

@@ -128,7 +128,7 @@ class SelectionEvaluator:
         sample: Samples a model's replies to ``prompts`` from the training distribution, with the same random numbers
             for every model: the metrics are then a function of the weights alone, and a resumed run repeats them.
         reward: The reward model that the policy is optimised against, for ``referee_gap`` only.
-        tie_margin: Differences up to this share of the spread of scores are ties.
+        tie_margin: Differences up to this share of the spread of SFT's scores are ties.
         seed: Seed of the bootstrap.
     """
 
@@ -155,7 +155,7 @@ class SelectionEvaluator:
         sampled = self.sample(policy)
         text = measure_text(sampled.replies)
         scores = self.referee.score(self.prompts, sampled.replies)
-        margin = tie_margin_of(self.referee, self.tie_margin, scores, self.sft_referee)
+        margin = tie_margin_of(self.referee, self.tie_margin, self.sft_referee)
         versus = compare(scores, self.sft_referee, margin, 500, self.seed)
         gap = None
         if self.reward is not None:

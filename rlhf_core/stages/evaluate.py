@@ -83,7 +83,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, tracker: Tra
         # One judge at a time: a large one needs the memory of the one before.
         judge: Judge = GoldJudge() if name == "gold" else ModelJudge(inputs[name], name, config.batch_size)
         sft, policy = sft.scored_by(judge, prompts), policy.scored_by(judge, prompts)
-        margin = tie_margin_of(judge, config.tie_margin, policy.scores[name], sft.scores[name])
+        margin = tie_margin_of(judge, config.tie_margin, sft.scores[name])
         comparisons[name] = compare(policy.scores[name], sft.scores[name], margin, config.bootstrap, config.seed)
         del judge
     evaluation = Evaluation(prompts, regression_prompts, sft, policy, comparisons)

@@ -41,13 +41,13 @@ def test_a_difference_of_exactly_the_margin_is_a_tie() -> None:
     assert compare([1.5], [1.0], tie_margin=0.49).win == 1.0
 
 
-def test_relative_margin_is_a_share_of_the_spread_of_all_scores() -> None:
-    # All scores: 3, 1, 1, 1, so the standard deviation is sqrt(3)/2 = .866 and a margin of 1.2 of it is 1.039.
-    assert tie_margin_of(Unitless(), 1.2, [3.0, 1.0], [1.0, 1.0]) == pytest.approx(1.2 * math.sqrt(3) / 2)
+def test_relative_margin_is_a_share_of_the_spread_of_the_baseline() -> None:
+    # Baseline scores 3, 1, 1, 1: the standard deviation is sqrt(3)/2 = .866, and a margin of 1.2 of it 1.039.
+    assert tie_margin_of(Unitless(), 1.2, [3.0, 1.0, 1.0, 1.0]) == pytest.approx(1.2 * math.sqrt(3) / 2)
 
 
 def test_a_judge_with_a_unit_has_a_margin_of_its_own() -> None:
-    assert tie_margin_of(GoldJudge(), 1.2, [3.0, 1.0], [1.0, 1.0]) == GOLD_TIE_MARGIN
+    assert tie_margin_of(GoldJudge(), 1.2, [3.0, 1.0]) == GOLD_TIE_MARGIN
 
 
 def test_interval_of_a_coin_matches_the_normal_approximation() -> None:

@@ -126,6 +126,29 @@ def test_selection_samples_as_ppo_does(models: Path, prompts: list[Prompt], tmp_
     assert (sampling.max_new_tokens, sampling.temperature, sampling.min_new_tokens) == (6, 0.5, 3)
 
 
+class ScriptedJudge(LengthJudge):
+    """Scores of its own, call by call."""
+
+    def __init__(self, *scores: Sequence[float]) -> None:
+        self.scores = [list(row) for row in scores]
+
+    def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
+        return self.scores.pop(0)
+
+
+def test_a_wild_checkpoint_cannot_turn_its_losses_into_ties(models: Path, prompts: list[Prompt]) -> None:
+    """SFT's scores have SD 1, so differences up to .05 are ties, whatever the checkpoint's own scores are."""
+    sft, tokenizer = load_policy(models / "sft")
+    messages, sampling = [row.prompt for row in prompts[:4]], training_distribution(tokenizer, 4)
+    sft_scores = [-1.0, -1.0, 1.0, 1.0]
+    for outlier in (2.0, 2000.0):
+        referee = ScriptedJudge(sft_scores, [-1.06, -1.06, 0.94, outlier])
+        evaluator = SelectionEvaluator(
+            sft, messages, referee, lambda m: on_policy_replies(m, tokenizer, messages, sampling, 3)
+        )
+        assert evaluator(sft).win_rate == 0.25
+
+
 def test_replies_do_not_depend_on_the_company(models: Path, prompts: list[Prompt]) -> None:
     model, tokenizer = load_policy(models / "policy")
     messages = [row.prompt for row in prompts[:6]]
