@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,14 +10,6 @@ import numpy as np
 def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
     """A permutation of ``range(n)``, the same for the same (seed, epoch) on every machine."""
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(n).tolist()
-
-
-def fixed_batches(n: int, size: int, seed: int, epoch: int) -> list[list[int]]:
-    """Shuffled batches of ``size`` indices; the last one of an epoch may be smaller. Every index occurs once."""
-    if size < 1:
-        raise ValueError(f"batch size must be at least 1, got {size}")
-    order = epoch_order(n, seed, epoch)
-    return [order[start : start + size] for start in range(0, n, size)]
 
 
 def batch_at(n: int, size: int, seed: int, step: int) -> list[int]:
@@ -92,11 +84,3 @@ def _place_remainder(batches: list[list[int]], rest: list[int], min_pairs: int, 
         batches[-1] += rest
     else:
         batches.append(rest)
-
-
-def endless(n: int, size: int, seed: int, start: int = 0) -> Iterator[list[int]]:
-    """The batches of :func:`batch_at` from step ``start`` on, for ever."""
-    step = start
-    while True:
-        yield batch_at(n, size, seed, step)
-        step += 1

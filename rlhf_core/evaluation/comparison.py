@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from scipy import stats
 
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.judge import Judge
 
-_CHUNK = 256  # resamples drawn at once, to bound memory for many prompts
+BATCH = 256  # resamples drawn at once, to bound memory for many prompts
 
 
 @dataclass(frozen=True)
@@ -67,17 +68,17 @@ def compare(
         raise DataError("a judge gave a score that is not finite; its model folder is probably damaged")
     difference = first - second
     outcome = outcomes(difference, tie_margin)
-    (rate_low, rate_high), (mean_low, mean_high) = _intervals([outcome, difference], bootstrap, seed)
+    low, high = bootstrap_bounds(np.stack([outcome, difference]), bootstrap, seed)
     return Comparison(
         win=float((outcome == 1.0).mean()),
         tie=float((outcome == 0.5).mean()),
         lose=float((outcome == 0.0).mean()),
         win_rate=float(outcome.mean()),
-        win_rate_low95=rate_low,
-        win_rate_high95=rate_high,
+        win_rate_low95=float(low[0]),
+        win_rate_high95=float(high[0]),
         mean_difference=float(difference.mean()),
-        mean_difference_low95=mean_low,
-        mean_difference_high95=mean_high,
+        mean_difference_low95=float(low[1]),
+        mean_difference_high95=float(high[1]),
         tie_margin=tie_margin,
         prompts=len(difference),
     )
@@ -97,20 +98,20 @@ def outcomes(difference: np.ndarray, margin: float) -> np.ndarray:
     return np.where(np.abs(difference) <= margin, 0.5, (difference > 0).astype(np.float64))
 
 
-def bootstrap_interval(values: Sequence[float], bootstrap: int = 2000, seed: int = 0) -> tuple[float, float]:
-    """95 % percentile-bootstrap bounds of the mean of ``values`` (n,)."""
-    return _intervals([np.asarray(values, dtype=np.float64)], bootstrap, seed)[0]
+def bootstrap_bounds(rows: np.ndarray, resamples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """95 % percentile-bootstrap bounds of each row's mean: (r, n) -> low (r,), high (r,).
 
-
-def _intervals(columns: list[np.ndarray], bootstrap: int, seed: int) -> list[tuple[float, float]]:
-    """Bounds of each column's mean; all columns share the resampled prompts, so that they stay paired."""
-    stream = np.random.default_rng(np.random.Philox(key=seed))
-    data = np.stack(columns)
-    n = data.shape[1]
-    means = np.empty((len(columns), bootstrap))
-    for start in range(0, bootstrap, _CHUNK):
-        stop = min(start + _CHUNK, bootstrap)
-        picks = stream.integers(0, n, size=(stop - start, n))
-        means[:, start:stop] = data[:, picks].mean(axis=2)
-    low, high = np.percentile(means, [2.5, 97.5], axis=1)
-    return [(float(a), float(b)) for a, b in zip(low, high, strict=True)]
+    All rows share the resampled columns, so that they stay paired. One column has bounds of width zero.
+    """
+    if rows.shape[1] == 1:
+        return rows[:, 0], rows[:, 0]
+    interval = stats.bootstrap(
+        (rows,),
+        np.mean,
+        axis=-1,
+        method="percentile",
+        n_resamples=resamples,
+        batch=BATCH,
+        rng=np.random.Generator(np.random.Philox(key=seed)),
+    ).confidence_interval
+    return interval.low, interval.high

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.data import text_statistics
+from rlhf_core.data.correlation import rank_correlation
 
 REWARD_PERCENTILES = (5, 25, 50, 75, 95)
 SHORT_TOKENS = 4
@@ -105,21 +106,6 @@ def masked_mean(values: Tensor, mask: Tensor) -> float:
     keep = mask.bool()
     count = int(keep.sum())
     return float(values.double().masked_fill(~keep, 0.0).sum()) / count if count else 0.0
-
-
-def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """Spearman's rank correlation of two (n,) arrays, ties by average rank; 0 when either side is constant."""
-    a, b = _ranks(first), _ranks(second)
-    a, b = a - a.mean(), b - b.mean()
-    scale = float(np.sqrt((a @ a) * (b @ b)))
-    return float(a @ b) / scale if scale > 0 else 0.0
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Average ranks from 0, shape (n,)."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return ((last - counts + last - 1) / 2.0)[inverse]
 
 
 def _numpy(values: Tensor) -> np.ndarray:

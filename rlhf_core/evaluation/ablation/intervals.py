@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scipy.stats import t as student
+from scipy import stats
 
 from rlhf_core.config.ablation.metrics import METRICS, Metric
 from rlhf_core.evaluation.ablation.results import Result
@@ -44,16 +44,17 @@ class Interval:
 
 
 def t_interval(values: Sequence[float]) -> Interval:
-    """``mean ± t(.975, n - 1) · s / sqrt(n)`` with s the sample standard deviation (n - 1)."""
+    """Student's interval: ``mean ± t(.975, n - 1) · s / sqrt(n)`` with s the sample standard deviation (n - 1)."""
     n = len(values)
     if n == 0:
         return Interval(math.nan, math.nan, math.nan, 0)
     mean = math.fsum(values) / n
     if n == 1:
         return Interval(mean, -math.inf, math.inf, 1)
-    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
-    half = float(student.ppf(0.975, n - 1)) * spread / math.sqrt(n)
-    return Interval(mean, mean - half, mean + half, n)
+    error = float(stats.sem(values))
+    # Scipy's interval is NaN for a scale of zero.
+    low, high = stats.t.interval(0.95, n - 1, loc=mean, scale=error) if error > 0 else (mean, mean)
+    return Interval(mean, float(low), float(high), n)
 
 
 def scaled(metric: Metric, value: float) -> float:

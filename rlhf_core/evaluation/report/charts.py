@@ -63,27 +63,6 @@ def line_chart(series: Sequence[Series], bands: Sequence[Band] = (), x_label: st
     return _svg("".join(body), title) + (_legend(names) if len(names) > 1 else Markup())
 
 
-def histogram(values: Sequence[float], bins: int = 30, x_label: str = "", title: str = "") -> Markup:
-    """Counts of ``values``; bars left of zero are marked, because a negative margin is a wrong order."""
-    finite = [v for v in values if math.isfinite(v)]
-    if not finite:
-        return Markup('<p class="missing">no finite values</p>')
-    low, high = min(finite), max(finite)
-    width = (high - low) / bins or 1.0
-    counts = [0] * bins
-    for value in finite:
-        counts[min(int((value - low) / width), bins - 1)] += 1
-    x = Scale(low, low + width * bins, LEFT, WIDTH - RIGHT)
-    y = Scale(0, max(counts), HEIGHT - BOTTOM, TOP)
-    bars = [
-        f'<rect class="bar {"neg" if low + (i + 0.5) * width < 0 else "pos"}" x="{x(low + i * width):.1f}" '
-        f'y="{y(count):.1f}" width="{max(x(low + width) - x(low) - 1, 1):.1f}" '
-        f'height="{HEIGHT - BOTTOM - y(count):.1f}"/>'
-        for i, count in enumerate(counts)
-    ]
-    return _svg(_axes(x, y, x_label) + "".join(bars), title)
-
-
 def interval_chart(rows: Sequence[tuple[str, float, float, float]], centre: float, title: str = "") -> Markup:
     """One line per (label, low, value, high) in [0, 1] with a rule at ``centre``: win rates with their intervals."""
     height = 34 * len(rows) + 34

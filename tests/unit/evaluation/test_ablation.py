@@ -11,6 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import ttest_1samp
 
 from rlhf_core.config.ablation.ablation import Claim, Expectation, load_ablation
 from rlhf_core.config.ablation.metrics import METRICS
@@ -59,6 +62,17 @@ def test_t_interval_by_hand() -> None:
     found = t_interval([1.0, 2.0, 3.0])
     assert (found.mean, found.n) == (2.0, 3)
     assert found.low == pytest.approx(-0.484138, abs=1e-6) and found.high == pytest.approx(4.484138, abs=1e-6)
+
+
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=8).filter(lambda values: max(values) - min(values) > 1e-3))
+def test_t_interval_is_the_one_of_students_test(values: list[float]) -> None:
+    expected = ttest_1samp(values, 0.0).confidence_interval(0.95)
+    interval = t_interval(values)
+    assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high), abs=1e-9)
+
+
+def test_equal_values_have_an_interval_of_width_zero() -> None:
+    assert t_interval([0.5, 0.5, 0.5]) == Interval(0.5, 0.5, 0.5, 3)
 
 
 def test_one_value_has_no_interval_and_none_has_no_mean() -> None:

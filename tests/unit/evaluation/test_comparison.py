@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparison import bootstrap_interval, compare, tie_margin_of
+from rlhf_core.evaluation.comparison import bootstrap_bounds, compare, tie_margin_of
 from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
 from rlhf_core.evaluation.reply import Reply
 
@@ -74,8 +75,19 @@ def test_sides_swapped_mirror_each_other(scores: list[float]) -> None:
     assert forth.win_rate_low95 <= forth.win_rate_high95
 
 
-def test_constant_values_have_an_interval_of_width_zero() -> None:
-    assert bootstrap_interval([0.3] * 10, 50) == pytest.approx((0.3, 0.3))
+@pytest.mark.parametrize("n", [1, 10])
+def test_constant_values_have_an_interval_of_width_zero(n: int) -> None:
+    low, high = bootstrap_bounds(np.full((2, n), 0.3), 50, seed=0)
+    assert low == pytest.approx([0.3, 0.3]) and high == pytest.approx([0.3, 0.3])
+
+
+def test_bounds_are_percentiles_of_resampled_means() -> None:
+    rows = np.array([[0.0, 1.0, 0.5, 1.0], [-3.0, 2.0, 0.1, 0.4]])
+    columns = np.random.Generator(np.random.Philox(key=7)).integers(0, 4, size=(100, 4))
+    means = np.array([[row[picked].mean() for picked in columns] for row in rows])
+    low, high = bootstrap_bounds(rows, 100, seed=7)
+    assert low == pytest.approx(np.percentile(means, 2.5, axis=1))
+    assert high == pytest.approx(np.percentile(means, 97.5, axis=1))
 
 
 @pytest.mark.parametrize(
