@@ -255,7 +255,7 @@ class PpoConfig(StageConfig):
             return self
         if self.surrogate.fixed_reference:
             raise ValueError(
-                "target_kl_early_stop measures the KL to the behaviour policy, under surrogate.fixed_reference the "
+                "target_kl_early_stop measures the KL to the policy in the ratio, under surrogate.fixed_reference the "
                 "reference: it would end every update once the policy has left that"
             )
         if self.epochs * self.minibatches == 1:

@@ -1,4 +1,4 @@
-"""Two policies on the same held-out prompts, by every impartial judge: what a promotion is decided on."""
+"""Two policies on the same held-out prompts, by judges that neither was trained on: what a promotion is decided on."""
 
 from __future__ import annotations
 

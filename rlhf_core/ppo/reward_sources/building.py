@@ -154,9 +154,9 @@ def _folder(path: str, workspace: Path) -> Path:
 
 
 def _refuse_own(folder: Path, who: str, workspace: Path) -> None:
-    """``ConfigError`` for what the pipeline makes for other ends: above all the referee, which must stay impartial."""
+    """``ConfigError`` for the pipeline's other models, above all the referee, by which the policy is selected."""
     if folder.resolve().is_relative_to((workspace / OWN_MODEL).parent.resolve()):
         raise ConfigError(
-            f"{who}: {folder} is one of the pipeline's own models, of which only {OWN_MODEL} may score: what judges "
-            "the policy is never optimised against; keep other reward models in a folder of their own"
+            f"{who}: {folder} is one of the pipeline's own models, of which only {OWN_MODEL} may score: the policy "
+            "must not be trained on what selects and judges it; keep other reward models in a folder of their own"
         )

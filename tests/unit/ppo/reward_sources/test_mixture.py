@@ -146,8 +146,8 @@ def test_an_ensemble_of_folders_centres_each_member_on_demonstrations(place: Pla
     [
         ({"kind": "model", "path": "models/referee"}, ConfigError, "only models/reward may score"),
         ({"kind": "model", "path": "extra/../models/sft"}, ConfigError, "only models/reward may score"),
-        ({"kind": "ensemble", "paths": ["models/reward", "models/referee"]}, ConfigError, "never optimised against"),
-        ({"kind": "classifier", "model": "models/referee"}, ConfigError, "never optimised against"),
+        ({"kind": "ensemble", "paths": ["models/reward", "models/referee"]}, ConfigError, "must not be trained on"),
+        ({"kind": "classifier", "model": "models/referee"}, ConfigError, "must not be trained on"),
         ({"kind": "model", "path": "extra/nothing"}, ModelError, "no model folder at .*extra/nothing"),
         ({"kind": "model", "path": "extra/foreign_lm"}, ModelError, "extra/foreign_lm"),
         ({"kind": "model", "path": "extra/foreign"}, ModelError, "another tokenizer .* use it as kind classifier"),
