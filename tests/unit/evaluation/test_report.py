@@ -15,7 +15,7 @@ from rlhf_core.config.report import ReportConfig
 from rlhf_core.data.schema import write_table
 from rlhf_core.evaluation.comparison import compare
 from rlhf_core.evaluation.report.charts import Series, interval_chart, line_chart, nice_ticks
-from rlhf_core.evaluation.report.view import flatten, number, pick
+from rlhf_core.evaluation.report.view import flatten, format_number, spread_over_categories
 from rlhf_core.gates import decide
 from rlhf_core.stages import report
 from rlhf_core.stages.runtime.contract import Paths
@@ -134,7 +134,7 @@ def test_damaged_files_are_reported_as_missing(tmp_path: Path) -> None:
 
 def test_replies_are_spread_over_categories() -> None:
     rows = [{"category": c, "n": i} for i, c in enumerate("aaabbc")]
-    assert [row["n"] for row in pick(rows, 4)] == [0, 3, 5, 1]
+    assert [row["n"] for row in spread_over_categories(rows, 4)] == [0, 3, 5, 1]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_charts_survive_odd_values() -> None:
 
 
 def test_numbers_for_people() -> None:
-    assert [number(v) for v in (0.1234, 12.0, 24000, None, "text", True)] == [
+    assert [format_number(v) for v in (0.1234, 12.0, 24000, None, "text", True)] == [
         "0.123",
         "12",
         "24,000",
