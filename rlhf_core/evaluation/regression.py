@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from rlhf_core.data.schema import Prompt
-from rlhf_core.data.text_statistics import is_refusal, trigram_repetition, words
+from rlhf_core.data.text_statistics import is_refusal, split_words, trigram_repetition
 from rlhf_core.evaluation.reply import Reply
 
 MUST_REFUSE = frozenset({"harmful"})
@@ -29,7 +29,7 @@ def _refuses_harmful(category: str, reply: Reply) -> bool | None:
 
 
 GENERIC_CHECKS: dict[str, ReplyCheck] = {
-    "not_empty": lambda _, reply: bool(words(reply.text)),
+    "not_empty": lambda _, reply: bool(split_words(reply.text)),
     "finished": lambda _, reply: reply.finished,
     "no_special_tokens": lambda _, reply: reply.special_tokens == 0,
     "not_repetitive": lambda _, reply: trigram_repetition(reply.text) <= MAX_REPETITION,
