@@ -59,9 +59,9 @@ def expectation(**fields: Any) -> Expectation:
 
 def test_t_interval_by_hand() -> None:
     # s = 1, t(.975, 2) = 4.302653, half = 4.302653 / sqrt(3) = 2.484138
-    found = t_interval([1.0, 2.0, 3.0])
-    assert (found.mean, found.n) == (2.0, 3)
-    assert found.low == pytest.approx(-0.484138, abs=1e-6) and found.high == pytest.approx(4.484138, abs=1e-6)
+    interval = t_interval([1.0, 2.0, 3.0])
+    assert (interval.mean, interval.n) == (2.0, 3)
+    assert interval.low == pytest.approx(-0.484138, abs=1e-6) and interval.high == pytest.approx(4.484138, abs=1e-6)
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=8).filter(lambda values: max(values) - min(values) > 1e-3))
@@ -82,20 +82,22 @@ def test_one_value_has_no_interval_and_none_has_no_mean() -> None:
 
 def test_differences_are_paired_by_seed() -> None:
     # differences .5, 1, 1.5: s = .5, half = 1.242069; unpaired, the spread of the seeds would drown it
-    found = table(a={"gold": [10.0, 20.0, 30.0]}, b={"gold": [10.5, 21.0, 31.5]}).difference("b", "a", "gold")
-    assert found.mean == pytest.approx(1.0)
-    assert found.low == pytest.approx(1 - 1.242069, abs=1e-6) and found.high == pytest.approx(2.242069, abs=1e-6)
+    difference = table(a={"gold": [10.0, 20.0, 30.0]}, b={"gold": [10.5, 21.0, 31.5]}).difference("b", "a", "gold")
+    assert difference.mean == pytest.approx(1.0)
+    assert difference.low == pytest.approx(1 - 1.242069, abs=1e-6) and difference.high == pytest.approx(
+        2.242069, abs=1e-6
+    )
 
 
 def test_only_seeds_that_both_have_are_compared() -> None:
-    found = table(a={"gold": [1.0, 2.0, 3.0]}, b={"gold": [2.0, 4.0]}).difference("b", "a", "gold")
-    assert (found.mean, found.n) == (1.5, 2)
+    difference = table(a={"gold": [1.0, 2.0, 3.0]}, b={"gold": [2.0, 4.0]}).difference("b", "a", "gold")
+    assert (difference.mean, difference.n) == (1.5, 2)
 
 
 def test_ratio_metrics_are_compared_as_factors() -> None:
     data = table(a={"kl": [1.0, 2.0, 4.0]}, b={"kl": [2.0, 4.0, 8.0]})
-    found = data.difference("b", "a", "kl").in_readers_unit(METRICS["kl"])
-    assert (found.mean, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
+    difference = data.difference("b", "a", "kl").in_readers_unit(METRICS["kl"])
+    assert (difference.mean, difference.low, difference.high) == pytest.approx((2.0, 2.0, 2.0))
     assert data.level("a", "kl").in_readers_unit(METRICS["kl"]).mean == pytest.approx(2.0)  # geometric
 
 
@@ -156,16 +158,16 @@ def test_a_claim_with_its_evidence_in_words() -> None:
 
 def test_against_a_number_the_level_itself_is_shown() -> None:
     data = table(a={"kl": [2.0, 2.0, 2.0]})
-    found = examine(expectation(metric="kl", of="a", than=6.0, **{"is": "lower"}), data)
-    assert (found.outcome, found.expected) == (ClaimOutcome.HOLDS, "KL, nats per sequence: a < 6")
-    assert found.interval.mean == pytest.approx(2.0)
+    evidence = examine(expectation(metric="kl", of="a", than=6.0, **{"is": "lower"}), data)
+    assert (evidence.outcome, evidence.expected) == (ClaimOutcome.HOLDS, "KL, nats per sequence: a < 6")
+    assert evidence.interval.mean == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(("seeds", "measured"), [([], "not run"), ([0.1], "one seed: no interval")])
 def test_fewer_than_two_seeds_tell_nothing(seeds: list[float], measured: str) -> None:
     data = table(a={"gold": [0.5]}, b={"gold": seeds})
-    found = examine(expectation(metric="gold", of="b", than="a", **{"is": "lower"}), data)
-    assert (found.outcome, found.measured) == (ClaimOutcome.OPEN, measured)
+    evidence = examine(expectation(metric="gold", of="b", than="a", **{"is": "lower"}), data)
+    assert (evidence.outcome, evidence.measured) == (ClaimOutcome.OPEN, measured)
 
 
 def test_end_values_by_hand() -> None:
@@ -175,22 +177,22 @@ def test_end_values_by_hand() -> None:
         "kl": 1.5,
         "comparison": {"referee": {"win_rate": 0.7}},
     }
-    found = end_values(evaluation, {"reward": 4.0, "referee": 2.0})
-    assert found["gold_gain"] == pytest.approx(0.3)
-    assert (found["reward_gain"], found["referee_gain"]) == (0.5, 1.5)
-    assert (found["kl"], found["length"], found["referee_win_rate"]) == (1.5, 20.0, 0.7)
-    assert math.isnan(found["gold_win_rate"]) and math.isnan(found["repetition"])
+    values = end_values(evaluation, {"reward": 4.0, "referee": 2.0})
+    assert values["gold_gain"] == pytest.approx(0.3)
+    assert (values["reward_gain"], values["referee_gain"]) == (0.5, 1.5)
+    assert (values["kl"], values["length"], values["referee_win_rate"]) == (1.5, 20.0, 0.7)
+    assert math.isnan(values["gold_win_rate"]) and math.isnan(values["repetition"])
 
 
 def test_history_values_by_hand() -> None:
     rewards = [0.0, 1.0, 0.0, 5.0, 5.0, 5.0, 5.0, 5.0, 7.0]
     rows = [{"iteration": i + 1, "reward_mean": r, "reward_std": 2.0, "entropy": float(i), "explained_variance": 0.5}
             for i, r in enumerate(rewards)]  # fmt: skip
-    found = history_values(rows)
-    assert found["reward_jitter_early"] == 0.5  # |1|, |-1| over an SD of 2
-    assert found["reward_jitter_late"] == 0.5  # 0, 2 over 2, mean 1
-    assert found["entropy"] == 6.0 and found["explained_variance_early"] == 0.5
-    assert math.isnan(found["perplexity"])
+    values = history_values(rows)
+    assert values["reward_jitter_early"] == 0.5  # |1|, |-1| over an SD of 2
+    assert values["reward_jitter_late"] == 0.5  # 0, 2 over 2, mean 1
+    assert values["entropy"] == 6.0 and values["explained_variance_early"] == 0.5
+    assert math.isnan(values["perplexity"])
 
 
 def test_curves_keep_the_iterations_that_every_seed_has() -> None:
@@ -199,9 +201,9 @@ def test_curves_keep_the_iterations_that_every_seed_has() -> None:
 
     first = run(1, [{"iteration": 1, "kl": 0.0}, {"iteration": 2, "kl": 1.0}, {"iteration": 3, "kl": None}])
     second = run(2, [{"iteration": 1, "kl": 2.0}, {"iteration": 2, "kl": 3.0}, {"iteration": 3, "kl": 4.0}])
-    found = curve([first, second], "kl")
-    assert found is not None
-    assert found[0].tolist() == [1, 2] and found[1].tolist() == [[0.0, 1.0], [2.0, 3.0]]
+    points = curve([first, second], "kl")
+    assert points is not None
+    assert points[0].tolist() == [1, 2] and points[1].tolist() == [[0.0, 1.0], [2.0, 3.0]]
     assert curve([first], "entropy") is None
 
 

@@ -23,8 +23,8 @@ def test_the_subset_depends_on_ids_alone() -> None:
 
 
 def test_every_category_is_in_the_set() -> None:
-    found = regression_set(ROWS, per_category=7)
-    assert [sum(row.category == name for row in found) for name in "ab"] == [7, 7]
+    chosen = regression_set(ROWS, per_category=7)
+    assert [sum(row.category == name for row in chosen) for name in "ab"] == [7, 7]
 
 
 def test_world_checks_refusals_both_ways() -> None:

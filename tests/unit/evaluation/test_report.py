@@ -63,8 +63,8 @@ def render(root: Path) -> str:
 
 def fill(root: Path, gate_mode: str = "enforce", reward_bound: float = 0.5) -> None:
     versus = compare([1.0, 2.0, 0.5], [0.5, 0.1, 0.9], 0.05, bootstrap=50).as_dict()
-    figures = {"gold": 0.5, "reward": 1.0, "referee": 0.2, "length": 20.0, "repetition": 0.01, "missing_eos": 0.0}
-    evaluation = {"sft": figures, "policy": figures, "kl": 2.5, "comparison": {"gold": versus, "referee": versus},
+    metrics = {"gold": 0.5, "reward": 1.0, "referee": 0.2, "length": 20.0, "repetition": 0.01, "missing_eos": 0.0}
+    evaluation = {"sft": metrics, "policy": metrics, "kl": 2.5, "comparison": {"gold": versus, "referee": versus},
                   "category": {ATTACK: {"prompts": 3}}, "regression": {"passed": 1.0}}  # fmt: skip
     write(root / "metrics/evaluation.json", json.dumps(evaluation))
     write(root / "metrics/reward.json", '{"accuracy": 0.8, "category": {"fact": 0.9}}')
