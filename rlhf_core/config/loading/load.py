@@ -121,7 +121,7 @@ class Params(Strict):
             if any("gold" in metric.split(".") for metric in asked):
                 raise ValueError(
                     f"gates.policy[{number}] asks for {condition.metric}, but collect.source is files, and only the "
-                    "embedded world has a gold judge: take the condition out, or start from the profile own-data"
+                    "synthetic world has a gold judge: take the condition out, or start from the profile own-data"
                 )
 
     def _critic_is_a_head(self) -> None:
