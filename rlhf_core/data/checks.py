@@ -96,17 +96,13 @@ def check_frame(kind: str, table: pa.Table, config: ValidateConfig) -> pd.DataFr
         texts["prompt"] = pa.chunked_array([_prompt_columns(frame, prompts)])
         keys.insert(0, texts["prompt"].to_pylist())
     for name in REPLIES[kind]:
-        frame[f"{name}_not_empty"] = _flag(pc.match_substring_regex(texts[name], r"\S"))
+        frame[f"{name}_not_empty"] = pc.match_substring_regex(texts[name], r"\S").to_numpy().astype(int)
         frame[f"{name}_chars"] = pc.utf8_length(texts[name]).to_numpy()
     _text_flags(frame, texts, config)
     frame["not_duplicate"] = (~pd.DataFrame(dict(enumerate(keys))).duplicated()).astype(int).to_numpy()
     if kind == "preferences":
         _pair_flags(frame, table, keys)
     return frame
-
-
-def _flag(values: pa.ChunkedArray) -> np.ndarray:
-    return values.to_numpy().astype(int)
 
 
 def _prompt_columns(frame: pd.DataFrame, prompts: list[list[dict[str, str | None]] | None]) -> pa.Array:

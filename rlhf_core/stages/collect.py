@@ -36,15 +36,16 @@ def run(config: CollectConfig, inputs: Paths, outputs: Paths, tracker: Tracker) 
         rows, derived = _from_world(config), dict.fromkeys(KINDS, "")
     else:
         files = _read_files(config, workspace)
-        rows, derived = derive_missing({kind: _all_rows(files[kind]) for kind in KINDS if files[kind]})
+        given = {kind: [row for file in files[kind] for row in file.rows] for kind in KINDS if files[kind]}
+        rows, derived = derive_missing(given)
     rows = {kind: listed[: config.limit] for kind, listed in rows.items()}
     with atomic_dir(outputs.raw) as folder:
         for kind in KINDS:
             write_dicts(folder / kind / "data.parquet", kind, rows[kind])
-        write_refused(folder / "refused.parquet", _refused(files))
+        refused = [{"kind": kind, **row} for kind in KINDS for file in files[kind] for row in file.refused]
+        write_refused(folder / "refused.parquet", refused)
         atomic_write_json(folder / "manifest.json", _manifest(config, rows, derived, files, folder))
-    refused = float(sum(len(file.refused) for listed in files.values() for file in listed))
-    return {**{f"{kind}_rows": float(len(rows[kind])) for kind in KINDS}, "refused_rows": refused}
+    return {**{f"{kind}_rows": float(len(rows[kind])) for kind in KINDS}, "refused_rows": float(len(refused))}
 
 
 def _from_world(config: CollectConfig) -> Rows:
@@ -89,10 +90,6 @@ def _read_files(config: CollectConfig, workspace: Path) -> dict[str, list[FileRo
     return read
 
 
-def _all_rows(files: Sequence[FileRows]) -> list[dict[str, Any]]:
-    return [row for file in files for row in file.rows]
-
-
 def derive_missing(rows: Rows) -> tuple[Rows, dict[str, str]]:
     """Add the kinds that ``rows`` lacks.
 
@@ -135,10 +132,6 @@ def _distinct(kind: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
         key = content_id(kind, row)
         kept.setdefault(key, row | {"id": key})
     return list(kept.values())
-
-
-def _refused(files: dict[str, list[FileRows]]) -> list[dict[str, Any]]:
-    return [{"kind": kind, **row} for kind, listed in files.items() for file in listed for row in file.refused]
 
 
 def _manifest(

@@ -41,7 +41,12 @@ def demonstrations(seed: int, n: int, allowed_groups: Collection[str] | None = N
         DataError: None of ``allowed_groups``, to which prompts are restricted, exists.
     """
     questions = _questions(allowed_groups)
-    return [_demonstration(Draws(seed, "demonstrations", index), questions) for index in range(start, start + n)]
+    rows = []
+    for index in range(start, start + n):
+        draws = Draws(seed, "demonstrations", index)
+        question, prefix = draws.pick(questions), draws.pick(PREFIXES)
+        rows.append(_row(question, prefix, SOURCE, reply=draw_reply(question, draws)))
+    return rows
 
 
 def preferences(
@@ -83,11 +88,6 @@ def _questions(allowed_groups: Collection[str] | None) -> Sequence[Question]:
     if not chosen:
         raise DataError("none of the allowed groups is a question of the synthetic world; pass groups of its prompts")
     return chosen
-
-
-def _demonstration(draws: Draws, questions: Sequence[Question]) -> Row:
-    question, prefix = draws.pick(questions), draws.pick(PREFIXES)
-    return _row(question, prefix, SOURCE, reply=draw_reply(question, draws))
 
 
 def _preference(draws: Draws, questions: Sequence[Question], contrast_share: float, annotators: AnnotatorConfig) -> Row:

@@ -120,7 +120,12 @@ def draw_charts(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[st
     charts: dict[str, list[Chart]] = {}
     for spec in CHARTS:
         rows = histories.get(spec.history, [])
-        series = [Series(label, line) for label, names in spec.lines.items() if (line := _first_known(rows, names))]
+        # Of several names the first that the history has.
+        lines = {
+            label: next((line for name in names if (line := points(rows, name))), [])
+            for label, names in spec.lines.items()
+        }
+        series = [Series(label, line) for label, line in lines.items() if line]
         if not series:
             continue
         bands = [
@@ -143,8 +148,3 @@ def points(rows: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
             step = next((row[key] for key in STEP_NAMES if isinstance(row.get(key), int | float)), number)
             line.append((float(step), float(value)))
     return line
-
-
-def _first_known(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Point]:
-    """The points of the first of ``names`` that the history has."""
-    return next((line for name in names if (line := points(rows, name))), [])

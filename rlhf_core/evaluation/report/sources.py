@@ -74,9 +74,10 @@ def load_sources(inputs: Mapping[str, Path], params: Path | None = None) -> Repo
         del gates["policy"]
         missing["policy gate"] = stale["policy"]
     comparisons: list[JsonObject] = []
-    if "evaluation" not in stale:
+    table = inputs.get("comparisons")
+    if "evaluation" not in stale and table is not None and table.is_file():
         try:
-            comparisons = _read_rows(inputs.get("comparisons"))
+            comparisons = read_table(table).to_pylist()
         except (DataError, pa.ArrowException) as error:
             missing["comparisons"] = str(error)
     return ReportSources(
@@ -125,10 +126,6 @@ def _read_lines(path: Path | None) -> list[JsonObject]:
         if isinstance(row, dict):
             rows.append(row)
     return rows
-
-
-def _read_rows(path: Path | None) -> list[JsonObject]:
-    return read_table(path).to_pylist() if path is not None and path.is_file() else []
 
 
 def _read_images(folder: Path | None) -> list[tuple[str, str]]:
