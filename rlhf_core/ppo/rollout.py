@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from rlhf_core import distributed
 from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.actor_critic import ActorCritic
+from rlhf_core.models.heads import LastTokenModel
 from rlhf_core.ppo.advantages import gae, monte_carlo_returns
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.kl import full_kl, kl_estimate
@@ -189,13 +189,6 @@ def _score_part(actors: Actors, part: Tokens, sampling: Sampling) -> tuple[Tenso
         entropy(policy),
         values,
     )
-
-
-class LastTokenModel(Protocol):
-    """A reward model or referee."""
-
-    def last_token_scores(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """(B, L) twice -> scalar at each row's last real token (B,)."""
 
 
 def model_scorer(model: LastTokenModel, micro_batch_size: int | None) -> Scorer:

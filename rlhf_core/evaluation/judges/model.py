@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -14,14 +13,7 @@ from rlhf_core.data.schema import Message
 from rlhf_core.data.sharding import passes
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.models.base import load_tokenizer
-from rlhf_core.models.heads import ScalarModel
-
-
-class LastTokenModel(Protocol):
-    """A reward model or referee, whole or sharded."""
-
-    def last_token_scores(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """(B, L) twice -> scalar at each row's last real token (B,)."""
+from rlhf_core.models.heads import LastTokenModel, ScalarModel
 
 
 class ModelJudge:
