@@ -21,7 +21,7 @@ from rlhf_core.data.chat import encode_prompt, encode_reply, left_pad, pad_id, r
 from rlhf_core.data.schema import Demonstration, Message, Prompt, content_id, write_rows
 from rlhf_core.models.base import load_tokenizer, new_model, save_policy, train_tokenizer
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.ppo.reward_sources.building import PipelineContext
+from rlhf_core.ppo.reward_sources.building import Setting
 from rlhf_core.ppo.reward_sources.source import PromptReader, Replies
 from rlhf_core.sampling.token_scoring import Tokens
 
@@ -41,10 +41,10 @@ class Place:
         return prompts(12)
 
     @property
-    def setting(self) -> PipelineContext:
+    def setting(self) -> Setting:
         ids = [encode_prompt(self.tokenizer, row.prompt) for row in self.rows]
         reward, clean = self.root / "models/reward", self.root / "data/clean"
-        return PipelineContext(reward, clean, self.tokenizer, self.rows, ids, None, torch.device("cpu"))
+        return Setting(reward, clean, self.tokenizer, self.rows, ids, None, torch.device("cpu"))
 
     def replies(self, texts: Sequence[str], finished: Sequence[bool] | None = None) -> Replies:
         """Replies to the first prompts, as a rollout holds them."""
