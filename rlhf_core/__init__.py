@@ -1,3 +1,3 @@
 """The learning system of rlhf-pipeline: data, models, trainers, PPO-max, evaluation and gates."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -10,12 +10,10 @@ import pytest
 from packaging.requirements import Requirement
 from unit.infra import places
 
+import rlhf_core
+
 USER = 10001
 SECRETS = {"PASSWORD", "SECRET", "TOKEN", "AUTH", "ACCESS_KEY"}
-
-
-def version() -> str:
-    return tomllib.loads((places.ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
 def test_examples_hold_no_value_for_a_secret() -> None:
@@ -103,7 +101,7 @@ def test_images_are_pinned_by_tag_and_ours_by_version() -> None:
         assert re.search(r":v?\d+\.\d+(\.\d+)?", image), image
     ours = re.findall(r"rlhf-pipeline:([\w.]+)", "".join(p.read_text() for p in places.INFRA.rglob("*.*ml")))
     ours += re.findall(r"rlhf-pipeline:([\d.]+)", places.TEMPLATE.read_text() + text)
-    assert set(ours) == {version()}
+    assert set(ours) == {rlhf_core.__version__}
 
 
 def test_the_images_own_lock_pins_every_extra_they_need_and_repeats_nothing() -> None:
