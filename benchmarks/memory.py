@@ -24,7 +24,7 @@ from rlhf_core.config.loading.load import check_params, load_params, load_sectio
 from rlhf_core.config.loading.overlay import overridden
 from rlhf_core.memory.architecture import Architecture, starting_architecture
 from rlhf_core.memory.command import PlanRequest, estimate_of
-from rlhf_core.memory.estimate import estimate_memory
+from rlhf_core.memory.stages import estimate_memory
 from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.stages.runtime.names import stage_module

@@ -21,7 +21,7 @@ from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.evaluation.drift import measure_drift
 from rlhf_core.evaluation.generation import OnPolicyReplies
 from rlhf_core.memory.architecture import Architecture
-from rlhf_core.memory.estimate import EstimateInputs
+from rlhf_core.memory.inputs import EstimateInputs
 from rlhf_core.memory.sequence_lengths import LongestSequences, SequenceLengths
 from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.models.heads import ScalarModel

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.config.loading.load import Params
 from rlhf_core.errors import ConfigError
-from rlhf_core.memory.estimate import EstimateInputs, MemoryEstimate
+from rlhf_core.memory.estimate import MemoryEstimate, StageEstimate
+from rlhf_core.memory.inputs import EstimateInputs
 from rlhf_core.memory.sharding import launch_of
-from rlhf_core.memory.stages import StageEstimate
+from rlhf_core.memory.stages import estimate_stage
 from rlhf_core.sampling.token_scoring import MICRO_BATCH
 
 # A change that takes away less than this share of a phase's peak is not worth advising.
@@ -66,9 +67,9 @@ def advise(estimate: MemoryEstimate) -> tuple[MemoryAdvice, ...]:
 def _advise_stage(inputs: EstimateInputs, stage: StageEstimate, limit: int) -> MemoryAdvice:
     taken: list[Changes] = []
     current, before = inputs, stage
-    for candidates in CANDIDATES:
+    for kind in range(len(_candidates(inputs.params, stage))):
         while before.peak.use.total > limit:
-            helpful = _first_that_helps(current, before, limit, candidates(current.params, before))
+            helpful = _first_that_helps(current, before, limit, _candidates(current.params, before)[kind])
             if helpful is None:
                 break
             taken.append(helpful.changes)
@@ -79,12 +80,12 @@ def _advise_stage(inputs: EstimateInputs, stage: StageEstimate, limit: int) -> M
 
 
 def _first_that_helps(
-    inputs: EstimateInputs, before: StageEstimate, limit: int, candidates: Iterator[Changes]
+    inputs: EstimateInputs, before: StageEstimate, limit: int, candidates: Sequence[Changes]
 ) -> AdviceStep | None:
     """The first change after which a phase that is too large is smaller, and none of those larger."""
     for changes in candidates:
         try:
-            after = inputs.with_changes(changes).estimate(before.stage)
+            after = estimate_stage(inputs.with_changes(changes), before.stage)
         except ConfigError:
             continue  # it contradicts other settings
         uses = {phase.name: phase.use.total for phase in after.phases}
@@ -102,7 +103,7 @@ def _needed(inputs: EstimateInputs, stage: str, goal: int, taken: Sequence[Chang
         rest = [other for other in kept if other is not changes]
         try:
             steps = _steps(inputs, stage, rest)
-            after = steps[-1].after if steps else inputs.estimate(stage)
+            after = steps[-1].after if steps else estimate_stage(inputs, stage)
         except ConfigError:
             continue
         if after.peak.use.total <= goal:
@@ -114,108 +115,71 @@ def _steps(inputs: EstimateInputs, stage: str, taken: Sequence[Changes]) -> tupl
     steps = []
     for changes in taken:
         inputs = inputs.with_changes(changes)
-        steps.append(AdviceStep(changes, inputs.estimate(stage)))
+        steps.append(AdviceStep(changes, estimate_stage(inputs, stage)))
     return tuple(steps)
 
 
-def _fewer_together(params: Params, before: StageEstimate) -> Iterator[Changes]:
-    """Half as many replies sampled at once, where nothing but memory depends on it."""
-    ppo, share = params.ppo, before.layout.share
-    if before.stage == "ppo":
-        yield from _half("ppo.selection.batch_size", min(ppo.selection.batch_size, share(ppo.selection.prompts)))
-    if before.stage in ("critic", "ppo"):
-        rows = share(params.critic.batch_size if before.stage == "critic" else ppo.batch_size)
-        yield from _half("ppo.sampling_batch_size", min(ppo.sampling_batch_size or rows, rows))
-    if before.stage == "evaluate":
-        yield from _half("evaluate.batch_size", min(params.evaluate.batch_size, params.evaluate.prompts))
-
-
-def _smaller_micro_batches(params: Params, before: StageEstimate) -> Iterator[Changes]:
-    """Half as many sequences in one pass."""
-    if before.stage == "sft":
-        rows = before.layout.share(params.sft.batch_size)
-        yield from _half("sft.micro_batch_size", min(params.sft.micro_batch_size or rows, rows))
-    elif before.stage in ("critic", "ppo"):
-        ppo = params.ppo
-        rows = before.layout.share(max(ppo.batch_size // ppo.minibatches, ppo.ptx.batch_size))
+def _candidates(params: Params, before: StageEstimate) -> tuple[list[Changes], ...]:
+    """Changes that may save memory, by what they do; those that cost least come first."""
+    stage, layout, ppo = before.stage, before.layout, params.ppo
+    launch, rolls_out, trains = f"compute.launch.{stage}", stage in ("critic", "ppo"), stage != "evaluate"
+    shardable = trains and launch_of(params, stage).deepspeed is None
+    fewer_replies: list[Changes] = []
+    micro_batches: list[Changes] = []
+    sharding: list[Changes] = []
+    offloading: list[Changes] = []
+    fewer_pairs: list[Changes] = []
+    if stage == "ppo":
+        rows = min(ppo.selection.batch_size, layout.share(ppo.selection.prompts))
+        fewer_replies += _half("ppo.selection.batch_size", rows)
+    if rolls_out:
+        rows = layout.share(params.critic.batch_size if stage == "critic" else ppo.batch_size)
+        fewer_replies += _half("ppo.sampling_batch_size", min(ppo.sampling_batch_size or rows, rows))
+        rows = layout.share(max(ppo.batch_size // ppo.minibatches, ppo.ptx.batch_size))
         unset = max(MICRO_BATCH, ppo.ptx.batch_size)
-        yield from _half("ppo.micro_batch_size", min(ppo.micro_batch_size or unset, rows))
+        micro_batches += _half("ppo.micro_batch_size", min(ppo.micro_batch_size or unset, rows))
+    if stage == "evaluate":
+        fewer_replies += _half("evaluate.batch_size", min(params.evaluate.batch_size, params.evaluate.prompts))
+    if stage == "sft":
+        rows = layout.share(params.sft.batch_size)
+        micro_batches += _half("sft.micro_batch_size", min(params.sft.micro_batch_size or rows, rows))
+    if stage in ("reward", "referee"):
+        fewer_pairs += _half(f"{stage}.batch.token_budget", getattr(params, stage).batch.token_budget)
+    if shardable and layout.gpus > 1:
+        # Training state is sharded before frozen models: that costs less communication.
+        sharding += [_deepspeed(launch, zero=zero) for zero in range(layout.zero + 1, 3)]
+        if rolls_out and layout.frozen == "device":
+            sharding.append(_deepspeed(launch, zero=max(layout.zero, 1), frozen="sharded"))
+        if layout.zero < 3:
+            offloading.append(_deepspeed(launch, zero=3))
+    if shardable and not layout.offload_optimizer:
+        offloading.append(_deepspeed(launch, zero=max(layout.zero, 2), offload="optimizer"))
+    if shardable and not layout.offload_parameters:
+        offloading.append(_deepspeed(launch, zero=3, offload="parameters"))
+    # Plain torch would lose small steps in bfloat16; ZeRO keeps float32 copies of what is trained.
+    half_precision = params.base.dtype == "float32" and (not trains or layout.zero > 0)
+    unadapted = [path for path in ADAPTERS.get(stage, ()) if _setting(params, path) is None]
+    return (
+        fewer_replies,
+        micro_batches,
+        [{f"{launch}.gradient_checkpointing": True}] if trains and not layout.gradient_checkpointing else [],
+        sharding,
+        [{f"{launch}.frozen": "offload"}] if rolls_out and layout.frozen != "offload" else [],
+        [{"base.dtype": "bfloat16"}] if half_precision else [],
+        offloading,
+        fewer_pairs,
+        [{f"{path}.rank": LORA_RANK for path in unadapted}] if unadapted else [],
+    )
 
 
-def _checkpointing(params: Params, before: StageEstimate) -> Iterator[Changes]:
-    if before.stage != "evaluate" and not before.layout.gradient_checkpointing:
-        yield {f"compute.launch.{before.stage}.gradient_checkpointing": True}
+def _half(path: str, value: int) -> list[Changes]:
+    return [{path: value // 2}] if value > 1 else []
 
 
-def _sharding(params: Params, before: StageEstimate) -> Iterator[Changes]:
-    """Training state first, then frozen models: what costs least communication."""
-    layout = before.layout
-    if before.stage == "evaluate" or layout.gpus == 1 or launch_of(params, before.stage).deepspeed is not None:
-        return
-    for zero in range(layout.zero + 1, 3):
-        yield _deepspeed(before, zero=zero)
-    if before.stage in ("critic", "ppo") and layout.frozen == "device":
-        yield _deepspeed(before, zero=max(layout.zero, 1), frozen="sharded")
+def _deepspeed(launch: str, **settings: Any) -> Changes:
+    return {f"{launch}.{name}": value for name, value in {"engine": "deepspeed", **settings}.items()}
 
 
-def _frozen_offloaded(params: Params, before: StageEstimate) -> Iterator[Changes]:
-    if before.stage in ("critic", "ppo") and before.layout.frozen != "offload":
-        yield {f"compute.launch.{before.stage}.frozen": "offload"}
-
-
-def _offloading(params: Params, before: StageEstimate) -> Iterator[Changes]:
-    layout = before.layout
-    if before.stage == "evaluate" or launch_of(params, before.stage).deepspeed is not None:
-        return
-    if layout.gpus > 1 and layout.zero < 3:
-        yield _deepspeed(before, zero=3)
-    if not layout.offload_optimizer:
-        yield _deepspeed(before, zero=max(layout.zero, 2), offload="optimizer")
-    if not layout.offload_parameters:
-        yield _deepspeed(before, zero=3, offload="parameters")
-
-
-def _bfloat16(params: Params, before: StageEstimate) -> Iterator[Changes]:
-    """Only where float32 copies are kept of what is trained: plain torch would lose small steps."""
-    if params.base.dtype == "float32" and (before.stage == "evaluate" or before.layout.zero > 0):
-        yield {"base.dtype": "bfloat16"}
-
-
-def _token_budget(params: Params, before: StageEstimate) -> Iterator[Changes]:
-    """Fewer pairs in a step: another batch size."""
-    if before.stage in ("reward", "referee"):
-        yield from _half(f"{before.stage}.batch.token_budget", getattr(params, before.stage).batch.token_budget)
-
-
-def _lora(params: Params, before: StageEstimate) -> Iterator[Changes]:
-    sections = [path.split(".") for path in ADAPTERS.get(before.stage, ())]
-    changes = {
-        f"{section}.{name}.rank": LORA_RANK
-        for section, name in sections
-        if getattr(getattr(params, section), name) is None
-    }
-    if changes:
-        yield changes
-
-
-CANDIDATES: tuple[Callable[[Params, StageEstimate], Iterator[Changes]], ...] = (
-    _fewer_together,
-    _smaller_micro_batches,
-    _checkpointing,
-    _sharding,
-    _frozen_offloaded,
-    _bfloat16,
-    _offloading,
-    _token_budget,
-    _lora,
-)
-
-
-def _half(path: str, value: int) -> Iterator[Changes]:
-    if value > 1:
-        yield {path: value // 2}
-
-
-def _deepspeed(before: StageEstimate, **changes: Any) -> Changes:
-    settings = {"engine": "deepspeed", **changes}
-    return {f"compute.launch.{before.stage}.{name}": value for name, value in settings.items()}
+def _setting(params: Params, path: str) -> Any:
+    section, name = path.split(".")
+    return getattr(getattr(params, section), name)

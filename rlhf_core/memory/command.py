@@ -16,10 +16,11 @@ from rlhf_core.config.operations import Trained
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.memory.advice import ADAPTERS, advise
 from rlhf_core.memory.architecture import starting_architecture
-from rlhf_core.memory.estimate import EstimateInputs, MemoryEstimate, estimate_memory
+from rlhf_core.memory.estimate import MemoryEstimate
+from rlhf_core.memory.inputs import EstimateInputs
 from rlhf_core.memory.report import estimate_json, estimate_text, refusal_line
 from rlhf_core.memory.sequence_lengths import lengths_from_limits, lengths_of_workspace
-from rlhf_core.memory.stages import STAGES
+from rlhf_core.memory.stages import STAGES, estimate_memory
 
 
 class MemoryExceeded(RlhfError):

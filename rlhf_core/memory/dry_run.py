@@ -33,6 +33,7 @@ from rlhf_core.models.lora import add_adapters
 from rlhf_core.training.engine.checkpointing import recomputing
 from rlhf_core.training.optim import build_adamw
 
+Head = Literal["causal_lm", "scalar", "reward"]
 # The layers that are built, and which of them stands for all between the first and the last.
 DEPTH, MIDDLE = 3, 1
 # Runs a pass of the fake models, its memory being the first argument; returns the loss, first of what is still held
@@ -56,7 +57,7 @@ class ModelVariant:
     """
 
     architecture: Architecture
-    head: Literal["causal_lm", "scalar", "reward"]
+    head: Head
     precision: Literal["float32", "bfloat16"]
     trained: Literal["nothing", "weights", "adapters", "value_head"] = "nothing"
     lora: LoraConfig | None = None
@@ -189,8 +190,8 @@ def _segmented_by_layers(variant: ModelVariant, model: nn.Module, memory: Tensor
         memory.recount(entering, repeat=repeats[layer])
         memory.restart()
 
-    def before_forward(layer: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        enter(layer, args[0])
+    def before_forward(layer: int, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        enter(layer, args[0] if args else kwargs["hidden_states"])
 
     def after_forward(layer: int, module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
         hidden = output if isinstance(output, Tensor) else output[0]
@@ -201,7 +202,7 @@ def _segmented_by_layers(variant: ModelVariant, model: nn.Module, memory: Tensor
 
     with ExitStack() as hooks:
         for number, layer in enumerate(_layers(model)):
-            hooks.callback(layer.register_forward_pre_hook(partial(before_forward, number)).remove)
+            hooks.callback(layer.register_forward_pre_hook(partial(before_forward, number), with_kwargs=True).remove)
             hooks.callback(layer.register_forward_hook(partial(after_forward, number)).remove)
         yield
 
@@ -213,7 +214,7 @@ def _fake_mode() -> FakeTensorMode:
 
 @cache
 def _built(variant: ModelVariant) -> nn.Module:
-    """The model with few layers, its parameters and buffers fake tensors on the CPU."""
+    """The model with :data:`DEPTH` layers at most, its parameters and buffers fake tensors on the CPU."""
     architecture, precision = variant.architecture, getattr(torch, variant.precision)
     config = architecture.config(min(architecture.layers, DEPTH))
     lora = variant.lora.model_copy(update={"quantize": None}) if variant.lora is not None else None
@@ -223,6 +224,8 @@ def _built(variant: ModelVariant) -> nn.Module:
             model = kind.from_config(config, dtype=precision, attn_implementation="sdpa")
         except ValueError as error:
             raise ModelError(f"transformers cannot build a {config.model_type} model ({first_line(error)})") from error
+        if len(_layers(model)) != config.num_hidden_layers:
+            raise ModelError(f"the decoder layers of a {config.model_type} model cannot be told from its other parts")
         if variant.head != "causal_lm":
             untied = variant.head == "reward" and not config.tie_word_embeddings
             model = ScalarModel(model, torch.empty_like(model.get_input_embeddings().weight) if untied else None)

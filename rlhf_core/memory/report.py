@@ -11,9 +11,8 @@ from rich.table import Table
 
 from rlhf_core.memory.advice import MemoryAdvice
 from rlhf_core.memory.dry_run import ModelVariant, model_size
-from rlhf_core.memory.estimate import MemoryEstimate
+from rlhf_core.memory.estimate import MemoryEstimate, StageEstimate
 from rlhf_core.memory.sharding import GIB, ParallelLayout
-from rlhf_core.memory.stages import StageEstimate
 from rlhf_core.memory.tensor_memory import MEMORY_KINDS, MemoryUse
 
 MIB = 1 << 20

@@ -3,49 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
+from rlhf_core.config.loading.problems import nearest
 from rlhf_core.config.reward import RewardConfig
+from rlhf_core.errors import ConfigError
 from rlhf_core.memory import passes
 from rlhf_core.memory.dry_run import model_size
+from rlhf_core.memory.estimate import MemoryEstimate, PhaseEstimate, StageEstimate
+from rlhf_core.memory.inputs import EstimateInputs, ModelRole, StageInputs
 from rlhf_core.memory.sequence_lengths import BatchShape
-from rlhf_core.memory.sharding import ParallelLayout, trained_footprint
-from rlhf_core.memory.stage_inputs import ModelRole, StageInputs
+from rlhf_core.memory.sharding import parallel_layout, trained_footprint
 from rlhf_core.memory.tensor_memory import MemoryUse, largest
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.token_scoring import MICRO_BATCH
 from rlhf_core.training.reward.trainer import SCORING_ROWS
 from rlhf_core.training.sft import EVALUATION_ROWS
-
-
-@dataclass(frozen=True)
-class PhaseEstimate:
-    """``use`` at the phase's peak, everything that the stage holds meanwhile included."""
-
-    name: str
-    use: MemoryUse
-
-
-@dataclass(frozen=True)
-class StageEstimate:
-    """One stage on one GPU."""
-
-    stage: str
-    layout: ParallelLayout
-    roles: tuple[ModelRole, ...]
-    phases: tuple[PhaseEstimate, ...]
-
-    @property
-    def peak(self) -> PhaseEstimate:
-        """The phase that needs most."""
-        return max(self.phases, key=lambda phase: phase.use.total)
-
-    @property
-    def host(self) -> int:
-        """Bytes of host memory for offloaded models and optimiser state, for each GPU."""
-        return sum(role.footprint.host for role in self.roles)
 
 
 def sft_stage(inputs: StageInputs) -> StageEstimate:
@@ -154,6 +129,20 @@ STAGES: dict[str, Callable[[StageInputs], StageEstimate]] = {
     "ppo": ppo_stage,
     "evaluate": evaluate_stage,
 }
+
+
+def estimate_memory(inputs: EstimateInputs, stages: Sequence[str] = tuple(STAGES)) -> MemoryEstimate:
+    """Estimate ``stages``. ``ConfigError`` for one that runs no model, or whose launch settings contradict."""
+    for name in stages:
+        if name not in STAGES:
+            raise ConfigError(f"stage '{name}' is not one that memory is planned for; {nearest(name, STAGES)}")
+    return MemoryEstimate(inputs, tuple(estimate_stage(inputs, name) for name in STAGES if name in stages))
+
+
+def estimate_stage(inputs: EstimateInputs, stage: str) -> StageEstimate:
+    """Estimate one stage. ``ConfigError`` where its launch settings contradict one another."""
+    layout = parallel_layout(inputs.params, stage, inputs.root)
+    return STAGES[stage](StageInputs(**vars(inputs), layout=layout))
 
 
 def _stage(

@@ -7,8 +7,10 @@ from dataclasses import replace
 from unit.memory import subjects
 
 from rlhf_core.memory.advice import AdviceStep, MemoryAdvice, advise
-from rlhf_core.memory.estimate import EstimateInputs, MemoryEstimate, estimate_memory
+from rlhf_core.memory.estimate import MemoryEstimate
+from rlhf_core.memory.inputs import EstimateInputs
 from rlhf_core.memory.report import estimate_json, estimate_text, refusal_line
+from rlhf_core.memory.stages import estimate_memory
 
 EIGHT = {"compute": {"launch": {stage: {"processes": 8} for stage in ("sft", "reward", "referee", "critic", "ppo")}}}
 

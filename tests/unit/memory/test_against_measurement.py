@@ -9,7 +9,7 @@ import torch
 from unit.memory import subjects
 
 from benchmarks.memory_phases import RUNS, Subject, measure
-from rlhf_core.memory.estimate import estimate_memory
+from rlhf_core.memory.stages import estimate_memory
 
 CASES: list[tuple[Callable[[], Subject], tuple[str, ...]]] = [
     (subjects.plain, tuple(RUNS)),

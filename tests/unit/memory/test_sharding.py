@@ -12,6 +12,8 @@ from unit.memory import subjects
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.errors import ConfigError
 from rlhf_core.memory.dry_run import ModelSize
+from rlhf_core.memory.estimate import StageEstimate
+from rlhf_core.memory.inputs import ModelRole
 from rlhf_core.memory.sharding import (
     GIB,
     DeviceBudget,
@@ -21,8 +23,7 @@ from rlhf_core.memory.sharding import (
     parallel_layout,
     trained_footprint,
 )
-from rlhf_core.memory.stage_inputs import ModelRole
-from rlhf_core.memory.stages import StageEstimate
+from rlhf_core.memory.stages import estimate_stage
 from rlhf_core.memory.tensor_memory import MemoryUse
 
 PARAMETERS = 7_500_000_000  # the example of the ZeRO paper, figure 1, on 64 GPUs
@@ -49,7 +50,7 @@ def test_zero_shards_optimiser_then_gradients_then_weights() -> None:
 
 def test_gradients_of_a_pass_count_as_they_are_kept() -> None:
     moments = (MemoryUse(gradients=15 * GIGA, activations=2 * GIGA), MemoryUse(activations=10 * GIGA))
-    variant = subjects.large(80).estimate("sft").roles[0].variant
+    variant = estimate_stage(subjects.large(80), "sft").roles[0].variant
 
     def peak(layout: ParallelLayout) -> MemoryUse:
         return ModelRole("policy", variant, trained_footprint(SIZE, layout)).peak_of_update(moments)
@@ -127,7 +128,7 @@ def test_a_gpu_keeps_a_share_of_its_memory_to_itself() -> None:
 
 
 def ppo(**changes: Any) -> StageEstimate:
-    return subjects.large(80, ppo={"max_new_tokens": 256, **changes}).estimate("ppo")
+    return estimate_stage(subjects.large(80, ppo={"max_new_tokens": 256, **changes}), "ppo")
 
 
 def roles_of(stage: StageEstimate) -> list[str]:
@@ -149,12 +150,12 @@ def test_adapters_on_shared_weights_hold_themselves_alone() -> None:
     alone = ppo(policy_lora={"rank": 8}).roles[-1].footprint.held.total
     adapters = {"reward": {"lora": {"rank": 4}}, "referee": {"lora": {"rank": 4}}}
     shared = {"policy_lora": {"rank": 8}, "share_base": True}
-    together = subjects.large(80, ppo=shared, **adapters).estimate("ppo")
+    together = estimate_stage(subjects.large(80, ppo=shared, **adapters), "ppo")
     reward, referee = (role.footprint for role in together.roles[-2:])
     # LLaMA-7B: 32 layers of 4 x (4096 + 4096) + 3 x (4096 + 11008) ends, rank 4, a head of 4096, in bfloat16.
     assert reward.held.total == referee.held.total == 2 * (4 * 32 * (4 * 8192 + 3 * 15104) + 4096) < alone / 100
     assert together.roles[1].footprint.held.weights > 2 * 6_600_000_000  # a critic of its own: it has no adapters
-    adapted = subjects.large(80, critic={"lora": {"rank": 8}}, ppo=shared, **adapters).estimate("ppo")
+    adapted = estimate_stage(subjects.large(80, critic={"lora": {"rank": 8}}, ppo=shared, **adapters), "ppo")
     critic = adapted.roles[1].footprint
     own = 12 * 32 * (4 * 8192 + 3 * 15104) + 4096  # the reward model's rank 4 and its own 8
     tensors = 2 * 7 * 32 + 1
@@ -166,7 +167,7 @@ def test_scorers_of_other_sizes_are_counted_by_their_own_config(tmp_path: Path) 
     (tmp_path / "other" / "config.json").write_text(subjects.TIED.text)
     sources = [{"kind": "model", "path": "other"}, {"kind": "classifier", "model": "other"}]
     inputs = replace(subjects.large(80, ppo={"reward": {"sources": sources}}), root=tmp_path)
-    sizes = {role.name: role.footprint.parameters for role in inputs.estimate("ppo").roles}
+    sizes = {role.name: role.footprint.parameters for role in estimate_stage(inputs, "ppo").roles}
     # TIED: 512 x 64 entries, two layers of 4 x 64^2 + 3 x 64 x 176 and two norms, a last norm and a head.
     small = 512 * 64 + 2 * (4 * 64**2 + 3 * 64 * 176 + 2 * 64) + 64 + 64
     assert sizes["model"] == sizes["classifier"] == small < sizes["reward"]
@@ -177,7 +178,7 @@ def test_a_share_of_the_pairs_falls_to_each_gpu(stage: str) -> None:
     def update(processes: int) -> int:
         launch = {"launch": {stage: {"processes": processes}}}
         inputs = subjects.large(80, compute=launch, **{stage: {"max_tokens": 512}})
-        phases = {phase.name: phase.use for phase in inputs.estimate(stage).phases}
+        phases = {phase.name: phase.use for phase in estimate_stage(inputs, stage).phases}
         return phases["update"].activations
 
     assert update(4) < update(1)
@@ -187,7 +188,7 @@ def test_a_share_of_the_pairs_falls_to_each_gpu(stage: str) -> None:
 def test_longer_rows_never_take_less(stage: str) -> None:
     def peaks(prompt: int) -> dict[str, int]:
         subject = replace(subjects.plain(), prompt=prompt)
-        return {phase.name: phase.use.total for phase in subject.inputs.estimate(stage).phases}
+        return {phase.name: phase.use.total for phase in estimate_stage(subject.inputs, stage).phases}
 
     short, long = peaks(12), peaks(40)
     assert all(short[phase] <= long[phase] for phase in short) and sum(short.values()) < sum(long.values())

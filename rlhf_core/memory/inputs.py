@@ -1,24 +1,24 @@
-"""What the estimate of a stage depends on, and the models that it keeps."""
+"""What an estimate depends on, and the models that a stage keeps."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from rlhf_core.config.loading.load import Params
+from rlhf_core.config.loading.load import Params, check_params
+from rlhf_core.config.loading.overlay import overridden
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.reward_sources import OWN_MODEL, ClassifierSource, EnsembleSource, ModelSource, source_names
 from rlhf_core.errors import ModelError
 from rlhf_core.memory.architecture import Architecture, architecture_of_file
-from rlhf_core.memory.dry_run import ModelVariant, Moments, model_size
+from rlhf_core.memory.dry_run import Head, ModelVariant, Moments, model_size
 from rlhf_core.memory.sequence_lengths import BatchShape, SequenceLengths
 from rlhf_core.memory.sharding import ModelFootprint, ParallelLayout, frozen_footprint, trained_footprint
 from rlhf_core.memory.tensor_memory import MemoryUse, largest
 from rlhf_core.sampling.distribution import Sampling
-
-Head = Literal["causal_lm", "scalar", "reward"]
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,25 @@ class ModelRole:
 
 
 @dataclass(frozen=True)
-class StageInputs:
-    """What the estimate of a stage depends on. Relative folders of models start at ``root``."""
+class EstimateInputs:
+    """Settings, the starting model and the lengths of sequences. Relative files of the settings start at ``root``."""
 
     params: Params
     architecture: Architecture
     lengths: SequenceLengths
-    layout: ParallelLayout
     root: Path
+
+    def with_changes(self, changes: Mapping[str, Any]) -> EstimateInputs:
+        """The same with each ``section.key`` of ``changes``; ``ConfigError`` when the result contradicts itself."""
+        document = self.params.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        return replace(self, params=check_params(overridden(document, changes), "parameters"))
+
+
+@dataclass(frozen=True)
+class StageInputs(EstimateInputs):
+    """The same with the layout of one stage's job."""
+
+    layout: ParallelLayout
 
     @property
     def sampling(self) -> Sampling:
