@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.config.loading.load import Params
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import RlhfError
 from rlhf_core.memory.estimate import MemoryEstimate, StageEstimate
 from rlhf_core.memory.inputs import EstimateInputs
 from rlhf_core.memory.sharding import launch_of
@@ -86,8 +86,8 @@ def _first_that_helps(
     for changes in candidates:
         try:
             after = estimate_stage(inputs.with_changes(changes), before.stage)
-        except ConfigError:
-            continue  # it contradicts other settings
+        except RlhfError:
+            continue  # it contradicts other settings, or needs a package that is not installed
         uses = {phase.name: phase.use.total for phase in after.phases}
         pairs = [(phase.use.total, uses.get(phase.name, 0)) for phase in before.phases if phase.use.total > limit]
         if any(new <= old * (1 - WORTHWHILE) for old, new in pairs) and all(new <= old for old, new in pairs):
@@ -104,7 +104,7 @@ def _needed(inputs: EstimateInputs, stage: str, goal: int, taken: Sequence[Chang
         try:
             steps = _steps(inputs, stage, rest)
             after = steps[-1].after if steps else estimate_stage(inputs, stage)
-        except ConfigError:
+        except RlhfError:
             continue
         if after.peak.use.total <= goal:
             kept = rest

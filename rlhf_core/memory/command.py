@@ -13,7 +13,7 @@ from rlhf_core.config.loading.load import PARAMS_FILE, Params, check_params, loa
 from rlhf_core.config.loading.overlay import merge, overridden, profile_text
 from rlhf_core.config.loading.recipe import profiles_of
 from rlhf_core.config.operations import Trained
-from rlhf_core.errors import ModelError, RlhfError
+from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.memory.advice import ADAPTERS, advise
 from rlhf_core.memory.architecture import starting_architecture
 from rlhf_core.memory.estimate import MemoryEstimate
@@ -117,7 +117,9 @@ def check(request: PlanRequest) -> str:
         return "not checked: plan.gpu_memory_gb is not set"
     try:
         estimate = estimate_of(replace(request, stages=stages))
-    except ModelError as error:
+    except ConfigError:
+        raise
+    except RlhfError as error:  # of an unknown model, or adapters without the package for them
         return f"not checked: {error}"
     if not estimate.fits:
         raise MemoryExceeded(refusal_line(estimate, advise(estimate)))

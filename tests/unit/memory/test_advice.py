@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
+import pytest
 from unit.memory import subjects
 
 from rlhf_core.memory.advice import AdviceStep, MemoryAdvice, advise
@@ -74,6 +76,13 @@ def test_where_it_cannot_fit_only_what_lowers_the_peak_is_advised() -> None:
             assert changed(estimate.inputs, one, left_out).peak > reached
         paths = [tuple(step.changes) for step in one.steps]
         assert len(set(paths)) == len(paths)
+
+
+def test_adapters_are_advised_only_where_their_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    estimate = estimate_memory(subjects.large(8), ["critic"])
+    (advice,) = advise(estimate)
+    assert not [path for step in advice.steps for path in step.changes if "lora" in path]
 
 
 def test_a_shared_critic_can_be_advised_about() -> None:

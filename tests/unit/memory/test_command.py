@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,16 @@ def test_the_check_refuses_only_what_it_knows_cannot_fit(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     other = workspace(tmp_path, f"plan: {{gpu_memory_gb: 1}}\nbase: {{source: {tmp_path}}}\n")
     assert check(PlanRequest(other, stages=["ppo"])).startswith("not checked: ")
+
+
+def test_a_missing_package_for_adapters_is_no_reason_to_refuse_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    adapted = workspace(tmp_path, "plan: {gpu_memory_gb: 80}\nreward: {lora: {rank: 3}}\n")
+    assert check(PlanRequest(adapted, stages=["reward"])).startswith("not checked: lora is set, but peft is not")
+    with pytest.raises(RlhfError, match="peft is not installed"):
+        estimate_of(PlanRequest(adapted, stages=["reward"]))
 
 
 def test_a_job_that_cannot_fit_is_refused_before_it_is_submitted(tmp_path: Path) -> None:
