@@ -87,12 +87,13 @@ def watch(folder: Path) -> Watcher:
     from rlhf_core.stages import ppo
     from rlhf_core.stages.runtime.contract import Paths
     from rlhf_core.training.rng import derive_seed
+    from rlhf_core.training.run_context import RunContext
 
     torch.set_num_threads(1)
     config = load_section(folder, "ppo", PpoConfig)
     inputs = Paths({key: folder / path for key, path in ppo.STAGE.inputs.items()})
     watcher = Watcher()
-    watcher.trainer, _, tokenizer = ppo.assemble(config, inputs, folder / "work" / "early-warning", watcher)
+    watcher.trainer, _, tokenizer = ppo.assemble(config, inputs, RunContext(folder / "work" / "early-warning", watcher))
     rows = sorted(read_rows(inputs.clean / "prompts" / "validation.parquet", Prompt), key=lambda row: row.id)[:PROMPTS]
     prompts, seed = [row.prompt for row in rows], derive_seed(config.seed, "early", "warning")
 

@@ -12,10 +12,18 @@ from rlhf_core.fingerprint.reach import Package
 
 PACKAGE = "rlhf_core"
 FOLDER = ".fingerprints"
-ROOTS = ("STAGE", "run")
-# Reporting never changes a result, and neither do an interruption or the place of a checkpoint: a new message or a new
-# progress bar must not cost a training run.
-_NAMES = ("errors", "progress", "tracking", "preemption", "training.checkpoints.store", "training.checkpoints.location")
+ROOTS = ("STAGE",)
+# Reporting never changes a result, and neither do an interruption, the place of a checkpoint or what carries these: a
+# new message or a new progress bar must not cost a training run.
+_NAMES = (
+    "errors",
+    "preemption",
+    "progress",
+    "tracking",
+    "training.checkpoints.location",
+    "training.checkpoints.store",
+    "training.run_context",
+)
 NEUTRAL = frozenset(f"{PACKAGE}.{name}" for name in _NAMES)
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from rlhf_core import preemption
 from rlhf_core.config.critic import CriticConfig
 from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.data.batching import batch_at
@@ -23,10 +21,10 @@ from rlhf_core.ppo.value_loss import ValueSettings, accumulate_value_gradient
 from rlhf_core.progress import progress
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.token_scoring import TokenScorer
-from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
+from rlhf_core.training.run_context import RunContext
 
 FALLS_BY = 0.99  # a value loss counts as fallen when it is below this share of the best one
 
@@ -65,30 +63,36 @@ class CriticTrainer:
     engine: Engine
     sampling: Sampling
     prompt_ids: Sequence[Sequence[int]]
-    tracker: Tracker
-    work: Path
+    context: RunContext
     moments: RunningMeanStd = field(default_factory=RunningMeanStd)
     frozen: FrozenModels = field(default_factory=FrozenModels)
 
     def __post_init__(self) -> None:
         config = self.config
         self.rule = StopRule(config.explained_variance, config.patience, config.plateau)
-        self.history = Lines(self.work / "history.jsonl")
+        self.history = Lines(self.context.work / "history.jsonl")
         lines = {"history": self.history}
-        self.files = RunFiles(self.work / "checkpoints", {"critic": self.engine}, lines, config.checkpoint.keep)
+        self.files = RunFiles(
+            self.context.work / "checkpoints",
+            {"critic": self.engine},
+            lines,
+            config.checkpoint.keep,
+            self.context.store,
+        )
         self.done, self.stopped, self.variance = 0, "", 0.0
 
     def run(self) -> dict[str, float]:
         """Pre-train, resuming where an earlier process stopped; returns the summary. ``Preempted`` after the rollout in
         which SIGTERM came, with the state saved."""
         self._resume()
-        with progress(self.config.max_rollouts, "critic") as shown, preemption.at_safe_points():
+        preemption = self.context.preemption
+        with progress(self.config.max_rollouts, "critic") as shown, preemption.deferred():
             if self.done:
                 shown.advance(self.done)
-            while not (leaving := preemption.wanted()) and not self.stopped and self.done < self.config.max_rollouts:
+            while not (leaving := preemption.requested()) and not self.stopped and self.done < self.config.max_rollouts:
                 row = self._rollout()
                 self.history.append(row)
-                self.tracker.log_metrics(row, step=self.done)
+                self.context.tracker.log_metrics(row, step=self.done)
                 shown.advance(1, explained_variance=self.variance, value_loss=row["value_loss"])
                 if self.done % self.config.checkpoint.every == 0 or self.stopped:
                     self._save()
@@ -105,7 +109,9 @@ class CriticTrainer:
     def _leave(self) -> None:
         if self.done and not self.files.holds(self.done):
             self._save(extra=True)
-        preemption.leave(f"critic made rollout {self.done} of {self.config.max_rollouts}", saved=self.done > 0)
+        self.context.preemption.raise_preempted(
+            f"critic made rollout {self.done} of {self.config.max_rollouts}", saved=self.done > 0
+        )
 
     def _rollout(self) -> dict[str, float]:
         seconds: dict[str, float] = {}

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlhf_core import distributed
 from rlhf_core.files import atomic_dir
 from rlhf_core.training.checkpoints import checkpoint
+from rlhf_core.training.checkpoints.store import CheckpointStore
 from rlhf_core.training.engine import Engine, EngineState
 from rlhf_core.training.rng import rng_state, set_rng_state
 
@@ -72,6 +73,7 @@ class RunFiles:
     engines: Mapping[str, Engine]
     lines: Mapping[str, Lines]
     keep: int
+    store: CheckpointStore | None = None
 
     def save(self, iteration: int, meta: Mapping[str, Any], keep_from: int | None = None, extra: bool = False) -> None:
         """Checkpoint after ``iteration`` iterations: engines, generators, line offsets and ``meta`` (JSON).
@@ -93,7 +95,7 @@ class RunFiles:
         earlier = checkpoint.saved_metas(self.directory)
         spare = {step for step, meta in earlier.items() if meta["extra"] and not extra}
         keep = len(earlier) + 1 if extra else self.keep
-        checkpoint.save(self.directory, iteration, tensors, content, keep, keep_from, spare)
+        checkpoint.save(self.directory, iteration, tensors, content, keep, keep_from, spare, self.store)
 
     def metas(self, extra: bool = False) -> dict[int, dict[str, Any]]:
         """``meta`` of every readable checkpoint by its iteration, ``extra`` ones only if asked for. The first rank's

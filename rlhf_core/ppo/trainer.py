@@ -6,13 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core import distributed, preemption
+from rlhf_core import distributed
 from rlhf_core.data.batching import batch_at
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.ppo.advantages import explained_variance
@@ -27,10 +26,10 @@ from rlhf_core.ppo.rollout import Actors, Scorer, collect, sequence_figures
 from rlhf_core.ppo.run_checkpoint import Lines, RunFiles, prune_best, save_best
 from rlhf_core.ppo.update import Learner, first_ratio, update
 from rlhf_core.progress import Progress, progress
-from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine.base import MAX_NONFINITE_IN_A_ROW
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
+from rlhf_core.training.run_context import RunContext
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +78,7 @@ class Trainer:
     moments: RunningMeanStd
     monitor: Monitor
     selector: Selector
-    tracker: Tracker
-    work: Path
+    context: RunContext
     referee: Scorer | None = None
     frozen: FrozenModels = field(default_factory=FrozenModels)
     findings: list[dict[str, Any]] = field(default_factory=list)
@@ -89,10 +87,15 @@ class Trainer:
         config = self.learner.config
         self.config = config
         self.controller = KlController(config.kl)
-        self.history, self.samples = Lines(self.work / "history.jsonl"), Lines(self.work / "samples.jsonl")
+        self.history, self.samples = (
+            Lines(self.context.work / "history.jsonl"),
+            Lines(self.context.work / "samples.jsonl"),
+        )
         lines = {"history": self.history, "samples": self.samples}
-        self.files = RunFiles(self.work / "checkpoints", self.learner.engines, lines, config.checkpoint.keep)
-        self.journal = Journal(self.work / "rollbacks.json")
+        self.files = RunFiles(
+            self.context.work / "checkpoints", self.learner.engines, lines, config.checkpoint.keep, self.context.store
+        )
+        self.journal = Journal(self.context.work / "rollbacks.json")
         self.rollbacks = Rollbacks(config.health, self.monitor, self.files, self.journal)
         self.done, self.best = 0, 0
         self.unreported: list[dict[str, Any]] = []  # rollbacks that no row of the history tells of yet
@@ -108,10 +111,11 @@ class Trainer:
         if self.rollbacks.armed and not self.files.metas():
             self._save()  # the start, to which a rule that fires early goes back
         total = self.config.iterations
-        with progress(total, "ppo") as shown, preemption.at_safe_points():
+        preemption = self.context.preemption
+        with progress(total, "ppo") as shown, preemption.deferred():
             if self.done:
                 shown.advance(self.done)
-            while not (stopping := preemption.wanted()) and self.done < total:
+            while not (stopping := preemption.requested()) and self.done < total:
                 self._iterate(shown)
             if stopping:
                 self._leave()
@@ -120,7 +124,9 @@ class Trainer:
         # After a rollback the state is that of a checkpoint and the journal.
         if self.done and not self.files.holds(self.done):
             self._save(extra=True)
-        preemption.leave(f"ppo made iteration {self.done} of {self.config.iterations}", saved=self.done > 0)
+        self.context.preemption.raise_preempted(
+            f"ppo made iteration {self.done} of {self.config.iterations}", saved=self.done > 0
+        )
 
     def _iterate(self, shown: Progress) -> None:
         iteration = self.done
@@ -208,15 +214,15 @@ class Trainer:
         with self.frozen.on_device(), self.learner.policy_engine.gathered_parameters():
             verdict = self.selector.consider(self.done, self.learner.policy)
         if verdict.keep:
-            save_best(self.work / "best", self.done, self.learner.policy_weights())
+            save_best(self.context.work / "best", self.done, self.learner.policy_weights())
             self.best = self.done
-            prune_best(self.work / "best", {self.best} | self.rollbacks.needed_best())
+            prune_best(self.context.work / "best", {self.best} | self.rollbacks.needed_best())
         return {
             name if name in SELECTION_SIGNALS else f"selection_{name}": value for name, value in verdict.figures.items()
         }
 
     def _record(self, row: dict[str, float], seconds: dict[str, float], findings: list[Finding]) -> None:
-        self.tracker.log_metrics(row | seconds, step=self.done)
+        self.context.tracker.log_metrics(row | seconds, step=self.done)
         listed = [finding.as_dict() for finding in findings]
         self.findings += listed
         told = {"rollbacks": self.unreported} if self.unreported else {}
@@ -254,7 +260,7 @@ class Trainer:
         )
         if distributed.is_rank_zero():
             logger.warning("ppo goes back from iteration %d to %d: %s", self.done, target, finding)
-        self.tracker.log_metrics({"rollback_to": target}, step=self.done)
+        self.context.tracker.log_metrics({"rollback_to": target}, step=self.done)
         self.journal.add(Rollback(self.done, target, finding.as_dict(), rows, samples))
         self._resume()
 
@@ -270,7 +276,7 @@ class Trainer:
         }
         self.files.save(self.done, meta, self.rollbacks.keep_from(self.done), extra)
         if not extra:
-            prune_best(self.work / "best", {self.best} | self.rollbacks.needed_best())
+            prune_best(self.context.work / "best", {self.best} | self.rollbacks.needed_best())
 
     def _resume(self) -> None:
         """Restore the newest checkpoint that no rollback abandoned, adjusted by the rollbacks that it has not seen."""

@@ -13,12 +13,8 @@ from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainTe
 from rlhf_core.errors import ModelError
 from rlhf_core.models.base import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.tracking import Tracker
 from rlhf_core.training.rng import derive_seed
-
-STAGE = Stage(
-    name="base", section="base", config=BaseConfig, inputs={"clean": "data/clean"}, outputs={"model": "models/base"}
-)
+from rlhf_core.training.run_context import RunContext
 
 # For loaded models that were never tuned for chat: plain roles, the reply closed by end-of-sequence.
 PLAIN_TEMPLATE = (
@@ -28,7 +24,7 @@ PLAIN_TEMPLATE = (
 )
 
 
-def run(config: BaseConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, float]:
+def run(config: BaseConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
     """Write ``models/base``. ``ModelError`` when a given source cannot be loaded."""
     if config.source == "scratch":
         tokenizer: PreTrainedTokenizerBase = train_tokenizer(
@@ -40,6 +36,16 @@ def run(config: BaseConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> 
         prepare_tokenizer(tokenizer, config.source)
     save_policy(outputs.model, model, tokenizer)
     return {"parameters": float(sum(p.numel() for p in model.parameters())), "vocabulary": float(len(tokenizer))}
+
+
+STAGE = Stage(
+    name="base",
+    section="base",
+    config=BaseConfig,
+    run=run,
+    inputs={"clean": "data/clean"},
+    outputs={"model": "models/base"},
+)
 
 
 def _source(source: str) -> str:

@@ -21,28 +21,13 @@ from rlhf_core.ppo.reward_sources.building import Setting, build_scorer
 from rlhf_core.ppo.rollout import Actors
 from rlhf_core.ppo.setup import read_prompts, require_room, sampling_for
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine.choice import build_engine, finish
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed, seed_everything
-
-STAGE = Stage(
-    name="critic",
-    section="critic",
-    config=CriticStageConfig,
-    inputs={
-        "clean": "data/clean",
-        "sft": "models/sft",
-        "reward": "models/reward",
-        "pass_": "gates/reward.pass",
-        "reward_sources": tracked_files.FILE,
-    },
-    outputs={"model": "models/critic", "metrics": "metrics/critic.json", "history": "history/critic.jsonl"},
-    optional_inputs=frozenset({"reward_sources"}),
-)
+from rlhf_core.training.run_context import RunContext
 
 
-def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, float]:
+def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
     """Roll out the frozen SFT policy and regress values on returns until explained variance holds."""
     seed_everything(config.seed)
     policy, tokenizer = load_policy(inputs.sft)
@@ -51,7 +36,7 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
     units = config.ppo.units
     rows, prompt_ids = read_prompts(inputs.clean / "prompts" / "train.parquet", tokenizer)
     require_room(prompt_ids, units.max_new_tokens, getattr(policy.config, "max_position_embeddings", None))
-    frozen = FrozenModels()
+    frozen = FrozenModels(context.launch)
     setting = Setting(
         inputs.reward, inputs.clean, tokenizer, rows, prompt_ids, units.micro_batch_size, policy.device, frozen
     )
@@ -62,11 +47,10 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
         units=units,
         actors=Actors(policy, policy, critic, score),
         critic=critic,
-        engine=build_engine(critic, config.optimizer, steps, "critic"),
+        engine=build_engine(critic, config.optimizer, steps, "critic", context),
         sampling=sampling_for(tokenizer, units),
         prompt_ids=prompt_ids,
-        tracker=tracker,
-        work=outputs.work,
+        context=context,
         frozen=frozen,
     )
     metrics = trainer.run()
@@ -80,6 +64,23 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
     critic.save(outputs.model, tokenizer, files, tensors)
     shutil.copyfile(trainer.history.path, outputs.history)
     return metrics
+
+
+STAGE = Stage(
+    name="critic",
+    section="critic",
+    config=CriticStageConfig,
+    run=run,
+    inputs={
+        "clean": "data/clean",
+        "sft": "models/sft",
+        "reward": "models/reward",
+        "pass_": "gates/reward.pass",
+        "reward_sources": tracked_files.FILE,
+    },
+    outputs={"model": "models/critic", "metrics": "metrics/critic.json", "history": "history/critic.jsonl"},
+    optional_inputs=frozenset({"reward_sources"}),
+)
 
 
 def initial_critic(config: CriticStageConfig, inputs: Paths) -> ScalarModel:

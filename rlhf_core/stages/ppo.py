@@ -36,15 +36,40 @@ from rlhf_core.ppo.trainer import Prompts, Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.stages.ppo_selection import CheckpointSelector, make_selector
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine.choice import build_engine, finish
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed, seed_everything
+from rlhf_core.training.run_context import RunContext
+
+
+def run(config: PpoConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
+    """Train, choose a checkpoint, save it, and describe the run."""
+    trainer, selector, tokenizer = assemble(config, inputs, context)
+    try:
+        trainer.run()
+        choice = selector.choice()
+        require_admissible(choice, config)
+    except TrainingPaused:
+        publish_lines(trainer, outputs)  # the report of a paused run shows its curves
+        raise
+    policy = trained_policy(trainer.learner)
+    load_weights(policy, load_best(context.work / "best", choice.candidate.iteration))
+    if config.policy_lora is not None:
+        merge_adapters(policy)
+    save_policy(outputs.model, policy, tokenizer)
+    publish_lines(trainer, outputs)
+    context.tracker.log_artifact(outputs.samples, "samples")
+    context.tracker.set_tags({"rlhf.selection": choice.reason})
+    metrics = summary(trainer, choice)
+    atomic_write_json(outputs.metrics, metrics)
+    return metrics
+
 
 STAGE = Stage(
     name="ppo",
     section="ppo",
     config=PpoConfig,
+    run=run,
     inputs={
         "clean": "data/clean",
         "base": "models/base",
@@ -66,42 +91,19 @@ STAGE = Stage(
 )
 
 
-def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
-    """Train, choose a checkpoint, save it, and describe the run."""
-    trainer, selector, tokenizer = assemble(config, inputs, outputs.work, tracker)
-    try:
-        trainer.run()
-        choice = selector.choice()
-        require_admissible(choice, config)
-    except TrainingPaused:
-        publish_lines(trainer, outputs)  # the report of a paused run shows its curves
-        raise
-    policy = trained_policy(trainer.learner)
-    load_weights(policy, load_best(outputs.work / "best", choice.candidate.iteration))
-    if config.policy_lora is not None:
-        merge_adapters(policy)
-    save_policy(outputs.model, policy, tokenizer)
-    publish_lines(trainer, outputs)
-    tracker.log_artifact(outputs.samples, "samples")
-    tracker.set_tags({"rlhf.selection": choice.reason})
-    metrics = summary(trainer, choice)
-    atomic_write_json(outputs.metrics, metrics)
-    return metrics
-
-
 def assemble(
-    config: PpoConfig, inputs: Paths, work: Path, tracker: Tracker
+    config: PpoConfig, inputs: Paths, context: RunContext
 ) -> tuple[Trainer, CheckpointSelector, PreTrainedTokenizerBase]:
-    """A run ready to go, from the inputs of the stage; ``work`` keeps its partial state."""
+    """A run ready to go, from the inputs of the stage; ``context.work`` keeps its partial state."""
     seed_everything(config.seed)
-    frozen = FrozenModels()
+    frozen = FrozenModels(context.launch)
     reference, tokenizer = load_reference(config, inputs, frozen)
     selector = make_selector(config, inputs, reference, tokenizer, frozen)
     if config.policy_lora is None:
         reference = selector.evaluate.reference = frozen.place(reference)
     # Not before the reference is placed: the device may have no room for both as they are loaded.
     policy = load_trained(config, inputs, reference)
-    trainer = make_trainer(config, inputs, work, tracker, policy, reference, tokenizer, selector, frozen)
+    trainer = make_trainer(config, inputs, context, policy, reference, tokenizer, selector, frozen)
     return trainer, selector, tokenizer
 
 
@@ -153,8 +155,7 @@ def publish_lines(trainer: Trainer, outputs: Paths) -> None:
 def make_trainer(
     config: PpoConfig,
     inputs: Paths,
-    work: Path,
-    tracker: Tracker,
+    context: RunContext,
     policy: PreTrainedModel,
     reference: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -171,7 +172,7 @@ def make_trainer(
     )
     score = build_scorer(units.reward.sources, setting)
     critic = load_critic(config, inputs, policy, frozen)
-    learner = make_learner(config, inputs, policy, critic, reference, tokenizer)
+    learner = make_learner(config, inputs, context, policy, critic, reference, tokenizer)
     referee = frozen.scalar(inputs.referee)
     return Trainer(
         learner=learner,
@@ -180,8 +181,7 @@ def make_trainer(
         moments=RunningMeanStd.from_dict(read_json(inputs.critic / "reward_moments.json")),
         monitor=Monitor({"kl": config.selection.max_kl, "max_new_tokens": config.max_new_tokens}, rules_for(config)),
         selector=selector,
-        tracker=tracker,
-        work=work,
+        context=context,
         referee=model_scorer(referee, units.micro_batch_size),
         frozen=frozen,
     )
@@ -208,6 +208,7 @@ def load_critic(
 def make_learner(
     config: PpoConfig,
     inputs: Paths,
+    context: RunContext,
     policy: PreTrainedModel,
     critic: ScalarModel | ActorCritic,
     reference: PreTrainedModel,
@@ -218,11 +219,11 @@ def make_learner(
     steps = config.iterations * per_iteration
     warmup = config.warmup_iterations * per_iteration or None
     if isinstance(critic, ActorCritic):
-        policy_engine = critic_engine = build_engine(critic, config.policy_optimizer, steps, "policy", warmup)
+        policy_engine = critic_engine = build_engine(critic, config.policy_optimizer, steps, "policy", context, warmup)
     else:
         assert config.critic_optimizer is not None
-        policy_engine = build_engine(policy, config.policy_optimizer, steps, "policy", warmup)
-        critic_engine = build_engine(critic, config.critic_optimizer, steps, "critic", warmup)
+        policy_engine = build_engine(policy, config.policy_optimizer, steps, "policy", context, warmup)
+        critic_engine = build_engine(critic, config.critic_optimizer, steps, "critic", context, warmup)
     return Learner(
         config=config,
         sampling=sampling_for(tokenizer, config.units),

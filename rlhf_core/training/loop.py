@@ -9,18 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf_core import preemption
 from rlhf_core.config.model import CheckpointConfig
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.progress import Progress, progress
-from rlhf_core.tracking import Tracker
 from rlhf_core.training.checkpoints.checkpoint import load_latest, save
 from rlhf_core.training.engine import Engine, EngineState
 from rlhf_core.training.history import CLOCK_FIELDS, Block, History
 from rlhf_core.training.rng import derive_seed, rng_state, seed_everything, set_rng_state
+from rlhf_core.training.run_context import RunContext
 
 RECORD_EVERY = 10
 
@@ -73,12 +71,12 @@ class LoopResult:
 
 
 class Loop:
-    """One run. ``work`` holds its checkpoints and history and may hold those of a killed run, which then goes on."""
+    """One run. Checkpoints and history of an interrupted run in ``context.work`` are resumed."""
 
-    def __init__(self, engine: Engine, task: Task, settings: LoopSettings, work: Path, tracker: Tracker) -> None:
-        self.engine, self.task, self.settings, self.tracker = engine, task, settings, tracker
-        self.checkpoints = work / "checkpoints"
-        self.history = History(work / "history.jsonl")
+    def __init__(self, engine: Engine, task: Task, settings: LoopSettings, context: RunContext) -> None:
+        self.engine, self.task, self.settings, self.context = engine, task, settings, context
+        self.checkpoints = context.work / "checkpoints"
+        self.history = History(context.work / "history.jsonl")
         self.block = Block()
         self.done = self.tokens = 0
         self.saved = 0  # the step that the newest checkpoint is of
@@ -90,20 +88,19 @@ class Loop:
         self._restore()
         if self.done == 0:
             self._record(self._evaluation())
-        with progress(self.settings.steps, self.settings.name) as shown, preemption.at_safe_points():
-            shown.advance(self.done)
-            while not (stopping := preemption.wanted()) and self.done < self.settings.steps:
-                self._step(shown)
-            if stopping:
-                self._leave()
+        preemption = self.context.preemption
+        with progress(self.settings.steps, self.settings.name) as bar, preemption.deferred():
+            bar.advance(self.done)
+            while not (preempted := preemption.requested()) and self.done < self.settings.steps:
+                self._step(bar)
+            if preempted:
+                if self.done > self.saved:
+                    self._save()
+                steps = f"{self.settings.name} made step {self.done} of {self.settings.steps}"
+                preemption.raise_preempted(steps, saved=self.done > 0)
         return LoopResult(self.history.records, self.tokens, self.seconds)
 
-    def _leave(self) -> None:
-        if self.done > self.saved:
-            self._save()
-        preemption.leave(f"{self.settings.name} made step {self.done} of {self.settings.steps}", saved=self.done > 0)
-
-    def _step(self, shown: Progress) -> None:
+    def _step(self, bar: Progress) -> None:
         started = time.perf_counter()
         self.engine.model.train()
         report = self.task.train_step(self.done)
@@ -118,7 +115,7 @@ class Loop:
         self.tokens += report.tokens
         self.seconds += time.perf_counter() - started
         self._after_step(result.lr)
-        shown.advance(loss=report.figures["loss"], tokens_s=self.tokens / self.seconds)
+        bar.advance(loss=report.figures["loss"], tokens_s=self.tokens / self.seconds)
 
     def _after_step(self, rate: float) -> None:
         """Record, evaluate and save where the step number says so."""
@@ -145,7 +142,9 @@ class Loop:
         self._track(self.history.records[-1])
 
     def _track(self, record: Mapping[str, Any]) -> None:
-        self.tracker.log_metrics({k: float(v) for k, v in record.items() if k != "step"}, step=int(record["step"]))
+        self.context.tracker.log_metrics(
+            {k: float(v) for k, v in record.items() if k != "step"}, step=int(record["step"])
+        )
 
     def _save(self) -> None:
         state = self.engine.state()
@@ -153,7 +152,8 @@ class Loop:
         meta = {"engine": state.meta, "rng": random_meta, "tokens": self.tokens, "seconds": self.seconds}
         meta["block"] = self.block.state()
         tensors = {f"engine.{name}": tensor for name, tensor in state.tensors.items()} | random_tensors
-        save(self.checkpoints, self.done, tensors, meta, self.settings.checkpoint.keep)
+        keep = self.settings.checkpoint.keep
+        save(self.checkpoints, self.done, tensors, meta, keep, store=self.context.store)
         self.saved = self.done
 
     def _restore(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from rlhf_core import distributed
 from rlhf_core.errors import CheckpointError
 from rlhf_core.files import sha256_file
-from rlhf_core.training.checkpoints import store as checkpoint_store
+from rlhf_core.training.checkpoints.store import CheckpointStore
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +53,16 @@ def save(
     keep: int,
     keep_from: int | None = None,
     spare: Collection[int] = (),
+    store: CheckpointStore | None = None,
 ) -> Path:
     """Write the state after ``step`` steps and drop all but the newest ``keep`` and those from ``keep_from`` on.
 
     Those of the steps ``spare`` go in any case. ``meta`` is JSON with finite numbers. A checkpoint of the same or a
-    later step is of a run that was abandoned (this one resumed from before it) and goes. The whole partial state then
-    travels to the store that is in force, if any. Returns the new folder; ``CheckpointError`` when it cannot be written
-    (a full disk), which leaves the others as they are.
+    later step is of a run that was abandoned (this one resumed from before it) and goes. The whole partial state is
+    then copied to ``store``. Returns the new folder.
+
+    Raises:
+        CheckpointError: It cannot be written (a full disk); the others stay as they are.
     """
     target = directory / f"step-{step:06d}"
     building = directory / f"{BUILDING}{step:06d}"
@@ -77,7 +80,8 @@ def save(
     for number, path in _saved(directory)[:-keep]:
         if keep_from is None or number < keep_from:
             shutil.rmtree(path)
-    checkpoint_store.publish(directory.parent, step, keep)
+    if store is not None:
+        store.publish(directory.parent, step, keep)
     return target
 
 

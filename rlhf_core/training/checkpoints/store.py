@@ -11,9 +11,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -144,9 +142,8 @@ class CheckpointStore:
 
 
 def _unreachable(place: Place, error: Exception) -> RlhfError:
-    failed = RlhfError(f"the state in {place} could not be fetched ({reason(error)}); run the stage again")
-    failed.exit_code = 1  # as after a crash, another attempt may find the store
-    return failed
+    # Exit code 1, as after a crash: another attempt may reach the store.
+    return RlhfError(f"the state in {place} could not be fetched ({reason(error)}); run the stage again", exit_code=1)
 
 
 def _is_inside(name: str) -> bool:
@@ -167,26 +164,6 @@ def reason(error: Exception) -> str:
     """The kind of an error and the first line of what it says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-_STORE: ContextVar[CheckpointStore | None] = ContextVar("checkpoint_store", default=None)
-
-
-@contextmanager
-def used(store: CheckpointStore | None) -> Iterator[None]:
-    """Checkpoints that are saved inside the block travel to ``store``."""
-    token = _STORE.set(store)
-    try:
-        yield
-    finally:
-        _STORE.reset(token)
-
-
-def publish(work: Path, step: int, keep: int) -> None:
-    """Hand the state in ``work`` to the store in force, if there is one."""
-    store = _STORE.get()
-    if store is not None:
-        store.publish(work, step, keep)
 
 
 def open_store(url: str, workspace: Path, *parts: str) -> CheckpointStore:

@@ -14,16 +14,20 @@ from rlhf_core import distributed
 from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.shared_base import SharedBase
-from rlhf_core.training.engine.choice import placement
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass
 class FrozenModels:
-    """The frozen models of a run. ``waiting`` in CPU memory while they have nothing to do are none by default; ``base``
-    is what reward model and referee share with the policy, if they do."""
+    """The frozen models of a run, placed as ``launch.frozen`` says.
 
+    Attributes:
+        waiting: Models that are kept in CPU memory while nothing uses them.
+        base: Weights that reward model and referee share with the policy, if they do.
+    """
+
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     waiting: list[nn.Module] = field(default_factory=list)
     base: SharedBase | None = None
     _scalars: dict[Path, Any] = field(default_factory=dict)
@@ -43,15 +47,14 @@ class FrozenModels:
 
     def place(self, model: Model) -> Model:
         """``model`` where the launch settings want it; a sharded one is called in the same way."""
-        launch = placement().launch
-        if launch.frozen == "sharded":
-            sharded: Any = ShardedModel(model, launch)
+        if self.launch.frozen == "sharded":
+            sharded: Any = ShardedModel(model, self.launch)
             return sharded
         return self.place_whole(model)
 
     def place_whole(self, model: Model) -> Model:
         """:meth:`place` without sharding, for a model of which ranks make passes of their own."""
-        if placement().launch.frozen == "offload":
+        if self.launch.frozen == "offload":
             self.waiting.append(model.to("cpu"))
         return model
 

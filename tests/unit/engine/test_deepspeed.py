@@ -26,7 +26,6 @@ from rlhf_core.ppo.rollout import Actors, collect, model_scorer
 from rlhf_core.training.engine import Engine, EngineState, LocalEngine
 from rlhf_core.training.engine.base import OptimizerBuilder
 from rlhf_core.training.engine.checkpointing import recomputing
-from rlhf_core.training.engine.choice import placed
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.engine.zero_config import zero_config
 from rlhf_core.training.optim import build_adamw
@@ -89,9 +88,8 @@ def with_bfloat16(make: cases.MakeEngine) -> None:
 
 def with_frozen(folder: Path) -> None:
     """Frozen models sharded over the ranks."""
-    tiny, frozen = make_tiny(), FrozenModels()
-    with placed(LaunchConfig(engine="deepspeed", frozen="sharded"), folder):
-        reward, reference = frozen.place(tiny.reward), frozen.place(tiny.reference)
+    tiny, frozen = make_tiny(), FrozenModels(LaunchConfig(engine="deepspeed", frozen="sharded"))
+    reward, reference = frozen.place(tiny.reward), frozen.place(tiny.reference)
     actors = Actors(tiny.policy, reference, tiny.critic, model_scorer(reward, 2))
     units = cases.ppo_config(0.1).units
     with frozen.on_device():

@@ -20,7 +20,7 @@ from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.tracking import NullTracker
+from rlhf_core.training.run_context import RunContext
 
 from .conftest import made_prompt
 
@@ -35,7 +35,7 @@ def run_stage(
     write_rows(root / "data/clean/prompts/test.parquet", rows)
     inputs = {key: models / Path(path).name for key, path in evaluate.STAGE.inputs.items()}
     outputs = Paths({key: root / path for key, path in evaluate.STAGE.outputs.items()})
-    evaluate.run(config, Paths(inputs | {"clean": root / "data/clean"}), outputs, NullTracker())
+    evaluate.run(config, Paths(inputs | {"clean": root / "data/clean"}), outputs, RunContext(root / "work"))
     return json.loads(outputs.metrics.read_text()), outputs
 
 

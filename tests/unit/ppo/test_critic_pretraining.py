@@ -11,8 +11,8 @@ from rlhf_core.config.critic import CriticConfig
 from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.ppo.critic_pretraining import CriticTrainer, StopRule
 from rlhf_core.ppo.rollout import Actors, model_scorer
-from rlhf_core.tracking import NullTracker
 from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.run_context import RunContext
 
 
 def make(tiny: Tiny, work: Path, **changes: object) -> CriticTrainer:
@@ -25,8 +25,7 @@ def make(tiny: Tiny, work: Path, **changes: object) -> CriticTrainer:
         engine=LocalEngine(tiny.critic, config.optimizer, 24, "critic"),
         sampling=tiny.sampling,
         prompt_ids=tiny.prompts,
-        tracker=NullTracker(),
-        work=work,
+        context=RunContext(work),
     )
 
 

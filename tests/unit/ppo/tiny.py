@@ -22,8 +22,8 @@ from rlhf_core.ppo.rollout import Actors, model_scorer
 from rlhf_core.ppo.trainer import Prompts, Trainer, Verdict
 from rlhf_core.ppo.update import Learner
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.tracking import NullTracker
 from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.run_context import RunContext
 
 EOS, PAD, VOCABULARY = 3, 0, 23
 BASE = {
@@ -144,8 +144,7 @@ def make_trainer(tiny: Tiny, config: PpoConfig, work: Path, **changes: Any) -> T
         "moments": RunningMeanStd(),
         "monitor": Monitor({"kl": 6.0, "max_new_tokens": config.max_new_tokens}),
         "selector": ScriptedSelector(),
-        "tracker": NullTracker(),
-        "work": work,
+        "context": RunContext(work),
         "referee": model_scorer(tiny.reward, None),
     }
     return Trainer(**(parts | changes))

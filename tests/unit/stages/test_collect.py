@@ -15,14 +15,14 @@ from rlhf_core.errors import DataError
 from rlhf_core.files import sha256_file, sha256_tree
 from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.tracking import NullTracker
+from rlhf_core.training.run_context import RunContext
 
 WORLD = CollectConfig(world=WorldConfig(demonstrations=30, preferences=40, pretrain=20))
 
 
 def run(config: CollectConfig, workspace: Path) -> tuple[Path, dict[str, float]]:
     raw = workspace / "data" / "raw"
-    return raw, collect.run(config, Paths({}), Paths({"raw": raw}), NullTracker())
+    return raw, collect.run(config, Paths({}), Paths({"raw": raw}), RunContext(workspace / "work"))
 
 
 def pair(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
