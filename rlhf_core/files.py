@@ -1,7 +1,8 @@
-"""Atomic writes and content hashes: a reader sees the old file or the new one, never half of either."""
+"""Files: atomic writes (a reader sees the old content or the new, never half of either), hashes, locks, JSON."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -10,7 +11,8 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any
 
 from rlhf_core.errors import DataError, RlhfError
 
@@ -92,6 +94,39 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+class LockFile:
+    """An advisory lock on a file (flock). The kernel releases it when the process dies, however it dies.
+
+    Entering opens the file and leaves it unlocked; closing releases it. A child that inherits the descriptor holds the
+    lock too.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> LockFile:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.stream: IO[str] = self.path.open("a+", encoding="utf-8")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stream.close()
+
+    def acquire(self, *, shared: bool = False) -> None:
+        """Wait until the lock is held: alone, or together with other ``shared`` holders."""
+        fcntl.flock(self.stream, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+
+    def try_acquire(self, *, shared: bool = False) -> bool:
+        """Take the lock if that needs no waiting; whether it is held now."""
+        try:
+            fcntl.flock(self.stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 def sha256_file(path: Path) -> str:
