@@ -86,7 +86,8 @@ def new_model(config: BaseConfig, tokenizer: PreTrainedTokenizerBase, seed: int)
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(shape).to(getattr(torch, config.dtype))
+        model: LlamaForCausalLM = LlamaForCausalLM(shape).to(getattr(torch, config.dtype))
+    return model
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -140,6 +141,6 @@ def save_policy(
 def _probe(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Logits on the probe, without drop-out."""
     training = model.training
-    logits = model.eval()(input_ids=ids.to(model.device), use_cache=False).logits.cpu()
+    logits: Tensor = model.eval()(input_ids=ids.to(model.device), use_cache=False).logits.cpu()
     model.train(training)
     return logits

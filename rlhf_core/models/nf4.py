@@ -57,7 +57,7 @@ class NF4Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        product: Tensor = _Product.apply(input, self.packed)
+        product: Tensor = _Product.apply(input, self.packed)  # type: ignore[no-untyped-call]
         return product if self.bias is None else product + self.bias
 
     def unpacked(self) -> nn.Linear:

@@ -20,10 +20,10 @@ class Paths(Mapping[str, Path]):
         self._paths = dict(paths)
 
     def __getattr__(self, name: str) -> Path:
-        try:
-            return self.__dict__["_paths"][name]
-        except KeyError:
-            raise AttributeError(f"no path named {name!r}; there are {', '.join(self._paths)}") from None
+        paths: dict[str, Path] = self.__dict__["_paths"]
+        if name not in paths:
+            raise AttributeError(f"no path named {name!r}; there are {', '.join(paths)}")
+        return paths[name]
 
     def __getitem__(self, name: str) -> Path:
         return self._paths[name]

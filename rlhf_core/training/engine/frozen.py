@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -48,8 +48,7 @@ class FrozenModels:
     def place(self, model: Model) -> Model:
         """``model`` where the launch settings want it; a sharded one is called in the same way."""
         if self.launch.frozen == "sharded":
-            sharded: Any = ShardedModel(model, self.launch)
-            return sharded
+            return cast("Model", ShardedModel(model, self.launch))
         return self.place_whole(model)
 
     def place_whole(self, model: Model) -> Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,8 @@ def bag_of_words_accuracy(
         # No words at all, such as replies of spaces: the regression has nothing to go by.
         return dict.fromkeys(held_out, 0.5)
 
-    def differences(rows: Sequence[Preference]) -> np.ndarray:
+    def differences(rows: Sequence[Preference]) -> Any:
+        """Sparse (pairs, words)."""
         return words.transform([p.chosen for p in rows]) - words.transform([p.rejected for p in rows])
 
     features = differences(pairs)

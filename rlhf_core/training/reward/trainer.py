@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from rlhf_core.training.loop import StepFigures
 from rlhf_core.training.losses import centring_loss, pairwise_loss, token_cross_entropy
 from rlhf_core.training.rng import derive_seed
 
+Rewards = npt.NDArray[np.float64]
 SCORING_ROWS = 128
 CURVE_PAIRS = 512
 
@@ -32,11 +34,11 @@ CURVE_PAIRS = 512
 class PairScores:
     """Rewards of the chosen and the rejected reply of each pair, float64 (B,)."""
 
-    chosen: np.ndarray
-    rejected: np.ndarray
+    chosen: Rewards
+    rejected: Rewards
 
     @property
-    def margins(self) -> np.ndarray:
+    def margins(self) -> Rewards:
         """``r_w - r_l`` (B,)."""
         return self.chosen - self.rejected
 
