@@ -45,7 +45,7 @@ from rlhf_core.sampling.token_scoring import (
     response_log_distribution,
     response_values,
 )
-from rlhf_core.training.engine.checkpointing import recomputing
+from rlhf_core.training.engine.gradient_checkpointing import recomputing
 from rlhf_core.training.optim import build_adamw
 
 

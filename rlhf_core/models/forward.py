@@ -1,12 +1,12 @@
-"""Forward passes that do no more than is asked: positions from masks, and the unembedding at chosen positions only."""
+"""Forward passes: positions from masks, and logits at selected positions only."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-# Settings by which some architectures change logits after the unembedding; with one of them the model's own forward
-# is the only true one.
+# Settings by which some architectures change logits after the unembedding: with one of them only the model's own
+# forward gives the right logits.
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 

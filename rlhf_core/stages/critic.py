@@ -21,7 +21,7 @@ from rlhf_core.ppo.reward_sources.building import Setting, build_scorer
 from rlhf_core.ppo.rollout import Actors
 from rlhf_core.ppo.setup import read_prompts, require_room, sampling_for
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.training.engine.choice import build_engine, finish
+from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext

@@ -8,7 +8,7 @@ from rlhf_core.config.gates import GatesConfig
 from rlhf_core.files import atomic_write_json
 from rlhf_core.gates import decide, load_metrics, settle
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.training.reward.agreement import agreement_figures
+from rlhf_core.training.reward.agreement import agreement_metrics
 from rlhf_core.training.run_context import RunContext
 
 
@@ -20,7 +20,7 @@ def run(config: GatesConfig, inputs: Paths, outputs: Paths, context: RunContext)
     Raises:
         GateFailed: The gate is enforced and failed (exit code 3). The evidence is written before.
     """
-    atomic_write_json(outputs.metrics, agreement_figures(inputs.scores, inputs.referee_scores))
+    atomic_write_json(outputs.metrics, agreement_metrics(inputs.scores, inputs.referee_scores))
     metrics, evidence = load_metrics(inputs.metrics, referee=inputs.referee_metrics, agreement=outputs.metrics)
     decision = decide("reward", config.reward, metrics, mode=config.mode, evidence=evidence)
     settle(decision, outputs.evidence, outputs.pass_)

@@ -36,7 +36,7 @@ from rlhf_core.ppo.trainer import Prompts, Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.stages.ppo_selection import CheckpointSelector, make_selector
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.training.engine.choice import build_engine, finish
+from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext

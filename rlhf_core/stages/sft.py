@@ -14,7 +14,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.models.base import load_policy, save_policy
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.training.engine.choice import build_engine, finish
+from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.examples import Example, tokenised_examples
 from rlhf_core.training.loop import Loop, LoopSettings
 from rlhf_core.training.rng import derive_seed

@@ -20,7 +20,7 @@ import psutil
 from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.errors import Preempted, RlhfError
 from rlhf_core.preemption import PreemptionSignal
-from rlhf_core.stages.runtime.outcome import StageOutcome, outcome_path
+from rlhf_core.stages.runtime.outcome import StageExit, outcome_path
 
 # The agent installs handlers for these and does not restore them. Not SIGTERM: it would grant the ranks 30 seconds.
 HANDLED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -112,9 +112,9 @@ def _failure(
     name: str, config: LaunchConfig, failures: Mapping[int, Any], outcomes: Path, preempted: bool
 ) -> RlhfError:
     """The cause of a launch's failure: a rank that was killed, else the one that failed first."""
-    reported: dict[int, StageOutcome] = {}
+    reported: dict[int, StageExit] = {}
     for number in failures:
-        outcome = StageOutcome.load(outcome_path(outcomes, name, number))
+        outcome = StageExit.load(outcome_path(outcomes, name, number))
         if outcome is not None and outcome.explains:
             reported[number] = outcome
     if preempted and not reported:

@@ -12,7 +12,7 @@ OUTCOMES = Path(".rlhf") / "outcomes"
 
 
 @dataclass(frozen=True)
-class StageOutcome:
+class StageExit:
     """Exit code and message of one run of a stage. Times are seconds since the epoch."""
 
     stage: str
@@ -22,12 +22,12 @@ class StageOutcome:
     ended: float
 
     @classmethod
-    def done(cls, stage: str, started: float, ended: float) -> StageOutcome:
+    def done(cls, stage: str, started: float, ended: float) -> StageExit:
         """The outcome of a stage that ended without an error."""
         return cls(stage, EXIT_OK, "done", started, ended)
 
     @classmethod
-    def failed(cls, stage: str, error: BaseException, started: float, ended: float) -> StageOutcome:
+    def failed(cls, stage: str, error: BaseException, started: float, ended: float) -> StageExit:
         """The outcome of a stage that ``error`` ended."""
         if isinstance(error, RlhfError):
             return cls(stage, error.exit_code, str(error), started, ended)
@@ -45,7 +45,7 @@ class StageOutcome:
         atomic_write_json(path, asdict(self) | {"seconds": round(self.ended - self.started, 3)})
 
     @classmethod
-    def load(cls, path: Path) -> StageOutcome | None:
+    def load(cls, path: Path) -> StageExit | None:
         """The outcome in ``path``; None when there is none."""
         if not path.is_file():
             return None

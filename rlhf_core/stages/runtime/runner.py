@@ -29,7 +29,7 @@ from rlhf_core.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import launcher
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.stages.runtime.names import load_stage
-from rlhf_core.stages.runtime.outcome import OUTCOMES, StageOutcome, outcome_path
+from rlhf_core.stages.runtime.outcome import OUTCOMES, StageExit, outcome_path
 from rlhf_core.tracking import Tracker, stage_tracker
 from rlhf_core.training.checkpoints.store import CheckpointStore
 from rlhf_core.training.run_context import RunContext
@@ -59,9 +59,9 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
         raise
     finally:
         ended = time.time()
-        outcome = StageOutcome.done(name, started, ended)
+        outcome = StageExit.done(name, started, ended)
         if failure is not None:
-            outcome = StageOutcome.failed(name, failure, started, ended)
+            outcome = StageExit.failed(name, failure, started, ended)
         _save_outcome(workspace / OUTCOMES, outcome)
 
 
@@ -72,7 +72,7 @@ def _is_full_disk(error: BaseException) -> bool:
     return (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left on device" in str(error)
 
 
-def _save_outcome(folder: Path, outcome: StageOutcome) -> None:
+def _save_outcome(folder: Path, outcome: StageExit) -> None:
     try:
         if launcher.is_rank():
             outcome.save(outcome_path(folder, outcome.stage, launcher.rank()))

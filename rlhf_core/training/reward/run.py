@@ -1,4 +1,4 @@
-"""One training of a scalar model on preference pairs, from files to scored splits: the reward model and the referee."""
+"""Training a scalar model on preference pairs, from files to scored splits: the reward model and the referee."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlhf_core.models.base import load_tokenizer
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import merge_adapters
 from rlhf_core.models.shared_base import Adapters, adapters_of
-from rlhf_core.training.engine.choice import build_engine, finish
+from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.loop import Loop, LoopResult, LoopSettings
 from rlhf_core.training.reward.evaluation import accuracy_by_category, evaluate_scores
 from rlhf_core.training.reward.trainer import PairScores, RewardTask, score_pairs
@@ -31,7 +31,13 @@ from rlhf_core.training.run_context import RunContext
 
 @dataclass(frozen=True)
 class Split:
-    """The usable pairs of one file: rows and their tokens, in the same order, and how many were dropped and why."""
+    """The usable pairs of one file.
+
+    Attributes:
+        rows: Rows, one for each pair.
+        pairs: Their tokens, in the same order.
+        dropped: Number of unusable rows by reason.
+    """
 
     rows: list[Preference]
     pairs: list[TokenisedPair]
@@ -40,7 +46,7 @@ class Split:
 
 @dataclass(frozen=True)
 class TrainedScalar:
-    """A trained model with its tokenizer and the course of its training."""
+    """A trained scalar model with its tokenizer and the record of its training."""
 
     model: ScalarModel
     tokenizer: PreTrainedTokenizerBase
@@ -49,7 +55,7 @@ class TrainedScalar:
     adapters: Adapters | None = None
 
     def save(self, path: Path) -> None:
-        """The model's folder, with its adapters where it was trained by them."""
+        """Write the model's folder, with its adapters where only those were trained."""
         if self.adapters is None:
             self.model.save(path, self.tokenizer)
             return
@@ -58,7 +64,7 @@ class TrainedScalar:
 
 
 def read_split(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Split:
-    """Pairs of a parquet file as tokens; ``DataError`` when none is usable."""
+    """Read and tokenise the pairs of a parquet file; ``DataError`` when none is usable."""
     rows = read_rows(path, Preference)
     pairs, dropped = tokenised_pairs(tokenizer, rows, max_tokens)
     if not pairs:
@@ -127,12 +133,12 @@ def metric_prefix(split: str) -> str:
 
 
 def write_history(path: Path, trained: TrainedScalar) -> None:
-    """One line of JSON for each record of the training's course."""
+    """Write the training history as JSON lines."""
     atomic_write_text(path, "".join(json.dumps(record) + "\n" for record in trained.result.history))
 
 
 def reply_lengths(pairs: Sequence[TokenisedPair]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of the chosen and of the rejected replies, end-of-sequence included."""
+    """Lengths in tokens of the chosen and of the rejected replies, end-of-sequence included."""
     return np.array([len(pair.chosen) for pair in pairs]), np.array([len(pair.rejected) for pair in pairs])
 
 
@@ -148,6 +154,6 @@ def training_metrics(trained: TrainedScalar, train: Split) -> dict[str, float]:
 
 
 def write_scores(path: Path, scores: PairScores, split: Split) -> None:
-    """Rewards of a split's pairs by row id, for comparison with another model."""
+    """Write the rewards of a split's pairs by row id, for comparison with another model."""
     ids = [row.id for row in split.rows]
     atomic_write_json(path, {"ids": ids, "chosen": scores.chosen.tolist(), "rejected": scores.rejected.tolist()})

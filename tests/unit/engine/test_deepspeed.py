@@ -25,8 +25,8 @@ from rlhf_core.ppo.rewards import RunningMeanStd
 from rlhf_core.ppo.rollout import Actors, collect, model_scorer
 from rlhf_core.training.engine import Engine, EngineState, LocalEngine
 from rlhf_core.training.engine.base import OptimizerBuilder
-from rlhf_core.training.engine.checkpointing import recomputing
 from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.engine.gradient_checkpointing import recomputing
 from rlhf_core.training.engine.zero_config import zero_config
 from rlhf_core.training.optim import build_adamw
 

@@ -14,7 +14,7 @@ from unit.ppo.tiny import make_tiny
 from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.training.engine import LocalEngine
-from rlhf_core.training.engine.choice import build_engine, finish
+from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.engine.skeleton import Skeleton
 from rlhf_core.training.run_context import RunContext

@@ -23,7 +23,7 @@ from rlhf_core.models.base import load_policy, load_tokenizer
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import add_adapters, merge_adapters
 from rlhf_core.models.nf4 import pack_linear_layers
-from rlhf_core.models.shared_base import Adapters, SharedBase, adapters_of, joined
+from rlhf_core.models.shared_base import Adapters, SharedBase, adapters_of, stacked
 from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.engine.frozen import FrozenModels
@@ -181,11 +181,11 @@ def test_adapters_on_adapters_are_one_product_of_stacked_matrices() -> None:
         return b @ a * (one.lora.alpha / one.lora.rank)
 
     first, second = adapters(2, 4, "model.q_proj", "sft", 1.0), adapters(3, 3, "model.q_proj", "reward", 2.0)
-    both = joined(first, second)
+    both = stacked(first, second)
     assert (both.lora.rank, both.lora.alpha, both.lora.targets, both.base) == (5, 5, ("q_proj",), "sft")
     assert torch.equal(product(both, "model.q_proj"), product(first, "model.q_proj") + product(second, "model.q_proj"))
     assert both.tensors["score.weight"].item() == 2.0
-    apart = joined(first, adapters(1, 1, "model.k_proj", "reward", 0.0))
+    apart = stacked(first, adapters(1, 1, "model.k_proj", "reward", 0.0))
     assert torch.equal(product(apart, "model.q_proj"), product(first, "model.q_proj"))
     assert apart.tensors["model.k_proj.lora_A.default.weight"].shape == (3, 4) and len(apart.lora.targets) == 2
 

@@ -10,7 +10,7 @@ from rlhf_core import distributed
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.training.engine.base import Engine
-from rlhf_core.training.engine.checkpointing import recomputing
+from rlhf_core.training.engine.gradient_checkpointing import recomputing
 from rlhf_core.training.engine.local import LocalEngine
 from rlhf_core.training.run_context import RunContext
 
@@ -48,12 +48,15 @@ def build_engine(
 
 
 def finish(engine: Engine, model: Model) -> Model:
-    """The trained model, whole, on the first rank, which goes on alone; the work of the other ranks ends here.
+    """End training: return the whole trained model on rank 0 and release the other ranks.
 
-    ``model`` is the one that the engine was given.
+    Args:
+        model: The model that ``engine`` was built with.
     """
     released = engine.release()
     distributed.release_nonzero_ranks()
     if not isinstance(released, type(model)):
-        raise ModelError(f"{engine.name}: the engine left a {type(released).__name__}, not a {type(model).__name__}")
+        raise ModelError(
+            f"{engine.name}: the engine returned a {type(released).__name__}, not a {type(model).__name__}"
+        )
     return released
