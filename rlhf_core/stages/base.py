@@ -1,4 +1,4 @@
-"""Base: the starting model. A tokenizer and a tiny Llama made from the clean training text, or any model loaded."""
+"""Base: the starting model, a new tokenizer and tiny Llama or any model from a folder or the hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 
-# For loaded models that were never tuned for chat: plain roles, the reply closed by end-of-sequence.
+# For loaded models without a chat template: plain role names, and end-of-sequence after each reply.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
@@ -25,7 +25,7 @@ PLAIN_TEMPLATE = (
 
 
 def run(config: BaseConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
-    """Write ``models/base``. ``ModelError`` when a given source cannot be loaded."""
+    """Write ``models/base``; ``ModelError`` when ``base.source`` cannot be loaded."""
     if config.source == "scratch":
         tokenizer: PreTrainedTokenizerBase = train_tokenizer(
             training_texts(inputs.clean), config.vocab_size, config.max_positions
@@ -54,7 +54,7 @@ def _source(source: str) -> str:
 
 
 def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Give a loaded tokenizer a plain chat template where it has none; ``ModelError`` without end-of-sequence."""
+    """Add a plain chat template where a loaded tokenizer has none; ``ModelError`` without an end-of-sequence token."""
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of {source} has no end-of-sequence token; a reply could never end")
     if not tokenizer.chat_template:
@@ -62,9 +62,9 @@ def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
 
 
 def training_texts(clean: Path) -> Iterator[str]:
-    """Text of the train splits only: a tokenizer that had seen test text would flatter perplexity there.
+    """Yield the texts of the train splits; a tokenizer trained on test text would lower perplexity there.
 
-    A whole dialogue is given turn by turn, as the tokenizer will meet it between special tokens.
+    Dialogues are split into turns, as the tokenizer sees them between special tokens.
     """
     for row in read_rows(clean / "demonstrations" / "train.parquet", Demonstration):
         yield from _contents(row.prompt)

@@ -1,4 +1,4 @@
-"""Referee: a second reward model on disjoint pairs. It chooses checkpoints and judges; nothing optimises against it."""
+"""Referee: a second reward model on disjoint pairs. It selects checkpoints and judges; no reward source uses it."""
 
 from __future__ import annotations
 

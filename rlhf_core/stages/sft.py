@@ -1,4 +1,4 @@
-"""SFT: demonstrations to imitate, judged by held-out perplexity."""
+"""SFT: supervised fine-tuning on demonstrations, measured by perplexity on held-out ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhf_core.training.sft import SftTask, sample_replies
 
 
 def run(config: SftConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
-    """Write ``models/sft``, its metrics, history and sample replies. A killed run goes on from its checkpoint."""
+    """Write ``models/sft``, its metrics, history and sample replies. An interrupted run resumes from its checkpoint."""
     model, tokenizer = load_policy(inputs.base)
     folder = inputs.clean / "demonstrations"
     train, dropped = read_examples(folder / "train.parquet", tokenizer, config.max_tokens)
@@ -72,7 +72,7 @@ STAGE = Stage(
 
 
 def read_examples(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> tuple[list[Example], int]:
-    """Tokenised demonstrations of a file and how many were over-long; ``DataError`` when none is left."""
+    """Read and tokenise demonstrations, and count those over ``max_tokens``; ``DataError`` when none is left."""
     rows = read_rows(path, Demonstration)
     examples, dropped = tokenised_examples(tokenizer, rows, max_tokens)
     if not examples:
