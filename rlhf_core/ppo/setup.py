@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import RolloutConfig
-from rlhf_core.data.chat import encode_prompt, pad_id
+from rlhf_core.data.chat import encode_prompt
 from rlhf_core.data.schema import Prompt, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.models.heads import ScalarModel
@@ -16,9 +16,7 @@ from rlhf_core.sampling.distribution import Sampling
 
 def sampling_for(tokenizer: PreTrainedTokenizerBase, units: RolloutConfig) -> Sampling:
     """The training distribution of this tokenizer and these settings."""
-    return Sampling(
-        int(tokenizer.eos_token_id), pad_id(tokenizer), units.max_new_tokens, units.temperature, units.min_new_tokens
-    )
+    return Sampling.for_tokenizer(tokenizer, units.max_new_tokens, units.temperature, units.min_new_tokens)
 
 
 def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[list[int]]]:

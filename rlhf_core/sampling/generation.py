@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.chat import left_pad
 from rlhf_core.models.forward import position_ids_from_mask
-from rlhf_core.sampling.distribution import Sampling, evaluation_distribution, inverse_cdf, log_distribution
+from rlhf_core.sampling.distribution import (
+    EvaluationSampling,
+    Sampling,
+    evaluation_distribution,
+    inverse_cdf,
+    log_distribution,
+)
 
 # (logits (b, V), tokens so far (b, L), which of them are real (b, L), response position) -> log-probabilities (b, V)
 Distribution = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -60,19 +65,14 @@ def generate(
 
 
 def evaluation_generate(
-    model: PreTrainedModel,
-    prompt_ids: Sequence[Sequence[int]],
-    uniforms: Tensor,
-    config: SamplingConfig,
-    eos_id: int,
-    pad_id: int,
+    model: PreTrainedModel, prompt_ids: Sequence[Sequence[int]], uniforms: Tensor, sampling: EvaluationSampling
 ) -> Rollout:
     """Sample with the evaluation filters (top-p, repetition penalty). Its log-probabilities are of no use to PPO."""
 
     def distribution(logits: Tensor, history: Tensor, seen: Tensor, position: int) -> Tensor:
-        return evaluation_distribution(logits, history, seen, config)
+        return evaluation_distribution(logits, history, seen, sampling, position)
 
-    return _decode(model, prompt_ids, uniforms, Sampling(eos_id, pad_id, config.max_new_tokens), distribution)
+    return _decode(model, prompt_ids, uniforms, sampling.base, distribution)
 
 
 @dataclass

@@ -9,9 +9,14 @@ import torch
 from unit.ppo.tiny import EOS, PAD, VOCABULARY, Tiny
 
 from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.errors import RlhfError
+from rlhf_core.models.base import train_tokenizer
+from rlhf_core.ppo.kl import full_kl, kl_estimate
 from rlhf_core.ppo.rollout import check_sampler, sample_together, score_tokens
+from rlhf_core.ppo.setup import sampling_for
 from rlhf_core.sampling.distribution import (
+    EvaluationSampling,
     Sampling,
     evaluation_distribution,
     inverse_cdf,
@@ -19,7 +24,7 @@ from rlhf_core.sampling.distribution import (
     philox_uniforms,
 )
 from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
-from rlhf_core.sampling.token_scoring import Tokens, gather_logprobs, response_log_distribution
+from rlhf_core.sampling.token_scoring import Tokens, entropy, gather_logprobs, response_log_distribution
 
 
 def sample(tiny: Tiny, sampling: Sampling | None = None, rows: list[int] | None = None) -> Rollout:
@@ -65,9 +70,9 @@ def test_another_distribution_is_noticed(tiny: Tiny, wrong: Sampling) -> None:
 
 
 def test_evaluation_filters_are_noticed_as_another_distribution(tiny: Tiny) -> None:
-    config = SamplingConfig(temperature=1.0, top_p=0.5, repetition_penalty=1.0, max_new_tokens=7)
     uniforms = philox_uniforms(11, range(12), 7)
-    rollout = evaluation_generate(tiny.policy, tiny.prompts[:12], uniforms, config, EOS, PAD)
+    filtered = EvaluationSampling(tiny.sampling, top_p=0.5)
+    rollout = evaluation_generate(tiny.policy, tiny.prompts[:12], uniforms, filtered)
     scored = score_tokens(tiny.actors, rollout, tiny.sampling, None)
     with pytest.raises(RlhfError, match="log-probabilities"):
         check_sampler(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, torch.float32)
@@ -132,6 +137,85 @@ def test_forbidden_tokens_are_never_drawn() -> None:
     assert later[0, 0, 0] > -2
 
 
+def favouring(tiny: Tiny, ids: list[int]) -> Tiny:
+    """A policy that writes ``ids`` far more often than anything else: they are read as the likely end marker is."""
+    with torch.no_grad():
+        tiny.policy.lm_head.weight[ids] = tiny.policy.lm_head.weight[EOS] * 20.0
+    return tiny
+
+
+def test_special_tokens_are_forbidden_and_the_end_marker_is_not() -> None:
+    tokenizer = train_tokenizer(["some text to write"], 300)
+    tokenizer.add_tokens(["<think>"])  # written as text, so a reply may contain it
+    tokenizer.add_tokens(["<|tool|>"], special_tokens=True)
+    sampling = sampling_for(tokenizer, RolloutConfig(max_new_tokens=5, temperature=0.7, min_new_tokens=2))
+    names = ["<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>"]
+    assert sampling.forbidden_ids == tuple(sorted(tokenizer.convert_tokens_to_ids(names)))
+    assert sampling.eos_id == tokenizer.convert_tokens_to_ids("<|end|>") not in sampling.forbidden_ids
+    assert sampling.vocabulary_size == len(tokenizer)
+    assert (sampling.max_new_tokens, sampling.temperature, sampling.min_new_tokens) == (5, 0.7, 2)
+
+
+def test_evaluation_forbids_the_same_tokens() -> None:
+    tokenizer = train_tokenizer(["some text to write"], 300)
+    config = SamplingConfig(temperature=0.5, top_p=0.6, repetition_penalty=1.3, max_new_tokens=9)
+    sampling = EvaluationSampling.for_tokenizer(tokenizer, config)
+    assert sampling.base == Sampling.for_tokenizer(tokenizer, 9, 0.5)
+    assert (sampling.top_p, sampling.repetition_penalty) == (0.6, 1.3)
+
+
+def test_padding_and_role_tokens_are_never_sampled_by_a_policy_that_wants_them(tiny: Tiny) -> None:
+    """And the trainer scores the replies under the very distribution that they were sampled from."""
+    wanted = [PAD, 5, 6]
+    eager = favouring(tiny, wanted)
+    free = sample(eager)
+    assert {token for reply in free.replies() for token in reply} & set(wanted)
+    sampling = dataclasses.replace(tiny.sampling, forbidden_ids=tuple(wanted), vocabulary_size=20)
+    for rollout in (
+        sample(eager, sampling),
+        evaluation_generate(
+            eager.policy, eager.prompts[:12], philox_uniforms(11, range(12), 7), EvaluationSampling(sampling, 0.9, 1.2)
+        ),
+    ):
+        written = {token for reply in rollout.replies() for token in reply}
+        assert written and not written & set(wanted) and max(written) < 20
+    rollout = sample(eager, sampling)
+    scored = score_tokens(eager.actors, rollout, sampling, 3)
+    assert check_sampler(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, torch.float32) < 1e-4
+    assert all(bool(column.isfinite().all()) for column in vars(scored).values())
+
+
+def test_kl_and_entropy_are_those_of_the_allowed_tokens_alone() -> None:
+    """Policy and reference mask the same ids, so every figure equals that of a vocabulary without them."""
+    sampling = Sampling(eos_id=1, pad_id=0, max_new_tokens=4, forbidden_ids=(0, 3), vocabulary_size=5)
+    kept = [1, 2, 4]
+    logits, other = torch.randn(2, 1, 2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits.requires_grad_()
+    policy, reference = log_distribution(logits, sampling), log_distribution(other, sampling)
+    small, small_reference = (torch.log_softmax(x[..., kept], -1) for x in (logits, other))
+    torch.testing.assert_close(policy[..., kept], small)
+    torch.testing.assert_close(full_kl(policy, reference), full_kl(small, small_reference))
+    torch.testing.assert_close(entropy(policy), entropy(small))
+    written = torch.tensor([[2, 4]])
+    k1 = kl_estimate(gather_logprobs(policy, written), gather_logprobs(reference, written), "k1")
+    expected = gather_logprobs(small - small_reference, torch.tensor([[1, 2]]))
+    torch.testing.assert_close(k1, expected)
+    (full_kl(policy, reference).sum() + entropy(policy).sum()).backward()
+    assert logits.grad is not None and bool(logits.grad.isfinite().all())
+    assert bool((logits.grad[..., [0, 3, 5]] == 0).all()) and bool((logits.grad[..., kept] != 0).any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_the_models_logits_are_left_as_they_are(dtype: torch.dtype, temperature: float) -> None:
+    logits = torch.randn(2, 3, 5).to(dtype)
+    before = logits.clone()
+    sampling = Sampling(1, 0, 4, temperature, min_new_tokens=1, forbidden_ids=(0,))
+    dist = log_distribution(logits, sampling)
+    assert torch.equal(logits, before) and dist.dtype == torch.float32
+    assert bool((dist[..., 0] < -1e8).all()) and bool((dist[:, 0, 1] < -1e8).all()) and float(dist[0, 1, 1]) > -1e3
+
+
 def test_uniforms_depend_on_seed_and_stream_alone() -> None:
     both = philox_uniforms(5, [3, 9], 6)
     assert torch.equal(both[1:], philox_uniforms(5, [9], 6))
@@ -141,15 +225,15 @@ def test_uniforms_depend_on_seed_and_stream_alone() -> None:
 
 def test_top_p_keeps_the_smallest_sufficient_set() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    config = SamplingConfig(temperature=1.0, top_p=0.7, repetition_penalty=1.0)
-    kept = evaluation_distribution(logits, torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0), config).exp()
+    filtered = EvaluationSampling(Sampling(9, 9, 4), top_p=0.7)
+    kept = evaluation_distribution(logits, torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0), filtered, 0).exp()
     assert torch.allclose(kept, torch.tensor([[0.625, 0.375, 0.0, 0.0]]), atol=1e-6)
 
 
 def test_repetition_penalty_reads_real_tokens_only() -> None:
-    config = SamplingConfig(temperature=1.0, top_p=1.0, repetition_penalty=2.0)
+    filtered = EvaluationSampling(Sampling(9, 9, 4), repetition_penalty=2.0)
     logits = torch.tensor([[1.0, -1.0, 1.0]])
-    got = evaluation_distribution(logits, torch.tensor([[0, 1, 2]]), torch.tensor([[1, 1, 0]]), config)
+    got = evaluation_distribution(logits, torch.tensor([[0, 1, 2]]), torch.tensor([[1, 1, 0]]), filtered, 1)
     assert torch.allclose(got, torch.log_softmax(torch.tensor([[0.5, -2.0, 1.0]]), 1))
 
 

@@ -28,7 +28,10 @@ SETTINGS: dict[str, Any] = {
     "selection": {"every": 2, "prompts": 8, "method": "last"}, "checkpoint": {"every": 1},
     "health": {"mode": "report"},
 }  # fmt: skip
-SHARED = {"critic_mode": "shared", "critic_optimizer": None, "vf_loss_weight": 0.5}
+# Almost no reply of six tokens ends, so most returns are near -3: something that a head on a random model can learn.
+SHARED = {
+    "critic_mode": "shared", "critic_optimizer": None, "vf_loss_weight": 0.5, "reward": {"missing_eos_penalty": 3.0},
+}  # fmt: skip
 
 
 class Interrupting(NullTracker):
@@ -74,7 +77,7 @@ def test_pretraining_a_shared_critic_fits_the_head_alone(workspace: Path, shared
     assert critic_weights.keys() <= sft.keys()
     assert all(torch.equal(tensor, sft[name]) for name, tensor in critic_weights.items())
     losses = [json.loads(line)["value_loss"] for line in (shared / "history/critic.jsonl").read_text().splitlines()]
-    assert len(losses) == 4 and losses[-1] < losses[0] and bool(head.isfinite().all())
+    assert len(losses) == 4 and losses[-1] < 0.8 * losses[0] and bool(head.isfinite().all())
 
 
 def test_a_shared_critic_begins_with_a_head_of_zeros(workspace: Path, tmp_path: Path) -> None:
