@@ -107,7 +107,8 @@ def _forbidden_mask(logits: Tensor, sampling: Sampling, first: int) -> Tensor | 
     mask = torch.zeros(positions, width, dtype=torch.bool, device=logits.device)
     mask[:, list(sampling.forbidden_ids)] = True
     mask[:, vocabulary:] = True
-    mask[:early, sampling.eos_id] = True
+    if early:
+        mask[:early, sampling.eos_id] = True
     return mask
 
 
@@ -129,21 +130,19 @@ def philox_uniforms(seed: int, streams: Sequence[int], length: int) -> Tensor:
     return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, length, dtype=torch.float64)
 
 
-def evaluation_distribution(
-    logits: Tensor, history: Tensor, seen: Tensor, sampling: EvaluationSampling, position: int
-) -> Tensor:
-    """Filtered log-probabilities (B, V) of response position ``position``: repetition penalty, ``base``, then top-p.
+def evaluation_distribution(logits: Tensor, generated: Tensor, sampling: EvaluationSampling) -> Tensor:
+    """Filtered log-probabilities (B, V) of the next token: repetition penalty, ``sampling.base``, then top-p.
 
-    ``history`` (B, L) are prompt and reply so far, ``seen`` (B, L) says which of them are real tokens. The penalty
-    divides positive and multiplies negative logits of tokens that occurred (Keskar et al. 2019). Top-p keeps the
-    smallest set of tokens whose probability reaches ``top_p`` (Holtzman et al. 2020).
+    ``generated`` (B, t) are the reply's tokens so far: the penalty divides positive and multiplies negative logits of
+    tokens that were generated before, not of those in the prompt (Keskar et al. 2019; paper, section 6.1). Top-p keeps
+    the smallest set of tokens whose probability reaches ``top_p`` (Holtzman et al. 2020).
     """
     logits = logits.float()
     if sampling.repetition_penalty != 1.0:
         penalty = sampling.repetition_penalty
-        occurred = torch.zeros_like(logits, dtype=torch.int32).scatter_add_(1, history, seen.int()) > 0
+        occurred = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, generated, True)
         logits = torch.where(occurred, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-    logits = _constrained_logits(logits.unsqueeze(1), sampling.base, position).squeeze(1)
+    logits = _constrained_logits(logits.unsqueeze(1), sampling.base, generated.shape[1]).squeeze(1)
     if sampling.top_p < 1.0:
         ordered, order = logits.sort(dim=-1, descending=True)
         probabilities = ordered.softmax(dim=-1)

@@ -23,8 +23,8 @@ from rlhf_core.sampling.distribution import (
     log_distribution,
 )
 
-# (logits (b, V), tokens so far (b, L), which of them are real (b, L), response position) -> log-probabilities (b, V)
-Distribution = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+# (logits (b, V), reply tokens so far (b, t)) -> log-probabilities of response position t (b, V)
+Distribution = Callable[[Tensor, Tensor], Tensor]
 COMPACT_BELOW = 0.75
 
 
@@ -58,8 +58,8 @@ def generate(
     ``uniforms`` (B, max_new_tokens) float64 decide every draw; see ``sampling.philox_uniforms``.
     """
 
-    def distribution(logits: Tensor, history: Tensor, seen: Tensor, position: int) -> Tensor:
-        return log_distribution(logits.unsqueeze(1), sampling, position).squeeze(1)
+    def distribution(logits: Tensor, generated: Tensor) -> Tensor:
+        return log_distribution(logits.unsqueeze(1), sampling, generated.shape[1]).squeeze(1)
 
     return _decode(model, prompt_ids, uniforms, sampling, distribution)
 
@@ -69,8 +69,8 @@ def evaluation_generate(
 ) -> Rollout:
     """Sample with the evaluation filters (top-p, repetition penalty). Its log-probabilities are of no use to PPO."""
 
-    def distribution(logits: Tensor, history: Tensor, seen: Tensor, position: int) -> Tensor:
-        return evaluation_distribution(logits, history, seen, sampling, position)
+    def distribution(logits: Tensor, generated: Tensor) -> Tensor:
+        return evaluation_distribution(logits, generated, sampling)
 
     return _decode(model, prompt_ids, uniforms, sampling.base, distribution)
 
@@ -124,7 +124,7 @@ def _decode(
                      prompt_mask, prompts.new_empty(0))  # fmt: skip
     active.forward(model, prompts, position_ids_from_mask(prompt_mask))
     for t in range(steps):
-        log_probabilities = distribution(active.logits, active.tokens, active.mask, t)
+        log_probabilities = distribution(active.logits, active.tokens[:, prompts.shape[1] :])
         picked = inverse_cdf(log_probabilities, uniforms[active.rows, t])
         writing = ~finished[active.rows]
         rows = active.rows[writing]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 from unit.ppo.tiny import EOS, PAD, VOCABULARY, Tiny
 
 from rlhf_core.config.model import SamplingConfig
@@ -226,15 +229,35 @@ def test_uniforms_depend_on_seed_and_stream_alone() -> None:
 def test_top_p_keeps_the_smallest_sufficient_set() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     filtered = EvaluationSampling(Sampling(9, 9, 4), top_p=0.7)
-    kept = evaluation_distribution(logits, torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0), filtered, 0).exp()
+    kept = evaluation_distribution(logits, torch.zeros(1, 0, dtype=torch.long), filtered).exp()
     assert torch.allclose(kept, torch.tensor([[0.625, 0.375, 0.0, 0.0]]), atol=1e-6)
 
 
-def test_repetition_penalty_reads_real_tokens_only() -> None:
+def test_repetition_penalty_by_hand() -> None:
     filtered = EvaluationSampling(Sampling(9, 9, 4), repetition_penalty=2.0)
     logits = torch.tensor([[1.0, -1.0, 1.0]])
-    got = evaluation_distribution(logits, torch.tensor([[0, 1, 2]]), torch.tensor([[1, 1, 0]]), filtered, 1)
+    got = evaluation_distribution(logits, torch.tensor([[0, 1]]), filtered)
     assert torch.allclose(got, torch.log_softmax(torch.tensor([[0.5, -2.0, 1.0]]), 1))
+
+
+def test_repetition_penalty_counts_generated_tokens_only() -> None:
+    """The paper's penalty is "based on previously generated tokens": a prompt with every token in it changes nothing.
+
+    All four tokens have a logit of 50, which the penalty brings to nearly 0: no token is drawn twice before all were.
+    """
+
+    class Uniform(torch.nn.Module):
+        device, config = torch.device("cpu"), LlamaConfig(num_hidden_layers=1)
+
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
+            return SimpleNamespace(logits=torch.full((len(input_ids), 1, 4), 50.0), past_key_values=SimpleNamespace())
+
+    sampling = EvaluationSampling(Sampling(eos_id=9, pad_id=0, max_new_tokens=4), repetition_penalty=1e4)
+    uniforms = torch.tensor([[0.1, 0.1, 0.1, 0.1], [0.9, 0.1, 0.9, 0.1]], dtype=torch.float64)
+    model: Any = Uniform()
+    fresh = evaluation_generate(model, [[2], [2]], uniforms, sampling).replies()
+    primed = evaluation_generate(model, [[2], [0, 1, 3, 3]], uniforms, sampling).replies()
+    assert primed == fresh == [[0, 1, 2, 3], [3, 0, 2, 1]]
 
 
 def test_a_batch_of_one_long_reply(tiny: Tiny) -> None:
