@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -12,6 +13,7 @@ from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfi
 from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
 
 CriticMode = Literal["separate", "shared"]
+KL_ERROR_CLIP = 0.2  # the relative error of one rollout's KL moves an adaptive coefficient by at most this share
 
 
 def _changed(model: Strict, *names: str) -> str:
@@ -246,6 +248,17 @@ class PpoConfig(StageConfig):
             raise ValueError(
                 f"warmup_iterations {self.warmup_iterations} is more than iterations {self.iterations}: "
                 "the learning rate would never reach its peak"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kl_coefficient_stays_positive(self) -> PpoConfig:
+        shortest = KL_ERROR_CLIP * self.batch_size
+        if self.kl.controller == "adaptive" and self.kl.horizon <= shortest:
+            raise ValueError(
+                f"ppo.kl.horizon {self.kl.horizon} is too short for batch_size {self.batch_size}: one rollout of low "
+                f"KL would multiply the coefficient by {1 - shortest / self.kl.horizon:.2g}, so that drift costs "
+                f"nothing or is rewarded; use a horizon above {math.floor(shortest)} (batch_size / 5)"
             )
         return self
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.ppo import AdvantageConfig, KlConfig, PpoConfig, RewardShapingConfig, SurrogateConfig
-from rlhf_core.errors import DataError
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.ppo.advantages import (
     explained_variance,
     gae,
@@ -91,6 +92,34 @@ def test_adaptive_controller() -> None:
     before = controller.value
     controller.update(NAN, 100)
     assert controller.value == before
+
+
+def test_adaptive_controller_never_turns_negative() -> None:
+    """Without a floor a rollout of 64 at horizon 10 would multiply the coefficient by 1 - 0.2 * 64 / 10 = -0.28."""
+    controller = KlController(KlConfig(coefficient=0.05, controller="adaptive", horizon=10))
+    controller.update(0.0, 64)
+    assert controller.value == pytest.approx(0.005)
+    controller.update(0.0, 40)  # 1 - 0.2 * 4 = 0.2, above the floor
+    assert controller.value == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("kl", [math.inf, -math.inf, NAN])
+def test_a_kl_that_is_not_finite_leaves_the_coefficient_alone(kl: float) -> None:
+    controller = KlController(KlConfig(coefficient=0.1, controller="adaptive"))
+    controller.update(kl, 100)
+    assert controller.value == 0.1
+
+
+def test_a_horizon_at_which_one_rollout_would_turn_the_coefficient_is_refused_by_its_path() -> None:
+    for horizon in (10, 12):
+        with pytest.raises(
+            ConfigError, match=rf"'ppo'.*kl\.horizon {horizon} is too short for batch_size 64.*above 12"
+        ):
+            check_params({"ppo": {"batch_size": 64, "kl": {"controller": "adaptive", "horizon": horizon}}}, "a file")
+    accepted = PpoConfig(batch_size=64, kl=KlConfig(controller="adaptive", horizon=13))
+    controller = KlController(accepted.kl)
+    controller.update(0.0, accepted.batch_size)
+    assert 0 < controller.value < accepted.kl.coefficient
 
 
 def test_constant_controller_never_moves() -> None:
