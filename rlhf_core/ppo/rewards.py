@@ -11,6 +11,10 @@ from torch import Tensor
 from rlhf_core.config.ppo import RewardShapingConfig
 from rlhf_core.errors import DataError
 
+# Rewards are float32, and equal replies get equal ones only up to the model's accumulation error: about 1e-6 of the
+# size of its activations. A spread that small is noise, and dividing by it would turn noise into rewards of size 1.
+MIN_RELATIVE_STD = 1e-5
+
 
 @dataclass
 class RunningMeanStd:
@@ -41,12 +45,11 @@ class RunningMeanStd:
 
     @property
     def std(self) -> float:
-        """Unbiased standard deviation; 1 while it is undefined or zero (one score, equal scores)."""
+        """Unbiased standard deviation; 1 while it is undefined or rounding noise (one score, equal scores)."""
         if self.count < 2:
             return 1.0
         spread = math.sqrt(self.variance * self.count / (self.count - 1))
-        # Rounding leaves equal scores a tiny spread, by which they must not be blown up.
-        return spread if spread > 1e-8 * max(1.0, abs(self.mean)) else 1.0
+        return spread if spread > MIN_RELATIVE_STD * max(1.0, abs(self.mean)) else 1.0
 
     def to_dict(self) -> dict[str, float]:
         """As JSON; floats survive the round trip exactly."""

@@ -159,6 +159,29 @@ def test_running_moments_floor() -> None:
     assert third.std == 1.0
 
 
+@pytest.mark.parametrize("level", [0.1, 3.7, -250.0])
+def test_equal_float32_rewards_with_rounding_noise_count_as_equal(level: float) -> None:
+    """A reward model gives equal replies equal scores up to its accumulation error, a few units in the last place.
+
+    Divided by the spread of that noise they would become rewards of size 1 that mean nothing.
+    """
+    unit = abs(level) * 2.0**-23
+    steps = torch.tensor([0, 1, -3, 2, -1, 5, -8, 8])
+    noisy = (level + steps.double() * unit).float()
+    assert float(noisy.double().std()) > 0
+    moments = RunningMeanStd()
+    moments.update(noisy)
+    assert moments.std == 1.0
+    normalized = normalize_and_clip_rewards(noisy, moments, RewardShapingConfig())
+    assert float(normalized.abs().max()) < 1e-3
+
+
+def test_a_small_but_real_spread_is_no_rounding_noise() -> None:
+    moments = RunningMeanStd()
+    moments.update(torch.tensor([1.0, 1.001]))
+    assert moments.std == pytest.approx(0.001 / math.sqrt(2), rel=1e-3)
+
+
 def test_moments_survive_json() -> None:
     moments = RunningMeanStd()
     moments.update(t(0.1, 0.7, -2.0))
