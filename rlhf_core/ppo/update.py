@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -92,7 +93,7 @@ class Figures:
         self.counts["steps"] += 1
         for name, value in values.items():
             if name.endswith("_max"):
-                self.maxima[name] = max(self.maxima.get(name, value), value)
+                self.maxima[name] = largest(self.maxima.get(name, value), value)
             else:
                 self.sums[name] = self.sums.get(name, 0.0) + value
 
@@ -258,7 +259,12 @@ def _collect(
         )
     for name, value in shares.items():
         found[name] = found.get(name, 0.0) + counts * value
-    found["ratio_max"] = max(found["ratio_max"], float(ratio.max()))
+    found["ratio_max"] = largest(found["ratio_max"], float(ratio.max()))
+
+
+def largest(first: float, second: float) -> float:
+    """The larger of two numbers, NaN if one of them is: ``max`` would drop it or not by their order."""
+    return second if second > first or math.isnan(second) else first
 
 
 def first_ratio(experience: Experience) -> float:

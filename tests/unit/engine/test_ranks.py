@@ -49,6 +49,9 @@ def check_collectives() -> None:
         "b": 1.5 * size + sum(range(size)),
         "a_max": 0.0,
     }
+    for broken in range(size):
+        largest = distributed.reduce_metrics({"_max": math.nan if rank == broken else 1.0})["_max"]
+        assert math.isnan(largest), f"rank {rank} does not see that rank {broken} has no number"
     assert distributed.any_rank(rank == size - 1) and not distributed.any_rank(False)
     sent = {"pi": math.pi, "nan": math.nan, "list": [1, None, "é"]}
     received = distributed.broadcast_from_rank0(sent if rank == 0 else None)

@@ -125,6 +125,15 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tiny: Tiny, tmp_path: 
     assert any(finding["rule"] == "steps_skipped" for finding in trainer.findings)
 
 
+def test_a_ratio_that_is_not_a_number_is_the_largest_ratio(tiny: Tiny, tmp_path: Path) -> None:
+    """Recorded as null, like every number that is not finite, and not as the largest of the others."""
+    place = PLACES["logits of the update"]
+    broken_trainer(tiny, tmp_path, place, Fault(math.nan, lasting=False)).run()
+    first, second = history(tmp_path)
+    assert (first["ratio_max"], first["ratio_mean"]) == (None, None)
+    assert second["ratio_max"] >= 1.0
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("name", PLACES)
 def test_three_in_a_row_stop_with_the_diagnosis(tiny: Tiny, tmp_path: Path, name: str) -> None:
