@@ -162,8 +162,10 @@ class PpoConfig(StageConfig):
     ``sampling_batch_size`` bounds those sampled at once (null: all of a process), whose cache may be what does not fit.
 
     ``warmup_iterations`` raises both learning rates linearly; it replaces the optimisers' own ``warmup`` share.
-    ``target_kl_early_stop`` ends an update before a step whose minibatch shows a mean KL(old || new) above it, in nats
-    per token. ``min_new_tokens`` forbids the end marker before it, in sampling and in scoring alike.
+    ``target_kl_early_stop`` ends the policy's steps of an update before one whose minibatch shows a mean KL(old || new)
+    above it, in nats per token; a separate critic makes all its steps. ``min_new_tokens`` forbids the end marker before
+    it, in sampling and in scoring alike.
+
     With ``policy_lora`` only adapters are trained, and the reference is the policy with its adapters off;
     ``share_base`` lets reward model and referee, trained as adapters on SFT too, use the same weights.
 

@@ -84,23 +84,21 @@ class Learner:
 class Figures:
     """Means over the optimiser steps of one update; maxima under names that end in ``_max``; counts."""
 
-    sums: dict[str, float] = field(default_factory=dict)
+    means: dict[str, list[float]] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=lambda: {"steps": 0, "skipped_steps": 0, "early_stopped": 0})
 
     def add(self, values: dict[str, float]) -> None:
         """Take in one minibatch."""
-        self.counts["steps"] += 1
         for name, value in values.items():
             if name.endswith("_max"):
                 self.maxima[name] = largest(self.maxima.get(name, value), value)
             else:
-                self.sums[name] = self.sums.get(name, 0.0) + value
+                self.means.setdefault(name, []).append(value)
 
     def result(self) -> dict[str, float]:
         """Flat, ready for the history."""
-        steps = max(self.counts["steps"], 1)
-        return {name: value / steps for name, value in self.sums.items()} | self.maxima | self.counts
+        return {name: sum(values) / len(values) for name, values in self.means.items()} | self.maxima | self.counts
 
 
 def update(learner: Learner, experience: Experience, coefficient: float, iteration: int) -> dict[str, float]:
@@ -110,23 +108,28 @@ def update(learner: Learner, experience: Experience, coefficient: float, iterati
     the engine raises ``TrainingPaused`` after three in a row.
     """
     config, figures = learner.config, Figures()
-    seed = derive_seed(config.seed, "ppo", "minibatches")
+    seed, stopped = derive_seed(config.seed, "ppo", "minibatches"), False
     for epoch in range(config.epochs):
         number = iteration * config.epochs + epoch
         for part, minibatch in enumerate(experience.minibatches(config.minibatches, seed, number)):
-            step = number * config.minibatches + part
-            if not _step(learner, minibatch, coefficient, step, figures):
-                figures.counts["early_stopped"] = 1
-                return figures.result()
+            before = None
+            if not stopped and (config.target_kl_early_stop is not None or config.entropy.kind == "target"):
+                before = measure_minibatch(learner, minibatch)
+                stopped = config.target_kl_early_stop is not None and before.old_policy_kl > config.target_kl_early_stop
+            if stopped:
+                _step_of_critic(learner, minibatch, figures)
+            else:
+                _step(learner, minibatch, coefficient, number * config.minibatches + part, before, figures)
+    figures.counts["early_stopped"] = int(stopped)
     return figures.result()
 
 
-def _step(learner: Learner, minibatch: Experience, coefficient: float, step: int, figures: Figures) -> bool:
-    """One optimiser step of policy and critic. False when the target KL ended the update before it."""
-    config, limit = learner.config, learner.config.target_kl_early_stop
-    before = measure_minibatch(learner, minibatch) if limit is not None or config.entropy.kind == "target" else None
-    if limit is not None and before is not None and before.old_policy_kl > limit:
-        return False
+def _step(
+    learner: Learner, minibatch: Experience, coefficient: float, step: int, before: MinibatchMeasurement | None,
+    figures: Figures,
+) -> None:  # fmt: skip
+    """One optimiser step of policy and critic."""
+    config = learner.config
     direction = _entropy_direction(config.entropy, before)
     found = accumulate_policy_gradient(learner, minibatch, coefficient, direction)
     if learner.ptx is not None and config.ptx.weight > 0:
@@ -135,16 +138,30 @@ def _step(learner: Learner, minibatch: Experience, coefficient: float, step: int
         )
     if not isinstance(learner.critic, ActorCritic):
         found |= accumulate_value_gradient(learner.critic_engine, learner.critic, minibatch, learner.value_settings)
-    engines = learner.engines
-    if config.gradient_norm == "joint":
-        results = joint_step(list(engines.values()), config.policy_optimizer.max_grad_norm)
+    figures.counts["steps"] += 1
+    _step_engines(learner, learner.engines, found, figures)
+
+
+def _step_of_critic(learner: Learner, minibatch: Experience, figures: Figures) -> None:
+    """One optimiser step of a separate critic; the policy's schedule goes past the step that it does not make.
+
+    With a shared backbone there is no step: the value loss alone would move the policy on.
+    """
+    learner.policy_engine.pass_over_step()
+    if not isinstance(learner.critic, ActorCritic):
+        found = accumulate_value_gradient(learner.critic_engine, learner.critic, minibatch, learner.value_settings)
+        _step_engines(learner, {"critic": learner.critic_engine}, found, figures)
+
+
+def _step_engines(learner: Learner, engines: dict[str, Engine], found: dict[str, float], figures: Figures) -> None:
+    if learner.config.gradient_norm == "joint":
+        results = joint_step(list(engines.values()), learner.config.policy_optimizer.max_grad_norm)
     else:
         results = [engine.step() for engine in engines.values()]
     figures.counts["skipped_steps"] += sum(result.skipped for result in results)
     named = dict(zip(engines, results, strict=True))
     found |= {f"{name}_grad_norm": result.grad_norm for name, result in named.items()}
     figures.add(found | {f"{name}_lr": result.lr for name, result in named.items()})
-    return True
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from rlhf_core.config.health.rule import Check, Rule
 from rlhf_core.errors import CheckpointError, RlhfError, TrainingPaused
 from rlhf_core.files import sha256_file
 from rlhf_core.ppo.health_monitor import Monitor
+from rlhf_core.training.optim import lr_at
 
 ROOT = Path(__file__).resolve().parents[3]
 CHILD = """
@@ -202,6 +203,53 @@ def test_every_switch_runs(tiny: Tiny, tmp_path: Path, changes: dict[str, Any]) 
         assert "ptx_loss" not in rows[0]
     if changes.get("surrogate", {}).get("fixed_reference"):
         assert rows[1]["first_ratio"] != pytest.approx(1.0, abs=1e-6)
+
+
+def made(engine: Any) -> set[int]:
+    """How many optimiser steps were made on the engine's parameters, by AdamW's own count."""
+    return {int(state["step"]) for state in engine.optimizer.state.values()}
+
+
+EARLY: dict[str, Any] = {"target_kl_early_stop": 1e-9, "epochs": 3, "iterations": 2, "warmup_iterations": 0}
+COSINE = {"lr": 3e-3, "schedule": "cosine", "warmup": 0.0, "final_ratio": 0.1}
+
+
+@pytest.mark.parametrize("norm", ["separate", "joint"])
+def test_an_early_stop_ends_the_policys_steps_alone(tiny: Tiny, tmp_path: Path, norm: str) -> None:
+    config = make_config(**EARLY, gradient_norm=norm, policy_optimizer=COSINE)
+    trainer = make_trainer(tiny, config, tmp_path)
+    trainer.run()
+    policy, critic = trainer.learner.engines.values()
+    # Two iterations of three epochs of two minibatches; the first step of an update has a KL of 0.
+    assert made(policy) == {2} and made(critic) == {12}
+    rows = history(tmp_path)
+    assert [(row["early_stopped"], row["steps"]) for row in rows] == [(1, 1), (1, 1)]
+    # The decay ends where it was planned to end, however few steps were made of it.
+    assert policy.steps == critic.steps == 12
+    assert [row["policy_lr"] for row in rows] == [lr_at(step, 12, config.policy_optimizer) for step in (0, 6)]
+
+
+def test_an_early_stop_ends_all_steps_of_a_shared_backbone(tiny: Tiny, tmp_path: Path) -> None:
+    """Steps of the value loss alone would move the policy on."""
+    config = make_config(**EARLY, critic_mode="shared", policy_optimizer=COSINE)
+    trainer = make_trainer(tiny, config, tmp_path)
+    trainer.run()
+    (engine,) = trainer.learner.engines.values()
+    assert made(engine) == {2} and engine.steps == 12
+
+
+def test_the_value_loss_is_the_mean_over_the_critics_steps(tiny: Tiny, tmp_path: Path) -> None:
+    """The critic learns from the rollout alone, so that an early stop of the policy changes none of its figures."""
+    rows = []
+    for name, limit in (("whole", None), ("stopped", 1e-9)):
+        rate = {"lr": 3e-3, "schedule": "constant", "warmup": 0.0}
+        config = make_config(**EARLY | {"target_kl_early_stop": limit, "iterations": 1}, policy_optimizer=rate)
+        make_trainer(tiny.copy(), config, tmp_path / name).run()
+        rows.append(history(tmp_path / name)[0])
+    whole, stopped = rows
+    assert (whole["steps"], stopped["steps"]) == (6, 1) and whole["policy_loss"] != stopped["policy_loss"]
+    for name in ("value_loss", "value_clip_fraction", "critic_grad_norm", "critic_lr"):
+        assert whole[name] == stopped[name], name
 
 
 def test_warm_up_reaches_the_peak_with_its_last_iteration(tiny: Tiny, tmp_path: Path) -> None:
