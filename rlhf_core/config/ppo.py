@@ -144,7 +144,7 @@ class SelectionConfig(Strict):
 
 
 class RolloutConfig(Strict):
-    """What fixes the units that values live in: critic pre-training and PPO must agree on every one of these."""
+    """What decides the units of returns: critic pre-training and PPO must agree on every one of these settings."""
 
     critic_mode: CriticMode = "separate"
     max_new_tokens: PositiveInt = 64
@@ -281,6 +281,6 @@ class PpoConfig(StageConfig):
         return self
 
     @property
-    def units(self) -> RolloutConfig:
+    def rollout(self) -> RolloutConfig:
         """The settings that critic pre-training shares with PPO."""
         return RolloutConfig(**{name: getattr(self, name) for name in RolloutConfig.model_fields})

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.data.chat import pad_id, special_token_ids
 
 # Finite, because -inf minus -inf would turn an exact KL into NaN; exp of it is exactly zero all the same.
@@ -60,6 +61,11 @@ class Sampling:
             forbidden_ids=tuple(sorted(special_token_ids(tokenizer))),
             vocabulary_size=max(tokenizer.get_vocab().values()) + 1,
         )
+
+    @classmethod
+    def for_rollouts(cls, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig) -> Sampling:
+        """The distribution of critic pre-training and PPO."""
+        return cls.for_tokenizer(tokenizer, config.max_new_tokens, config.temperature, config.min_new_tokens)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.base import train_tokenizer
+from rlhf_core.ppo.experience import TokenPredictions
 from rlhf_core.ppo.kl import full_kl, kl_estimate
-from rlhf_core.ppo.rollout import check_sampler, sample_together, score_tokens
-from rlhf_core.ppo.setup import sampling_for
+from rlhf_core.ppo.rollout import check_sampler, predict_tokens
 from rlhf_core.sampling.distribution import (
     EvaluationSampling,
     Sampling,
@@ -27,6 +27,7 @@ from rlhf_core.sampling.distribution import (
     philox_uniforms,
 )
 from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
+from rlhf_core.sampling.local import PromptBatch, sample_replies
 from rlhf_core.sampling.token_scoring import Tokens, entropy, gather_logprobs, response_log_distribution
 
 
@@ -35,6 +36,10 @@ def sample(tiny: Tiny, sampling: Sampling | None = None, rows: list[int] | None 
     used = sampling or tiny.sampling
     uniforms = philox_uniforms(11, rows, used.max_new_tokens)
     return generate(tiny.policy, [tiny.prompts[i] for i in rows], uniforms, used)
+
+
+def predict(tiny: Tiny, rollout: Rollout, sampling: Sampling, micro_batch_size: int | None) -> TokenPredictions:
+    return predict_tokens(tiny.untrained_pair(sampling, micro_batch_size), tiny.reference, rollout)
 
 
 def test_masks_follow_the_end_marker(tiny: Tiny) -> None:
@@ -57,7 +62,7 @@ def test_sampler_and_trainer_agree(tiny: Tiny, temperature: float, minimum: int)
     sampling = Sampling(EOS, PAD, 7, temperature, minimum)
     rollout = sample(tiny, sampling)
     assert int(rollout.lengths.min()) > minimum or minimum == 0
-    scored = score_tokens(tiny.actors, rollout, sampling, 3)
+    scored = predict(tiny, rollout, sampling, 3)
     gap = check_sampler(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, torch.float32)
     assert gap < 1e-4
 
@@ -67,7 +72,7 @@ def test_sampler_and_trainer_agree(tiny: Tiny, temperature: float, minimum: int)
 )
 def test_another_distribution_is_noticed(tiny: Tiny, wrong: Sampling) -> None:
     rollout = sample(tiny)
-    scored = score_tokens(tiny.actors, rollout, wrong, None)
+    scored = predict(tiny, rollout, wrong, None)
     with pytest.raises(RlhfError, match="not the one that is scored"):
         check_sampler(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, torch.float32)
 
@@ -76,7 +81,7 @@ def test_evaluation_filters_are_noticed_as_another_distribution(tiny: Tiny) -> N
     uniforms = philox_uniforms(11, range(12), 7)
     filtered = EvaluationSampling(tiny.sampling, top_p=0.5)
     rollout = evaluation_generate(tiny.policy, tiny.prompts[:12], uniforms, filtered)
-    scored = score_tokens(tiny.actors, rollout, tiny.sampling, None)
+    scored = predict(tiny, rollout, tiny.sampling, None)
     with pytest.raises(RlhfError, match="log-probabilities"):
         check_sampler(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, torch.float32)
 
@@ -101,15 +106,15 @@ def test_pad_equal_to_eos_changes_nothing(tiny: Tiny) -> None:
     assert torch.equal(usual.response_mask, same.response_mask)
     assert torch.allclose(usual.logprobs, same.logprobs, atol=1e-5)
     for part in ("policy_logprobs", "ref_logprobs", "values", "entropy"):
-        first = getattr(score_tokens(tiny.actors, usual, tiny.sampling, None), part)
-        second = getattr(score_tokens(tiny.actors, same, tiny.sampling, 5), part)
+        first = getattr(predict(tiny, usual, tiny.sampling, None), part)
+        second = getattr(predict(tiny, same, tiny.sampling, 5), part)
         assert torch.allclose(first, second, atol=1e-5)
 
 
 def test_padding_side_changes_no_logprob(tiny: Tiny) -> None:
     """Left-padded in a batch, or alone without any padding: the same numbers."""
     rollout = sample(tiny)
-    scored = score_tokens(tiny.actors, rollout, tiny.sampling, None)
+    scored = predict(tiny, rollout, tiny.sampling, None)
     for row, reply in enumerate(rollout.replies()):
         ids = torch.tensor([tiny.prompts[row] + reply])
         alone = Tokens(ids, torch.ones_like(ids), torch.ones(1, len(reply), dtype=torch.bool))
@@ -119,7 +124,7 @@ def test_padding_side_changes_no_logprob(tiny: Tiny) -> None:
         assert torch.allclose(
             gather_logprobs(dist, alone.response)[0], scored.policy_logprobs[row, : len(reply)], atol=1e-5
         )
-        batched = tiny.actors.score(Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask))
+        batched = tiny.reward_fn(Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask))
         assert torch.allclose(score, batched[row : row + 1], atol=1e-5)
 
 
@@ -151,7 +156,7 @@ def test_special_tokens_are_forbidden_and_the_end_marker_is_not() -> None:
     tokenizer = train_tokenizer(["some text to write"], 300)
     tokenizer.add_tokens(["<think>"])  # written as text, so a reply may contain it
     tokenizer.add_tokens(["<|tool|>"], special_tokens=True)
-    sampling = sampling_for(tokenizer, RolloutConfig(max_new_tokens=5, temperature=0.7, min_new_tokens=2))
+    sampling = Sampling.for_rollouts(tokenizer, RolloutConfig(max_new_tokens=5, temperature=0.7, min_new_tokens=2))
     names = ["<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>"]
     assert sampling.forbidden_ids == tuple(sorted(tokenizer.convert_tokens_to_ids(names)))
     assert sampling.eos_id == tokenizer.convert_tokens_to_ids("<|end|>") not in sampling.forbidden_ids
@@ -183,7 +188,7 @@ def test_padding_and_role_tokens_are_never_sampled_by_a_policy_that_wants_them(t
         written = {token for reply in rollout.replies() for token in reply}
         assert written and not written & set(wanted) and max(written) < 20
     rollout = sample(eager, sampling)
-    scored = score_tokens(eager.actors, rollout, sampling, 3)
+    scored = predict(eager, rollout, sampling, 3)
     assert check_sampler(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, torch.float32) < 1e-4
     assert all(bool(column.isfinite().all()) for column in vars(scored).values())
 
@@ -269,8 +274,9 @@ def test_a_batch_of_one_long_reply(tiny: Tiny) -> None:
 @pytest.mark.parametrize("at_once", [1, 5, 12, 40])
 def test_sampling_a_few_prompts_at_a_time_gives_the_same_rollout(tiny: Tiny, at_once: int) -> None:
     prompts, streams = tiny.prompts[:12], list(range(12))
-    whole = sample_together(tiny.policy, prompts, streams, 11, tiny.sampling)
-    parts = sample_together(tiny.policy, prompts, streams, 11, tiny.sampling, at_once)
+    batch = PromptBatch(prompts, streams, 11)
+    whole = sample_replies(tiny.policy, batch, tiny.sampling)
+    parts = sample_replies(tiny.policy, batch, tiny.sampling, at_once)
     assert len(set(whole.lengths.tolist())) > 2
     for name in ("tokens", "attention_mask", "response_mask", "finished"):
         assert torch.equal(getattr(parts, name), getattr(whole, name)), name

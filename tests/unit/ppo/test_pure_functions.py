@@ -11,18 +11,15 @@ from pydantic import ValidationError
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.ppo import AdvantageConfig, KlConfig, PpoConfig, RewardShapingConfig, SurrogateConfig
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.ppo.advantages import (
-    explained_variance,
-    gae,
-    masked_whiten,
-    monte_carlo_returns,
-    normalize_and_clip_advantages,
-)
+from rlhf_core.ppo.advantages import masked_whiten, normalize_and_clip_advantages
+from rlhf_core.ppo.gae import explained_variance, gae, monte_carlo_returns
+from rlhf_core.ppo.importance_sampling import ratios
 from rlhf_core.ppo.kl import KlController, full_kl, kl_estimate, kl_pull
 from rlhf_core.ppo.loss_reduction import StepSize, aggregate, masked_mean
-from rlhf_core.ppo.policy_loss import clip_fraction_mask, clipped_surrogate, penalty_surrogate, ratios, surrogate
-from rlhf_core.ppo.rewards import RunningMeanStd, apply_penalties, normalize_and_clip_rewards, token_rewards
-from rlhf_core.ppo.value_loss import value_clipped, value_loss
+from rlhf_core.ppo.policy_loss import clip_fraction_mask, clipped_surrogate, penalty_surrogate, surrogate
+from rlhf_core.ppo.reward_normalization import RunningMeanStd, normalize_and_clip_rewards
+from rlhf_core.ppo.rewards import apply_penalties, token_rewards
+from rlhf_core.ppo.value_loss import value_clip_mask, value_loss
 from rlhf_core.sampling.token_scoring import entropy
 
 NAN = math.nan
@@ -323,8 +320,8 @@ def test_value_loss(value: float, old: float, target: float, clip: float | None,
     assert close(value_loss(t([value]), t([old]), t([target]), clip), [[loss]])
 
 
-def test_value_clipped() -> None:
-    hit = value_clipped(t([1.0, 0.1, -1.0]), t([0.0, 0.0, 0.0]), t([2.0, 2.0, 2.0]), 0.2)
+def test_value_clip_mask() -> None:
+    hit = value_clip_mask(t([1.0, 0.1, -1.0]), t([0.0, 0.0, 0.0]), t([2.0, 2.0, 2.0]), 0.2)
     assert hit.tolist() == [[True, False, False]]
 
 
@@ -386,6 +383,6 @@ def test_contradictory_switches_are_refused_with_a_reason(changes: dict[str, obj
         PpoConfig.model_validate(changes)
 
 
-def test_units_are_what_the_critic_shares() -> None:
+def test_the_rollouts_settings_are_what_the_critic_shares() -> None:
     config = PpoConfig(max_new_tokens=33, temperature=0.7, kl=KlConfig(coefficient=0.2))
-    assert (config.units.max_new_tokens, config.units.temperature, config.units.kl.coefficient) == (33, 0.7, 0.2)
+    assert (config.rollout.max_new_tokens, config.rollout.temperature, config.rollout.kl.coefficient) == (33, 0.7, 0.2)
