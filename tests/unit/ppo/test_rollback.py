@@ -20,7 +20,7 @@ from unit.ppo.tiny import ScriptedSelector, Tiny, health_of, make_tiny, make_tra
 
 from rlhf_core.config.health.rule import Check
 from rlhf_core.errors import TrainingPaused
-from rlhf_core.evaluation.selection import Candidate, Choice
+from rlhf_core.evaluation.selection import CheckpointCandidate, CheckpointChoice
 from rlhf_core.files import sha256_file
 from rlhf_core.ppo.callbacks.health import last_healthy
 from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
@@ -193,7 +193,7 @@ def test_metrics_and_published_files_tell_of_it(tiny: Tiny, tmp_path: Path) -> N
     out.mkdir()
     trainer = make_trainer(tiny, config_with(iterations=5), work, rules=[rule(WEAK, after=5)])
     trainer.run()
-    choice = Choice(Candidate(4, 0.6, 1.0, 1.0, 0.0), True, "best")
+    choice = CheckpointChoice(CheckpointCandidate(4, 0.6, 1.0, 1.0, 0.0), True, "best")
     metrics = summary(trainer, health_of(trainer), choice)
     assert metrics["rollbacks"] == 1 and metrics["pauses"] == 0 and metrics["findings"] == 1
     assert metrics["rollback_1"] == {"rule": "told", "from": 5, "to": 2, "kl_coefficient": 2.0, "lr": 0.5}
