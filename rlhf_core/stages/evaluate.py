@@ -19,7 +19,6 @@ from rlhf_core.evaluation.generation import (
     OnPolicyReplies,
     evaluation_replies,
     on_policy_replies,
-    training_distribution,
 )
 from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.judge import Judge
@@ -30,6 +29,7 @@ from rlhf_core.evaluation.reply import Reply
 from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.models.base import load_policy
 from rlhf_core.progress import Progress, progress
+from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.world.grammar import is_world
@@ -140,7 +140,7 @@ def sample_replies(
         bar: Advanced by one for each reply that is to be judged.
     """
     model, tokenizer = load_policy(folder)
-    sampling = training_distribution(
+    sampling = Sampling.for_tokenizer(
         tokenizer, config.max_new_tokens, config.ppo.temperature, config.ppo.min_new_tokens
     )
     messages = [row.prompt for row in prompts]

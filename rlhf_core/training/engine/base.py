@@ -59,8 +59,8 @@ class Engine(Protocol):
 
     Attributes:
         name: Names the model in messages.
-        steps: Optimiser steps made, skipped ones included.
-        skipped_steps: Those of them that were skipped.
+        steps: Position in the schedule: optimiser steps that were made, skipped or passed over.
+        skipped_steps: Those that were skipped because they were not finite.
         max_grad_norm: Bound of the global gradient norm; None for none.
         lr_factor: Multiplies the scheduled learning rate. The trainer sets it; it is not part of the state.
         forward_context: Entered for every forward pass (gradient checkpointing).
@@ -89,6 +89,9 @@ class Engine(Protocol):
     def step(self) -> StepResult:
         """Clip by the global norm and step."""
 
+    def pass_over_step(self) -> None:
+        """Advance the schedule past a planned step that is not made."""
+
     def gathered_parameters(self) -> AbstractContextManager[None]:
         """Gather full parameters on every rank for no-grad forwards."""
 
@@ -115,7 +118,7 @@ class StepCount:
         self.config, self.total_steps, self.warmup_steps = config, total_steps, warmup_steps
         self.max_grad_norm = config.max_grad_norm
         self.lr_factor = 1.0
-        self.steps = self.skipped_steps = self.nonfinite_in_a_row = 0
+        self.steps = self.skipped_steps = self.passed_over_steps = self.nonfinite_in_a_row = 0
         self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def rate(self) -> float:
@@ -127,6 +130,16 @@ class StepCount:
         self.steps += 1
         self.skipped_steps += not finite
         self.nonfinite_in_a_row = 0 if finite else self.nonfinite_in_a_row + 1
+
+    def pass_over_step(self) -> None:
+        """Advance the schedule past a planned step that is not made."""
+        self.steps += 1
+        self.passed_over_steps += 1
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps that changed the weights."""
+        return self.steps - self.skipped_steps - self.passed_over_steps
 
     def pause_after_repeated_skips(self, reason: str, rate: float, nonfinite: Sequence[str]) -> None:
         """Raise ``TrainingPaused`` after three skipped steps in a row.
@@ -147,12 +160,18 @@ class StepCount:
 
     def counters(self) -> dict[str, int]:
         """The counters as JSON."""
-        return {"steps": self.steps, "skipped_steps": self.skipped_steps, "in_a_row": self.nonfinite_in_a_row}
+        return {
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+            "passed_over_steps": self.passed_over_steps,
+            "in_a_row": self.nonfinite_in_a_row,
+        }
 
     def load_counters(self, meta: dict[str, Any]) -> None:
         """Restore :meth:`counters`."""
         self.steps = int(meta["steps"])
         self.skipped_steps = int(meta["skipped_steps"])
+        self.passed_over_steps = int(meta["passed_over_steps"])
         self.nonfinite_in_a_row = int(meta["in_a_row"])
 
 
