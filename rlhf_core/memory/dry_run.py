@@ -30,7 +30,7 @@ from rlhf_core.memory.tensor_memory import MemoryUse, TensorMemory
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import quiet
 from rlhf_core.models.lora import add_adapters
-from rlhf_core.training.engine.checkpointing import recomputing
+from rlhf_core.training.engine.gradient_checkpointing import recomputing
 from rlhf_core.training.optim import build_adamw
 
 Head = Literal["causal_lm", "scalar", "reward"]

@@ -59,9 +59,12 @@ class StageInputs(EstimateInputs):
 
     @property
     def sampling(self) -> Sampling:
-        """PPO's training distribution, with replies that never end before their limit."""
+        """PPO's training distribution, with replies that never end before their limit.
+
+        One forbidden token stands for the special ones: what matters to memory is that some are masked.
+        """
         ppo = self.params.ppo
-        return Sampling(-1, 0, ppo.max_new_tokens, ppo.temperature, ppo.min_new_tokens)
+        return Sampling(-1, 0, ppo.max_new_tokens, ppo.temperature, ppo.min_new_tokens, forbidden_ids=(0,))
 
     def rollout_batch(self, rows: int) -> BatchShape:
         """Rows of the longest prompt and a full-length reply."""

@@ -13,14 +13,19 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
-from rlhf_core.config.model import SamplingConfig
 from rlhf_core.memory.dry_run import ModelVariant, Moments, layer_repeats, run_pass
 from rlhf_core.memory.sequence_lengths import BatchShape
 from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.models.forward import has_plain_head, hidden_states
 from rlhf_core.models.heads import ScalarModel, last_hidden
 from rlhf_core.ppo.kl import full_kl
-from rlhf_core.sampling.distribution import Sampling, evaluation_distribution, inverse_cdf, log_distribution
+from rlhf_core.sampling.distribution import (
+    EvaluationSampling,
+    Sampling,
+    evaluation_distribution,
+    inverse_cdf,
+    log_distribution,
+)
 from rlhf_core.sampling.token_scoring import (
     Tokens,
     entropy,
@@ -141,12 +146,12 @@ def reply_logprobs(model: ModelVariant, batch: BatchShape, sampling: Sampling) -
 
 
 @cache
-def generation(model: ModelVariant, rows: int, prompt: int, sampling: Sampling | SamplingConfig) -> Moments:
+def generation(model: ModelVariant, rows: int, prompt: int, sampling: Sampling | EvaluationSampling) -> Moments:
     """Sampling ``rows`` replies at once: the pass over the prompts, then the last token of full-length replies.
 
-    With a :class:`SamplingConfig` the evaluation's filters apply.
+    With :class:`EvaluationSampling` the evaluation's filters apply.
     """
-    reply = sampling.max_new_tokens
+    reply = (sampling.base if isinstance(sampling, EvaluationSampling) else sampling).max_new_tokens
 
     def run(memory: TensorMemory, policy: PreTrainedModel) -> tuple[Tensor, ...]:
         response, logprobs = torch.zeros(rows, reply, dtype=torch.long), torch.zeros(rows, reply)
@@ -157,8 +162,8 @@ def generation(model: ModelVariant, rows: int, prompt: int, sampling: Sampling |
         cache = CountedCache(memory, policy.config)
         cache.fill(model, rows, prompt + reply - 1)
         logits = _decode(policy, tokens[:, -1:], mask, cache)
-        if isinstance(sampling, SamplingConfig):
-            log_probabilities = evaluation_distribution(logits, tokens, mask, sampling)
+        if isinstance(sampling, EvaluationSampling):
+            log_probabilities = evaluation_distribution(logits, tokens[:, prompt:], sampling)
         else:
             log_probabilities = log_distribution(logits.unsqueeze(1), sampling, reply - 1).squeeze(1)
         inverse_cdf(log_probabilities, uniforms[:, -1])

@@ -17,7 +17,7 @@ from rlhf_core.memory.inputs import EstimateInputs, ModelRole, StageInputs
 from rlhf_core.memory.sequence_lengths import BatchShape
 from rlhf_core.memory.sharding import parallel_layout, trained_footprint
 from rlhf_core.memory.tensor_memory import MemoryUse, largest
-from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.token_scoring import MICRO_BATCH
 from rlhf_core.training.reward.trainer import SCORING_ROWS
 from rlhf_core.training.sft import EVALUATION_ROWS
@@ -108,10 +108,12 @@ def evaluate_stage(inputs: StageInputs) -> StageEstimate:
     config, prompt = inputs.params.evaluate, inputs.lengths.prompt
     model, judge = inputs.on_device("model", "causal_lm"), inputs.on_device("judge", "scalar")
     rows, unfiltered_rows = min(config.batch_size, config.prompts), min(config.batch_size, config.kl_samples)
-    unfiltered = Sampling(-1, 0, config.max_new_tokens)
+    unfiltered = Sampling(-1, 0, config.max_new_tokens, forbidden_ids=(0,))
+    judged_base = replace(unfiltered, max_new_tokens=config.sampling.max_new_tokens)
+    judged_sampling = EvaluationSampling(judged_base, config.sampling.top_p, config.sampling.repetition_penalty)
     drift = BatchShape(unfiltered_rows, prompt + config.max_new_tokens)
     judged = BatchShape(rows, prompt + config.sampling.max_new_tokens)
-    filtered = passes.generation(model.variant, rows, prompt, config.sampling)
+    filtered = passes.generation(model.variant, rows, prompt, judged_sampling)
     generation = [*filtered, *passes.generation(model.variant, unfiltered_rows, prompt, unfiltered)]
     phases = {
         "generation": largest(generation) + _whole(model),

@@ -9,16 +9,15 @@ import pytest
 from unit.memory import subjects
 
 from rlhf_core.config.lora import LoraConfig
-from rlhf_core.config.model import SamplingConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.memory import dry_run, passes
 from rlhf_core.memory.architecture import PUBLISHED_CONFIGS, Architecture
 from rlhf_core.memory.dry_run import ModelVariant, Moments, model_size
 from rlhf_core.memory.sequence_lengths import BatchShape
 from rlhf_core.memory.tensor_memory import largest
-from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 
-SAMPLING = Sampling(-1, 0, 16)
+SAMPLING = Sampling(-1, 0, 16, forbidden_ids=(0,))
 BATCH = BatchShape(4, 40, 64)
 GROUPED = subjects.llama(900, 64, 176, 7, 4, 2, tied=False)
 GPT2 = Architecture.of({"model_type": "gpt2", "n_embd": 64, "n_layer": 7, "n_head": 4, "vocab_size": 500}, "a test")
@@ -45,7 +44,7 @@ PASSES: dict[str, Callable[[Architecture, bool], Moments]] = {
     "rollout": lambda a, c: passes.rollout_scores(policy(a), scalar(a), False, BATCH, SAMPLING),
     "drift": lambda a, c: passes.reply_logprobs(policy(a), BATCH, SAMPLING),
     "generation": lambda a, c: passes.generation(policy(a), 4, 24, SAMPLING),
-    "filtered": lambda a, c: passes.generation(policy(a), 4, 24, SamplingConfig(max_new_tokens=16)),
+    "filtered": lambda a, c: passes.generation(policy(a), 4, 24, EvaluationSampling(SAMPLING, 0.9, 1.1)),
 }
 
 
