@@ -9,11 +9,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core import distributed
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.chat import encode_prompt, pad_id
+from rlhf_core.data.chat import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.data.sharding import passes
 from rlhf_core.evaluation.reply import Reply, generated_replies
-from rlhf_core.sampling.distribution import Sampling, philox_uniforms
+from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, philox_uniforms
 from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
 
 BATCH = 64
@@ -36,13 +36,6 @@ class OnPolicyReplies:
     sampling: Sampling
 
 
-def training_distribution(
-    tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, temperature: float = 1.0, min_new_tokens: int = 0
-) -> Sampling:
-    """The distribution that PPO samples and scores, for replies of at most ``max_new_tokens``."""
-    return Sampling(int(tokenizer.eos_token_id), pad_id(tokenizer), max_new_tokens, temperature, min_new_tokens)
-
-
 def evaluation_replies(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -57,13 +50,13 @@ def evaluation_replies(
     Prompt ``i`` uses random stream ``i`` of ``seed``, so two models get the same random numbers and the batch size
     changes nothing. ``on_batch`` is called with the number of replies of each finished batch.
     """
-    eos, pad = int(tokenizer.eos_token_id), pad_id(tokenizer)
+    sampling = EvaluationSampling.for_tokenizer(tokenizer, config)
     sequences: list[list[int]] = []
     for start in range(0, len(prompts), batch_size):
         rows = range(start, min(start + batch_size, len(prompts)))
         ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
         uniforms = philox_uniforms(seed, rows, config.max_new_tokens)
-        rollout = evaluation_generate(model, ids, uniforms, config, eos, pad)
+        rollout = evaluation_generate(model, ids, uniforms, sampling)
         sequences += rollout.replies()
         on_batch(len(rows))
     return generated_replies(tokenizer, sequences)

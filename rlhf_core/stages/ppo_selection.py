@@ -22,9 +22,9 @@ from rlhf_core.evaluation.selection import (
     SelectionMetrics,
     choose,
 )
-from rlhf_core.ppo.run_checkpoint import finite
-from rlhf_core.ppo.setup import sampling_for
-from rlhf_core.ppo.trainer import Verdict
+from rlhf_core.ppo.callbacks.selection import SelectionResult
+from rlhf_core.ppo.run_checkpoint import nonfinite_as_none
+from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
@@ -38,12 +38,12 @@ class CheckpointSelector:
     limits: SelectionConfig
     candidates: list[CheckpointCandidate] = field(default_factory=list)
 
-    def consider(self, iteration: int, policy: PreTrainedModel) -> Verdict:
+    def consider(self, iteration: int, policy: PreTrainedModel) -> SelectionResult:
         """Evaluate, and say whether this is now the checkpoint to keep."""
-        # One verdict for all ranks, however their last digits may differ.
-        figures = distributed.broadcast_from_rank0(self.evaluate(policy).as_dict())
-        self.candidates.append(CheckpointCandidate.of(iteration, SelectionMetrics(**figures)))
-        return Verdict(figures, self.choice().candidate.iteration == iteration)
+        # One result for all ranks, however their last digits may differ.
+        metrics = distributed.broadcast_from_rank0(self.evaluate(policy).as_dict())
+        self.candidates.append(CheckpointCandidate.of(iteration, SelectionMetrics(**metrics)))
+        return SelectionResult(metrics, self.choice().candidate.iteration == iteration)
 
     def choice(self) -> CheckpointChoice:
         """The checkpoint to keep of those seen so far."""
@@ -56,7 +56,7 @@ class CheckpointSelector:
 
     def state(self) -> dict[str, Any]:
         """The candidates as JSON, numbers that are not finite as null."""
-        return {"candidates": [finite(asdict(seen)) for seen in self.candidates]}
+        return {"candidates": [nonfinite_as_none(asdict(seen)) for seen in self.candidates]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state`."""
@@ -85,7 +85,7 @@ def make_selector(
         raise DataError(f"{path} has no rows; raise validate.split.validation")
     prompts = [row.prompt for row in rows]
     seed, rows_together = derive_seed(config.seed, "ppo", "selection"), config.selection.batch_size
-    sampling = sampling_for(tokenizer, config.units)
+    sampling = Sampling.for_rollouts(tokenizer, config.rollout)
 
     def sample(model: PreTrainedModel) -> OnPolicyReplies:
         return on_policy_replies(model, tokenizer, prompts, sampling, seed, rows_together)

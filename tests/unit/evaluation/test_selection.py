@@ -14,10 +14,11 @@ from rlhf_core.config.ppo import PpoConfig, SelectionConfig
 from rlhf_core.data.schema import Message, Prompt, write_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.drift import measure_drift
-from rlhf_core.evaluation.generation import evaluation_replies, on_policy_replies, training_distribution
+from rlhf_core.evaluation.generation import evaluation_replies, on_policy_replies
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.selection import CheckpointCandidate, SelectionEvaluator, SelectionMetrics, choose
 from rlhf_core.models.base import load_policy
+from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.ppo_selection import make_selector
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.engine.frozen import FrozenModels
@@ -87,7 +88,7 @@ def test_sft_against_itself_is_all_ties_at_no_distance(models: Path, prompts: li
     sft, tokenizer = load_policy(models / "sft")
     policy, _ = load_policy(models / "policy")
     messages, referee = [row.prompt for row in prompts[:8]], LengthJudge()
-    sampling = training_distribution(tokenizer, 12)
+    sampling = Sampling.for_tokenizer(tokenizer, 12)
     evaluator = SelectionEvaluator(
         sft, messages, referee, lambda m: on_policy_replies(m, tokenizer, messages, sampling, 3), reward=LengthJudge()
     )
@@ -107,7 +108,7 @@ def test_on_policy_replies_follow_the_training_distribution(models: Path, prompt
     model, tokenizer = load_policy(models / "policy")
     messages = [row.prompt for row in prompts[:8]]
     plain, sharp = (
-        on_policy_replies(model, tokenizer, messages, training_distribution(tokenizer, 10, **settings), seed=1)
+        on_policy_replies(model, tokenizer, messages, Sampling.for_tokenizer(tokenizer, 10, **settings), seed=1)
         for settings in ({}, SHARP)
     )
     assert sharp.sampling.temperature == 0.5 and sharp.replies != plain.replies
@@ -139,7 +140,7 @@ class ScriptedJudge(LengthJudge):
 def test_a_wild_checkpoint_cannot_turn_its_losses_into_ties(models: Path, prompts: list[Prompt]) -> None:
     """SFT's scores have SD 1, so differences up to .05 are ties, whatever the checkpoint's own scores are."""
     sft, tokenizer = load_policy(models / "sft")
-    messages, sampling = [row.prompt for row in prompts[:4]], training_distribution(tokenizer, 4)
+    messages, sampling = [row.prompt for row in prompts[:4]], Sampling.for_tokenizer(tokenizer, 4)
     sft_scores = [-1.0, -1.0, 1.0, 1.0]
     for outlier in (2.0, 2000.0):
         referee = ScriptedJudge(sft_scores, [-1.06, -1.06, 0.94, outlier])
@@ -155,7 +156,7 @@ def test_replies_do_not_depend_on_the_company(models: Path, prompts: list[Prompt
     config = SamplingConfig(max_new_tokens=10)
     together = evaluation_replies(model, tokenizer, messages, config, seed=1)
     assert evaluation_replies(model, tokenizer, messages[:2], config, seed=1) == together[:2]
-    free = on_policy_replies(model, tokenizer, messages, training_distribution(tokenizer, 10), seed=1)
+    free = on_policy_replies(model, tokenizer, messages, Sampling.for_tokenizer(tokenizer, 10), seed=1)
     drift = measure_drift(free, model)
     assert drift.kl == pytest.approx(0.0, abs=1e-4) and drift.perplexity > 1.0
     assert all(len(reply.text) > 0 or reply.finished for reply in together)

@@ -18,17 +18,22 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.files import sha256_file
 from rlhf_core.models.base import load_tokenizer
-from rlhf_core.ppo.setup import require_room
+from rlhf_core.ppo.prompts import TrainingPrompts
 from rlhf_core.stages import critic, ppo
+from rlhf_core.stages.ppo_models import ptx_data
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.tracking import NullTracker
+from rlhf_core.tracking import NullTracker, Tracker
+from rlhf_core.training.run_context import RunContext
 
 SETTINGS: dict[str, Any] = {
     "iterations": 3, "batch_size": 8, "max_new_tokens": 6, "warmup_iterations": 1, "ptx": {"batch_size": 2},
     "selection": {"every": 2, "prompts": 8, "method": "last"}, "checkpoint": {"every": 1},
     "health": {"mode": "report"},
 }  # fmt: skip
-SHARED = {"critic_mode": "shared", "critic_optimizer": None, "vf_loss_weight": 0.5}
+# Almost no reply of six tokens ends, so most returns are near -3: something that a head on a random model can learn.
+SHARED = {
+    "critic_mode": "shared", "critic_optimizer": None, "vf_loss_weight": 0.5, "reward": {"missing_eos_penalty": 3.0},
+}  # fmt: skip
 
 
 class Interrupting(NullTracker):
@@ -46,15 +51,19 @@ def paths(stage: Any, root: Path, out: Path) -> tuple[Paths, Paths]:
     outputs = {key: out / path for key, path in stage.STAGE.outputs.items()}
     for path in outputs.values():
         path.parent.mkdir(parents=True, exist_ok=True)
-    return Paths(inputs), Paths(outputs | {"work": out / "work" / stage.STAGE.name})
+    return Paths(inputs), Paths(outputs)
 
 
-def pretrain(root: Path, out: Path, config: PpoConfig, tracker: Any = None) -> dict[str, float]:
+def context(stage: Any, out: Path, tracker: Tracker | None = None) -> RunContext:
+    return RunContext(out / "work" / stage.STAGE.name, tracker or NullTracker())
+
+
+def pretrain(root: Path, out: Path, config: PpoConfig, tracker: Tracker | None = None) -> dict[str, float]:
     settings = CriticStageConfig(
         max_rollouts=4, batch_size=8, explained_variance=1.0, optimizer=OptimizerConfig(lr=1e-2),
         checkpoint=CheckpointConfig(every=2), ppo=config,
     )  # fmt: skip
-    return critic.run(settings, *paths(critic, root, out), tracker or NullTracker())
+    return critic.run(settings, *paths(critic, root, out), context(critic, out, tracker))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +72,7 @@ def shared(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("shared")
     config = PpoConfig.model_validate(SETTINGS | SHARED)
     pretrain(workspace, out, config)
-    ppo.run(config, *paths(ppo, workspace, out), NullTracker())
+    ppo.run(config, *paths(ppo, workspace, out), context(ppo, out))
     return out
 
 
@@ -74,7 +83,7 @@ def test_pretraining_a_shared_critic_fits_the_head_alone(workspace: Path, shared
     assert critic_weights.keys() <= sft.keys()
     assert all(torch.equal(tensor, sft[name]) for name, tensor in critic_weights.items())
     losses = [json.loads(line)["value_loss"] for line in (shared / "history/critic.jsonl").read_text().splitlines()]
-    assert len(losses) == 4 and losses[-1] < losses[0] and bool(head.isfinite().all())
+    assert len(losses) == 4 and losses[-1] < 0.8 * losses[0] and bool(head.isfinite().all())
 
 
 def test_a_shared_critic_begins_with_a_head_of_zeros(workspace: Path, tmp_path: Path) -> None:
@@ -114,7 +123,7 @@ def test_a_run_that_rolls_back_and_pauses_leaves_its_story(workspace: Path, tmp_
     config = PpoConfig.model_validate(settings)
     pretrain(workspace, tmp_path, config)
     with pytest.raises(TrainingPaused, match=r"kl_runaway at iteration 3.*1 rollbacks were made"):
-        ppo.run(config, *paths(ppo, workspace, tmp_path), NullTracker())
+        ppo.run(config, *paths(ppo, workspace, tmp_path), context(ppo, tmp_path))
     files = {
         name: [json.loads(line) for line in (tmp_path / f"history/{name}.jsonl").read_text().splitlines()]
         for name in ("ppo", "ppo_abandoned")
@@ -131,19 +140,19 @@ def test_texts_over_the_models_positions_are_left_out_or_refused_never_cut(works
     """Trap 7: a ptx text that does not fit is not used; a prompt that leaves no room for its reply stops the stage."""
     tokenizer = load_tokenizer(workspace / "models/sft")
     clean, config = workspace / "data/clean", PpoConfig.model_validate(SETTINGS)
-    every = ppo.ptx_data(config, clean, tokenizer, None)
+    every = ptx_data(config, clean, tokenizer, None)
     assert every is not None
     lengths = sorted(len(context) + len(target) for context, target in every.sequences)
     limit = lengths[len(lengths) // 2]
-    fitting = ppo.ptx_data(config, clean, tokenizer, limit)
+    fitting = ptx_data(config, clean, tokenizer, limit)
     assert fitting is not None and [pair for pair in every.sequences if len(pair[0]) + len(pair[1]) <= limit] == list(
         fitting.sequences
     )
     with pytest.raises(DataError, match="no text for the ptx loss"):
-        ppo.ptx_data(config, clean, tokenizer, 1)
-    require_room([[1] * 20], 10, 30)
+        ptx_data(config, clean, tokenizer, 1)
+    TrainingPrompts([], [[1] * 20]).require_room(10, 30)
     with pytest.raises(DataError, match="longest prompt has 21 tokens"):
-        require_room([[1], [1] * 21], 10, 30)
+        TrainingPrompts([], [[1], [1] * 21]).require_room(10, 30)
 
 
 def test_every_field_of_a_critic_history_is_in_the_glossary(shared: Path) -> None:
