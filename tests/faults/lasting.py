@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from toys import wait_until
 
-from flows.supervision.environment import QUIET
+from flows.supervision.environment import CHILD_SETTINGS
 from flows.supervision.ports import LOOPBACK, claim_port
 
 ACTIVE = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
@@ -35,7 +35,7 @@ class LastingServer:
     def start(self) -> None:
         """Start it, or start it again on what it had; returns when it answers."""
         database = f"sqlite+aiosqlite:///{self.folder}/prefect.db"
-        env = {**os.environ, **QUIET, **self.env, "PREFECT_API_DATABASE_CONNECTION_URL": database}
+        env = {**os.environ, **CHILD_SETTINGS, **self.env, "PREFECT_API_DATABASE_CONNECTION_URL": database}
         env.pop("PREFECT_API_URL")
         command = [sys.executable, "-m", "prefect", "server", "start", "--host", LOOPBACK, "--port", str(self.port)]
         with (self.folder / "server.log").open("ab") as log:

@@ -37,7 +37,7 @@ class Toy:
     def move_to(self, seconds: int) -> None:
         """Show this much more than the true time, from now on."""
         with self.shift.open("r+b" if self.shift.exists() else "wb") as file:
-            file.write(struct.prepare_remote_job("<q", seconds))
+            file.write(struct.pack("<q", seconds))
 
     def schedule(self, seconds: int) -> None:
         """Have the pipeline run every ``seconds``."""

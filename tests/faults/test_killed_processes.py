@@ -26,11 +26,11 @@ pytestmark = pytest.mark.services
 STAGE, JOB, WORKER = ("python train.py",), ("prefect.engine",), ("prefect worker start",)
 # 137 where the shell that DVC starts does not become the training but waits for it.
 STAGE_KILLED = r"failed to run: python train\.py, exited with (-9|137)"
-WORKER_ENDED = r"the worker of gpu-pool ended \(status 137\), its job with it; starting another worker"
+WORKER_ENDED = r"the worker of gpu-pool exited \(status 137\), and its job with it; starting another worker"
 VICTIMS = {
     "stage": ([STAGE], STAGE_KILLED),
     "dvc": ([("-m dvc", "repro", "ppo")], r"dvc was killed \(SIGKILL\)"),
-    "job": ([JOB], "its job on the pool ended as Crashed"),
+    "job": ([JOB], "its job on gpu-pool ended as Crashed"),
     "worker": ([WORKER], WORKER_ENDED),
     "job and worker": ([WORKER, JOB], WORKER_ENDED),
 }

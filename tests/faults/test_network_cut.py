@@ -11,9 +11,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from away import Host, caller_environment, make_clone, params, prefect_server
 from flow_toys import begin, processes_of, wait_until
 from network import second_host
+from remote_toys import Host, caller_environment, make_clone, params, prefect_server
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(1200)]
 CUT_SECONDS = 60

@@ -20,7 +20,7 @@ def test_the_server_of_a_run_is_started_again_and_no_step_is_repeated(tmp_path: 
     run = in_the_middle(toy)
     find_process(toy, "prefect server start").kill()
     assert run.wait(600) == 0, (toy / "out.log").read_text()
-    assert "the Prefect server ended (status 137); starting it again" in (toy / "out.log").read_text()
+    assert "the Prefect server exited (status 137); restarting it" in (toy / "out.log").read_text()
     assert_nothing_lost(toy, faults=0)
     assert_nothing_held(toy)
 

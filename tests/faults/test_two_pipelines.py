@@ -22,7 +22,7 @@ from toys import (
 )
 
 from flows.dvc_repo.root import ensure_dvc
-from flows.stage.run import run_stage
+from flows.stage.run import StageSpec, run_stage
 
 pytestmark = pytest.mark.services
 SLOW_STAGE = "stages:\n  ppo: {cmd: 'echo x >> begun && sleep 2 && echo p > policy.txt', outs: [policy.txt]}\n"
@@ -55,9 +55,9 @@ def test_an_attempt_waits_for_the_one_that_was_given_up_for_lost_but_lives(tmp_p
     toy = make_toy(tmp_path, SLOW_STAGE)
     ensure_dvc(toy)
     with ThreadPoolExecutor(2) as threads:
-        lost = threads.submit(run_stage, toy, "ppo")
+        lost = threads.submit(run_stage, StageSpec(toy, "ppo"))
         wait_until((toy / "begun").exists, 240, "begin of the stage")
-        again = threads.submit(run_stage, toy, "ppo")
+        again = threads.submit(run_stage, StageSpec(toy, "ppo"))
         assert (lost.result(120).action, again.result(120).action) == ("ran", "cached")
     assert (toy / "begun").read_text() == "x\n"
 
@@ -75,10 +75,10 @@ def test_an_attempt_waits_until_the_guard_of_a_killed_job_has_ended_everything(t
     wait_until((toy / "begun").exists, 240, "begin of the stage")
     job.kill()
     job.wait()
-    outcome = run_stage(toy, "ppo")
+    outcome = run_stage(StageSpec(toy, "ppo"))
     assert outcome.action == "ran", outcome
 
 
 def _job(toy: Path) -> str:
-    call = f"run_stage(Path({str(toy)!r}), 'ppo', grace=2.0)"
-    return f"from pathlib import Path; from flows.stage.run import run_stage; {call}"
+    call = f"run_stage(StageSpec(Path({str(toy)!r}), 'ppo', grace=2.0))"
+    return f"from pathlib import Path; from flows.stage.run import StageSpec, run_stage; {call}"

@@ -39,7 +39,7 @@ def test_runs_of_a_machine_that_died_are_marked_as_crashed_and_the_next_run_goes
         assert {run.state_type for run in held} == {StateType.RUNNING} and len(held) == 2
         again = begin("run", cwd=toy, **server.env)
         assert again.wait(600) == 0, (toy / "out.log").read_text()
-        assert "its job on the pool ended as Crashed: no heartbeat for 90 s" in (toy / "out.log").read_text()
+        assert "its job on gpu-pool ended as Crashed: no heartbeat for 90 s" in (toy / "out.log").read_text()
         assert_nothing_lost(toy)
         assert processes_of(toy) == [] and server.runs(ACTIVE) == []
         states = {r.id: (r.state_type, r.state.message if r.state else "") for r in server.runs()}

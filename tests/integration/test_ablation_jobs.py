@@ -15,7 +15,7 @@ from flow_toys import begin, processes_of, rlhf, wait_until
 
 from flows.ablation.job import JobResult
 from flows.ablation.plan import AblationJob, AblationRequest, definition, make_plan
-from flows.ablation.pool import run_jobs
+from flows.ablation.scheduler import run_jobs
 from flows.supervision import signals
 from rlhf_core.errors import ConfigError
 
@@ -118,7 +118,7 @@ def test_stopped_and_killed_it_goes_on_where_it_was(tmp_path: Path) -> None:
     ("words", "expected"),
     [
         (("--variants", "aa"), "no variant 'aa'; did you mean 'a'?"),
-        (("--seeds", "x"), "'x' is no seed"),
+        (("--seeds", "x"), "'x' is not a seed"),
         (("--set", "ppo.kl.coeficient=1"), "did you mean 'coefficient'?"),
         (("--docs",), "docs/ablation.md does not exist"),
         (("--docs", "--variants", "a"), "--docs takes the whole ablation"),
@@ -174,7 +174,7 @@ def test_variants_wait_for_what_their_seed_shares_and_are_skipped_without_it() -
 
     ended = run_jobs(jobs, 2, run, lambda _: None)
     assert [e.state for e in ended] == ["failed", "done", "skipped", "done", "done"]
-    assert ended[2].message == "what all share, seed 1: no data"
+    assert ended[2].message == "shared stages, seed 1: no data"
     assert jobs[2] not in begun and begun.index(jobs[1]) < begun.index(jobs[3])
 
 

@@ -18,6 +18,7 @@ from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running, S
 from flows.jobs import run_on_pool, stage_job
 from flows.jobs.job import Job
 from flows.stage.outcome import StageOutcome
+from flows.stage.run import StageSpec
 from rlhf_core.config.placement import Placement
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
@@ -53,7 +54,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., StageO
 
     def end(server: Server, preemptions: int = 9) -> StageOutcome:
         use(server, monkeypatch)
-        job = Job(tmp_path, "sft", (), {}, 1.0, Placement(pool="gpu-pool"), "a:1", preemptions=preemptions)
+        job = Job(StageSpec(tmp_path, "sft"), Placement(pool="gpu-pool"), "a:1", max_preemptions=preemptions)
         return run_on_pool.run_on_pool(job, server.turn, server.told.append)
 
     return end
@@ -66,7 +67,7 @@ def use(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(run_on_pool, "get_client", client)
     monkeypatch.setattr(stage_job, "get_client", client)
-    monkeypatch.setattr(run_on_pool, "claim", server.claim)
+    monkeypatch.setattr(run_on_pool, "claim_flow_run", server.claim)
     monkeypatch.setattr(run_on_pool, "POLL_SECONDS", 0)
 
 
@@ -87,14 +88,14 @@ def says(workspace: Path, ended: float) -> Callable[[Server], None]:
 
 def completes(workspace: Path) -> Callable[[Server], None]:
     def complete(server: Server) -> None:
-        StageOutcome("sft", "ran", 0, "", 0.0, 0.0, 0.0).save(workspace)
+        StageOutcome.ran("sft", 0.0, 0.0, 0.0).save(workspace)
         server.set_flow_run_state(-1, Completed())
 
     return complete
 
 
 def lost() -> State[Any]:
-    return stage_job.preempted("sft: told to stop")
+    return stage_job.preempted_state("sft: told to stop")
 
 
 def test_a_preempted_job_is_submitted_again_and_told_of(run: Callable[..., StageOutcome], tmp_path: Path) -> None:
@@ -151,11 +152,11 @@ def told_to_stop(*_: Any) -> StageOutcome:
 
 
 def stopped(*_: Any) -> StageOutcome:
-    return StageOutcome("sft", "stopped", EXIT_INTERRUPTED, "stopped", 0.0, 0.0, 0.0)
+    return StageOutcome.stopped("sft")
 
 
 def left(*_: Any) -> StageOutcome:
-    return StageOutcome("sft", "failed", EXIT_PREEMPTED, "sft made step 7 of 9", 0.0, 0.0, 0.0)
+    return StageOutcome.failed("sft", "sft made step 7 of 9", EXIT_PREEMPTED)
 
 
 @pytest.mark.parametrize("stage", [told_to_stop, stopped, left])
@@ -172,7 +173,7 @@ def test_the_job_itself_says_what_has_become_of_it(
         server.states = [Running()]
         state = stage_job.stage_job.fn("w", "sft", [], {})
         assert state.name == "Preempted" and state.is_crashed()
-        assert ("made step 7 of 9" if stage is left else "signal from outside") in str(state.message)
+        assert ("made step 7 of 9" if stage is left else "stopped by a signal") in str(state.message)
         server.states = [Cancelling()]
         assert stage_job.stage_job.fn("w", "sft", [], {}).is_cancelled()
         server.states = [Scheduled()]  # Prefect's supervisor has put it back

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows.pipeline.preflight import refusal
+from flows.pipeline.preflight import memory_refusal
 from rlhf_core.cli import app
 from rlhf_core.config.loading.recipe import recipe_folder
 from rlhf_core.errors import EXIT_USER_ERROR
@@ -66,10 +66,10 @@ def test_the_check_refuses_only_what_it_knows_cannot_fit(tmp_path: Path) -> None
 
 def test_a_job_that_cannot_fit_is_refused_before_it_is_submitted(tmp_path: Path) -> None:
     place = workspace(tmp_path, "plan: {gpu_memory_gb: 1.05}\n")
-    outcome = refusal(place, "ppo")
+    outcome = memory_refusal(place, "ppo")
     assert outcome is not None and outcome.exit_code == EXIT_USER_ERROR and not outcome.retryable
     assert outcome.message.startswith("ppo does not fit: ") and "\n" not in outcome.message
     workspace(place, "plan: {gpu_memory_gb: 80}\n")
-    assert refusal(place, "ppo") is None
+    assert memory_refusal(place, "ppo") is None
     workspace(place, "seed: 1\n")
-    assert refusal(place, "ppo") is None
+    assert memory_refusal(place, "ppo") is None

@@ -51,19 +51,19 @@ def make(
 
 def test_only_pools_without_a_worker_get_one_and_with_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     served, started = make(monkeypatch, Server("cluster"), [0.0])
-    served.start()
+    served.start_missing()
     assert started.running == {"worker-gpu-pool": 3}
 
 
 def test_a_worker_that_goes_later_is_replaced_at_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
     server, clock = Server("cluster", "gpu-pool"), [0.0]
     served, started = make(monkeypatch, server, clock)
-    served.start()
+    served.start_missing()
     server.served.clear()
-    served.keep()
+    served.check()
     assert started.running == {}  # not asked at every turn
     clock[0] = serving.CHECK_SECONDS
-    served.keep()
+    served.check()
     assert set(started.running) == {"worker-cluster", "worker-gpu-pool"}
 
 
@@ -74,15 +74,15 @@ def test_trouble_at_a_later_look_ends_nothing(monkeypatch: pytest.MonkeyPatch, e
     server, clock = Server(), [0.0]
     served, started = make(monkeypatch, server, clock)
     server.error, clock[0] = error, 100.0
-    served.keep()
+    served.check()
     assert started.running == {}
     with pytest.raises(type(error)):
-        served.start()
+        served.start_missing()
 
 
 def test_the_embedded_server_has_no_other_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server()
     server.error = AssertionError("not asked")
     served, started = make(monkeypatch, server, [0.0], embedded=True)
-    served.start()
+    served.start_missing()
     assert set(started.running) == {"worker-cluster", "worker-gpu-pool"}

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from away import Host, caller_environment, make_clone, params, prefect_server
 from flow_toys import processes_of, rlhf
+from remote_toys import Host, caller_environment, make_clone, params, prefect_server
 
 from flows.jobs.transfer import transfer
 
@@ -47,7 +47,7 @@ def test_a_job_elsewhere_loses_nothing_when_the_remote_is_gone_at_its_end_and_ev
 
     failed = rlhf("run", cwd=one, timeout=PATIENCE, **outage)
     assert failed.returncode == 1, failed.stdout + failed.stderr
-    assert "does not take the result, which lies on" in failed.stderr and str(host.home / ".rlhf/jobs") in failed.stderr
+    assert "its result could not be pushed" in failed.stderr and str(host.home / ".rlhf/jobs") in failed.stderr
     assert len(host.starts) == 1 and host.starts[0].startswith(f"0 {host.home}/.rlhf/jobs/ppo-")
     assert not (one / "policy.txt").exists()
 
@@ -67,7 +67,7 @@ def test_a_job_elsewhere_loses_nothing_when_the_remote_is_gone_at_its_end_and_ev
 
     two = make_clone(tmp_path / "two", remote, params())
     subprocess.run([sys.executable, "-m", "dvc", "repro", "-q", "-s", "collect"], cwd=two, check=True)
-    assert transfer(two, "offer", "ppo", "store")["done"] is True
+    assert transfer(two, "push-inputs", "ppo", "store").result_cached
 
 
 def test_a_remote_that_is_gone_before_the_job_costs_no_training(host: Host, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_remote_that_is_gone_before_the_job_costs_no_training(host: Host, tmp_
     answer = rlhf("run", cwd=clone, timeout=PATIENCE, **caller_environment(host.url, tmp_path))
     assert answer.returncode == 1, answer.stdout + answer.stderr
     (told,) = (line for line in answer.stderr.splitlines() if line.startswith("rlhf: "))
-    assert "ppo: cannot be handed over to " in told and str(remote) in told
+    assert "ppo: the stage cannot be submitted to the work pool away: " in told and str(remote) in told
     assert len(host.starts) == before
 
 
