@@ -14,7 +14,7 @@ from flows.dvc_repo.root import ensure_dvc
 from flows.stage.outcome import FINAL_CODES, StageReport, clear_reports, load_reports
 from flows.supervision.clock import Stopwatch
 from flows.supervision.environment import child_environment
-from flows.supervision.processes import SupervisedResult, run_supervised
+from flows.supervision.processes import run_supervised
 from flows.supervision.python_module import dvc_errors
 from flows.supervision.signals import STOP
 from flows.workspace.cleanup import cleanup
@@ -109,13 +109,9 @@ def _reproduce(job: AblationJob, watch: Stopwatch) -> JobResult:
         return JobResult(job, "stopped", "", watch.seconds, trained)
     report = next((report for report in load_reports(job.workspace) if report.exit_code), None)
     if report is None:
-        return JobResult(job, "crashed", _dvc_failure(result), watch.seconds, trained)
+        message = [f"dvc exited with status {result.exit_code}", *dvc_errors(result.output)][-1]
+        return JobResult(job, "crashed", message, watch.seconds, trained)
     return JobResult(job, _state(report), f"{report.stage}: {report.message}", watch.seconds, trained)
-
-
-def _dvc_failure(result: SupervisedResult) -> str:
-    errors = dvc_errors(result.output)
-    return errors[-1] if errors else f"dvc exited with status {result.exit_code}"
 
 
 def _state(report: StageReport) -> JobState:

@@ -96,7 +96,11 @@ def definition(base: Path, request: AblationRequest) -> Ablation:
     ablation = load_ablation(path)
     for name in request.variants:
         ablation.variant(name)
-    check_recipes(ablation, _recipe(base, request.profile), dict(map(parse_assignment, request.sets)), str(path))
+    profile = request.profile
+    overlays = [(f"profile {profile}", profile_text(profiles_of(base), profile))] if profile else []
+    text = merge((base / PARAMS_FILE).read_text(encoding="utf-8"), overlays)
+    recipe = dict(yaml_text.plain(yaml_text.parse(text, PARAMS_FILE)))
+    check_recipes(ablation, recipe, dict(map(parse_assignment, request.sets)), str(path))
     return ablation
 
 
@@ -144,10 +148,3 @@ def describe(ablation: Ablation, names: Sequence[str]) -> str:
     variants = [f"{name.ljust(width)}  {ablation.variant(name).about}" for name in selected]
     figures = [f"{figure.name.ljust(width)}  {figure.title}" for figure in ablation.figures]
     return "\n".join(["variants", *(f"  {line}" for line in variants), "figures", *(f"  {line}" for line in figures)])
-
-
-def _recipe(base: Path, profile: str | None) -> dict[str, Any]:
-    """Return the parameters of the base under a profile, as plain values."""
-    overlays = [(f"profile {profile}", profile_text(profiles_of(base), profile))] if profile else []
-    text = merge((base / PARAMS_FILE).read_text(encoding="utf-8"), overlays)
-    return dict(yaml_text.plain(yaml_text.parse(text, PARAMS_FILE)))

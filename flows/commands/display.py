@@ -14,7 +14,7 @@ from flows.pipeline.events import (
     StageRetried,
     StageStarted,
 )
-from flows.stage.outcome import StageOutcome, last_progress
+from flows.stage.outcome import last_progress
 from flows.supervision.clock import Stopwatch
 from flows.supervision.log_reader import LogReader
 from flows.workspace.folder import PRIVATE
@@ -51,7 +51,9 @@ class Display:
             case StageEnded(outcome):
                 self.running.pop(outcome.stage, None)
                 if outcome.action != "skipped":
-                    self.line(_outcome_line(outcome))
+                    message = f"  {outcome.message}" if outcome.message and outcome.action == "failed" else ""
+                    seconds = outcome.ended - outcome.started
+                    self.line(f"{outcome.stage:<12} {outcome.action:<8} {seconds:6.1f} s{message}")
             case StageRetried(stage, message, delay_seconds):
                 self.line(f"{stage:<12} {message}; trying again in {delay_seconds} s")
             case StagePreempted(stage, message):
@@ -65,7 +67,8 @@ class Display:
         if not self.running or self.watch.seconds - self.last_tick < interval:
             return
         self.last_tick = self.watch.seconds
-        lines = {stage: _progress_line(log) for stage, log in self.running.items()}
+        progress = {stage: last_progress(log.text(TAIL_BYTES)) for stage, log in self.running.items()}
+        lines = {stage: reached.line if reached else "" for stage, reached in progress.items()}
         if self.live:
             text = "   ".join(f"{stage} {line}".strip() for stage, line in lines.items())
             print(f"\r\x1b[K{text[:150]}", end="", file=self.stream, flush=True)
@@ -74,13 +77,3 @@ class Display:
             if line and self.last_lines.get(stage) != line:
                 self.last_lines[stage] = line
                 self.line(f"{stage:<12} {line}")
-
-
-def _outcome_line(outcome: StageOutcome) -> str:
-    text = f"{outcome.stage:<12} {outcome.action:<8} {outcome.ended - outcome.started:6.1f} s"
-    return f"{text}  {outcome.message}" if outcome.message and outcome.action == "failed" else text
-
-
-def _progress_line(log: LogReader) -> str:
-    progress = last_progress(log.text(TAIL_BYTES))
-    return progress.line if progress else ""

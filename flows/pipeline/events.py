@@ -84,11 +84,7 @@ KINDS: dict[str, type[PipelineEvent]] = {
 KIND_OF = {event_type: kind for kind, event_type in KINDS.items()}
 
 
-def _to_json(event: PipelineEvent) -> str:
-    return json.dumps({"kind": KIND_OF[type(event)], "time": time.time(), **asdict(event)})
-
-
-def _from_json(line: bytes) -> PipelineEvent:
+def _decode(line: bytes) -> PipelineEvent:
     fields: dict[str, Any] = json.loads(line)
     event_type = KINDS[fields.pop("kind")]
     del fields["time"]
@@ -107,8 +103,9 @@ class EventWriter:
         """Append ``event`` with the current time."""
         if self.path is None:
             return
+        line = json.dumps({"kind": KIND_OF[type(event)], "time": time.time(), **asdict(event)})
         with _lock, self.path.open("a", encoding="utf-8") as stream:
-            stream.write(_to_json(event) + "\n")
+            stream.write(line + "\n")
 
 
 class EventReader:
@@ -127,7 +124,7 @@ class EventReader:
             data = stream.read()
         complete = data[: data.rfind(b"\n") + 1]
         self.offset += len(complete)
-        return [_from_json(line) for line in complete.splitlines()]
+        return [_decode(line) for line in complete.splitlines()]
 
 
 def new_events_file(workspace: Path) -> Path:

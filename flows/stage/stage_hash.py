@@ -32,9 +32,11 @@ def stage_hash(workspace: Path, node: StageNode) -> str | None:
         params = {file: _param_values(workspace / file, names) for file, names in node.params.items()}
     except (ConfigError, OSError):
         return None
-    inputs = {path: recorded.get(path) or _content_hash(workspace / path) for path in node.inputs}
-    if None in inputs.values():
-        return None
+    inputs = {}
+    for path in node.inputs:
+        if path not in recorded and not (workspace / path).exists():
+            return None
+        inputs[path] = recorded.get(path) or sha256_tree(workspace / path)
     parts = [node.name, node.command, params, inputs, sorted(node.outputs), node.cache]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -51,7 +53,3 @@ def _value_at(document: Any, dotted_name: str) -> Any:
     for part in dotted_name.split("."):
         document = document.get(part) if isinstance(document, dict) else None
     return document
-
-
-def _content_hash(path: Path) -> str | None:
-    return sha256_tree(path) if path.exists() else None

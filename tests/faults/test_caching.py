@@ -22,7 +22,7 @@ GIB = 2**30
 ENDING = """
 stages:
   ppo:
-    cmd: touch begun && until [ -e go ]; do sleep 0.05; done && echo p > policy.txt && touch over
+    cmd: touch started && until [ -e go ]; do sleep 0.05; done && echo p > policy.txt && touch ended
     outs: [policy.txt]
 """
 BOTH = """
@@ -60,10 +60,10 @@ def test_a_stage_that_ends_under_dvcs_lock_waits_for_it(tmp_path: Path) -> None:
     lock = make_lock(str(toy / ".dvc" / "tmp" / "lock"), tmp_dir=str(toy / ".dvc" / "tmp"))
     with ThreadPoolExecutor(1) as threads:
         stage = threads.submit(run_stage, StageSpec(toy, "ppo"))
-        wait_until((toy / "begun").exists, 240, "begin of the stage")
+        wait_until((toy / "started").exists, 240, "start of the stage")
         with lock:
             (toy / "go").touch()
-            wait_until((toy / "over").exists, 240, "end of the stage's command")
+            wait_until((toy / "ended").exists, 240, "end of the stage's command")
             # DVC without the flag gives up after three seconds.
             assert not threading.Event().wait(4.5) and not stage.done()
         outcome = stage.result(240)

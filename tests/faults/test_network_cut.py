@@ -1,4 +1,4 @@
-"""A worker in a network namespace of its own loses the server for a minute; the job and its result do not suffer."""
+"""A worker in a network namespace of its own loses the server for a minute, and neither work nor result is lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_minute_without_the_server_costs_no_work_and_no_result(tmp_path: Path,
             run = begin("run", cwd=clone, **caller_environment(url, tmp_path), **reach)
             jobs = host.home / ".rlhf" / "jobs"
             wait_until(lambda: any(_step(file) >= 5 for file in jobs.glob("*/work/ppo/step")), 240, "step of PPO")
-            other.pull()
+            other.unplug()
             time.sleep(CUT_SECONDS)
             other.plug()
             code = run.wait(600)

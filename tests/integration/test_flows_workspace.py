@@ -1,4 +1,4 @@
-"""Locks, sweeps, the graph, the schedule: the parts of the flow that need no server."""
+"""Locks, cleanup, the graph and the schedule: the parts of the flow that need no server."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ stages:
 
 
 def test_equal_computations_are_equal_by_hash_and_share_one_result(tmp_path: Path) -> None:
-    hashes, said = [], []
+    hashes, actions = [], []
     for name in ("one", "two"):
         toy = make_toy(tmp_path / name, SHARED, f"seed: 1\nunread: {name}\n")
         (toy / "raw.txt").write_text("x")
@@ -84,8 +84,8 @@ def test_equal_computations_are_equal_by_hash_and_share_one_result(tmp_path: Pat
         node = read_graph(toy)["ppo"]
         assert node.inputs == ("raw.txt",) and node.params == {"params.yaml": ["seed"]}
         hashes.append(stage_hash(toy, node))
-        said.append(run_stage(StageSpec(toy, "ppo")).action)
-    assert said == ["ran", "cached"] and hashes[0] == hashes[1] is not None
+        actions.append(run_stage(StageSpec(toy, "ppo")).action)
+    assert actions == ["ran", "cached"] and hashes[0] == hashes[1] is not None
 
 
 def test_what_runs_always_or_has_no_inputs_is_never_shared(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_only_processes_of_a_dead_owner_are_ended(tmp_path: Path) -> None:
         kept.wait()
 
 
-def test_branches_run_together_and_a_failure_skips_what_stands_behind_it() -> None:
+def test_branches_run_together_and_a_failure_skips_later_stages() -> None:
     nodes = {"a": (), "b": ("a",), "c": ("a",), "d": ("b", "c")}
     schedule = Schedule({n: StageNode(n, after, "", ()) for n, after in nodes.items()}, parallel=2)
     assert schedule.start_ready(stopping=False) == ["a"]
@@ -151,7 +151,7 @@ def test_the_last_progress_line_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "env", "words"),
+    ("arguments", "env", "expected"),
     [
         (("run", "--set", "nope.x=1"), {}, "nope"),
         (("run", "--profile", "nope"), {}, "nope"),
@@ -160,7 +160,7 @@ def test_the_last_progress_line_counts() -> None:
     ],
 )
 def test_mistakes_are_one_line_and_status_2(
-    tmp_path: Path, arguments: tuple[str, ...], env: dict[str, str], words: str
+    tmp_path: Path, arguments: tuple[str, ...], env: dict[str, str], expected: str
 ) -> None:
     answer = rlhf(*arguments, cwd=make_toy(tmp_path, PIPELINE), **env)
-    assert answer.returncode == 2 and answer.stderr.count("\n") == 1 and words in answer.stderr
+    assert answer.returncode == 2 and answer.stderr.count("\n") == 1 and expected in answer.stderr

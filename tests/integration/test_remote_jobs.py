@@ -1,4 +1,4 @@
-"""A stage on a worker that sees nothing of the workspace: two clones, a DVC remote, a worker with a home of its own."""
+"""A stage on a worker that does not see the workspace: two clones, a DVC remote, a worker with its own home."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENCE = 480
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """A server and, in another folder with another home, a worker of the pool."""
+    """Run a server and, with another home in another folder, a worker of the pool."""
     base = tmp_path_factory.mktemp("away")
     with prefect_server(base / "server") as url:
         host = Host(base / "worker-home", url)
@@ -32,7 +32,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 
 def jobs(host: Host) -> list[str]:
-    """States of the jobs that the server has seen, oldest first."""
+    """Return the states of all jobs on the server, oldest first."""
     runs = httpx.post(f"{host.url}/flow_runs/filter", json={"sort": "START_TIME_ASC"}, timeout=60).json()
     return [run["state_type"] for run in runs if run["name"] == "ppo"]
 
@@ -76,8 +76,8 @@ def test_a_remote_that_is_gone_before_the_job_costs_no_training(host: Host, tmp_
     remote.touch()
     answer = rlhf("run", cwd=clone, timeout=PATIENCE, **caller_environment(host.url, tmp_path))
     assert answer.returncode == 1, answer.stdout + answer.stderr
-    (told,) = (line for line in answer.stderr.splitlines() if line.startswith("rlhf: "))
-    assert "ppo: the stage cannot be submitted to the work pool away: " in told and str(remote) in told
+    (message,) = (line for line in answer.stderr.splitlines() if line.startswith("rlhf: "))
+    assert "ppo: the stage cannot be submitted to the work pool away: " in message and str(remote) in message
     assert len(host.starts) == before
 
 
@@ -88,7 +88,7 @@ def test_without_a_remote_the_run_is_refused_in_one_line(host: Host, tmp_path: P
     assert "pools.ppo has shared: false, but no DVC remote is set" in answer.stderr
 
 
-def test_a_server_of_the_runs_own_is_refused_since_no_other_host_can_reach_it(tmp_path: Path) -> None:
+def test_an_embedded_server_is_refused_since_no_other_host_can_reach_it(tmp_path: Path) -> None:
     clone = make_clone(tmp_path / "clone", tmp_path / "remote", params())
     answer = rlhf("run", cwd=clone)
     assert answer.returncode == 2 and answer.stderr.count("\n") == 1
