@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from flows.supervision.file_lock import FileLock
 from flows.supervision.processes import OWNER_VARIABLE, start_token
@@ -20,6 +21,18 @@ from rlhf_core.errors import RlhfError
 LOCK_HELD_VARIABLE = "RLHF_LOCK_HELD"
 WORKSPACE_LOCK = "lock"
 POLL_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class LockHolder:
+    """The command that holds a lock, as it is recorded in the lock file; ``since`` is a local time."""
+
+    pid: int
+    since: str
+    command: str
+
+    def __str__(self) -> str:
+        return f"`{self.command}` (pid {self.pid}, since {self.since})"
 
 
 @contextmanager
@@ -46,7 +59,7 @@ def locked(
     with lock:
         announced = False
         while not lock.try_acquire():
-            holder = _describe(_read_holder(path))
+            holder = str(_read_holder(path) or "another rlhf process")
             if not wait:
                 raise RlhfError(f"{workspace} is in use by {holder}; wait for it with --wait, or stop it")
             if not announced and on_wait:
@@ -72,29 +85,22 @@ def locked_unless_inherited(workspace: Path) -> Iterator[None]:
         yield
 
 
-def lock_holder(workspace: Path) -> str | None:
-    """Describe the command that holds the workspace now, None if none does. The lock itself is not touched."""
-    record = _read_holder(workspace / PRIVATE / WORKSPACE_LOCK)
-    return _describe(record) if record and start_token(record["pid"]) is not None else None
+def lock_holder(workspace: Path) -> LockHolder | None:
+    """Return the live command that holds the workspace, None if there is none. The lock itself is not touched."""
+    holder = _read_holder(workspace / PRIVATE / WORKSPACE_LOCK)
+    return holder if holder is not None and start_token(holder.pid) is not None else None
 
 
 def _write_holder(handle: IO[str]) -> None:
     command = " ".join(["rlhf", *sys.argv[1:]])
-    record = {"pid": os.getpid(), "since": datetime.now().isoformat(timespec="seconds"), "command": command}
+    holder = LockHolder(os.getpid(), datetime.now().isoformat(timespec="seconds"), command)
     handle.truncate(0)
-    handle.write(json.dumps(record))
+    handle.write(json.dumps(asdict(holder)))
     handle.flush()
 
 
-def _read_holder(path: Path) -> dict[str, Any] | None:
+def _read_holder(path: Path) -> LockHolder | None:
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {"pid": int(record["pid"]), "since": record["since"], "command": record["command"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        return LockHolder(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return None
-
-
-def _describe(record: dict[str, Any] | None) -> str:
-    if record is None:
-        return "another rlhf process"
-    return f"`{record['command']}` (pid {record['pid']}, since {record['since']})"
