@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from rlhf_core.ppo.trainer import Trainer
+    from rlhf_core.stages.ppo import PpoRun
 
 EVERY, PROMPTS = 2, 256
 
@@ -42,7 +42,7 @@ class Watcher(NullTracker):
     """A tracker that measures gold beside the run: ``difference`` gives (mean, upper 95 % bound)."""
 
     difference: Callable[[], tuple[float, float]] = lambda: (math.nan, math.nan)
-    trainer: Trainer | None = None
+    run: PpoRun | None = None
     damaged: int | None = None
     curve: list[tuple[int, float, float]] = field(default_factory=list)
 
@@ -60,8 +60,8 @@ class Watcher(NullTracker):
     @property
     def warned(self) -> int | None:
         """The iteration of the first finding that stops a run whose rules are enforced."""
-        found = self.trainer.findings if self.trainer is not None else []
-        return next((int(f["iteration"]) for f in found if f["action"] != "warn"), None)
+        findings = self.run.health.findings if self.run is not None else []
+        return next((int(f["iteration"]) for f in findings if f["action"] != "warn"), None)
 
 
 def prepare(profile: str, seed: int, folder: Path) -> None:
@@ -81,8 +81,9 @@ def watch(folder: Path) -> Watcher:
     from rlhf_core.config.ppo import PpoConfig
     from rlhf_core.data.schema import Prompt, read_rows
     from rlhf_core.evaluation.comparison import compare
-    from rlhf_core.evaluation.judges import GoldJudge
-    from rlhf_core.evaluation.replies import unfiltered_replies
+    from rlhf_core.evaluation.generation import on_policy_replies
+    from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
+    from rlhf_core.sampling.distribution import Sampling
     from rlhf_core.stages import ppo
     from rlhf_core.stages.runtime.contract import Paths
     from rlhf_core.training.rng import derive_seed
@@ -91,24 +92,26 @@ def watch(folder: Path) -> Watcher:
     config = load_section(folder, "ppo", PpoConfig)
     inputs = Paths({key: folder / path for key, path in ppo.STAGE.inputs.items()})
     watcher = Watcher()
-    watcher.trainer, _, tokenizer = ppo.assemble(config, inputs, folder / "work" / "early-warning", watcher)
+    run = watcher.run = ppo.assemble(config, inputs, folder / "work" / "early-warning", watcher)
     rows = sorted(read_rows(inputs.clean / "prompts" / "validation.parquet", Prompt), key=lambda row: row.id)[:PROMPTS]
     prompts, seed = [row.prompt for row in rows], derive_seed(config.seed, "early", "warning")
 
+    sampling = Sampling.for_rollouts(run.tokenizer, config.rollout)
+
     def gold(model: PreTrainedModel) -> list[float]:
-        replies = unfiltered_replies(model, tokenizer, prompts, config.max_new_tokens, seed).replies
+        replies = on_policy_replies(model, run.tokenizer, prompts, sampling, seed).replies
         return GoldJudge().score(prompts, replies)
 
-    policy = watcher.trainer.learner.policy
+    policy = run.trainer.learner.pair.policy
     before = gold(policy)
 
     def difference() -> tuple[float, float]:
-        found = compare(gold(policy), before, 0.01, 500, config.seed, absolute=True)
+        found = compare(gold(policy), before, GOLD_TIE_MARGIN, 500, config.seed)
         return found.mean_difference, found.mean_difference_high95
 
     watcher.difference = difference
     with contextlib.suppress(Enough):
-        watcher.trainer.run()
+        run.trainer.run()
     return watcher
 
 

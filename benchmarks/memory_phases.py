@@ -18,7 +18,8 @@ from rlhf_core.config.loading.load import Params
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.pairs import TokenisedPair
-from rlhf_core.evaluation.replies import Sampled, measure_drift
+from rlhf_core.evaluation.drift import measure_drift
+from rlhf_core.evaluation.generation import OnPolicyReplies
 from rlhf_core.memory.dry_run import llama_config
 from rlhf_core.memory.lengths import Lengths, Longest
 from rlhf_core.memory.setting import Recipe
@@ -26,14 +27,19 @@ from rlhf_core.memory.shapes import Shape
 from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import WithoutAdapters, add_adapters
+from rlhf_core.ppo.actor_critic_pair import SeparateActorCritic
 from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.gae import with_advantages
+from rlhf_core.ppo.policy_loss import PolicyObjective
 from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
-from rlhf_core.ppo.rewards import RunningMeanStd
-from rlhf_core.ppo.rollout import Actors, assemble, model_scorer, sample_together, score_tokens
-from rlhf_core.ppo.update import Learner, accumulate_policy_gradient
-from rlhf_core.ppo.value_loss import ValueSettings, accumulate_value_gradient
+from rlhf_core.ppo.reward_normalization import RunningMeanStd
+from rlhf_core.ppo.rewards import RewardFn, reward_model_fn, with_rewards
+from rlhf_core.ppo.rollout import predict_tokens
+from rlhf_core.ppo.update import Learner
+from rlhf_core.ppo.value_loss import ValueObjective
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
+from rlhf_core.sampling.local import PromptBatch, sample_replies
 from rlhf_core.sampling.token_scoring import Tokens
 from rlhf_core.training.engine import Engine, joint_step
 from rlhf_core.training.engine.choice import build_engine, placed
@@ -184,17 +190,16 @@ def run_reward(subject: Subject, meter: Meter) -> None:
 
 def run_critic(subject: Subject, meter: Meter) -> None:
     """A rollout of the frozen policy and the critic's steps on it."""
-    config, units = subject.params.critic, subject.params.ppo.units
+    config, size = subject.params.critic, subject.params.ppo.micro_batch_size
     policy, critic, reward = new_policy(subject), new_scalar(subject), new_scalar(subject)
     policy.requires_grad_(False)
     reward.requires_grad_(False)
     engine = warmed(critic, config.optimizer, "critic")
-    actors = Actors(policy, policy, critic, model_scorer(reward, units.micro_batch_size))
-    experience = _experience(subject, actors, config.batch_size, meter)
-    settings = ValueSettings(0.2, micro_batch_size=units.micro_batch_size)
+    pair = SeparateActorCritic(policy, critic, {"critic": engine}, _sampling(subject), size)
+    experience = _experience(subject, pair, policy, reward_model_fn(reward, size), config.batch_size, meter)
     for minibatch in experience.minibatches(config.minibatches, 0, 0):
         with meter.phase("update critic"):
-            accumulate_value_gradient(engine, critic, minibatch, settings)
+            pair.accumulate_value_gradients(minibatch, ValueObjective(0.2))
         with meter.phase("step"):
             engine.step()
 
@@ -207,22 +212,18 @@ def run_ppo(subject: Subject, meter: Meter) -> None:
         critic.add_adapters(config.critic_lora, 0)
     reference = _reference(policy, config)
     reward, referee = (new_scalar(subject).requires_grad_(False) for _ in range(2))
-    learner = Learner(
-        config=config,
-        sampling=_sampling(subject),
-        policy=policy,
-        policy_engine=warmed(policy, config.policy_optimizer, "policy"),
-        critic=critic,
-        critic_engine=warmed(critic, config.critic_optimizer or config.policy_optimizer, "critic"),
-        reference=reference,
-        ptx=_ptx(subject),
-    )
-    actors = Actors(policy, reference, critic, model_scorer(reward, config.micro_batch_size))
-    experience = _experience(subject, actors, config.batch_size, meter)
+    engines = {
+        "policy": warmed(policy, config.policy_optimizer, "policy"),
+        "critic": warmed(critic, config.critic_optimizer or config.policy_optimizer, "critic"),
+    }
+    size = config.micro_batch_size
+    pair = SeparateActorCritic(policy, critic, engines, _sampling(subject), size)
+    learner = Learner(config, pair, reference, _ptx(subject))
+    experience = _experience(subject, pair, reference, reward_model_fn(reward, size), config.batch_size, meter)
     with meter.phase("rewards"):
-        model_scorer(referee, config.micro_batch_size)(experience.batch)
+        reward_model_fn(referee, size)(experience.batch)
     for minibatch in experience.minibatches(config.minibatches, 0, 0):
-        _update(learner, minibatch, meter)
+        _update(learner, pair, minibatch, meter)
     with meter.phase("selection"):
         _select(subject, policy, reference, (reward, referee))
 
@@ -235,19 +236,19 @@ def _reference(policy: PreTrainedModel, config: PpoConfig) -> Any:
     return WithoutAdapters(policy)
 
 
-def _update(learner: Learner, minibatch: Experience, meter: Meter) -> None:
+def _update(learner: Learner, pair: SeparateActorCritic, minibatch: Experience, meter: Meter) -> None:
     config = learner.config
+    objective = PolicyObjective(config, pair.sampling, learner.reference, config.kl.coefficient, 1.0)
     with meter.phase("update policy"):
-        accumulate_policy_gradient(learner, minibatch, config.kl.coefficient, 1.0)
+        pair.accumulate_policy_gradients(minibatch, objective)
     if learner.ptx is not None:
+        engine, weight = pair.engines["policy"], config.ptx.weight
         with meter.phase("update ptx"):
-            accumulate_ptx_gradient(
-                learner.policy_engine, learner.policy, learner.ptx, 0, config.ptx.weight, config.micro_batch_size
-            )
+            accumulate_ptx_gradient(engine, pair.policy, learner.ptx, 0, weight, config.micro_batch_size)
     with meter.phase("update critic"):
-        accumulate_value_gradient(learner.critic_engine, learner.critic, minibatch, learner.value_settings)
+        pair.accumulate_value_gradients(minibatch, learner.value_objective)
     with meter.phase("step"):
-        joint_step((learner.policy_engine, learner.critic_engine), 1.0)
+        joint_step(list(pair.engines.values()), 1.0)
 
 
 def _sampling(subject: Subject) -> Sampling:
@@ -264,21 +265,24 @@ def _ptx(subject: Subject) -> PtxData | None:
 
 
 def _rollout(subject: Subject, policy: PreTrainedModel, rows: int, at_once: int | None = None) -> Rollout:
-    prompts = [subject.ragged(i, subject.prompt) for i in range(rows)]
-    return sample_together(policy, prompts, range(rows), 0, _sampling(subject), at_once)
+    prompts = PromptBatch([subject.ragged(i, subject.prompt) for i in range(rows)], range(rows), 0)
+    return sample_replies(policy, prompts, _sampling(subject), at_once)
 
 
-def _experience(subject: Subject, actors: Actors, rows: int, meter: Meter) -> Experience:
-    """What ``ppo.rollout.collect`` does, phase by phase."""
-    units = subject.params.ppo.units
+def _experience(
+    subject: Subject, pair: SeparateActorCritic, reference: Any, reward_fn: RewardFn, rows: int, meter: Meter
+) -> Experience:
+    """The phases of an iteration before the update, without the comparison of sampler and trainer."""
+    config = subject.params.ppo.rollout
     with meter.phase("generation"):
-        rollout = _rollout(subject, actors.policy, rows, units.sampling_batch_size)
+        rollout = _rollout(subject, pair.policy, rows, config.sampling_batch_size)
     with meter.phase("scoring"):
-        scored = score_tokens(actors, rollout, _sampling(subject), units.micro_batch_size)
+        predictions = predict_tokens(pair, reference, rollout)
     with meter.phase("rewards"):
-        plain = Rollout(*(value.clone() for value in vars(rollout).values()))
-        scores = actors.score(_tokens(plain))
-    return assemble(plain, scored, scores, units, RunningMeanStd(), units.kl.coefficient)
+        rewards = reward_fn(_tokens(rollout))
+    experience = Experience.of_rollout(rollout, predictions)
+    experience = with_rewards(experience, rewards, RunningMeanStd(), config.kl.coefficient, config)
+    return with_advantages(experience, config.advantage)
 
 
 def _tokens(rollout: Rollout) -> Tokens:
@@ -292,9 +296,9 @@ def _select(
     selection = subject.params.ppo.selection
     rows = min(selection.prompts, selection.batch_size)
     rollout = _rollout(subject, policy, rows)
-    measure_drift(Sampled([], [rollout], [1.0], _sampling(subject)), reference)
+    measure_drift(OnPolicyReplies([], [rollout], [1.0], _sampling(subject)), reference)
     for judge in judges:
-        model_scorer(judge, rows)(_tokens(rollout))
+        reward_model_fn(judge, rows)(_tokens(rollout))
 
 
 RUNS = {"sft": run_sft, "reward": run_reward, "critic": run_critic, "ppo": run_ppo}

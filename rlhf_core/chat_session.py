@@ -8,11 +8,11 @@ from typing import TextIO
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.chat import decode_reply, encode_prompt, pad_id
+from rlhf_core.data.chat import decode_reply, encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
 from rlhf_core.models.base import load_policy
-from rlhf_core.sampling.distribution import philox_uniforms
+from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms
 from rlhf_core.sampling.generation import evaluation_generate
 
 HELP = "/reset forgets the conversation, /quit (or end of input) leaves, anything else is said to the model"
@@ -56,8 +56,8 @@ class ChatSession:
         turns = [*self.turns, Message("user", text)]
         ids, turns = self._fit(turns)
         uniforms = philox_uniforms(self.seed, [self._asked], self.sampling.max_new_tokens)
-        eos = int(self.tokenizer.eos_token_id)
-        rollout = evaluation_generate(self.model, [ids], uniforms, self.sampling, eos, pad_id(self.tokenizer))
+        sampling = EvaluationSampling.for_tokenizer(self.tokenizer, self.sampling)
+        rollout = evaluation_generate(self.model, [ids], uniforms, sampling)
         reply, _ = decode_reply(self.tokenizer, rollout.replies()[0])
         reply = reply.strip()
         self._asked += 1

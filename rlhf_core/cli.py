@@ -183,8 +183,8 @@ def summarise_ablation(
     """
     from collections import Counter
 
-    from rlhf_core.evaluation.ablation.results import Run
+    from rlhf_core.evaluation.ablation.results import AblationRun
     from rlhf_core.evaluation.ablation.summary import summarise
 
-    verdicts = summarise(ablation, [Run(*run) for run in runs], folder, page)
+    verdicts = summarise(ablation, [AblationRun(*run) for run in runs], folder, page)
     return dict(Counter(str(verdict.outcome) for group in verdicts.values() for verdict in group))

@@ -92,7 +92,10 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 
 
 def reduce_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Sum every metric over all ranks; names that end in ``_max`` take the maximum. Ranks must agree on the names."""
+    """Sum every metric over all ranks; names that end in ``_max`` take the maximum, NaN if a rank has it.
+
+    Ranks must agree on the names.
+    """
     if world_size() == 1:
         return dict(metrics)
     names = sorted(metrics)
@@ -100,6 +103,8 @@ def reduce_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     largest = sums.clone()
     dist.all_reduce(sums)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
+    # A maximum with NaN depends on the order of its arguments; a sum does not.
+    largest = torch.where(sums.isnan(), sums, largest)
     values = {n: float(m if n.endswith("_max") else s) for n, s, m in zip(names, sums, largest, strict=True)}
     return {name: values[name] for name in metrics}
 

@@ -119,11 +119,11 @@ def _check_page(page: Path) -> None:
 
 def _write_results(plan: AblationPlan, results: Sequence[JobResult], page: Path | None) -> str:
     """Write table, figures and verdicts; return how many claims came to which verdict."""
-    from rlhf_core.evaluation.ablation.results import Run
+    from rlhf_core.evaluation.ablation.results import AblationRun
     from rlhf_core.evaluation.ablation.summary import summarise
 
     runs = [
-        Run(result.job.variant, result.job.seed, result.job.workspace, result.state, result.message)
+        AblationRun(result.job.variant, result.job.seed, result.job.workspace, result.state, result.message)
         for result in results
         if result.job.variant
     ]

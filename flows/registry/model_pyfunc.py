@@ -108,7 +108,8 @@ class ServedPolicy:
         self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
         self.defaults = {**sampling, "seed": -1}
         self.end = int(self.tokenizer.eos_token_id)
-        self.suppressed = sorted({*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder} - {self.end})
+        added = {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        self.suppressed = sorted((added | set(self.tokenizer.all_special_ids)) - {self.end})
 
     def answer(self, conversations: list[Conversation], params: Mapping[str, Any]) -> list[dict[str, Any]]:
         """One chat completion (``choices``, ``usage``) per conversation."""

@@ -1,4 +1,4 @@
-"""Where data comes from: the embedded world, or files and hub ids in any known format."""
+"""Where data comes from: the synthetic world, or files and hub ids in any known format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf_core.config.model import StageConfig, Strict
 
 
 class WorldConfig(Strict):
-    """Sizes of the embedded world and the temper of its annotators."""
+    """Sizes of the synthetic world, and parameters of its simulated annotators."""
 
     demonstrations: PositiveInt = 8000
     preferences: PositiveInt = 24000

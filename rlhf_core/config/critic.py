@@ -17,7 +17,7 @@ class CriticConfig(StageConfig):
 
     ``lora`` trains adapters and the head instead of all weights.
 
-    Reward treatment (normalisation, clip, KL, gamma, lambda) is PPO's own, so that values live in PPO's units. With
+    Rewards (normalisation, clip, KL) and advantages (gamma, lambda) are PPO's, so that values are in PPO's units. With
     ``ppo.critic_mode: shared`` only a value head is trained, on the frozen SFT model, whatever ``init`` says.
     """
 
@@ -36,6 +36,6 @@ class CriticConfig(StageConfig):
 
 
 class CriticStageConfig(CriticConfig):
-    """The stage's settings with PPO's beside them: of ``ppo`` only ``ppo.units`` is read."""
+    """The stage's settings with PPO's beside them: of ``ppo`` only ``ppo.rollout`` is read."""
 
     ppo: PpoConfig = PpoConfig()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pydantic import Field, PositiveInt
 
 from rlhf_core.config.model import SamplingConfig, StageConfig
+from rlhf_core.config.ppo import PpoConfig
 
 
 class EvaluateConfig(StageConfig):
-    """``tie_margin`` is the difference of judge scores, as a share of their spread, below which a pair is a tie
+    """``tie_margin`` is the difference of judge scores, as a share of the spread of SFT's, up to which a pair is a tie
     (the gold judge has a unit and a margin of its own). ``sampling`` makes the replies that are judged;
     ``max_new_tokens`` limits the unfiltered ones that KL and perplexity are measured on. ``batch_size`` replies are
     sampled and judged together: it bounds memory, and every reply keeps its own random numbers.
@@ -22,3 +23,10 @@ class EvaluateConfig(StageConfig):
     tie_margin: float = Field(default=0.05, ge=0)
     bad_cases: PositiveInt = 20
     bootstrap: PositiveInt = 2000
+
+
+class EvaluateStageConfig(EvaluateConfig):
+    """The stage's settings with PPO's beside them: of ``ppo`` only the training distribution is read, temperature and
+    minimum length, which KL and perplexity are measured under."""
+
+    ppo: PpoConfig = PpoConfig()

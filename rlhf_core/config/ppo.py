@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -12,6 +13,7 @@ from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfi
 from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
 
 CriticMode = Literal["separate", "shared"]
+KL_ERROR_CLIP = 0.2  # the relative error of one rollout's KL moves an adaptive coefficient by at most this share
 
 
 def _changed(model: Strict, *names: str) -> str:
@@ -142,7 +144,7 @@ class SelectionConfig(Strict):
 
 
 class RolloutConfig(Strict):
-    """What fixes the units that values live in: critic pre-training and PPO must agree on every one of these."""
+    """What decides the units of returns: critic pre-training and PPO must agree on every one of these settings."""
 
     critic_mode: CriticMode = "separate"
     max_new_tokens: PositiveInt = 64
@@ -160,8 +162,10 @@ class PpoConfig(StageConfig):
     ``sampling_batch_size`` bounds those sampled at once (null: all of a process), whose cache may be what does not fit.
 
     ``warmup_iterations`` raises both learning rates linearly; it replaces the optimisers' own ``warmup`` share.
-    ``target_kl_early_stop`` ends an update before a step whose minibatch shows a mean KL(old || new) above it, in nats
-    per token. ``min_new_tokens`` forbids the end marker before it, in sampling and in scoring alike.
+    ``target_kl_early_stop`` ends the policy's steps of an update before one whose minibatch shows a mean KL(old || new)
+    above it, in nats per token; a separate critic makes all its steps. ``min_new_tokens`` forbids the end marker before
+    it, in sampling and in scoring alike.
+
     With ``policy_lora`` only adapters are trained, and the reference is the policy with its adapters off;
     ``share_base`` lets reward model and referee, trained as adapters on SFT too, use the same weights.
 
@@ -250,12 +254,23 @@ class PpoConfig(StageConfig):
         return self
 
     @model_validator(mode="after")
+    def _kl_coefficient_stays_positive(self) -> PpoConfig:
+        shortest = KL_ERROR_CLIP * self.batch_size
+        if self.kl.controller == "adaptive" and self.kl.horizon <= shortest:
+            raise ValueError(
+                f"ppo.kl.horizon {self.kl.horizon} is too short for batch_size {self.batch_size}: one rollout of low "
+                f"KL would multiply the coefficient by {1 - shortest / self.kl.horizon:.2g}, so that drift costs "
+                f"nothing or is rewarded; use a horizon above {math.floor(shortest)} (batch_size / 5)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _early_stop_can_act(self) -> PpoConfig:
         if self.target_kl_early_stop is None:
             return self
         if self.surrogate.fixed_reference:
             raise ValueError(
-                "target_kl_early_stop measures the KL to the behaviour policy, under surrogate.fixed_reference the "
+                "target_kl_early_stop measures the KL to the policy in the ratio, under surrogate.fixed_reference the "
                 "reference: it would end every update once the policy has left that"
             )
         if self.epochs * self.minibatches == 1:
@@ -266,6 +281,6 @@ class PpoConfig(StageConfig):
         return self
 
     @property
-    def units(self) -> RolloutConfig:
+    def rollout(self) -> RolloutConfig:
         """The settings that critic pre-training shares with PPO."""
         return RolloutConfig(**{name: getattr(self, name) for name in RolloutConfig.model_fields})

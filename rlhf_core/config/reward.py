@@ -44,4 +44,4 @@ class RewardConfig(StageConfig):
 
 
 class RefereeConfig(RewardConfig):
-    """The second reward model, on disjoint data, never optimised against."""
+    """The second reward model, on disjoint data: the policy is selected by it, never trained on it."""

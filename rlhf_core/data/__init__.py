@@ -1,1 +1,1 @@
-"""Rows, formats, validation, splits, batches and the chat template."""
+"""Data: row types, readers, validation, splits, batches, chat template and statistics of text."""

@@ -1,27 +1,19 @@
-"""Orders and batches as pure functions of (seed, epoch): a resumed run sees what an uninterrupted one would have."""
+"""Orders and batches as pure functions of (seed, epoch), so that a resumed run sees the same ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
-    """A permutation of ``range(n)``, the same for the same (seed, epoch) on every machine."""
+    """Return a permutation of ``range(n)``, the same for the same (seed, epoch) on every machine."""
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(n).tolist()
 
 
-def fixed_batches(n: int, size: int, seed: int, epoch: int) -> list[list[int]]:
-    """Shuffled batches of ``size`` indices; the last one of an epoch may be smaller. Every index occurs once."""
-    if size < 1:
-        raise ValueError(f"batch size must be at least 1, got {size}")
-    order = epoch_order(n, seed, epoch)
-    return [order[start : start + size] for start in range(0, n, size)]
-
-
 def batch_at(n: int, size: int, seed: int, step: int) -> list[int]:
-    """The full batch of optimiser step ``step`` (from 0) in an endless stream of epochs laid end to end.
+    """Return the full batch of optimiser step ``step`` (from 0) in an endless stream of consecutive epochs.
 
     A batch may span two epochs, so all batches have ``size`` indices and the step number alone is the data cursor.
     """
@@ -39,12 +31,19 @@ def batch_at(n: int, size: int, seed: int, step: int) -> list[int]:
 def token_budget_batches(
     lengths: Sequence[int], budget: int, min_pairs: int, max_pairs: int, seed: int, epoch: int
 ) -> list[list[int]]:
-    """Dynamic batches (paper, section 4.1): as many pairs as fit ``budget`` tokens *after padding*.
+    """Return an epoch of dynamic batches (paper, section 4.1): as many pairs as fit ``budget`` tokens after padding.
 
-    ``lengths``: tokens of one padded row of pair i, that is the longer of its two sequences. A batch of b pairs costs
-    ``2 * b * max(length)``. Pairs of similar length share a batch: the shuffled epoch is sorted by length within
-    windows, and the batches are shuffled again, so that length does not follow the step number. ``min_pairs`` wins
-    over the budget (the gradient of a smaller batch is noise). Every index occurs exactly once per epoch.
+    A batch of b pairs costs ``2 * b * max(length)``. Pairs of similar length share a batch: the shuffled epoch is
+    sorted by length within windows, and the batches are shuffled again, so that length does not follow the step number.
+    Every index occurs exactly once per epoch.
+
+    Args:
+        lengths: Tokens of one padded row of each pair, that is of the longer of its two sequences.
+        budget: Most tokens of a batch, padding included.
+        min_pairs: Fewest pairs of a batch, even over the budget: the gradient of a smaller batch is noise.
+        max_pairs: Most pairs of a batch.
+        seed: Seed of the order.
+        epoch: Number of the epoch, from 0.
     """
     if not 1 <= min_pairs <= max_pairs:
         raise ValueError(f"need 1 <= min_pairs <= max_pairs, got {min_pairs} and {max_pairs}")
@@ -67,7 +66,7 @@ def token_budget_batches(
 def _fill(
     waiting: Sequence[int], lengths: Sequence[int], budget: int, min_pairs: int, max_pairs: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Full batches off the front of ``waiting`` (longest first), and the pairs that no longer make a full one."""
+    """Return full batches from the front of ``waiting`` (longest first), and the pairs that are left over."""
     batches: list[list[int]] = []
     start = 0
     while start < len(waiting):
@@ -92,11 +91,3 @@ def _place_remainder(batches: list[list[int]], rest: list[int], min_pairs: int, 
         batches[-1] += rest
     else:
         batches.append(rest)
-
-
-def endless(n: int, size: int, seed: int, start: int = 0) -> Iterator[list[int]]:
-    """The batches of :func:`batch_at` from step ``start`` on, for ever."""
-    step = start
-    while True:
-        yield batch_at(n, size, seed, step)
-        step += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 
 import torch
@@ -28,13 +30,14 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: str) -> list[int]:
-    """Token ids of the last assistant turn, closed by exactly one end-of-sequence token."""
+def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool = True) -> list[int]:
+    """Token ids of the last assistant turn: closed by one end-of-sequence token, or by none if it is unfinished."""
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token; a reply could never end"
         )
-    return [*tokenizer.encode(reply, add_special_tokens=False), tokenizer.eos_token_id]
+    ids = list(tokenizer.encode(reply, add_special_tokens=False))
+    return [*ids, int(tokenizer.eos_token_id)] if finished else ids
 
 
 def encode_dialogue(
@@ -45,12 +48,28 @@ def encode_dialogue(
 
 
 def decode_reply(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, bool]:
-    """Text of a generated reply up to its first end-of-sequence token, and whether there was one."""
+    """Text of a generated reply up to its first end-of-sequence token, and whether there was one.
+
+    Special tokens inside the reply stay visible, such as ``<|user|>``: whoever reads the text must see what the policy
+    wrote.
+    """
     listed = [int(i) for i in ids]
     finished = tokenizer.eos_token_id in listed
     if finished:
         listed = listed[: listed.index(tokenizer.eos_token_id)]
-    return str(tokenizer.decode(listed, skip_special_tokens=True)), finished
+    return str(tokenizer.decode(listed, skip_special_tokens=False)), finished
+
+
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids of tokens that no reply may contain: padding, roles, beginning of text, unknown; all but end-of-sequence."""
+    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset((added | set(tokenizer.all_special_ids)) - {tokenizer.eos_token_id})
+
+
+def vocabulary_id(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest that two tokenizers share if and only if the same token ids mean the same to both."""
+    content = [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -1,4 +1,4 @@
-"""What a row must satisfy, as columns: numbers with bounds, and flags that are 1 where a row is in order."""
+"""Checks of a row as columns of a frame: numbers with bounds, and flags that are 1 where a row passes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ SECRETS = "|".join(
 
 
 @dataclass(frozen=True)
-class Check:
-    """One expectation of a column, and the reason a row is refused for. Without bounds the column is a flag."""
+class RowCheck:
+    """One expectation of a column, and the reason for which a row is refused; without bounds the column is a flag."""
 
     column: str
     reason: str
@@ -46,43 +46,43 @@ class Check:
 
     @property
     def is_flag(self) -> bool:
-        """Whether the column holds 1 for rows in order and 0 for others."""
+        """Whether the column holds 1 for rows that pass and 0 for others."""
         return self.low is None and self.high is None
 
 
-def checks_for(kind: str, config: ValidateConfig) -> list[Check]:
-    """The checks of a kind, in the order in which reasons are listed."""
-    checks = [Check("complete", "a required column is null")]
+def checks_for(kind: str, config: ValidateConfig) -> list[RowCheck]:
+    """Return the checks of a kind, in the order in which reasons are listed."""
+    checks = [RowCheck("complete", "a required column is null")]
     if kind != "pretrain":
         checks += [
-            Check("prompt_not_empty", "a turn of the prompt is empty"),
-            Check("roles", "roles do not alternate between user and assistant, or the last turn is not the user's"),
-            Check("turns", f"more than {config.max_turns} turns", 1, config.max_turns),
-            Check(
+            RowCheck("prompt_not_empty", "a turn of the prompt is empty"),
+            RowCheck("roles", "roles do not alternate between user and assistant, or the last turn is not the user's"),
+            RowCheck("turns", f"more than {config.max_turns} turns", 1, config.max_turns),
+            RowCheck(
                 "prompt_chars", f"the prompt is over {config.max_prompt_chars} characters", 0, config.max_prompt_chars
             ),
         ]
     for name in REPLIES[kind]:
-        checks.append(Check(f"{name}_not_empty", f"{name} is empty"))
+        checks.append(RowCheck(f"{name}_not_empty", f"{name} is empty"))
         if kind != "pretrain":
             limit = config.max_reply_chars
-            checks.append(Check(f"{name}_chars", f"{name} is over {limit} characters", 0, limit))
+            checks.append(RowCheck(f"{name}_chars", f"{name} is over {limit} characters", 0, limit))
     if kind == "preferences":
         checks += [
-            Check("replies_differ", "chosen and rejected are the same text"),
-            Check("not_contradicted", "the same pair is also labelled the other way round"),
-            Check("margin_finite", "the margin is not a finite number"),
+            RowCheck("replies_differ", "chosen and rejected are the same text"),
+            RowCheck("not_contradicted", "the same pair is also labelled the other way round"),
+            RowCheck("margin_finite", "the margin is not a finite number"),
         ]
     checks += [
-        Check("not_duplicate", "an exact copy of an earlier row"),
-        Check("no_control_characters", "control or replacement characters"),
-        Check("no_mojibake", "text decoded with the wrong encoding (mojibake)"),
+        RowCheck("not_duplicate", "an exact copy of an earlier row"),
+        RowCheck("no_control_characters", "control or replacement characters"),
+        RowCheck("no_mojibake", "text decoded with the wrong encoding (mojibake)"),
     ]
-    return [*checks, Check("no_secrets", "looks like an access key or a private key")] if config.secrets else checks
+    return [*checks, RowCheck("no_secrets", "looks like an access key or a private key")] if config.secrets else checks
 
 
 def check_frame(kind: str, table: pa.Table, config: ValidateConfig) -> pd.DataFrame:
-    """A frame with ``row_id`` (position in ``table``), ``id`` and every column that :func:`checks_for` names."""
+    """Return a frame with ``row_id`` (position in ``table``), ``id`` and every column that :func:`checks_for` names."""
     frame = pd.DataFrame({"row_id": np.arange(table.num_rows), "id": table.column("id").to_pylist()})
     required = [name for name in table.column_names if name != "margin"]
     complete = np.ones(table.num_rows, dtype=bool)
@@ -96,7 +96,7 @@ def check_frame(kind: str, table: pa.Table, config: ValidateConfig) -> pd.DataFr
         texts["prompt"] = pa.chunked_array([_prompt_columns(frame, prompts)])
         keys.insert(0, texts["prompt"].to_pylist())
     for name in REPLIES[kind]:
-        frame[f"{name}_not_empty"] = _flag(pc.match_substring_regex(texts[name], r"\S"))
+        frame[f"{name}_not_empty"] = pc.match_substring_regex(texts[name], r"\S").to_numpy().astype(int)
         frame[f"{name}_chars"] = pc.utf8_length(texts[name]).to_numpy()
     _text_flags(frame, texts, config)
     frame["not_duplicate"] = (~pd.DataFrame(dict(enumerate(keys))).duplicated()).astype(int).to_numpy()
@@ -105,12 +105,8 @@ def check_frame(kind: str, table: pa.Table, config: ValidateConfig) -> pd.DataFr
     return frame
 
 
-def _flag(values: pa.ChunkedArray) -> np.ndarray:
-    return values.to_numpy().astype(int)
-
-
 def _prompt_columns(frame: pd.DataFrame, prompts: list[list[dict[str, str | None]] | None]) -> pa.Array:
-    """Add the prompt's columns; return each prompt as one text in which roles count (the key of equal prompts)."""
+    """Add the prompt's columns to ``frame``; return each prompt as one text, the key of equal prompts."""
     turns = [[(turn["role"] or "", turn["content"] or "") for turn in prompt or [] if turn] for prompt in prompts]
     frame["turns"] = [len(prompt) for prompt in turns]
     frame["prompt_chars"] = [sum(len(content) for _, content in prompt) for prompt in turns]
@@ -120,26 +116,27 @@ def _prompt_columns(frame: pd.DataFrame, prompts: list[list[dict[str, str | None
 
 
 def roles_in_order(roles: list[str]) -> bool:
-    """Optional system turn first, then user and assistant in turn, the user last."""
-    spoken = roles[1:] if roles[:1] == ["system"] else roles
-    known = all(role in ROLES and role != "system" for role in spoken)
-    return known and spoken[:1] == ["user"] and spoken[-1:] == ["user"] and all(a != b for a, b in pairwise(spoken))
+    """Return whether an optional system turn comes first, then user and assistant alternate, the user last."""
+    dialogue = roles[1:] if roles[:1] == ["system"] else roles
+    known = all(role in ROLES and role != "system" for role in dialogue)
+    alternating = all(a != b for a, b in pairwise(dialogue))
+    return known and alternating and dialogue[:1] == ["user"] and dialogue[-1:] == ["user"]
 
 
 def _text_flags(frame: pd.DataFrame, texts: dict[str, pa.ChunkedArray], config: ValidateConfig) -> None:
-    """Patterns that no text of a row may match."""
+    """Add flags for the patterns that no text of a row may match."""
     patterns = {"no_control_characters": CONTROL, "no_mojibake": MOJIBAKE}
     if config.secrets:
         patterns["no_secrets"] = SECRETS
     for column, pattern in patterns.items():
-        found = np.zeros(len(frame), dtype=bool)
+        matches = np.zeros(len(frame), dtype=bool)
         for text in texts.values():
-            found |= pc.match_substring_regex(text, pattern).to_numpy().astype(bool)
-        frame[column] = (~found).astype(int)
+            matches |= pc.match_substring_regex(text, pattern).to_numpy().astype(bool)
+        frame[column] = (~matches).astype(int)
 
 
 def _pair_flags(frame: pd.DataFrame, table: pa.Table, keys: list[list[Any]]) -> None:
-    """What concerns the two replies of a pair together. A pair labelled both ways is refused on both sides."""
+    """Add flags on the two replies of a pair together; a pair labelled both ways is refused on both sides."""
     prompts, chosen, rejected = keys
     frame["replies_differ"] = [int(a.split() != b.split()) for a, b in zip(chosen, rejected, strict=True)]
     labelled = set(zip(prompts, chosen, rejected, strict=True))

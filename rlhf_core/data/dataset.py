@@ -1,4 +1,4 @@
-"""The clean data set: which table goes into which file, and what there is to say about it in numbers."""
+"""The clean data set: which rows go into which file, and its metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Numbers = dict[str, float]
 
 
 def split_tables(clean: Mapping[str, pa.Table], seed: int, config: SplitConfig) -> Tables:
-    """Tables by ``FOLDER/SPLIT`` as they lie under ``data/clean``.
+    """Split the clean tables; return them by ``FOLDER/SPLIT``, as they are stored under ``data/clean``.
 
     ``preferences`` and ``preferences_referee`` share no train or validation group; the test pairs are common.
     Pretraining text of test groups is left out: it may hold the very replies that are tested.
@@ -33,9 +33,9 @@ def split_tables(clean: Mapping[str, pa.Table], seed: int, config: SplitConfig) 
             files[f"{kind}/{split}"] = table.filter(pa.array(splits == split))
     for split in ("train", "validation"):
         table = files[f"preferences/{split}"]
-        theirs = np.array([is_referee(g, seed, config) for g in table.column("group").to_pylist()], dtype=bool)
-        files[f"preferences_referee/{split}"] = table.filter(pa.array(theirs))
-        files[f"preferences/{split}"] = table.filter(pa.array(~theirs))
+        for_referee = np.array([is_referee(g, seed, config) for g in table.column("group").to_pylist()], dtype=bool)
+        files[f"preferences_referee/{split}"] = table.filter(pa.array(for_referee))
+        files[f"preferences/{split}"] = table.filter(pa.array(~for_referee))
     return files
 
 
@@ -46,11 +46,11 @@ def write_splits(folder: Path, files: Tables) -> None:
 
 
 def group_overlap(files: Tables) -> int:
-    """Groups in more than one split, counted over all kinds, plus groups shared by reward model and referee."""
+    """Count groups in more than one split, over all kinds, plus groups shared by reward model and referee."""
     by_split: dict[str, set[str]] = {}
     groups = {name: set(table.column("group").to_pylist()) for name, table in files.items()}
-    for name, found in groups.items():
-        by_split.setdefault(name.split("/")[1], set()).update(found)
+    for name, members in groups.items():
+        by_split.setdefault(name.split("/")[1], set()).update(members)
     halves = [
         set().union(*(groups[f"{half}/{split}"] for split in ("train", "validation")))
         for half in ("preferences", "preferences_referee")
@@ -59,7 +59,7 @@ def group_overlap(files: Tables) -> int:
 
 
 def data_metrics(validated: Validated, files: Tables) -> dict[str, Numbers | float]:
-    """Rows, shares and mean lengths by kind; one level deep, all finite."""
+    """Return rows, shares and mean lengths by kind; one level deep, all finite."""
     quarantined = Counter(row.kind for row in validated.quarantined)
     metrics: dict[str, Numbers | float] = {"group_overlap": float(group_overlap(files))}
     for kind, table in validated.clean.items():
@@ -86,7 +86,7 @@ def data_metrics(validated: Validated, files: Tables) -> dict[str, Numbers | flo
 
 
 def _lengths(kind: str, table: pa.Table) -> Numbers:
-    """Mean characters of each text column, and how often the preferred reply is the longer one."""
+    """Return the mean characters of each text column, and how often the chosen reply is the longer one."""
     if not table.num_rows:
         return {}
     numbers: Numbers = {}

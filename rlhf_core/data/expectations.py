@@ -1,4 +1,4 @@
-"""Great Expectations at work: a suite per kind over its check columns, the rows that fail, and the data docs."""
+"""Run Great Expectations: a suite per kind over its check columns, the rows that fail, and the data docs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from typing import Any
 
 import pandas as pd
 
-from rlhf_core.data.checks import Check
+from rlhf_core.data.checks import RowCheck
 from rlhf_core.errors import DataError
 
 SITE = "data_docs"
 
 
 def run_suites(
-    frames: Mapping[str, pd.DataFrame], checks: Mapping[str, Sequence[Check]], docs: Path
+    frames: Mapping[str, pd.DataFrame], checks: Mapping[str, Sequence[RowCheck]], docs: Path
 ) -> dict[str, dict[int, list[str]]]:
     """Validate every frame by its checks and write the data docs to ``docs``.
 
-    Returns, by kind, the positions (``row_id``) of rows that fail with the columns of the checks that they fail.
     Nothing is sent anywhere: the context is ephemeral and analytics are off.
+
+    Returns:
+        By kind, the positions (``row_id``) of rows that fail with the columns of the checks that they fail.
     """
     os.environ["GX_ANALYTICS_ENABLED"] = "false"  # read when the library is imported
     logging.getLogger("great_expectations").setLevel(logging.ERROR)
@@ -34,13 +36,13 @@ def run_suites(
 
         context = _context(gx, docs)
         failures = {kind: _run_kind(gx, context, kind, frames[kind], checks[kind]) for kind in frames}
-        # Once for all kinds: a checkpoint's own action would render the index again after each of them.
+        # Once for all kinds: the action of a checkpoint would render the index again after each kind.
         context.build_data_docs(site_names=[SITE])
     return failures
 
 
 def _context(gx: Any, docs: Path) -> Any:
-    """A context in memory without progress bars, whose only site is ``docs``."""
+    """Return a context in memory without progress bars, whose only site is ``docs``."""
     from great_expectations.data_context.types.base import ProgressBarsConfig
 
     context = gx.get_context(mode="ephemeral")
@@ -54,7 +56,9 @@ def _context(gx: Any, docs: Path) -> Any:
     return context
 
 
-def _run_kind(gx: Any, context: Any, kind: str, frame: pd.DataFrame, checks: Sequence[Check]) -> dict[int, list[str]]:
+def _run_kind(
+    gx: Any, context: Any, kind: str, frame: pd.DataFrame, checks: Sequence[RowCheck]
+) -> dict[int, list[str]]:
     asset = context.data_sources.add_or_update_pandas(f"raw_{kind}").add_dataframe_asset(kind)
     suite = gx.ExpectationSuite(kind, expectations=[_expectation(check) for check in checks])
     definition = gx.ValidationDefinition(
@@ -71,24 +75,24 @@ def _run_kind(gx: Any, context: Any, kind: str, frame: pd.DataFrame, checks: Seq
     return _failed_rows(kind, validation.results)
 
 
-def _expectation(check: Check) -> Any:
-    """A flag must be 1; a number must lie within its bounds."""
+def _expectation(check: RowCheck) -> Any:
+    """Return the expectation that a flag is 1 or a number within its bounds."""
     import great_expectations.expectations as gxe
 
-    about: dict[str, Any] = {"column": check.column, "description": f"Not allowed: {check.reason}"}
+    fields: dict[str, Any] = {"column": check.column, "description": f"Not allowed: {check.reason}"}
     if check.is_flag:
-        return gxe.ExpectColumnValuesToBeInSet(value_set=[1], **about)
-    return gxe.ExpectColumnValuesToBeBetween(min_value=check.low, max_value=check.high, **about)
+        return gxe.ExpectColumnValuesToBeInSet(value_set=[1], **fields)
+    return gxe.ExpectColumnValuesToBeBetween(min_value=check.low, max_value=check.high, **fields)
 
 
 def _failed_rows(kind: str, results: Sequence[Any]) -> dict[int, list[str]]:
     failed: defaultdict[int, list[str]] = defaultdict(list)
     for result in results:
         column = result.expectation_config.kwargs["column"]
-        trouble = result.exception_info or {}
-        if trouble.get("raised_exception") or "unexpected_index_list" not in result.result:
+        exception = result.exception_info or {}
+        if exception.get("raised_exception") or "unexpected_index_list" not in result.result:
             raise DataError(
-                f"the check {column} of {kind} could not be run: {trouble.get('exception_message', trouble)}"
+                f"the check {column} of {kind} could not be run: {exception.get('exception_message', exception)}"
             )
         for entry in result.result["unexpected_index_list"] or []:
             failed[int(entry["row_id"])].append(column)

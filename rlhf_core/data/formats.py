@@ -1,4 +1,4 @@
-"""From any known file (or hub id) to rows of a kind. What cannot be taken is returned with its reason."""
+"""Read any known file or hub id as rows of a kind; refused records are returned with their reasons."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rlhf_core.data.schema import content_id
 from rlhf_core.errors import DataError
 from rlhf_core.files import sha256_file
 
-# The format of a file is that of the first record that has one, looked for among the first so many.
+# The format of a file is that of the first record that has one, among this many.
 PROBE = 50
 
 
 @dataclass
 class FileRows:
-    """Rows of one source file. ``refused`` has ``{source, position, reason, row}``, the row as JSON text."""
+    """Rows of one source file; ``refused`` has ``{source, position, reason, row}``, the row as JSON text."""
 
     source: str
     format: str
@@ -34,22 +34,22 @@ class FileRows:
 
 
 def expand(spec: str, base: Path) -> list[Path]:
-    """Files that a path or glob means, sorted; relative ones lie under ``base``. ``DataError`` when there are none."""
+    """Return the files that a path or glob matches, relative to ``base``, sorted; ``DataError`` when there are none."""
     pattern = Path(spec).expanduser()
     if (base / pattern).is_file():
         return [base / pattern]
     full = str(pattern) if pattern.is_absolute() else f"{glob.escape(str(base))}/{pattern}"
-    found = sorted(glob.glob(full, recursive=True))
-    files = [Path(path) for path in found if Path(path).is_file()]
+    matches = sorted(glob.glob(full, recursive=True))
+    files = [Path(path) for path in matches if Path(path).is_file()]
     if files:
         return files
-    if found:
+    if matches:
         raise DataError(f"{spec} is a folder; name its files, for example {spec.rstrip('/')}/*.jsonl")
     raise DataError(f"no file matches {spec!r} (looked in {base}); correct the path in collect.files")
 
 
 def read_sources(specs: Sequence[str], kind: str, base: Path, limit: int | None = None) -> Iterator[FileRows]:
-    """Read every file or hub id of ``specs`` as rows of ``kind``. ``limit`` bounds what is taken from the hub."""
+    """Read every file or hub id of ``specs`` as rows of ``kind``; ``limit`` bounds the rows taken from the hub."""
     for spec in specs:
         if spec.startswith(PREFIX):
             yield read_records(load_hub_records(spec, limit), kind, spec, "")
@@ -59,9 +59,17 @@ def read_sources(specs: Sequence[str], kind: str, base: Path, limit: int | None 
 
 
 def read_records(records: Sequence[Record], kind: str, source: str, sha256: str, where: str = "") -> FileRows:
-    """Records as rows of ``kind``; ``where`` names the file in messages.
+    """Turn records into rows of ``kind``.
 
-    Raises ``DataError`` when no known format fits, or when the format carries nothing of this kind.
+    Args:
+        records: The records of one file.
+        kind: One of ``ROW_TYPES``.
+        source: The file's name, which becomes part of the rows.
+        sha256: The file's hash.
+        where: What messages call the file; by default ``source``.
+
+    Raises:
+        DataError: No known format fits, or the format carries nothing of this kind.
     """
     where = where or source
     shape = detect(records, where)
@@ -83,7 +91,7 @@ def read_records(records: Sequence[Record], kind: str, source: str, sha256: str,
 
 
 def detect(records: Sequence[Record], where: str) -> Format:
-    """The format of the first record that has one; ``DataError`` naming file, row, keys and the known formats."""
+    """Return the format of the first record that has one; otherwise raise a ``DataError`` that lists the known ones."""
     readable = [record for record in records[:PROBE] if not record.problem]
     for record in readable:
         for shape in FORMATS:
@@ -94,8 +102,10 @@ def detect(records: Sequence[Record], where: str) -> Format:
         problem = records[0].problem if records else "there are no rows"
         raise DataError(f"{where}, row {records[0].position if records else 0}: {problem}; known formats:\n{known}")
     first = readable[0]
-    looks = f"keys {', '.join(map(str, first.value))}" if isinstance(first.value, dict) else type(first.value).__name__
-    raise DataError(f"{where}, row {first.position} ({looks}) is of no known format; known formats:\n{known}")
+    record_shape = (
+        f"keys {', '.join(map(str, first.value))}" if isinstance(first.value, dict) else type(first.value).__name__
+    )
+    raise DataError(f"{where}, row {first.position} ({record_shape}) is of no known format; known formats:\n{known}")
 
 
 def _row(record: Record, shape: Format, kind: str, source: str) -> dict[str, Any]:
@@ -118,7 +128,7 @@ def _row(record: Record, shape: Format, kind: str, source: str) -> dict[str, Any
 
 
 def _content(parsed: Parsed, kind: str) -> dict[str, Any]:
-    """The columns that make up a row of ``kind``, or a refusal naming what is missing."""
+    """Return the content columns of a row of ``kind``; :class:`Refusal` names what is missing."""
     if kind == "pretrain":
         return {"text": parsed.text if parsed.text is not None else dialogue_text(parsed.prompt or [], _reply(parsed))}
     if parsed.prompt is None:
@@ -149,7 +159,7 @@ def _margin(value: Any) -> float | None:
 
 
 def prompt_group(prompt: Sequence[Turn]) -> str:
-    """The key that rows are split by: the prompt's turns, casefolded, with whitespace collapsed.
+    """Return the key that rows are split by: the prompt's turns, casefolded, with whitespace collapsed.
 
     System turns do not count: the same question under another system prompt is the same question.
     """
@@ -158,5 +168,5 @@ def prompt_group(prompt: Sequence[Turn]) -> str:
 
 
 def dialogue_text(prompt: Sequence[Turn], reply: str) -> str:
-    """A dialogue as plain text for pretraining: its turns, one paragraph each."""
+    """Return a dialogue as plain text for pretraining: its turns, one paragraph each."""
     return "\n".join([*(turn["content"] for turn in prompt), reply])

@@ -9,7 +9,7 @@ PREFIX = "hub:"
 
 
 def parse_hub_id(spec: str) -> tuple[str, str]:
-    """``(owner/name, split)`` of ``hub:owner/name[:split]``; the split is ``train`` where none is given."""
+    """Return ``(owner/name, split)`` of ``hub:owner/name[:split]``; the split is ``train`` where none is given."""
     name, _, split = spec.removeprefix(PREFIX).partition(":")
     if not name or name.count("/") > 1 or name.startswith("/") or name.endswith("/"):
         raise DataError(f"{spec!r} is not a hub id; write hub:owner/name or hub:owner/name:split")
@@ -17,16 +17,19 @@ def parse_hub_id(spec: str) -> tuple[str, str]:
 
 
 def load_hub_records(spec: str, limit: int | None = None) -> list[Record]:
-    """Records of a hub data set (the cached copy where there is one and ``HF_HUB_OFFLINE=1``).
+    """Load the records of a hub data set (with ``HF_HUB_OFFLINE=1`` from the cached copy).
 
-    Only data is loaded, never a repository's own code. ``DataError`` when the id, the split or the network fails.
+    Only data is loaded, never a repository's own code.
+
+    Raises:
+        DataError: The id or the split does not exist, or the network fails.
     """
     name, split = parse_hub_id(spec)
     from datasets import Dataset, load_dataset
 
     try:
         data = load_dataset(name, split=split)
-    except Exception as error:  # The library raises many unrelated types for "cannot be had".
+    except Exception as error:  # The library raises many unrelated types.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
             f"{spec}: cannot load the data set ({reason}); check the id, the split and the network"

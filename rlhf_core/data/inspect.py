@@ -1,4 +1,4 @@
-"""What the readers make of a file: its format, how many rows, what is refused and why. Behind ``rlhf data``."""
+"""Describe how readers understand a file: format, rows, refused rows and reasons (the command ``rlhf data``)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,16 @@ HUB_ROWS = 1000
 
 
 def describe_sources(files: Sequence[str], show: int = 1, base: Path | None = None) -> str:
-    """A few lines per file. Relative paths lie under ``base`` (default: the current folder); of a hub id the first
-    1,000 rows are read. Raises ``DataError`` for what cannot be read at all."""
+    """Return a few lines per file.
+
+    Args:
+        files: Paths, globs or hub ids; of a hub id the first 1,000 rows are read.
+        show: How many rows of each file are quoted.
+        base: The folder of relative paths, by default the current one.
+
+    Raises:
+        DataError: A file cannot be read at all.
+    """
     blocks = []
     for spec in files:
         if spec.startswith(PREFIX):
@@ -45,7 +53,7 @@ def _describe(records: Sequence[Record], where: str, show: int) -> str:
 
 
 def _refusals(read: FileRows) -> list[str]:
-    """The reasons with counts and the first place of each."""
+    """Return the reasons with their counts and the first row of each."""
     counts = Counter(row["reason"] for row in read.refused)
     first: dict[str, int] = {}
     for row in read.refused:

@@ -1,4 +1,4 @@
-"""Preference pairs as tokens: what training cannot use is dropped whole and counted, never cut."""
+"""Preference pairs as tokens: a pair that training cannot use is dropped and counted, never cut."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ class TokenisedPair:
 
     @property
     def length(self) -> int:
-        """Tokens of the longer of the two sequences: the width this pair needs in a padded batch."""
+        """Tokens of the longer of the two sequences: the width that this pair needs in a padded batch."""
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
 
 def tokenised_pairs(
     tokenizer: PreTrainedTokenizerBase, preferences: Iterable[Preference], max_tokens: int
 ) -> tuple[list[TokenisedPair], dict[str, int]]:
-    """Pairs that training can use, and how many were dropped: ``{"over_long": …, "identical": …}``.
+    """Tokenise ``preferences`` and drop the pairs that training cannot use.
 
     A pair is over-long when prompt + either reply exceeds ``max_tokens``: cutting the end of a reply would remove the
-    very token the reward is read at. A pair is identical when both replies have the same tokens (their texts may
-    differ, for example in characters that the tokenizer normalises): its loss is log 2 whatever the model says.
+    token that the reward is read at. A pair is identical when both replies have the same tokens (their texts may
+    differ, for example in characters that the tokenizer normalises): its loss is log 2 for every model.
+
+    Returns:
+        The usable pairs, and how many were dropped: ``{"over_long": …, "identical": …}``.
     """
     kept: list[TokenisedPair] = []
     dropped = {"over_long": 0, "identical": 0}

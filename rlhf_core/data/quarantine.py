@@ -1,4 +1,4 @@
-"""Rows that do not enter training, each with every reason: nothing is dropped in silence."""
+"""Rows that do not enter training, each with all its reasons; no row is dropped silently."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Quarantined:
 
 
 def write_refused(path: Path, refused: Sequence[Mapping[str, Any]]) -> None:
-    """Write what readers could not take (``kind, source, position, reason, row``)."""
+    """Write the rows that readers refused (``kind, source, position, reason, row``)."""
     write_table(path, pa.Table.from_pylist([dict(row) for row in refused], schema=REFUSED_SCHEMA))
 
 
 def read_refused(path: Path) -> list[Quarantined]:
-    """What readers could not take, as quarantined rows. A missing file means that nothing was refused."""
+    """Read the rows that readers refused, as quarantined rows; a missing file means that there are none."""
     if not path.exists():
         return []
     return [
@@ -52,7 +52,7 @@ def read_refused(path: Path) -> list[Quarantined]:
 
 
 def quarantine_rows(kind: str, table: pa.Table, reasons: Mapping[int, Sequence[str]]) -> list[Quarantined]:
-    """The rows of ``table`` at the positions in ``reasons``."""
+    """Return the rows of ``table`` at the positions in ``reasons``, with their reasons."""
     positions = sorted(reasons)
     rows = table.take(pa.array(positions, pa.int64())).to_pylist()
     return [

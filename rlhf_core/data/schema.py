@@ -1,4 +1,4 @@
-"""The four kinds of row that every stage works on, and their parquet files."""
+"""The four kinds of rows that all stages work on, and their parquet files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Preference:
-    """Two replies to the same prompt, the first preferred. ``margin`` is how strongly, where that is known."""
+    """Two replies to the same prompt, the first preferred; ``margin`` is how strongly, where that is known."""
 
     KIND: ClassVar[str] = "preferences"
     id: str
@@ -93,24 +93,24 @@ CONTENT_FIELDS = {
 
 
 def arrow_schema(kind: str) -> pa.Schema:
-    """The parquet schema of a kind: messages as a list of structs, ``margin`` float64, all else strings."""
+    """Return the parquet schema of a kind: messages as a list of structs, ``margin`` float64, all else strings."""
     special = {"prompt": MESSAGES, "margin": pa.float64()}
     return pa.schema([(f.name, special.get(f.name, pa.string())) for f in fields(ROW_TYPES[kind])])
 
 
 def content_id(kind: str, row: dict[str, Any]) -> str:
-    """First 16 hex digits of the sha256 of a row's content (prompt and replies, or text); a function of these alone."""
+    """Return the first 16 hex digits of the sha256 of a row's content: its prompt and replies, or its text."""
     content = [kind, *(row[name] for name in CONTENT_FIELDS[kind])]
     return hashlib.sha256(json.dumps(content, ensure_ascii=True, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def write_dicts(path: Path, kind: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows given as dicts (messages as dicts too) to a parquet file of ``kind``, atomically."""
+    """Write rows given as dictionaries (messages too) to a parquet file of ``kind``, atomically."""
     write_table(path, pa.Table.from_pylist(list(rows), schema=arrow_schema(kind)))
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """Write an arrow table beside ``path``, then rename it over ``path``."""
+    """Write an arrow table to ``path``, atomically."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """A parquet file as an arrow table; ``DataError`` when it is missing, unreadable or lacks a column."""
+    """Read a parquet file as an arrow table; ``DataError`` when it is missing, unreadable or lacks a column."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path} does not exist; run the stage that writes it")
@@ -141,7 +141,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def read_rows(path: Path, cls: type[Row]) -> list[Row]:
-    """All rows of a parquet file as dataclasses of type ``cls``; ``DataError`` when columns are missing."""
+    """Read all rows of a parquet file as dataclasses of type ``cls``; ``DataError`` when columns are missing."""
     table = read_table(path)
     names = [f.name for f in fields(cls)]
     missing = [name for name in names if name not in table.column_names]
@@ -162,7 +162,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def as_dict(row: Preference | Demonstration | Prompt | PretrainText) -> dict[str, Any]:
-    """A row as a plain dict, its messages as dicts too."""
+    """Return a row as a plain dictionary, its messages too."""
     values = dict(vars(row))
     if "prompt" in values:
         values["prompt"] = [{"role": m.role, "content": m.content} for m in values["prompt"]]

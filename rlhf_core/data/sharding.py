@@ -1,4 +1,4 @@
-"""Which rows of a global batch this rank computes. All ranks together compute each row exactly once."""
+"""Which rows of a global batch this rank computes; all ranks together compute each row exactly once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Rows = TypeVar("Rows", list[int], Tensor)
 
 
 def passes(rows: Rows, size: int) -> Iterator[tuple[Rows, float]]:
-    """This rank's share of ``rows`` in micro-batches of at most ``size``, each with the weight of its loss.
+    """Yield this rank's share of ``rows`` in micro-batches of at most ``size``, each with the weight of its loss.
 
-    Every rank makes the same number of passes, because sharded parameters are gathered by all ranks together: one
-    that has run out of rows gets a first row again with weight 0. All other weights are 1.
+    Every rank makes the same number of passes, because all ranks gather sharded parameters together: a rank that has
+    run out of rows gets the first row again with weight 0. All other weights are 1.
     """
     mine = distributed.shard_for_rank(rows)
     count = math.ceil(math.ceil(len(rows) / distributed.world_size()) / size)

@@ -1,4 +1,4 @@
-"""Splits by prompt group: one hash decides, so every data set of a run agrees and no group spans two splits."""
+"""Splits by prompt group: one hash decides, so all data sets of a run agree and no group is in two splits."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ SPLITS = ("train", "validation", "test")
 
 
 def unit_hash(*parts: object) -> float:
-    """A number in [0, 1) from the sha256 of the parts joined by ``|``."""
+    """Return a number in [0, 1) from the sha256 of the parts joined by ``|``."""
     digest = hashlib.sha256("|".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def split_of(group: str, seed: int, config: SplitConfig) -> str:
-    """``train``, ``validation`` or ``test``: a function of (seed, group) and the shares alone."""
-    place = unit_hash("split", seed, group)
-    if place < config.test:
+    """Return ``train``, ``validation`` or ``test``: a function of (seed, group) and the shares alone."""
+    position = unit_hash("split", seed, group)
+    if position < config.test:
         return "test"
-    return "validation" if place < config.test + config.validation else "train"
+    return "validation" if position < config.test + config.validation else "train"
 
 
 def is_referee(group: str, seed: int, config: SplitConfig) -> bool:
-    """Whether a group's pairs go to the referee instead of the reward model (for train and validation groups)."""
+    """Return whether a train or validation group's pairs go to the referee instead of the reward model."""
     return unit_hash("referee", seed, group) < config.referee
 
 
 def assign(groups: Iterable[str], seed: int, config: SplitConfig) -> list[str]:
-    """The split of each group in order; each distinct group is hashed once."""
+    """Return the split of each group in order; each distinct group is hashed once."""
     known: dict[str, str] = {}
     return [known.get(group) or known.setdefault(group, split_of(group, seed, config)) for group in groups]
 
 
 def overlap(sets: Iterable[set[str]]) -> int:
-    """How many groups occur in more than one of the sets; 0 for leakage-proof splits."""
+    """Return how many groups occur in more than one of the sets; 0 for splits without leakage."""
     seen: set[str] = set()
     twice: set[str] = set()
     for groups in sets:

@@ -1,6 +1,6 @@
 """Statistics of replies as text: the signals that separate a healthy policy from a collapsed one (algorithms.md §8).
 
-All functions are pure and know no model. A *word* is a run of letters or digits, a punctuation mark, or a single
+All functions are pure. A *word* is a run of letters or digits, a punctuation mark, or a single
 ideograph, so that languages written without spaces are measured too.
 """
 
@@ -19,51 +19,53 @@ _REFUSAL = re.compile(
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s|(?<=[。！？])|\n")  # fmt: skip
 
 
-def words(text: str) -> list[str]:
-    """Casefolded words of ``text``, in order."""
+def split_words(text: str) -> list[str]:
+    """Return the casefolded words of ``text``, in order."""
     return _WORD.findall(text.casefold())
 
 
 def ngrams(items: Sequence[str], n: int) -> list[tuple[str, ...]]:
-    """All runs of ``n`` neighbours; empty when there are fewer than ``n`` items."""
+    """Return all runs of ``n`` neighbours; none when there are fewer than ``n`` items."""
     return [tuple(items[i : i + n]) for i in range(len(items) - n + 1)]
 
 
 def trigram_repetition(text: str) -> float:
-    """Share of a reply's trigrams that occurred before in the same reply: 0 for none, towards 1 for a loop.
+    """Return the share of a reply's trigrams that occurred before in it: 0 for none, towards 1 for a loop.
 
     ``a b a b a`` has the trigrams aba, bab, aba: one of three is a repeat. Replies below three words give 0.
     """
-    grams = ngrams(words(text), 3)
+    grams = ngrams(split_words(text), 3)
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def mean_repetition(replies: Sequence[str]) -> float:
-    """Mean of :func:`trigram_repetition` over replies; 0 for no replies."""
+    """Return the mean of :func:`trigram_repetition` over replies; 0 for no replies."""
     return _mean([trigram_repetition(reply) for reply in replies])
 
 
 def distinct_n(replies: Sequence[str], n: int = 2) -> float:
-    """Different n-grams over all n-grams of a set of replies (Li et al. 2016). Falls with the size of the set, so
-    compare sets of equal size only. 0 when no reply has ``n`` words."""
-    counts = Counter(gram for reply in replies for gram in ngrams(words(reply), n))
+    """Return different n-grams over all n-grams of a set of replies (Li et al. 2016); 0 when no reply has ``n`` words.
+
+    It falls with the size of the set, so compare sets of equal size only.
+    """
+    counts = Counter(gram for reply in replies for gram in ngrams(split_words(reply), n))
     total = counts.total()
     return len(counts) / total if total else 0.0
 
 
 def first_sentence(text: str) -> str:
-    """The text up to its first sentence end or line break, casefolded, with single spaces."""
+    """Return the text up to its first sentence end or line break, casefolded, with single spaces."""
     head = _SENTENCE_END.split(text.strip(), maxsplit=1)[0]
     return " ".join(head.casefold().split())
 
 
 def distinct_first_sentences(replies: Sequence[str]) -> float:
-    """Different first sentences over replies: 1 when every reply begins differently, 1/n when all begin alike."""
+    """Return different first sentences over replies: 1 when all begin differently, 1/n when all begin alike."""
     return len({first_sentence(reply) for reply in replies}) / len(replies) if replies else 0.0
 
 
 def commonest_first_sentence(replies: Sequence[str]) -> tuple[str, float]:
-    """The most frequent first sentence and its share of the replies; one refusal for everything gives nearly 1."""
+    """Return the most frequent first sentence and its share; one refusal for every prompt gives nearly 1."""
     if not replies:
         return "", 0.0
     sentence, count = Counter(first_sentence(reply) for reply in replies).most_common(1)[0]
@@ -71,36 +73,38 @@ def commonest_first_sentence(replies: Sequence[str]) -> tuple[str, float]:
 
 
 def commonest_reply(replies: Sequence[str]) -> float:
-    """Share of the most frequent whole reply, ignoring case and spacing."""
+    """Return the share of the most frequent whole reply, ignoring case and spacing."""
     same = Counter(" ".join(reply.casefold().split()) for reply in replies)
     return same.most_common(1)[0][1] / len(replies) if replies else 0.0
 
 
 def is_refusal(reply: str) -> bool:
-    """Whether the first two sentences read as an English refusal ("I can't help", "I'm sorry, but"). A surface test:
-    it knows phrases, not intentions, and no other language."""
+    """Return whether the first two sentences read as an English refusal ("I can't help", "I'm sorry, but").
+
+    It matches English phrases only; refusals in other words or languages are not recognised.
+    """
     head = " ".join(_SENTENCE_END.split(reply.strip(), maxsplit=2)[:2])
     return _REFUSAL.search(head) is not None
 
 
 def refusal_rate(replies: Sequence[str]) -> float:
-    """Share of replies that :func:`is_refusal`."""
+    """Return the share of replies that :func:`is_refusal` recognises."""
     return _mean([float(is_refusal(reply)) for reply in replies])
 
 
 def short_reply_rate(lengths: Sequence[int], below: int = 4) -> float:
-    """Share of replies shorter than ``below``, in whatever unit ``lengths`` is."""
+    """Return the share of replies shorter than ``below``, in the unit of ``lengths``."""
     return _mean([float(length < below) for length in lengths])
 
 
 def missing_eos_rate(finished: Sequence[bool]) -> float:
-    """Share of replies cut off by the token limit instead of ending by themselves."""
+    """Return the share of replies cut off by the token limit instead of ending by themselves."""
     return _mean([float(not done) for done in finished])
 
 
 def mean_words(replies: Sequence[str]) -> float:
-    """Mean number of words, punctuation included."""
-    return _mean([float(len(words(reply))) for reply in replies])
+    """Return the mean number of words, punctuation included."""
+    return _mean([float(len(split_words(reply))) for reply in replies])
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Raw tables in; clean tables, quarantined rows and counts out."""
+"""Validate raw tables: clean tables, quarantined rows and counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_core.errors import DataError
 
 @dataclass
 class Validated:
-    """Clean tables by kind, every quarantined row, and how many rows there were and failed which check."""
+    """Clean tables, all quarantined rows, and how many raw rows and failures of each check there were, by kind."""
 
     clean: dict[str, pa.Table]
     quarantined: list[Quarantined]
@@ -29,7 +29,7 @@ class Validated:
 
 
 def read_raw(raw: Path) -> dict[str, pa.Table]:
-    """``data/raw/KIND/data.parquet`` of every kind; ``DataError`` when one is missing or its columns are not ours."""
+    """Read ``data/raw/KIND/data.parquet`` of every kind; ``DataError`` when one is missing or has other columns."""
     tables = {}
     for kind in ROW_TYPES:
         path = raw / kind / "data.parquet"
@@ -49,8 +49,8 @@ def validate(
 ) -> Validated:
     """Check every row of every kind and write the data docs to the folder ``docs``.
 
-    A row that fails any check goes to the quarantine with all its reasons; ``refused`` (what readers could not take)
-    is put before them.
+    A row that fails any check goes to the quarantine with all its reasons, after the rows in ``refused``, which readers
+    could not parse.
     """
     filled = {kind: table for kind, table in tables.items() if table.num_rows}
     checks = {kind: checks_for(kind, config) for kind in filled}
@@ -71,5 +71,5 @@ def validate(
 
 
 def validate_raw(raw: Path, config: ValidateConfig, docs: Path) -> Validated:
-    """:func:`validate` of the folder that collect wrote."""
+    """Validate the folder that the collect stage wrote; see :func:`validate`."""
     return validate(read_raw(raw), read_refused(raw / "refused.parquet"), config, docs)

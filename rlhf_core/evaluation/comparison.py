@@ -6,18 +6,25 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from scipy import stats
 
 from rlhf_core.errors import DataError
+from rlhf_core.evaluation.judges.judge import Judge
 
-_CHUNK = 256  # resamples drawn at once, to bound memory for many prompts
+BATCH = 256  # resamples drawn at once, to bound memory for many prompts
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Shares of prompts that the candidate wins, ties and loses; ``win_rate = (win + tie / 2)``, all in [0, 1].
+    """Shares of prompts that the candidate wins, ties and loses, in [0, 1], and the mean difference of scores.
 
-    ``mean_difference`` is the paired mean of candidate - baseline in the judge's units. The ``low95`` and ``high95``
-    fields are percentile-bootstrap bounds over prompts. ``tie_margin`` is the difference that was still a tie.
+    Attributes:
+        win_rate: ``win + tie / 2``.
+        mean_difference: Paired mean of candidate - baseline, in the judge's unit.
+        tie_margin: The largest difference that was still a tie, in the judge's unit.
+        prompts: Number of pairs.
+
+    Fields that end in ``low95`` and ``high95`` are percentile-bootstrap bounds over prompts.
     """
 
     win: float
@@ -33,55 +40,25 @@ class Comparison:
     prompts: int
 
     def as_dict(self) -> dict[str, float]:
-        """Plain numbers for ``metrics/evaluation.json``."""
+        """Return plain numbers for ``metrics/evaluation.json``."""
         return asdict(self)
 
 
 def compare(
-    candidate: Sequence[float],
-    baseline: Sequence[float],
-    tie_margin: float = 0.05,
-    bootstrap: int = 2000,
-    seed: int = 0,
-    absolute: bool = False,
+    candidate: Sequence[float], baseline: Sequence[float], tie_margin: float, bootstrap: int = 2000, seed: int = 0
 ) -> Comparison:
     """Compare paired scores ``candidate[i]`` and ``baseline[i]`` of the same prompt.
 
-    A pair is a tie when the difference is at most ``tie_margin`` times the standard deviation of all scores of both
-    sides (learned judges have no unit), or at most ``tie_margin`` itself when ``absolute`` (gold has one).
-    Raises :class:`DataError` for empty, unequal or non-finite input.
+    Args:
+        candidate: Scores of one side (n,).
+        baseline: Scores of the other side (n,).
+        tie_margin: Largest difference that is a tie, in the judge's unit; see :func:`tie_margin_of`.
+        bootstrap: Number of resamples.
+        seed: Seed of the resamples.
+
+    Raises:
+        DataError: The scores are empty, unequal in number or not finite.
     """
-    first, second = _paired(candidate, baseline)
-    margin = tie_margin if absolute else tie_margin * float(np.concatenate([first, second]).std())
-    difference = first - second
-    outcome = outcomes(difference, margin)
-    (rate_low, rate_high), (mean_low, mean_high) = _intervals([outcome, difference], bootstrap, seed)
-    return Comparison(
-        win=float((outcome == 1.0).mean()),
-        tie=float((outcome == 0.5).mean()),
-        lose=float((outcome == 0.0).mean()),
-        win_rate=float(outcome.mean()),
-        win_rate_low95=rate_low,
-        win_rate_high95=rate_high,
-        mean_difference=float(difference.mean()),
-        mean_difference_low95=mean_low,
-        mean_difference_high95=mean_high,
-        tie_margin=margin,
-        prompts=len(difference),
-    )
-
-
-def outcomes(difference: np.ndarray, margin: float) -> np.ndarray:
-    """1 for a win, ½ for a tie (``|difference| <= margin``), 0 for a loss; shape (n,)."""
-    return np.where(np.abs(difference) <= margin, 0.5, (difference > 0).astype(np.float64))
-
-
-def bootstrap_interval(values: Sequence[float], bootstrap: int = 2000, seed: int = 0) -> tuple[float, float]:
-    """95 % percentile-bootstrap bounds of the mean of ``values`` (n,)."""
-    return _intervals([np.asarray(values, dtype=np.float64)], bootstrap, seed)[0]
-
-
-def _paired(candidate: Sequence[float], baseline: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     first, second = np.asarray(candidate, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
     if first.shape != second.shape or first.ndim != 1:
         raise DataError(f"a comparison needs one score per prompt on both sides, got {first.shape} and {second.shape}")
@@ -89,18 +66,52 @@ def _paired(candidate: Sequence[float], baseline: Sequence[float]) -> tuple[np.n
         raise DataError("a comparison needs at least one prompt; the test split is empty")
     if not (np.isfinite(first).all() and np.isfinite(second).all()):
         raise DataError("a judge gave a score that is not finite; its model folder is probably damaged")
-    return first, second
+    difference = first - second
+    outcome = outcomes(difference, tie_margin)
+    low, high = bootstrap_bounds(np.stack([outcome, difference]), bootstrap, seed)
+    return Comparison(
+        win=float((outcome == 1.0).mean()),
+        tie=float((outcome == 0.5).mean()),
+        lose=float((outcome == 0.0).mean()),
+        win_rate=float(outcome.mean()),
+        win_rate_low95=float(low[0]),
+        win_rate_high95=float(high[0]),
+        mean_difference=float(difference.mean()),
+        mean_difference_low95=float(low[1]),
+        mean_difference_high95=float(high[1]),
+        tie_margin=tie_margin,
+        prompts=len(difference),
+    )
 
 
-def _intervals(columns: list[np.ndarray], bootstrap: int, seed: int) -> list[tuple[float, float]]:
-    """Bounds of each column's mean; all columns share the resampled prompts, so that they stay paired."""
-    stream = np.random.default_rng(np.random.Philox(key=seed))
-    data = np.stack(columns)
-    n = data.shape[1]
-    means = np.empty((len(columns), bootstrap))
-    for start in range(0, bootstrap, _CHUNK):
-        stop = min(start + _CHUNK, bootstrap)
-        picks = stream.integers(0, n, size=(stop - start, n))
-        means[:, start:stop] = data[:, picks].mean(axis=2)
-    low, high = np.percentile(means, [2.5, 97.5], axis=1)
-    return [(float(a), float(b)) for a, b in zip(low, high, strict=True)]
+def tie_margin_of(judge: Judge, share: float, baseline: Sequence[float]) -> float:
+    """Largest difference of ``judge``'s scores that is a tie.
+
+    The judge's own margin where it has one, else ``share`` times the standard deviation of its ``baseline`` scores.
+    The candidate has no part in it: a policy whose scores spread wider would turn its own losses into ties.
+    """
+    return judge.absolute_tie if judge.absolute_tie is not None else share * float(np.std(baseline))
+
+
+def outcomes(difference: np.ndarray, margin: float) -> np.ndarray:
+    """1 for a win, ½ for a tie (``|difference| <= margin``), 0 for a loss; shape (n,)."""
+    return np.where(np.abs(difference) <= margin, 0.5, (difference > 0).astype(np.float64))
+
+
+def bootstrap_bounds(rows: np.ndarray, resamples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """95 % percentile-bootstrap bounds of each row's mean: (r, n) -> low (r,), high (r,).
+
+    All rows share the resampled columns, so that they stay paired. One column has bounds of width zero.
+    """
+    if rows.shape[1] == 1:
+        return rows[:, 0], rows[:, 0]
+    interval = stats.bootstrap(
+        (rows,),
+        np.mean,
+        axis=-1,
+        method="percentile",
+        n_resamples=resamples,
+        batch=BATCH,
+        rng=np.random.Generator(np.random.Philox(key=seed)),
+    ).confidence_interval
+    return interval.low, interval.high

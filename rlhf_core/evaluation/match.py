@@ -1,4 +1,4 @@
-"""Two policies on the same held-out prompts, by every judge there is: what a promotion is decided on."""
+"""Two policies on the same held-out prompts, by judges that neither was trained on: what a promotion is decided on."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.data.schema import Message, Prompt, read_rows
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparison import compare
-from rlhf_core.evaluation.judges import GoldJudge
-from rlhf_core.evaluation.model_judge import Judge, ModelJudge
+from rlhf_core.evaluation.comparison import compare, tie_margin_of
+from rlhf_core.evaluation.generation import evaluation_replies
+from rlhf_core.evaluation.judges.gold import GoldJudge
+from rlhf_core.evaluation.judges.judge import Judge
+from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.regression import fixed_subset
-from rlhf_core.evaluation.replies import judged_replies
-from rlhf_core.evaluation.text_metrics import Reply, describe
+from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.text_metrics import measure_text
 from rlhf_core.files import sha256_tree
 from rlhf_core.models.base import load_policy
 from rlhf_core.progress import Progress, progress
@@ -28,10 +30,13 @@ REFEREE = Path("models") / "referee"
 def run_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, Any]:
     """Compare the model folders ``challenger`` and ``champion`` on the workspace's fixed test prompts.
 
-    The judges are the workspace's referee and, when every prompt is of the embedded world, the gold judge; never the
-    reward model, which the policy was trained to please. Both models get the evaluation's sampling and the same random
-    numbers. Returns ``{"comparison": {judge: win, tie, lose, win_rate, …, of the challenger}, "champion": text figures,
-    "challenger": text figures, "prompts", "content": sha256 of the folders}``.
+    The judges are the workspace's referee and, when every prompt is of the synthetic world, the gold judge; never the
+    reward model, which the policy was optimised against. Both models get the evaluation's sampling and the same random
+    numbers.
+
+    Returns:
+        ``comparison`` (of the challenger, by judge: win, tie, lose, win_rate, …), ``champion`` and ``challenger`` (text
+        metrics of each), ``prompts`` (how many) and ``content`` (sha256 of the folders).
     """
     config = load_section(workspace, "evaluate", EvaluateConfig)
     rows = fixed_subset(read_rows(workspace / PROMPTS, Prompt), config.prompts, "evaluation")
@@ -41,35 +46,25 @@ def run_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, An
     judges: list[Judge] = [ModelJudge(workspace / REFEREE, "referee", config.batch_size)]
     if all(is_world(prompt[-1].content) for prompt in prompts):
         judges.append(GoldJudge())
-    with progress(2 * len(prompts), "match") as shown:
-        old = _replies(champion, prompts, config, shown)
-        new = _replies(challenger, prompts, config, shown)
+    with progress(2 * len(prompts), "match") as bar:
+        champion_replies = _sample(champion, prompts, config, bar)
+        challenger_replies = _sample(challenger, prompts, config, bar)
+    comparison = {}
+    for judge in judges:
+        scores, baseline = judge.score(prompts, challenger_replies), judge.score(prompts, champion_replies)
+        margin = tie_margin_of(judge, config.tie_margin, baseline)
+        comparison[judge.name] = compare(scores, baseline, margin, config.bootstrap, config.seed).as_dict()
     folders = {"champion": champion, "challenger": challenger, "referee": workspace / REFEREE}
     return {
-        "comparison": {judge.name: _judged(judge, prompts, new, old, config) for judge in judges},
-        "champion": describe(old),
-        "challenger": describe(new),
+        "comparison": comparison,
+        "champion": measure_text(champion_replies).as_dict(),
+        "challenger": measure_text(challenger_replies).as_dict(),
         "prompts": len(prompts),
         "content": {name: sha256_tree(folder) for name, folder in folders.items()},
     }
 
 
-def _replies(
-    folder: Path, prompts: Sequence[Sequence[Message]], config: EvaluateConfig, shown: Progress
-) -> list[Reply]:
+def _sample(folder: Path, prompts: Sequence[Sequence[Message]], config: EvaluateConfig, bar: Progress) -> list[Reply]:
+    """Sample the replies of the model in ``folder``, which is in memory only meanwhile."""
     model, tokenizer = load_policy(folder)
-    return judged_replies(model, tokenizer, prompts, config.sampling, config.seed, shown.advance, config.batch_size)
-
-
-def _judged(
-    judge: Judge,
-    prompts: Sequence[Sequence[Message]],
-    challenger: Sequence[Reply],
-    champion: Sequence[Reply],
-    config: EvaluateConfig,
-) -> dict[str, float]:
-    """A judge with a unit of its own brings its own tie margin."""
-    own = judge.absolute_tie
-    margin = config.tie_margin if own is None else own
-    scores = judge.score(prompts, challenger), judge.score(prompts, champion)
-    return compare(*scores, margin, config.bootstrap, config.seed, absolute=own is not None).as_dict()
+    return evaluation_replies(model, tokenizer, prompts, config.sampling, config.seed, bar.advance, config.batch_size)

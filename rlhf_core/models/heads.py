@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,13 @@ from rlhf_core.errors import ModelError
 from rlhf_core.models.forward import embedding_weight, hidden_states, last_token_indices
 from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, save_folder
 from rlhf_core.models.lora import add_adapters
+
+
+class LastTokenModel(Protocol):
+    """A reward model or referee, whole or sharded."""
+
+    def last_token_scores(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """(B, L) twice -> scalar at each row's last real token (B,)."""
 
 
 class ScalarModel(nn.Module):

@@ -1,30 +1,32 @@
-"""Critic pre-training: the policy is frozen, the critic learns its returns to a threshold (algorithms.md §3).
+"""Critic pre-training: the policy is frozen, and the critic learns its returns up to a threshold (algorithms.md §3).
 
-Rewards are treated exactly as in PPO, and the running moments found here are handed on with the critic.
+Rewards are normalised, clipped and penalised as in PPO, and the running moments are handed on with the critic. Source:
+paper, section 5.3.3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlhf_core import preemption
 from rlhf_core.config.critic import CriticConfig
 from rlhf_core.config.ppo import RolloutConfig
-from rlhf_core.data.batching import batch_at
-from rlhf_core.ppo.advantages import explained_variance
+from rlhf_core.ppo.actor_critic_pair import SeparateActorCritic, gathered_parameters
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.reward_sources.mixture import source_figures
-from rlhf_core.ppo.rewards import RunningMeanStd
-from rlhf_core.ppo.rollout import Actors, collect
-from rlhf_core.ppo.run_checkpoint import Lines, RunFiles
-from rlhf_core.ppo.value_loss import ValueSettings, accumulate_value_gradient
+from rlhf_core.ppo.gae import explained_variance, with_advantages
+from rlhf_core.ppo.grad_clip import clip_and_step
+from rlhf_core.ppo.metrics import MetricRecord, PhaseClock
+from rlhf_core.ppo.prompts import TrainingPrompts
+from rlhf_core.ppo.reward_normalization import RunningMeanStd
+from rlhf_core.ppo.rewards import RewardFn, reward_metrics, with_rewards
+from rlhf_core.ppo.rollback_journal import RollbackJournal
+from rlhf_core.ppo.rollout import score_rollout
+from rlhf_core.ppo.run_checkpoint import JsonLines, RunCheckpoints
+from rlhf_core.ppo.value_loss import ValueObjective
 from rlhf_core.progress import progress
-from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.token_scoring import TokenScorer
+from rlhf_core.sampling.local import sample_replies
 from rlhf_core.tracking import Tracker
-from rlhf_core.training.engine import Engine
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
 
@@ -54,17 +56,36 @@ class StopRule:
         return "plateau" if self.since_best >= self.plateau else None
 
 
+@dataclass(frozen=True)
+class ValueUpdateMetrics(MetricRecord):
+    """The critic's steps on one rollout: means over the steps, and how many were skipped as not finite."""
+
+    value_loss: float
+    critic_grad_norm: float
+    skipped_steps: float
+
+
 @dataclass
 class CriticTrainer:
-    """One pre-training run. ``actors.policy`` is its own reference: it is frozen, so every KL is zero."""
+    """One pre-training run.
+
+    Attributes:
+        config: The run's own settings.
+        rollout: The settings that it shares with PPO.
+        pair: The frozen policy, which is its own reference (so that every KL is zero), and the critic with its engine.
+        reward_fn: Raw rewards of replies.
+        prompts: The prompts.
+        tracker: Where metrics are logged.
+        work: Folder of the partial state.
+        moments: Running moments of raw rewards.
+        frozen: The models that are only read.
+    """
 
     config: CriticConfig
-    units: RolloutConfig
-    actors: Actors
-    critic: TokenScorer
-    engine: Engine
-    sampling: Sampling
-    prompt_ids: Sequence[Sequence[int]]
+    rollout: RolloutConfig
+    pair: SeparateActorCritic
+    reward_fn: RewardFn
+    prompts: TrainingPrompts
     tracker: Tracker
     work: Path
     moments: RunningMeanStd = field(default_factory=RunningMeanStd)
@@ -72,107 +93,116 @@ class CriticTrainer:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.rule = StopRule(config.explained_variance, config.patience, config.plateau)
-        self.history = Lines(self.work / "history.jsonl")
-        lines = {"history": self.history}
-        self.files = RunFiles(self.work / "checkpoints", {"critic": self.engine}, lines, config.checkpoint.keep)
-        self.done, self.stopped, self.variance = 0, "", 0.0
+        self.stop_rule = StopRule(config.explained_variance, config.patience, config.plateau)
+        self.history = JsonLines(self.work / "history.jsonl")
+        self.checkpoints = RunCheckpoints(
+            self.work / "checkpoints",
+            self.pair.engines,
+            {"history": self.history},
+            RollbackJournal(self.work / "rollbacks.json"),  # always empty: no rule watches this run
+            config.checkpoint.keep,
+        )
+        self.done, self.stopped, self.explained_variance = 0, "", 0.0
 
     def run(self) -> dict[str, float]:
-        """Pre-train, resuming where an earlier process stopped; returns the summary. ``Preempted`` after the rollout in
-        which SIGTERM came, with the state saved."""
-        self._resume()
-        with progress(self.config.max_rollouts, "critic") as shown, preemption.at_safe_points():
+        """Pre-train, resuming where an earlier process stopped.
+
+        Returns:
+            The summary of the run.
+
+        Raises:
+            Preempted: SIGTERM came; the rollout was finished and the state saved.
+        """
+        self.restore()
+        total = self.config.max_rollouts
+        with progress(total, "critic") as bar, preemption.at_safe_points():
             if self.done:
-                shown.advance(self.done)
-            while not (leaving := preemption.wanted()) and not self.stopped and self.done < self.config.max_rollouts:
-                row = self._rollout()
-                self.history.append(row)
-                self.tracker.log_metrics(row, step=self.done)
-                shown.advance(1, explained_variance=self.variance, value_loss=row["value_loss"])
+                bar.advance(self.done)
+            while not (preempted := preemption.wanted()) and not self.stopped and self.done < total:
+                row = self.iterate()
+                bar.advance(1, explained_variance=self.explained_variance, value_loss=row["value_loss"])
                 if self.done % self.config.checkpoint.every == 0 or self.stopped:
-                    self._save()
-            if leaving:
-                self._leave()
+                    self.save()
+            if preempted:
+                if self.done and not self.checkpoints.holds(self.done):
+                    self.save(extra=True)
+                preemption.leave(f"critic made rollout {self.done} of {total}", saved=self.done > 0)
         return {
             "rollouts": self.done,
-            "explained_variance": self.variance,
+            "explained_variance": self.explained_variance,
             "reached_threshold": float(self.stopped == "threshold"),
             "moments_mean": self.moments.mean,
             "moments_std": self.moments.std,
         }
 
-    def _leave(self) -> None:
-        if self.done and not self.files.holds(self.done):
-            self._save(extra=True)
-        preemption.leave(f"critic made rollout {self.done} of {self.config.max_rollouts}", saved=self.done > 0)
+    def iterate(self) -> dict[str, float]:
+        """Make one iteration: collect, rewards, advantages, update of the critic, log."""
+        config, pair, clock = self.config, self.pair, PhaseClock()
+        rows = self.prompts.rows(config.batch_size, derive_seed(config.seed, "critic", "prompts"), self.done)
+        prompts = self.prompts.batch(rows, self.done, derive_seed(config.seed, "critic", "rollout"))
 
-    def _rollout(self) -> dict[str, float]:
-        seconds: dict[str, float] = {}
-        experience = self._collect(seconds)
-        mask = experience.response_mask
-        self.variance = explained_variance(experience.values, experience.monte_carlo, mask)
-        figures = self._update(experience)
+        with self.frozen.on_device(), gathered_parameters(pair):
+            with clock.phase("generation"):
+                rollout = sample_replies(pair.policy, prompts, pair.sampling, self.rollout.sampling_batch_size)
+            with clock.phase("forward"):
+                experience = score_rollout(pair, pair.policy, rollout)
+                rewards = self.reward_fn(experience.batch)
+        experience = with_rewards(experience, rewards, self.moments, self.rollout.kl.coefficient, self.rollout)
+        experience = with_advantages(experience, self.rollout.advantage)
+
+        self.explained_variance = explained_variance(
+            experience.values, experience.monte_carlo_returns, experience.response_mask
+        )
+        metrics = self._update(experience)
         self.done += 1
-        self.stopped = self.rule.observe(self.variance, figures["value_loss"]) or ""
-        return {
+        self.stopped = self.stop_rule.observe(self.explained_variance, metrics.value_loss) or ""
+        row = {
             "iteration": self.done,
-            "explained_variance": self.variance,
-            **figures,
-            "reward_mean": float(experience.scores.mean()),
-            "reward_std": float(experience.scores.std(unbiased=False)),
+            "explained_variance": self.explained_variance,
+            **metrics.as_metrics(),
+            "reward_mean": float(rewards.mean()),
+            "reward_std": float(rewards.std(unbiased=False)),
             "length": float(experience.lengths.float().mean()),
-            **source_figures(self.actors.score),
-            **seconds,
+            **reward_metrics(self.reward_fn),
+            **clock.seconds,
         }
+        self.history.append(row)
+        self.tracker.log_metrics(row, step=self.done)
+        return row
 
-    def _collect(self, seconds: dict[str, float]) -> Experience:
-        size, seed = self.config.batch_size, self.config.seed
-        rows = batch_at(len(self.prompt_ids), size, derive_seed(seed, "critic", "prompts"), self.done)
-        with self.frozen.on_device(), self.engine.gathered_parameters():
-            return collect(
-                self.actors,
-                [self.prompt_ids[row] for row in rows],
-                range(self.done * size, (self.done + 1) * size),
-                derive_seed(seed, "critic", "rollout"),
-                self.sampling,
-                self.units,
-                self.moments,
-                self.units.kl.coefficient,
-                seconds=seconds,
-            )
+    def _update(self, experience: Experience) -> ValueUpdateMetrics:
+        """Make all optimiser steps of the critic on one rollout."""
+        config, objective = self.config, ValueObjective(self.config.value_clip)
+        seed = derive_seed(config.seed, "critic", "minibatches")
+        losses, results = [], []
+        for epoch in range(config.epochs):
+            number = self.done * config.epochs + epoch
+            for minibatch in experience.minibatches(config.minibatches, seed, number):
+                losses.append(self.pair.accumulate_value_gradients(minibatch, objective).value_loss)
+                results.append(clip_and_step(self.pair.engines, "separate", None)["critic"])
+        steps = config.epochs * config.minibatches
+        return ValueUpdateMetrics(
+            value_loss=sum(losses) / steps,
+            critic_grad_norm=sum(result.grad_norm for result in results) / steps,
+            skipped_steps=float(sum(result.skipped for result in results)),
+        )
 
-    def _update(self, experience: Experience) -> dict[str, float]:
-        """All optimiser steps on one rollout; means over the steps."""
-        settings = ValueSettings(self.config.value_clip, micro_batch_size=self.units.micro_batch_size)
-        seed = derive_seed(self.config.seed, "critic", "minibatches")
-        sums = {"value_loss": 0.0, "critic_grad_norm": 0.0, "skipped_steps": 0.0}
-        steps = self.config.epochs * self.config.minibatches
-        for epoch in range(self.config.epochs):
-            number = self.done * self.config.epochs + epoch
-            for minibatch in experience.minibatches(self.config.minibatches, seed, number):
-                sums["value_loss"] += accumulate_value_gradient(self.engine, self.critic, minibatch, settings)[
-                    "value_loss"
-                ]
-                result = self.engine.step()
-                sums["critic_grad_norm"] += result.grad_norm
-                sums["skipped_steps"] += result.skipped
-        return {name: value if name == "skipped_steps" else value / steps for name, value in sums.items()}
-
-    def _save(self, extra: bool = False) -> None:
+    def save(self, extra: bool = False) -> None:
+        """Write a checkpoint of the run as it is; ``extra``: see ``RunCheckpoints.save``."""
         meta = {
             "moments": self.moments.to_dict(),
-            "rule": [self.rule.reached, self.rule.best_loss, self.rule.since_best],
+            "stop_rule": [self.stop_rule.reached, self.stop_rule.best_loss, self.stop_rule.since_best],
             "stopped": self.stopped,
-            "variance": self.variance,
+            "explained_variance": self.explained_variance,
         }
-        self.files.save(self.done, meta, extra=extra)
+        self.checkpoints.save(self.done, meta, extra)
 
-    def _resume(self) -> None:
-        found = self.files.load()
-        if found is None:
+    def restore(self) -> None:
+        """Go to the newest checkpoint, if there is one."""
+        restored = self.checkpoints.load()
+        if restored is None:
             return
-        self.done, meta = found
+        self.done, meta = restored
         self.moments = RunningMeanStd.from_dict(meta["moments"])
-        self.rule.reached, self.rule.best_loss, self.rule.since_best = meta["rule"]
-        self.stopped, self.variance = meta["stopped"], meta["variance"]
+        self.stop_rule.reached, self.stop_rule.best_loss, self.stop_rule.since_best = meta["stop_rule"]
+        self.stopped, self.explained_variance = meta["stopped"], meta["explained_variance"]

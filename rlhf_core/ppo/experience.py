@@ -5,18 +5,39 @@ Shapes: B sequences, P prompt width (left-padded), T response width (right-padde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor
 
 from rlhf_core.data.batching import epoch_order
-from rlhf_core.sampling.token_scoring import Tokens
+from rlhf_core.sampling.generation import Rollout
+from rlhf_core.sampling.token_scoring import Tokens, shared_micro_batches
+
+
+@dataclass(frozen=True)
+class TokenPredictions:
+    """What policy, reference and critic say of the response tokens of a rollout, before any update.
+
+    Every tensor is (B, T), with zeros at masked positions.
+    """
+
+    policy_logprobs: Tensor  # by the trainer's forward pass
+    ref_logprobs: Tensor
+    full_kl: Tensor  # exact KL(policy || reference) over the vocabulary
+    entropy: Tensor
+    values: Tensor  # of the state before each token
 
 
 @dataclass(frozen=True)
 class Experience:
-    """All tensors share their first dimension. Masked positions of (B, T) tensors hold zeros and are never read."""
+    """A rollout as it goes through the phases: sampled, rewarded, with advantages.
+
+    All tensors share their first dimension. Masked positions of (B, T) tensors may hold anything and are never read.
+    What a phase has not computed yet is NaN.
+    """
 
     tokens: Tensor  # (B, P+T)
     attention_mask: Tensor  # (B, P+T)
@@ -29,12 +50,36 @@ class Experience:
     full_kl: Tensor  # (B, T) exact KL(policy || reference) over the vocabulary
     entropy: Tensor  # (B, T)
     values: Tensor  # (B, T) of the state before each token
-    scores: Tensor  # (B,) raw, from the reward model
-    shaped_scores: Tensor  # (B,) transformed, clipped, shaped
-    token_rewards: Tensor  # (B, T)
-    advantages: Tensor  # (B, T) untreated
+    rewards: Tensor  # (B,) raw, from the reward function
+    shaped_rewards: Tensor  # (B,) normalised or scaled, clipped, with penalties
+    token_rewards: Tensor  # (B, T) shaped rewards and KL penalty
+    advantages: Tensor  # (B, T) before normalisation and clip
     returns: Tensor  # (B, T) lambda-returns, the critic's targets
-    monte_carlo: Tensor  # (B, T) reward-to-go
+    monte_carlo_returns: Tensor  # (B, T) reward-to-go
+
+    @staticmethod
+    def of_rollout(rollout: Rollout, predictions: TokenPredictions) -> Experience:
+        """A rollout that has neither rewards nor advantages yet; the policy that sampled is the behaviour policy."""
+        unknown = torch.full_like(predictions.values, math.nan)
+        return Experience(
+            tokens=rollout.tokens,
+            attention_mask=rollout.attention_mask,
+            response_mask=rollout.response_mask,
+            finished=rollout.finished,
+            sampler_logprobs=rollout.logprobs,
+            policy_logprobs=predictions.policy_logprobs,
+            old_logprobs=predictions.policy_logprobs,
+            ref_logprobs=predictions.ref_logprobs,
+            full_kl=predictions.full_kl,
+            entropy=predictions.entropy,
+            values=predictions.values,
+            rewards=unknown[:, 0],
+            shaped_rewards=unknown[:, 0],
+            token_rewards=unknown,
+            advantages=unknown,
+            returns=unknown,
+            monte_carlo_returns=unknown,
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -49,6 +94,11 @@ class Experience:
         """Response tokens of each sequence (B,)."""
         return self.response_mask.sum(dim=1)
 
+    def replies(self) -> list[list[int]]:
+        """Token ids of each reply, its end marker included."""
+        rows = zip(self.batch.response.tolist(), self.lengths.tolist(), strict=True)
+        return [row[:length] for row, length in rows]
+
     def select(self, rows: Tensor | list[int]) -> Experience:
         """The given rows, in the given order; widths stay as they are."""
         return Experience(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
@@ -60,3 +110,17 @@ class Experience:
             rows = order[part::count]
             if rows:
                 yield self.select(rows)
+
+    def micro_batches(self, size: int | None) -> Iterator[tuple[Experience, float]]:
+        """This rank's rows in parts of similar length, each with the weight of its terms; see ``data.sharding.passes``.
+
+        Padding that a part does not need is cut off on both sides.
+        """
+        for rows, weight in shared_micro_batches(self.attention_mask, size):
+            part = self.batch.part(rows)
+            columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
+            cut = {name: values[:, : part.width] if values.dim() == 2 else values for name, values in columns.items()}
+            yield Experience(part.tokens, part.attention_mask, part.response_mask, **cut), weight
+
+
+_COLUMNS = tuple(field.name for field in fields(Experience))[3:]  # all but what ``Tokens`` has

@@ -11,9 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlhf_core.config.ppo import KlConfig
+from rlhf_core.config.ppo import KL_ERROR_CLIP, KlConfig
 
 SampledEstimator = Literal["k1", "k2", "k3"]
+MIN_FACTOR = 0.1  # one rollout lowers an adaptive coefficient to a tenth at most, so that it can never turn negative
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: SampledEstimator) -> Tensor:
@@ -38,7 +39,8 @@ def full_kl(log_probabilities: Tensor, ref_log_probabilities: Tensor) -> Tensor:
 class KlController:
     """Coefficient of the KL penalty: constant, or steered to a target.
 
-    Adaptive form of Ziegler et al. (2019): ``beta <- beta * (1 + clip(KL/target - 1, -0.2, 0.2) * sequences/horizon)``.
+    Adaptive form of Ziegler et al. (2019): ``beta <- beta * (1 + clip(KL/target - 1, -0.2, 0.2) * sequences/horizon)``,
+    with the factor floored at 0.1. A KL that is not finite leaves the coefficient as it is.
     """
 
     def __init__(self, config: KlConfig) -> None:
@@ -46,11 +48,11 @@ class KlController:
         self.value = config.coefficient
 
     def update(self, kl_per_sequence: float, sequences: int) -> None:
-        """Take in one rollout's KL (nats per sequence). A non-finite figure leaves the coefficient alone."""
-        if self.config.controller == "constant" or kl_per_sequence != kl_per_sequence:
+        """Adapt the coefficient to the mean KL (nats per sequence) of one rollout of ``sequences`` replies."""
+        if self.config.controller == "constant" or not math.isfinite(kl_per_sequence):
             return
-        error = min(max(kl_per_sequence / self.config.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * sequences / self.config.horizon
+        error = min(max(kl_per_sequence / self.config.target - 1, -KL_ERROR_CLIP), KL_ERROR_CLIP)
+        self.value *= max(1 + error * sequences / self.config.horizon, MIN_FACTOR)
 
 
 def kl_pull(treated_scores: Tensor, coefficient: float) -> float:

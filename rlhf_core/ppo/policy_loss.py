@@ -1,22 +1,26 @@
-"""Per-token policy objectives (algorithms.md §6). Shapes: B sequences, T response positions.
+"""The policy's loss: surrogate with ratio clip, KL in the loss, entropy (algorithms.md §6).
 
-Every function returns terms to be *minimised*, before aggregation; masks are applied by ``aggregation.aggregate``.
+Per-token functions return terms to be *minimised*, before aggregation; ``loss_reduction.aggregate`` applies masks.
+Shapes: B sequences, T response positions, V vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from rlhf_core.config.ppo import SurrogateConfig
-
-
-def ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """``rho = exp(log pi - log pi_old)`` at response tokens, 1 elsewhere: (B, T) -> (B, T).
-
-    Masked differences are zeroed before the exponential, so padding can neither overflow nor poison a gradient.
-    """
-    return torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs)).exp()
+from rlhf_core.config.ppo import PpoConfig, SurrogateConfig
+from rlhf_core.ppo.entropy import entropy_term
+from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.importance_sampling import ratios
+from rlhf_core.ppo.kl import full_kl, kl_estimate
+from rlhf_core.ppo.loss_reduction import StepSize, aggregate, masked_sum
+from rlhf_core.ppo.metrics import MetricRecord
+from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.token_scoring import gather_logprobs, response_log_distribution
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: float | None, dual_clip: float | None = None) -> Tensor:
@@ -57,3 +61,68 @@ def surrogate(ratio: Tensor, advantages: Tensor, config: SurrogateConfig) -> Ten
 def clip_fraction_mask(ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
     """Where the clip takes the gradient away (the clipped branch is the smaller one): (B, T) -> bool (B, T)."""
     return ((ratio > 1 + clip) & (advantages > 0)) | ((ratio < 1 - clip) & (advantages < 0))
+
+
+@dataclass(frozen=True)
+class PolicyMetrics(MetricRecord):
+    """The policy's loss on one minibatch, and how far the policy has moved from its behaviour policy."""
+
+    policy_loss: float
+    ratio_mean: float
+    ratio_max: float
+    old_policy_kl: float
+    clip_fraction: float | None = None
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """The policy's loss in one optimiser step: surrogate, KL in the loss, entropy.
+
+    Attributes:
+        config: The switches.
+        sampling: The training distribution.
+        reference: The frozen SFT policy; read only for an exact KL in the loss.
+        kl_coef: Weight of the KL penalty, if ``config`` places it in the loss.
+        entropy_sign: See :func:`~rlhf_core.ppo.entropy.entropy_sign`.
+    """
+
+    config: PpoConfig
+    sampling: Sampling
+    reference: PreTrainedModel
+    kl_coef: float
+    entropy_sign: float
+
+    def loss(self, outputs: Tensor, batch: Experience, size: StepSize) -> tuple[Tensor, PolicyMetrics]:
+        """The share of one micro-batch, a scalar, from the current policy's log-distribution (b, t, V).
+
+        The advantages of ``batch`` are normalised and clipped already.
+        """
+        surrogate_config, mask = self.config.surrogate, batch.response_mask
+        logprobs = gather_logprobs(outputs, batch.batch.response)
+        ratio = ratios(logprobs, batch.old_logprobs, mask)
+        terms = surrogate(ratio, batch.advantages, surrogate_config)
+        if self.config.kl.placement == "loss" and self.kl_coef > 0:
+            terms = terms + self.kl_coef * self._kl(outputs, logprobs, batch)
+        loss = aggregate(terms, mask, size, surrogate_config.aggregation)
+        ratio, clip_fraction = ratio.detach(), None
+        if surrogate_config.kind == "clip" and surrogate_config.clip is not None:
+            clipped = clip_fraction_mask(ratio, batch.advantages, surrogate_config.clip)
+            clip_fraction = float(masked_sum(clipped.float(), mask)) / size.tokens
+        metrics = PolicyMetrics(
+            policy_loss=float(loss.detach()),
+            ratio_mean=float(masked_sum(ratio, mask)) / size.tokens,
+            ratio_max=float(ratio.max()),
+            old_policy_kl=float(masked_sum(old_policy_kl(ratio), mask)) / size.tokens,
+            clip_fraction=clip_fraction,
+        )
+        return loss + entropy_term(outputs, mask, size, self.entropy_sign * self.config.entropy.weight), metrics
+
+    def _kl(self, outputs: Tensor, logprobs: Tensor, batch: Experience) -> Tensor:
+        """KL of the current policy to the reference (b, t); masked positions may hold anything."""
+        estimator = self.config.kl.estimator
+        if estimator != "full":
+            masked = torch.where(batch.response_mask, logprobs, batch.ref_logprobs)
+            return kl_estimate(masked, batch.ref_logprobs, estimator)
+        with torch.no_grad():
+            reference = response_log_distribution(self.reference, batch.batch, self.sampling)
+        return full_kl(outputs, reference)

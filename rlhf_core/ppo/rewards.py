@@ -1,105 +1,94 @@
-"""From raw scores to token rewards, in the order of algorithms.md §4. Shapes: B sequences, T response positions."""
+"""From raw rewards to token rewards, in the order of algorithms.md §4. Shapes: B sequences, T response positions."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from rlhf_core.config.ppo import RewardShapingConfig
-from rlhf_core.errors import DataError
+from rlhf_core import distributed
+from rlhf_core.config.ppo import RewardShapingConfig, RolloutConfig
+from rlhf_core.models.heads import LastTokenModel
+from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.kl import kl_estimate
+from rlhf_core.ppo.reward_normalization import RunningMeanStd, normalize_and_clip_rewards
+from rlhf_core.sampling.token_scoring import Tokens, shared_micro_batches
+
+RewardFn = Callable[[Tokens], Tensor]  # the raw reward of every reply (B,)
 
 
-@dataclass
-class RunningMeanStd:
-    """Mean and spread of all finite scores seen so far (parallel Welford merge of Chan et al.).
+def reward_model_fn(model: LastTokenModel, micro_batch_size: int | None) -> RewardFn:
+    """Make a reward function of a model that is read at the last response token; ranks share the rows."""
 
-    Begins in critic pre-training and is handed to PPO with the critic, because values live in these units.
-    ``variance`` is the population variance.
+    def reward_fn(batch: Tokens) -> Tensor:
+        rewards = torch.zeros(len(batch.tokens), device=batch.tokens.device)
+        with torch.inference_mode():
+            for rows, weight in shared_micro_batches(batch.attention_mask, micro_batch_size):
+                part = batch.part(rows)
+                part_rewards = model.last_token_scores(part.tokens, part.attention_mask).float()
+                if weight:
+                    rewards[rows] = part_rewards
+        return distributed.all_reduce_sum(rewards)
+
+    return reward_fn
+
+
+def reward_metrics(reward_fn: RewardFn) -> dict[str, float]:
+    """Metrics about the newest batch, of a reward function that has an attribute ``metrics``; none of another."""
+    return dict(getattr(reward_fn, "metrics", {}))
+
+
+def with_rewards(
+    experience: Experience, rewards: Tensor, moments: RunningMeanStd, kl_coef: float, config: RolloutConfig
+) -> Experience:
+    """Add raw, shaped and token rewards to a rollout; ``moments`` take in the batch first.
+
+    Args:
+        experience: The rollout.
+        rewards: Raw rewards (B,).
+        moments: Running moments of raw rewards, updated in place.
+        kl_coef: Weight of the KL penalty, if ``config`` places it in the reward.
+        config: The reward's transform, clip and penalties.
     """
-
-    count: int = 0
-    mean: float = 0.0
-    variance: float = 0.0
-
-    def update(self, scores: Tensor) -> None:
-        """Merge one batch of raw scores (B,). Non-finite scores are left out before the merge."""
-        finite = scores.detach().double()
-        finite = finite[torch.isfinite(finite)]
-        size = finite.numel()
-        if size == 0:
-            return
-        mean, variance = float(finite.mean()), float(finite.var(unbiased=False))
-        total = self.count + size
-        delta = mean - self.mean
-        merged = self.variance * self.count + variance * size + delta**2 * self.count * size / total
-        self.mean += delta * size / total
-        self.variance = merged / total
-        self.count = total
-
-    @property
-    def std(self) -> float:
-        """Unbiased standard deviation; 1 while it is undefined or zero (one score, equal scores)."""
-        if self.count < 2:
-            return 1.0
-        spread = math.sqrt(self.variance * self.count / (self.count - 1))
-        # Rounding leaves equal scores a tiny spread, by which they must not be blown up.
-        return spread if spread > 1e-8 * max(1.0, abs(self.mean)) else 1.0
-
-    def to_dict(self) -> dict[str, float]:
-        """As JSON; floats survive the round trip exactly."""
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(values: dict[str, float]) -> RunningMeanStd:
-        """Back from JSON; ``DataError`` when keys are missing."""
-        try:
-            return RunningMeanStd(int(values["count"]), float(values["mean"]), float(values["variance"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"reward moments are unreadable ({error}); run the critic stage again") from error
-
-
-def normalize_and_clip_rewards(scores: Tensor, moments: RunningMeanStd, config: RewardShapingConfig) -> Tensor:
-    """Scaling ``r / std``, normalisation ``(r - mean) / std`` or neither, then clip to +-``clip``: (B,) -> (B,).
-
-    ``moments`` already contain this batch. A score that is not finite comes out as NaN: the clip must not turn it into
-    a plausible reward, so that the step is skipped. Source: paper, section 5.3.1; PPO-max normalises and clips.
-    """
-    scores = torch.where(scores.isfinite(), scores, math.nan)
-    if config.transform == "normalize":
-        scores = (scores - moments.mean) / moments.std
-    elif config.transform == "scale":
-        scores = scores / moments.std
-    if config.clip is not None:
-        scores = scores.clamp(-config.clip, config.clip)
-    return scores
+    moments.update(rewards)
+    shaped = normalize_and_clip_rewards(rewards, moments, config.reward)
+    shaped = apply_penalties(shaped, experience.lengths, experience.finished, config.reward, config.max_new_tokens)
+    kl = kl_estimate(experience.policy_logprobs, experience.ref_logprobs, "k1")
+    kl_coef = kl_coef if config.kl.placement == "reward" else 0.0
+    per_token = token_rewards(shaped, experience.response_mask, kl, kl_coef)
+    return replace(experience, rewards=rewards, shaped_rewards=shaped, token_rewards=per_token)
 
 
 def apply_penalties(
-    scores: Tensor, lengths: Tensor, finished: Tensor, config: RewardShapingConfig, max_new_tokens: int
+    rewards: Tensor, lengths: Tensor, finished: Tensor, config: RewardShapingConfig, max_new_tokens: int
 ) -> Tensor:
-    """Penalties in units of transformed reward: a missing end marker, and length: (B,) -> (B,).
+    """Subtract the penalties for a missing end marker and for length, in units of shaped reward: (B,) -> (B,).
 
-    ``lengths`` (B,) are response tokens, ``finished`` (B,) says whether the reply ends with its end marker.
+    Args:
+        rewards: Normalised and clipped rewards (B,).
+        lengths: Response tokens of each reply (B,).
+        finished: Whether each reply ends with its end marker (B,).
+        config: The penalties.
+        max_new_tokens: Length that costs the whole length penalty.
     """
-    missing = (~finished).to(scores.dtype) * config.missing_eos_penalty
-    length = lengths.to(scores.dtype) / max_new_tokens * config.length_penalty
-    return scores - missing - length
+    missing = (~finished).to(rewards.dtype) * config.missing_eos_penalty
+    length = lengths.to(rewards.dtype) / max_new_tokens * config.length_penalty
+    return rewards - missing - length
+
+
+def token_rewards(rewards: Tensor, mask: Tensor, kl: Tensor, kl_coef: float) -> Tensor:
+    """``R_t = -kl_coef * kl_t``, plus the reward at the last response token: (B,), (B, T), (B, T) -> (B, T).
+
+    Zero at masked positions. With the KL in the loss, pass a coefficient of 0.
+    """
+    per_token = torch.where(mask, -kl_coef * kl, torch.zeros_like(kl)) if kl_coef else torch.zeros_like(kl)
+    rows = torch.arange(len(rewards), device=per_token.device)
+    per_token[rows, last_positions(mask)] += rewards.to(per_token.dtype)
+    return per_token
 
 
 def last_positions(mask: Tensor) -> Tensor:
     """Index of the last response token of each sequence: right-padded (B, T) mask -> (B,)."""
     return mask.sum(dim=1).clamp(min=1) - 1
-
-
-def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor, coefficient: float) -> Tensor:
-    """``R_t = -coefficient * kl_t``, plus the score at the last response token: (B,), (B, T), (B, T) -> (B, T).
-
-    Zero at masked positions. With the KL in the loss, pass a coefficient of 0.
-    """
-    rewards = torch.where(mask, -coefficient * kl, torch.zeros_like(kl)) if coefficient else torch.zeros_like(kl)
-    rows = torch.arange(len(scores), device=rewards.device)
-    rewards[rows, last_positions(mask)] += scores.to(rewards.dtype)
-    return rewards

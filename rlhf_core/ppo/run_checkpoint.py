@@ -15,13 +15,14 @@ from torch import Tensor
 
 from rlhf_core import distributed
 from rlhf_core.files import atomic_dir
+from rlhf_core.ppo.rollback_journal import RollbackJournal
 from rlhf_core.training.checkpoints import checkpoint
 from rlhf_core.training.engine import Engine, EngineState
 from rlhf_core.training.rng import rng_state, set_rng_state
 
 
-class Lines:
-    """A file of JSON lines that can be taken back to an earlier length, so that replayed rows do not appear twice."""
+class JsonLines:
+    """A file of JSON lines that can be cut back to an earlier length, so that replayed rows do not appear twice."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,49 +37,59 @@ class Lines:
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row. Numbers that are not finite become null, which every JSON reader takes."""
         with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")
+            stream.write(json.dumps(nonfinite_as_none(row), ensure_ascii=False, allow_nan=False) + "\n")
 
     def truncate(self, size: int) -> None:
-        """Forget what was written after the first ``size`` bytes."""
+        """Cut off what was written after the first ``size`` bytes."""
         with self.path.open("r+b") as stream:
             stream.truncate(min(size, self.size))
 
     def flush(self) -> None:
-        """On disk, before a checkpoint relies on it."""
+        """Bring the file to the disk, before a checkpoint relies on it."""
         with self.path.open("rb") as stream:
             os.fsync(stream.fileno())
 
     def rows(self) -> list[dict[str, Any]]:
-        """All rows."""
+        """Read all rows."""
         return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
 
 
-def finite(value: Any) -> Any:
-    """``value`` with every number that is not finite replaced by None, in mappings and lists too."""
+def nonfinite_as_none(value: Any) -> Any:
+    """Replace every number of ``value`` that is not finite by None, in mappings and lists too."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: nonfinite_as_none(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [nonfinite_as_none(item) for item in value]
     return value
 
 
-@dataclass(frozen=True)
-class RunFiles:
-    """The engines and line files of a run, by name, and where its checkpoints go."""
+@dataclass
+class RunCheckpoints:
+    """The checkpoints of one run, and what they restore.
+
+    Attributes:
+        directory: Where they are written.
+        engines: The engines of the run by name.
+        lines: Its line files by name.
+        journal: Its rollbacks.
+        keep: How many of the newest checkpoints are kept.
+        keep_from: From which iteration on older ones are kept too, for a coming rollback.
+    """
 
     directory: Path
     engines: Mapping[str, Engine]
-    lines: Mapping[str, Lines]
+    lines: Mapping[str, JsonLines]
+    journal: RollbackJournal
     keep: int
+    keep_from: int | None = None
 
-    def save(self, iteration: int, meta: Mapping[str, Any], keep_from: int | None = None, extra: bool = False) -> None:
-        """Checkpoint after ``iteration`` iterations: engines, generators, line offsets and ``meta`` (JSON).
+    def save(self, iteration: int, meta: Mapping[str, Any], extra: bool = False) -> None:
+        """Write a checkpoint after ``iteration`` iterations: engines, generators, line offsets and ``meta`` (JSON).
 
-        The newest ``keep`` checkpoints stay, and those from iteration ``keep_from`` on. An ``extra`` one, of a run that
-        is preempted between two regular ones, takes none of their places and goes with the next of them: what is there
-        to roll back to must not depend on when a run was interrupted.
+        An ``extra`` one, of a run that is preempted between two regular ones, takes no place of theirs and goes with
+        the next of them: what there is to roll back to must not depend on when a run was interrupted.
         """
         tensors, generators = rng_state()
         engines: dict[str, Any] = {}
@@ -88,47 +99,63 @@ class RunFiles:
             tensors |= {f"{name}/{key}": tensor for key, tensor in state.tensors.items()}
         for lines in self.lines.values():
             lines.flush()
-        sizes = {name: lines.size for name, lines in self.lines.items()}
-        content = {"run": dict(meta), "rng": generators, "engines": engines, "lines": sizes, "extra": extra}
+        content = {
+            "run": dict(meta),
+            "rng": generators,
+            "engines": engines,
+            "lines": {name: lines.size for name, lines in self.lines.items()},
+            "rollbacks": len(self.journal),
+            "extra": extra,
+        }
         earlier = checkpoint.saved_metas(self.directory)
         spare = {step for step, meta in earlier.items() if meta["extra"] and not extra}
         keep = len(earlier) + 1 if extra else self.keep
-        checkpoint.save(self.directory, iteration, tensors, content, keep, keep_from, spare)
+        checkpoint.save(self.directory, iteration, tensors, content, keep, self.keep_from, spare)
 
-    def metas(self, extra: bool = False) -> dict[int, dict[str, Any]]:
-        """``meta`` of every readable checkpoint by its iteration, ``extra`` ones only if asked for. The first rank's
-        folder counts."""
-        saved = checkpoint.saved_metas(self.directory) if distributed.is_rank_zero() else {}
-        found = [[step, meta["run"]] for step, meta in saved.items() if extra or not meta["extra"]]
-        return dict(distributed.broadcast_from_rank0(found))
+    def metas(self) -> dict[int, dict[str, Any]]:
+        """``meta`` of every readable regular checkpoint by its iteration. The first rank's folder counts."""
+        return {step: content["run"] for step, content in self._contents().items() if not content["extra"]}
 
     def holds(self, iteration: int) -> bool:
-        """Whether there is a checkpoint of ``iteration``. The first rank's folder counts."""
-        return iteration in self.metas(extra=True)
-
-    def drop(self, iteration: int) -> None:
-        """Remove the checkpoint of ``iteration``, which the first rank has."""
-        if distributed.is_rank_zero():
-            checkpoint.drop(self.directory, iteration)
+        """Whether there is a checkpoint of ``iteration``, regular or extra."""
+        return iteration in self._contents()
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
-        """Restore the newest sound checkpoint; its iteration and ``meta``, or None for a fresh start.
+        """Restore the newest sound checkpoint that no rollback has abandoned.
 
-        A fresh start clears the line files of a run that ended before its first checkpoint.
+        Returns:
+            Its iteration and ``meta``; None for a fresh start, which clears what a run left that ended before its first
+            checkpoint.
         """
-        found = checkpoint.load_latest(self.directory)
+        self._drop_abandoned()
+        newest = checkpoint.load_latest(self.directory)
         for name, lines in self.lines.items():
-            lines.truncate(int(found.meta["lines"][name]) if found else 0)
-        if found is None:
+            lines.truncate(int(newest.meta["lines"][name]) if newest else 0)
+        if newest is None:
+            self.journal.clear()
             return None
         for name, engine in self.engines.items():
-            engine.load_state(EngineState(_under(found.tensors, f"{name}/"), found.meta["engines"][name]))
-        set_rng_state(found.tensors, found.meta["rng"])
-        return found.step, found.meta["run"]
+            prefix = f"{name}/"
+            tensors = {k.removeprefix(prefix): t for k, t in newest.tensors.items() if k.startswith(prefix)}
+            engine.load_state(EngineState(tensors, newest.meta["engines"][name]))
+            # Rates are those of all rollbacks so far, whichever of them the checkpoint has seen.
+            engine.lr_factor = self.journal.factor("lr")
+        set_rng_state(newest.tensors, newest.meta["rng"])
+        return newest.step, newest.meta["run"] | {"rollbacks": newest.meta["rollbacks"]}
 
+    def _drop_abandoned(self) -> None:
+        """Remove the checkpoints that the last rollback left behind."""
+        if not self.journal.entries:
+            return
+        target = self.journal.entries[-1].to_iteration
+        for iteration, content in self._contents().items():
+            if iteration > target and content["rollbacks"] < len(self.journal) and distributed.is_rank_zero():
+                checkpoint.drop(self.directory, iteration)
 
-def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    def _contents(self) -> dict[int, dict[str, Any]]:
+        """What the first rank's checkpoints say beside tensors, by their iterations."""
+        saved = checkpoint.saved_metas(self.directory) if distributed.is_rank_zero() else {}
+        return dict(distributed.broadcast_from_rank0([[step, content] for step, content in saved.items()]))
 
 
 def save_best(folder: Path, iteration: int, weights: dict[str, Tensor]) -> None:
@@ -140,14 +167,14 @@ def save_best(folder: Path, iteration: int, weights: dict[str, Tensor]) -> None:
 
 
 def load_best(folder: Path, iteration: int) -> dict[str, Tensor]:
-    """The weights that :func:`save_best` kept of ``iteration``."""
+    """Read the weights that :func:`save_best` kept of ``iteration``."""
     from safetensors.torch import load_file
 
     return load_file(folder / _best_name(iteration) / "weights.safetensors")
 
 
 def prune_best(folder: Path, needed: Collection[int]) -> None:
-    """Forget the kept weights of all iterations but ``needed``."""
+    """Delete the kept weights of all iterations but ``needed``."""
     names = {_best_name(iteration) for iteration in needed}
     for path in folder.glob("iteration-*"):
         if path.name not in names:

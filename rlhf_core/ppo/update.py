@@ -2,266 +2,192 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core import distributed
-from rlhf_core.config.ppo import EntropyConfig, PpoConfig
-from rlhf_core.models.actor_critic import ActorCritic, policy_weights
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.errors import TrainingPaused
+from rlhf_core.ppo.actor_critic_pair import ActorCriticPair
 from rlhf_core.ppo.advantages import normalize_and_clip_advantages
+from rlhf_core.ppo.entropy import entropy_sign
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.kl import full_kl, kl_estimate
-from rlhf_core.ppo.loss_reduction import StepSize, aggregate, masked_mean, masked_sum
-from rlhf_core.ppo.policy_loss import clip_fraction_mask, old_policy_kl, ratios, surrogate
+from rlhf_core.ppo.grad_clip import clip_and_step
+from rlhf_core.ppo.importance_sampling import ratios
+from rlhf_core.ppo.loss_reduction import StepSize, masked_sum
+from rlhf_core.ppo.metrics import MetricRecord, mean
+from rlhf_core.ppo.policy_loss import PolicyMetrics, PolicyObjective, old_policy_kl
 from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
-from rlhf_core.ppo.value_loss import ValueSettings, accumulate_value_gradient, value_share
-from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.token_scoring import (
-    Tokens,
-    TokenScorer,
-    entropy,
-    gather_logprobs,
-    policy_and_values,
-    response_log_distribution,
-    shared_micro_batches,
-)
-from rlhf_core.training.engine import Engine, joint_step
+from rlhf_core.ppo.value_loss import ValueMetrics, ValueObjective
+from rlhf_core.sampling.token_scoring import entropy, gather_logprobs
+from rlhf_core.training.engine import StepResult
+from rlhf_core.training.engine.base import MAX_NONFINITE_IN_A_ROW
 from rlhf_core.training.rng import derive_seed
 
 
 @dataclass(frozen=True)
 class Learner:
-    """Everything that stays the same from update to update. ``reference`` is read only for an exact KL in the loss.
+    """What stays the same from update to update.
 
-    With a shared backbone ``critic`` is an ``ActorCritic`` over ``policy``, and one engine trains both.
+    Attributes:
+        config: The switches.
+        pair: Policy and critic with their engines.
+        reference: The frozen SFT policy.
+        ptx: Texts of the ptx loss, if there is one.
     """
 
     config: PpoConfig
-    sampling: Sampling
-    policy: PreTrainedModel
-    policy_engine: Engine
-    critic: TokenScorer
-    critic_engine: Engine
+    pair: ActorCriticPair
     reference: PreTrainedModel
-    ptx: PtxData | None
+    ptx: PtxData | None = None
 
     @property
-    def engines(self) -> dict[str, Engine]:
-        """By name: ``policy`` and ``critic``, or ``policy`` alone where it trains the value head too."""
-        shared = self.critic_engine is self.policy_engine
-        return {"policy": self.policy_engine} | ({} if shared else {"critic": self.critic_engine})
-
-    def policy_weights(self) -> dict[str, Tensor]:
-        """The policy's weights by its own names, on the CPU; a value head is no part of it."""
-        weights = self.policy_engine.full_weights()
-        return policy_weights(weights) if isinstance(self.critic, ActorCritic) else weights
-
-    @contextmanager
-    def gathered_parameters(self) -> Iterator[None]:
-        """Inside it every rank holds all weights of all models in training; see ``Engine.gathered_parameters``."""
-        with ExitStack() as stack:
-            for engine in self.engines.values():
-                stack.enter_context(engine.gathered_parameters())
-            yield
-
-    @property
-    def value_settings(self) -> ValueSettings:
-        """How this run's value loss is formed."""
+    def value_objective(self) -> ValueObjective:
+        """The critic's loss in this run."""
         config = self.config
-        return ValueSettings(
-            config.value_clip, config.vf_loss_weight, config.surrogate.aggregation, config.micro_batch_size
-        )
-
-
-@dataclass
-class Figures:
-    """Means over the optimiser steps of one update; maxima under names that end in ``_max``; counts."""
-
-    sums: dict[str, float] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=lambda: {"steps": 0, "skipped_steps": 0, "early_stopped": 0})
-
-    def add(self, values: dict[str, float]) -> None:
-        """Take in one minibatch."""
-        self.counts["steps"] += 1
-        for name, value in values.items():
-            if name.endswith("_max"):
-                self.maxima[name] = max(self.maxima.get(name, value), value)
-            else:
-                self.sums[name] = self.sums.get(name, 0.0) + value
-
-    def result(self) -> dict[str, float]:
-        """Flat, ready for the history."""
-        steps = max(self.counts["steps"], 1)
-        return {name: value / steps for name, value in self.sums.items()} | self.maxima | self.counts
-
-
-def update(learner: Learner, experience: Experience, coefficient: float, iteration: int) -> dict[str, float]:
-    """All optimiser steps on one rollout; ``iteration`` counts from 0 and fixes every order and ptx batch.
-
-    Returns the figures of the update. A step whose gradient is not finite is skipped by the engine and counted here;
-    the engine raises ``TrainingPaused`` after three in a row.
-    """
-    config, figures = learner.config, Figures()
-    seed = derive_seed(config.seed, "ppo", "minibatches")
-    for epoch in range(config.epochs):
-        number = iteration * config.epochs + epoch
-        for part, minibatch in enumerate(experience.minibatches(config.minibatches, seed, number)):
-            step = number * config.minibatches + part
-            if not _step(learner, minibatch, coefficient, step, figures):
-                figures.counts["early_stopped"] = 1
-                return figures.result()
-    return figures.result()
-
-
-def _step(learner: Learner, minibatch: Experience, coefficient: float, step: int, figures: Figures) -> bool:
-    """One optimiser step of policy and critic. False when the target KL ended the update before it."""
-    config, limit = learner.config, learner.config.target_kl_early_stop
-    before = measure_minibatch(learner, minibatch) if limit is not None or config.entropy.kind == "target" else None
-    if limit is not None and before is not None and before.old_policy_kl > limit:
-        return False
-    direction = _entropy_direction(config.entropy, before)
-    found = accumulate_policy_gradient(learner, minibatch, coefficient, direction)
-    if learner.ptx is not None and config.ptx.weight > 0:
-        found["ptx_loss"] = accumulate_ptx_gradient(
-            learner.policy_engine, learner.policy, learner.ptx, step, config.ptx.weight, config.micro_batch_size
-        )
-    if not isinstance(learner.critic, ActorCritic):
-        found |= accumulate_value_gradient(learner.critic_engine, learner.critic, minibatch, learner.value_settings)
-    engines = learner.engines
-    if config.gradient_norm == "joint":
-        results = joint_step(list(engines.values()), config.policy_optimizer.max_grad_norm)
-    else:
-        results = [engine.step() for engine in engines.values()]
-    figures.counts["skipped_steps"] += sum(result.skipped for result in results)
-    named = dict(zip(engines, results, strict=True))
-    found |= {f"{name}_grad_norm": result.grad_norm for name, result in named.items()}
-    figures.add(found | {f"{name}_lr": result.lr for name, result in named.items()})
-    return True
+        return ValueObjective(config.value_clip, config.vf_loss_weight, config.surrogate.aggregation)
 
 
 @dataclass(frozen=True)
-class MinibatchMeasurement:
-    """What the current policy looks like on a minibatch, found by a pass without gradient."""
+class StepMetrics:
+    """One optimiser step. ``policy`` is None in a step of the critic alone, after an early stop."""
 
-    old_policy_kl: float  # nats per token
-    entropy: float  # nats per token
+    policy: PolicyMetrics | None
+    value: ValueMetrics | None
+    results: dict[str, StepResult]
+    ptx_loss: float | None = None
+
+    def as_metrics(self) -> dict[str, float]:
+        """Return all values by name."""
+        metrics = self.policy.as_metrics() if self.policy is not None else {}
+        if self.value is not None:
+            metrics |= self.value.as_metrics()
+        if self.ptx_loss is not None:
+            metrics["ptx_loss"] = self.ptx_loss
+        metrics |= {f"{name}_grad_norm": result.grad_norm for name, result in self.results.items()}
+        return metrics | {f"{name}_lr": result.lr for name, result in self.results.items()}
+
+
+@dataclass(frozen=True)
+class UpdateMetrics:
+    """All steps of one update.
+
+    Attributes:
+        steps: The steps that were made.
+        early_stopped: Whether the target KL ended the policy's steps.
+        paused: Why the update was broken off, if steps kept being non-finite.
+    """
+
+    steps: tuple[StepMetrics, ...]
+    early_stopped: bool = False
+    paused: TrainingPaused | None = None
+
+    def as_metrics(self) -> dict[str, float]:
+        """Return means over the steps, largest values under names that end in ``_max``, and counts."""
+        if self.paused is not None:
+            skipped = float(MAX_NONFINITE_IN_A_ROW)
+            return {"nonfinite_in_a_row": skipped, "skipped_steps": skipped}
+        counts = {
+            "steps": float(sum(step.policy is not None for step in self.steps)),
+            "skipped_steps": float(sum(result.skipped for step in self.steps for result in step.results.values())),
+            "early_stopped": float(self.early_stopped),
+        }
+        return mean([step.as_metrics() for step in self.steps]) | counts
+
+
+def update(learner: Learner, experience: Experience, kl_coef: float, iteration: int) -> UpdateMetrics:
+    """Make all optimiser steps on one rollout.
+
+    A step whose gradient is not finite is skipped by the engine; three in a row break the update off. A step before
+    which the policy has moved further than ``target_kl_early_stop`` ends the policy's steps: the critic goes on alone,
+    and the learning rates follow the planned steps.
+
+    Args:
+        learner: The models and switches.
+        experience: The rollout, with advantages.
+        kl_coef: Weight of the KL penalty; read if it is placed in the loss.
+        iteration: Number of the iteration from 0, which fixes every order and ptx batch.
+    """
+    config, steps, early_stopped = learner.config, list[StepMetrics](), False
+    seed, limit = derive_seed(config.seed, "ppo", "minibatches"), config.target_kl_early_stop
+    try:
+        for epoch in range(config.epochs):
+            number = iteration * config.epochs + epoch
+            for part, minibatch in enumerate(experience.minibatches(config.minibatches, seed, number)):
+                before = None
+                if not early_stopped and (limit is not None or config.entropy.kind == "target"):
+                    before = measure_minibatch(learner.pair, minibatch)
+                    early_stopped = limit is not None and before.old_policy_kl > limit
+                if early_stopped:
+                    steps.append(step_critic(learner, minibatch))
+                else:
+                    sign = entropy_sign(config.entropy, before.entropy if before is not None else None)
+                    step = number * config.minibatches + part
+                    steps.append(step_both(learner, minibatch, kl_coef, sign, step))
+    except TrainingPaused as paused:
+        return UpdateMetrics(tuple(steps), early_stopped, paused)
+    return UpdateMetrics(tuple(steps), early_stopped)
+
+
+def step_both(learner: Learner, minibatch: Experience, kl_coef: float, sign: float, step: int) -> StepMetrics:
+    """Make one optimiser step of policy and critic.
+
+    Args:
+        learner: The models and switches.
+        minibatch: The rows of the step.
+        kl_coef: Weight of the KL penalty; read if it is placed in the loss.
+        sign: Sign of the entropy in the loss; see :func:`~rlhf_core.ppo.entropy.entropy_sign`.
+        step: Number of the step from 0, which fixes the ptx batch.
+    """
+    config, pair, ptx_loss = learner.config, learner.pair, None
+    policy, value = accumulate_gradients(learner, minibatch, kl_coef, sign)
+    if learner.ptx is not None and config.ptx.weight > 0:
+        engine, weight = pair.engines["policy"], config.ptx.weight
+        ptx_loss = accumulate_ptx_gradient(engine, pair.policy, learner.ptx, step, weight, config.micro_batch_size)
+    results = clip_and_step(pair.engines, config.gradient_norm, config.policy_optimizer.max_grad_norm)
+    return StepMetrics(policy, value, results, ptx_loss)
+
+
+def accumulate_gradients(
+    learner: Learner, minibatch: Experience, kl_coef: float, sign: float
+) -> tuple[PolicyMetrics, ValueMetrics]:
+    """Backward passes of the losses of policy and critic over a minibatch, whose advantages are normalised here."""
+    config, pair = learner.config, learner.pair
+    advantages = normalize_and_clip_advantages(minibatch.advantages, minibatch.response_mask, config.advantage)
+    minibatch = replace(minibatch, advantages=advantages)
+    objective = PolicyObjective(config, pair.sampling, learner.reference, kl_coef, sign)
+    return pair.accumulate_gradients(minibatch, objective, learner.value_objective)
+
+
+def step_critic(learner: Learner, minibatch: Experience) -> StepMetrics:
+    """Make one optimiser step of the critic, where it can be trained alone; the policy's schedule advances with it."""
+    config, pair = learner.config, learner.pair
+    pair.engines["policy"].pass_over_step()
+    value = pair.accumulate_value_gradients(minibatch, learner.value_objective)
+    results = clip_and_step(pair.critic_engines, config.gradient_norm, config.policy_optimizer.max_grad_norm)
+    return StepMetrics(None, value, results)
+
+
+@dataclass(frozen=True)
+class MinibatchMeasurement(MetricRecord):
+    """The current policy on a minibatch, by a pass without gradient: nats per token."""
+
+    old_policy_kl: float
+    entropy: float
 
 
 @torch.no_grad()
-def measure_minibatch(learner: Learner, minibatch: Experience) -> MinibatchMeasurement:
-    """Figures of a whole minibatch that decide about its step before any micro-batch of it is differentiated."""
+def measure_minibatch(pair: ActorCriticPair, minibatch: Experience) -> MinibatchMeasurement:
+    """Measure a whole minibatch, to decide about its step before any micro-batch of it is differentiated."""
     sums = {"kl": 0.0, "entropy": 0.0}
-    for rows, counts in shared_micro_batches(minibatch.attention_mask, learner.config.micro_batch_size):
-        batch = minibatch.batch.part(rows)
-        log_probabilities = _log_distribution(learner, batch)
-        logprobs = gather_logprobs(log_probabilities, batch.response)
-        ratio = ratios(logprobs, minibatch.old_logprobs[rows, : batch.width], batch.response_mask)
-        sums["kl"] += counts * float(masked_sum(old_policy_kl(ratio), batch.response_mask))
-        sums["entropy"] += counts * float(masked_sum(entropy(log_probabilities), batch.response_mask))
+    for batch, weight in minibatch.micro_batches(pair.micro_batch_size):
+        log_probabilities = pair.log_distribution(batch.batch)
+        logprobs = gather_logprobs(log_probabilities, batch.batch.response)
+        ratio = ratios(logprobs, batch.old_logprobs, batch.response_mask)
+        sums["kl"] += weight * float(masked_sum(old_policy_kl(ratio), batch.response_mask))
+        sums["entropy"] += weight * float(masked_sum(entropy(log_probabilities), batch.response_mask))
     tokens = StepSize.of(minibatch.response_mask).tokens
     sums = distributed.reduce_metrics(sums)
     return MinibatchMeasurement(sums["kl"] / tokens, sums["entropy"] / tokens)
-
-
-def _log_distribution(learner: Learner, batch: Tokens) -> Tensor:
-    """The current policy's, in a pass that its engine knows of: (B, T, V)."""
-    return learner.policy_engine.forward(partial(response_log_distribution, learner.policy, batch, learner.sampling))
-
-
-def _entropy_direction(settings: EntropyConfig, before: MinibatchMeasurement | None) -> float:
-    """Sign of the entropy in the loss: -1 for a bonus, that of (mean entropy - target) for a target.
-
-    |H - target| is a function of the mean over the whole step, so its sign must be known before the micro-batches.
-    """
-    if settings.kind == "target" and before is not None:
-        return 1.0 if before.entropy > settings.target else -1.0
-    return -1.0 if settings.kind == "bonus" else 0.0
-
-
-def accumulate_policy_gradient(
-    learner: Learner, minibatch: Experience, coefficient: float, entropy_direction: float
-) -> dict[str, float]:
-    """Backward pass of the policy's loss over a minibatch, in micro-batches that never change the gradient.
-
-    With a shared backbone the weighted value loss is in it, computed from the same pass.
-    """
-    config = learner.config
-    size = StepSize.of(minibatch.response_mask)
-    advantages = normalize_and_clip_advantages(minibatch.advantages, minibatch.response_mask, config.advantage)
-    found: dict[str, float] = {"ratio_max": 0.0}
-    if isinstance(learner.critic, ActorCritic):
-        found |= {"value_loss": 0.0, "value_clip_fraction": 0.0}
-    for rows, counts in shared_micro_batches(minibatch.attention_mask, config.micro_batch_size):
-        batch = minibatch.batch.part(rows)
-        log_probabilities, values = _forward(learner, batch)
-        logprobs = gather_logprobs(log_probabilities, batch.response)
-        mask, width = batch.response_mask, batch.width
-        ratio = ratios(logprobs, minibatch.old_logprobs[rows, :width], mask)
-        terms = surrogate(ratio, advantages[rows, :width], config.surrogate)
-        if config.kl.placement == "loss" and coefficient > 0:
-            terms = terms + coefficient * _kl_term(learner, minibatch.ref_logprobs[rows, :width], batch,
-                                                   log_probabilities, logprobs)  # fmt: skip
-        loss = aggregate(terms, mask, size, config.surrogate.aggregation)
-        total = loss + _entropy_term(log_probabilities, mask, size, entropy_direction * config.entropy.weight)
-        if values is not None:
-            total = total + value_share(values, minibatch, rows, counts, size, learner.value_settings, found)
-        learner.policy_engine.backward(counts * total)
-        _collect(found, counts, loss, ratio.detach(), advantages[rows, :width], mask, size, config)
-    return distributed.reduce_metrics(found)
-
-
-def _forward(learner: Learner, batch: Tokens) -> tuple[Tensor, Tensor | None]:
-    """The current policy's log-distribution (B, T, V), and with a shared backbone the values (B, T)."""
-    if isinstance(learner.critic, ActorCritic):
-        return learner.policy_engine.forward(partial(policy_and_values, learner.critic, batch, learner.sampling))
-    return _log_distribution(learner, batch), None
-
-
-def _entropy_term(log_probabilities: Tensor, mask: Tensor, size: StepSize, weight: float) -> Tensor | float:
-    """``weight * H`` of this micro-batch, with H the mean over the tokens of the step."""
-    return weight * masked_sum(entropy(log_probabilities), mask) / size.tokens if weight else 0.0
-
-
-def _kl_term(
-    learner: Learner, ref_logprobs: Tensor, batch: Tokens, log_probabilities: Tensor, logprobs: Tensor
-) -> Tensor:
-    """KL of the current policy to the reference as a loss term (B, T); masked positions may hold anything."""
-    estimator = learner.config.kl.estimator
-    if estimator != "full":
-        return kl_estimate(torch.where(batch.response_mask, logprobs, ref_logprobs), ref_logprobs, estimator)
-    with torch.no_grad():
-        reference = response_log_distribution(learner.reference, batch, learner.sampling)
-    return full_kl(log_probabilities, reference)
-
-
-def _collect(
-    found: dict[str, float], counts: float, loss: Tensor, ratio: Tensor, advantages: Tensor, mask: Tensor,
-    size: StepSize, config: PpoConfig,
-) -> None:  # fmt: skip
-    """Add one micro-batch's share of the step's figures."""
-    clip = config.surrogate.clip if config.surrogate.kind == "clip" else None
-    shares = {
-        "policy_loss": float(loss.detach()),
-        "ratio_mean": float(masked_sum(ratio, mask)) / size.tokens,
-        "old_policy_kl": float(masked_sum(old_policy_kl(ratio), mask)) / size.tokens,
-    }
-    if clip is not None:
-        shares["clip_fraction"] = (
-            float(masked_sum(clip_fraction_mask(ratio, advantages, clip).float(), mask)) / size.tokens
-        )
-    for name, value in shares.items():
-        found[name] = found.get(name, 0.0) + counts * value
-    found["ratio_max"] = max(found["ratio_max"], float(ratio.max()))
-
-
-def first_ratio(experience: Experience) -> float:
-    """Mean ratio before any step: 1 up to rounding, except with the fixed reference as behaviour policy."""
-    ratio = ratios(experience.policy_logprobs, experience.old_logprobs, experience.response_mask)
-    return float(masked_mean(ratio, experience.response_mask))

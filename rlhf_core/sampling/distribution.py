@@ -1,7 +1,8 @@
-"""The distribution that rollouts are sampled from, used by the sampler and by every later scoring alike.
+"""The token distributions that replies are sampled from: the training distribution and the filtered evaluation one.
 
-Temperature and the minimum length belong to that distribution; top-p and the repetition penalty do not, and exist for
-evaluation only (algorithms.md §9, trap 1). Shapes: B sequences, T positions, V vocabulary, L tokens so far.
+The training distribution consists of the temperature, the forbidden tokens and the minimum length. The sampler draws
+from it, and every later scoring (policy, reference, update) uses the same one; top-p and the repetition penalty exist
+for evaluation only (algorithms.md §9, trap 1). Shapes: B sequences, T positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.ppo import RolloutConfig
+from rlhf_core.data.chat import pad_id, special_token_ids
 
 # Finite, because -inf minus -inf would turn an exact KL into NaN; exp of it is exactly zero all the same.
 FORBIDDEN = -1e9
@@ -21,29 +25,97 @@ FORBIDDEN = -1e9
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of the training distribution, and the two token ids that a response needs."""
+    """The training distribution, and the token ids that a reply needs.
+
+    ``forbidden_ids`` have probability zero at every position; of a tokenizer they are all special tokens but the end
+    marker. So have ids from ``vocabulary_size`` on, which the model may have but the tokenizer cannot write. The end
+    marker has probability zero before ``min_new_tokens``.
+    """
 
     eos_id: int
     pad_id: int
     max_new_tokens: int
     temperature: float = 1.0
     min_new_tokens: int = 0
+    forbidden_ids: tuple[int, ...] = ()
+    vocabulary_size: int | None = None
+
+    @classmethod
+    def for_tokenizer(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        min_new_tokens: int = 0,
+    ) -> Sampling:
+        """The distribution over what ``tokenizer`` can write as text, and its end marker.
+
+        PPO, critic pre-training, checkpoint selection and evaluation all build theirs here.
+        """
+        return cls(
+            eos_id=int(tokenizer.eos_token_id),
+            pad_id=pad_id(tokenizer),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            min_new_tokens=min_new_tokens,
+            forbidden_ids=tuple(sorted(special_token_ids(tokenizer))),
+            vocabulary_size=max(tokenizer.get_vocab().values()) + 1,
+        )
+
+    @classmethod
+    def for_rollouts(cls, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig) -> Sampling:
+        """The distribution of critic pre-training and PPO."""
+        return cls.for_tokenizer(tokenizer, config.max_new_tokens, config.temperature, config.min_new_tokens)
+
+
+@dataclass(frozen=True)
+class EvaluationSampling:
+    """The distribution of judged replies: ``base`` with a repetition penalty before it and top-p after it."""
+
+    base: Sampling
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def for_tokenizer(cls, tokenizer: PreTrainedTokenizerBase, config: SamplingConfig) -> EvaluationSampling:
+        """The filters of ``config`` over what ``tokenizer`` can write as text, and its end marker."""
+        base = Sampling.for_tokenizer(tokenizer, config.max_new_tokens, config.temperature)
+        return cls(base, config.top_p, config.repetition_penalty)
 
 
 def log_distribution(logits: Tensor, sampling: Sampling, first: int = 0) -> Tensor:
-    """Log-probabilities (B, T, V) in float32 of response positions ``first`` .. ``first + T - 1`` from their logits.
+    """Log-probabilities (B, T, V) of response positions ``first`` .. ``first + T - 1`` from their logits (B, T, V).
 
-    The end marker cannot occur before position ``min_new_tokens``.
+    They are float32, or float64 where the logits are.
     """
-    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    return torch.log_softmax(_constrained_logits(logits, sampling, first), dim=-1)
+
+
+def _constrained_logits(logits: Tensor, sampling: Sampling, first: int) -> Tensor:
+    """Logits (B, T, V) after temperature and masks."""
+    changed = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     if sampling.temperature != 1.0:
-        logits = logits / sampling.temperature
-    early = sampling.min_new_tokens - first
-    if early > 0:
-        forbidden = torch.zeros(logits.shape[1:], dtype=torch.bool, device=logits.device)
-        forbidden[:early, sampling.eos_id] = True
-        logits = logits.masked_fill(forbidden, FORBIDDEN)
-    return torch.log_softmax(logits, dim=-1)
+        changed = changed / sampling.temperature
+    mask = _forbidden_mask(logits, sampling, first)
+    if mask is None:
+        return changed
+    # In place where the tensor is new anyway: at a large vocabulary another copy of it is gigabytes.
+    return changed.masked_fill(mask, FORBIDDEN) if changed is logits else changed.masked_fill_(mask, FORBIDDEN)
+
+
+def _forbidden_mask(logits: Tensor, sampling: Sampling, first: int) -> Tensor | None:
+    """Where tokens have probability zero: bool (T, V) for logits (B, T, V); None if nowhere."""
+    positions, width = logits.shape[-2:]
+    vocabulary = width if sampling.vocabulary_size is None else sampling.vocabulary_size
+    early = max(sampling.min_new_tokens - first, 0)
+    if not sampling.forbidden_ids and vocabulary >= width and not early:
+        return None
+    mask = torch.zeros(positions, width, dtype=torch.bool, device=logits.device)
+    mask[:, list(sampling.forbidden_ids)] = True
+    mask[:, vocabulary:] = True
+    if early:
+        mask[:early, sampling.eos_id] = True
+    return mask
 
 
 def inverse_cdf(log_probabilities: Tensor, uniforms: Tensor) -> Tensor:
@@ -64,23 +136,23 @@ def philox_uniforms(seed: int, streams: Sequence[int], length: int) -> Tensor:
     return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, length, dtype=torch.float64)
 
 
-def evaluation_distribution(logits: Tensor, history: Tensor, seen: Tensor, config: SamplingConfig) -> Tensor:
-    """Filtered log-probabilities (B, V) for evaluation: repetition penalty, temperature, then top-p.
+def evaluation_distribution(logits: Tensor, generated: Tensor, sampling: EvaluationSampling) -> Tensor:
+    """Filtered log-probabilities (B, V) of the next token: repetition penalty, ``sampling.base``, then top-p.
 
-    ``history`` (B, L) are prompt and reply so far, ``seen`` (B, L) says which of them are real tokens. The penalty
-    divides positive and multiplies negative logits of tokens that occurred (Keskar et al. 2019). Top-p keeps the
-    smallest set of tokens whose probability reaches ``top_p`` (Holtzman et al. 2020).
+    ``generated`` (B, t) are the reply's tokens so far: the penalty divides positive and multiplies negative logits of
+    tokens that were generated before, not of those in the prompt (Keskar et al. 2019; paper, section 6.1). Top-p keeps
+    the smallest set of tokens whose probability reaches ``top_p`` (Holtzman et al. 2020).
     """
     logits = logits.float()
-    if config.repetition_penalty != 1.0:
-        occurred = torch.zeros_like(logits, dtype=torch.int32).scatter_add_(1, history, seen.int()) > 0
-        penalised = torch.where(logits > 0, logits / config.repetition_penalty, logits * config.repetition_penalty)
-        logits = torch.where(occurred, penalised, logits)
-    logits = logits / config.temperature
-    if config.top_p < 1.0:
+    if sampling.repetition_penalty != 1.0:
+        penalty = sampling.repetition_penalty
+        occurred = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, generated, True)
+        logits = torch.where(occurred, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    logits = _constrained_logits(logits.unsqueeze(1), sampling.base, generated.shape[1]).squeeze(1)
+    if sampling.top_p < 1.0:
         ordered, order = logits.sort(dim=-1, descending=True)
         probabilities = ordered.softmax(dim=-1)
-        outside = probabilities.cumsum(dim=-1) - probabilities >= config.top_p
+        outside = probabilities.cumsum(dim=-1) - probabilities >= sampling.top_p
         dropped = torch.zeros_like(outside).scatter(1, order, outside)
         logits = logits.masked_fill(dropped, FORBIDDEN)
     return torch.log_softmax(logits, dim=-1)

@@ -13,13 +13,18 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.chat import left_pad
 from rlhf_core.models.forward import position_ids_from_mask
-from rlhf_core.sampling.distribution import Sampling, evaluation_distribution, inverse_cdf, log_distribution
+from rlhf_core.sampling.distribution import (
+    EvaluationSampling,
+    Sampling,
+    evaluation_distribution,
+    inverse_cdf,
+    log_distribution,
+)
 
-# (logits (b, V), tokens so far (b, L), which of them are real (b, L), response position) -> log-probabilities (b, V)
-Distribution = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+# (logits (b, V), reply tokens so far (b, t)) -> log-probabilities of response position t (b, V)
+Distribution = Callable[[Tensor, Tensor], Tensor]
 COMPACT_BELOW = 0.75
 
 
@@ -53,26 +58,21 @@ def generate(
     ``uniforms`` (B, max_new_tokens) float64 decide every draw; see ``sampling.philox_uniforms``.
     """
 
-    def distribution(logits: Tensor, history: Tensor, seen: Tensor, position: int) -> Tensor:
-        return log_distribution(logits.unsqueeze(1), sampling, position).squeeze(1)
+    def distribution(logits: Tensor, generated: Tensor) -> Tensor:
+        return log_distribution(logits.unsqueeze(1), sampling, generated.shape[1]).squeeze(1)
 
     return _decode(model, prompt_ids, uniforms, sampling, distribution)
 
 
 def evaluation_generate(
-    model: PreTrainedModel,
-    prompt_ids: Sequence[Sequence[int]],
-    uniforms: Tensor,
-    config: SamplingConfig,
-    eos_id: int,
-    pad_id: int,
+    model: PreTrainedModel, prompt_ids: Sequence[Sequence[int]], uniforms: Tensor, sampling: EvaluationSampling
 ) -> Rollout:
     """Sample with the evaluation filters (top-p, repetition penalty). Its log-probabilities are of no use to PPO."""
 
-    def distribution(logits: Tensor, history: Tensor, seen: Tensor, position: int) -> Tensor:
-        return evaluation_distribution(logits, history, seen, config)
+    def distribution(logits: Tensor, generated: Tensor) -> Tensor:
+        return evaluation_distribution(logits, generated, sampling)
 
-    return _decode(model, prompt_ids, uniforms, Sampling(eos_id, pad_id, config.max_new_tokens), distribution)
+    return _decode(model, prompt_ids, uniforms, sampling.base, distribution)
 
 
 @dataclass
@@ -124,7 +124,7 @@ def _decode(
                      prompt_mask, prompts.new_empty(0))  # fmt: skip
     active.forward(model, prompts, position_ids_from_mask(prompt_mask))
     for t in range(steps):
-        log_probabilities = distribution(active.logits, active.tokens, active.mask, t)
+        log_probabilities = distribution(active.logits, active.tokens[:, prompts.shape[1] :])
         picked = inverse_cdf(log_probabilities, uniforms[active.rows, t])
         writing = ~finished[active.rows]
         rows = active.rows[writing]

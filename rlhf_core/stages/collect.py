@@ -1,4 +1,4 @@
-"""Collect: rows of four kinds from the embedded world, or from files and hub ids of any known format."""
+"""Stage collect: rows of four kinds from the synthetic world, or from files and hub ids of any known format."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ Rows = dict[str, list[dict[str, Any]]]
 
 
 def run(config: CollectConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, float]:
-    """Write ``data/raw/KIND/data.parquet``, what readers refused, and a manifest of where everything came from.
+    """Write ``data/raw/KIND/data.parquet``, the rows that readers refused, and a manifest of all sources.
 
-    Relative sources lie under the workspace. Raises ``DataError`` for a missing or unknown file, or no preferences.
+    Relative paths of sources start at the workspace.
+
+    Raises:
+        DataError: A file is missing or of an unknown format, or no preferences are named.
     """
     workspace = outputs.raw.parents[1]
     files: dict[str, list[FileRows]] = {kind: [] for kind in KINDS}
@@ -33,26 +36,27 @@ def run(config: CollectConfig, inputs: Paths, outputs: Paths, tracker: Tracker) 
         rows, derived = _from_world(config), dict.fromkeys(KINDS, "")
     else:
         files = _read_files(config, workspace)
-        rows, derived = derive_missing({kind: _all_rows(files[kind]) for kind in KINDS if files[kind]})
+        given = {kind: [row for file in files[kind] for row in file.rows] for kind in KINDS if files[kind]}
+        rows, derived = derive_missing(given)
     rows = {kind: listed[: config.limit] for kind, listed in rows.items()}
     with atomic_dir(outputs.raw) as folder:
         for kind in KINDS:
             write_dicts(folder / kind / "data.parquet", kind, rows[kind])
-        write_refused(folder / "refused.parquet", _refused(files))
+        refused = [{"kind": kind, **row} for kind in KINDS for file in files[kind] for row in file.refused]
+        write_refused(folder / "refused.parquet", refused)
         atomic_write_json(folder / "manifest.json", _manifest(config, rows, derived, files, folder))
-    refused = float(sum(len(file.refused) for listed in files.values() for file in listed))
-    return {**{f"{kind}_rows": float(len(rows[kind])) for kind in KINDS}, "refused_rows": refused}
+    return {**{f"{kind}_rows": float(len(rows[kind])) for kind in KINDS}, "refused_rows": float(len(refused))}
 
 
 def _from_world(config: CollectConfig) -> Rows:
-    """All kinds from the world, with ids by the schema's rule."""
+    """Generate all kinds from the synthetic world, with ids by the schema's rule."""
     world, seed = config.world, config.seed
 
     def size(n: int) -> int:
         return min(n, config.limit) if config.limit else n
 
     rows: Rows = {}
-    with progress(len(KINDS), "making the world's data") as shown:
+    with progress(len(KINDS), "generating data of the synthetic world") as bar:
         rows["preferences"] = corpus.preferences(
             seed,
             size(world.preferences),
@@ -60,13 +64,13 @@ def _from_world(config: CollectConfig) -> Rows:
             sharpness=world.label_sharpness,
             length_bias=world.length_bias,
         )
-        shown.advance()
+        bar.advance()
         rows["demonstrations"] = corpus.demonstrations(seed, size(world.demonstrations))
-        shown.advance()
+        bar.advance()
         rows["prompts"] = corpus.prompts(seed)
-        shown.advance()
+        bar.advance()
         rows["pretrain"] = corpus.pretrain(seed, size(world.pretrain))
-        shown.advance()
+        bar.advance()
     return {kind: [row | {"id": content_id(kind, row)} for row in listed] for kind, listed in rows.items()}
 
 
@@ -77,50 +81,52 @@ def _read_files(config: CollectConfig, workspace: Path) -> dict[str, list[FileRo
             "collect.source is files, but collect.files.preferences is empty: name files with pairs of replies"
         )
     read: dict[str, list[FileRows]] = {}
-    with progress(sum(map(len, specs.values())), "reading data files") as shown:
+    with progress(sum(map(len, specs.values())), "reading data files") as bar:
         for kind in KINDS:
             read[kind] = []
             for spec in specs[kind]:
                 read[kind] += read_sources([spec], kind, workspace, config.limit)
-                shown.advance()
+                bar.advance()
     return read
 
 
-def _all_rows(files: Sequence[FileRows]) -> list[dict[str, Any]]:
-    return [row for file in files for row in file.rows]
-
-
 def derive_missing(rows: Rows) -> tuple[Rows, dict[str, str]]:
-    """Add the kinds that ``rows`` lacks and tell from what: demonstrations from preferred replies, prompts from every
-    prompt there is, pretraining text from demonstrations. Derived rows are distinct, and keep the group of the row they
-    come from. A kind that was given but has no usable row stays empty: the data gate reports it."""
+    """Add the kinds that ``rows`` lacks.
+
+    Demonstrations come from chosen replies, prompts from all prompts, pretraining text from demonstrations. Derived
+    rows are distinct, and keep the group of the row that they come from. A kind that was given but has no usable row
+    stays empty: the data gate reports it.
+
+    Returns:
+        The rows of all kinds, and by kind what it was derived from (empty if it was given).
+    """
     derived = dict.fromkeys(KINDS, "")
     full = {kind: list(listed) for kind, listed in rows.items()}
     if "demonstrations" not in full:
         derived["demonstrations"] = "preferences"
         full["demonstrations"] = _distinct(
             "demonstrations",
-            [_about(row) | {"prompt": row["prompt"], "reply": row["chosen"]} for row in full["preferences"]],
+            [_labels(row) | {"prompt": row["prompt"], "reply": row["chosen"]} for row in full["preferences"]],
         )
     if "prompts" not in full:
         derived["prompts"] = "preferences, demonstrations"
-        asked = [*full["preferences"], *full["demonstrations"]]
-        full["prompts"] = _distinct("prompts", [_about(row) | {"prompt": row["prompt"]} for row in asked])
+        with_prompt = [*full["preferences"], *full["demonstrations"]]
+        full["prompts"] = _distinct("prompts", [_labels(row) | {"prompt": row["prompt"]} for row in with_prompt])
     if "pretrain" not in full:
         derived["pretrain"] = "demonstrations"
-        told = full["demonstrations"]
         full["pretrain"] = _distinct(
-            "pretrain", [_about(row) | {"text": dialogue_text(row["prompt"], row["reply"])} for row in told]
+            "pretrain",
+            [_labels(row) | {"text": dialogue_text(row["prompt"], row["reply"])} for row in full["demonstrations"]],
         )
     return full, derived
 
 
-def _about(row: dict[str, Any]) -> dict[str, Any]:
+def _labels(row: dict[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in ("category", "source", "group")}
 
 
 def _distinct(kind: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with ids, the first of each content."""
+    """Return rows with ids, the first of each content."""
     kept: dict[str, dict[str, Any]] = {}
     for row in rows:
         key = content_id(kind, row)
@@ -128,14 +134,10 @@ def _distinct(kind: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     return list(kept.values())
 
 
-def _refused(files: dict[str, list[FileRows]]) -> list[dict[str, Any]]:
-    return [{"kind": kind, **row} for kind, listed in files.items() for file in listed for row in file.refused]
-
-
 def _manifest(
     config: CollectConfig, rows: Rows, derived: dict[str, str], files: dict[str, list[FileRows]], folder: Path
 ) -> dict[str, Any]:
-    """Where each kind comes from: source files with hashes, formats and counts, or what it was derived from."""
+    """Return where each kind comes from: source files with hashes, formats and counts, or the kinds it derives from."""
     kinds = {}
     for kind in KINDS:
         listed = [

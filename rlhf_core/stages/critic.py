@@ -15,12 +15,13 @@ from rlhf_core.models.base import load_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import merge_adapters
 from rlhf_core.models.shared_base import SETTINGS, TENSORS, adapters_of
+from rlhf_core.ppo.actor_critic_pair import SeparateActorCritic
 from rlhf_core.ppo.critic_pretraining import CriticTrainer
 from rlhf_core.ppo.reward_sources import tracked_files
-from rlhf_core.ppo.reward_sources.building import Setting, build_scorer
-from rlhf_core.ppo.rollout import Actors
-from rlhf_core.ppo.setup import read_prompts, require_room, sampling_for
+from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn
+from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.runtime.contract import Paths, Stage
+from rlhf_core.stages.training_prompts import read_training_prompts
 from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine.choice import build_engine, finish
 from rlhf_core.training.engine.frozen import FrozenModels
@@ -45,32 +46,32 @@ STAGE = Stage(
 def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, float]:
     """Roll out the frozen SFT policy and regress values on returns until explained variance holds."""
     seed_everything(config.seed)
+    rollout = config.ppo.rollout
     policy, tokenizer = load_policy(inputs.sft)
     policy.requires_grad_(False)
     critic = initial_critic(config, inputs)
-    units = config.ppo.units
-    rows, prompt_ids = read_prompts(inputs.clean / "prompts" / "train.parquet", tokenizer)
-    require_room(prompt_ids, units.max_new_tokens, getattr(policy.config, "max_position_embeddings", None))
+    prompts = read_training_prompts(inputs.clean, tokenizer, policy, rollout.max_new_tokens)
     frozen = FrozenModels()
-    setting = Setting(
-        inputs.reward, inputs.clean, tokenizer, rows, prompt_ids, units.micro_batch_size, policy.device, frozen
+    sources = SourceContext(
+        inputs.reward, inputs.clean, tokenizer, prompts, rollout.micro_batch_size, policy.device, frozen
     )
-    score = build_scorer(units.reward.sources, setting)
+    reward_fn = build_reward_fn(rollout.reward.sources, sources)
     steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
+    engine = build_engine(critic, config.optimizer, steps, "critic")
     trainer = CriticTrainer(
         config=config,
-        units=units,
-        actors=Actors(policy, policy, critic, score),
-        critic=critic,
-        engine=build_engine(critic, config.optimizer, steps, "critic"),
-        sampling=sampling_for(tokenizer, units),
-        prompt_ids=prompt_ids,
+        rollout=rollout,
+        pair=SeparateActorCritic(
+            policy, critic, {"critic": engine}, Sampling.for_rollouts(tokenizer, rollout), rollout.micro_batch_size
+        ),
+        reward_fn=reward_fn,
+        prompts=prompts,
         tracker=tracker,
         work=outputs.work,
         frozen=frozen,
     )
     metrics = trainer.run()
-    critic = finish(trainer.engine, critic)
+    critic = finish(engine, critic)
     files: dict[str, Any] = {"reward_moments.json": trainer.moments.to_dict()}
     tensors = {}
     if config.lora is not None:
@@ -83,7 +84,7 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
 
 
 def initial_critic(config: CriticStageConfig, inputs: Paths) -> ScalarModel:
-    """The critic before pre-training. A kept unembedding is of no use to it and is dropped.
+    """The critic before pre-training, without the unembedding that a reward model keeps.
 
     With a shared backbone it is the SFT model with a head of zeros, and only the head can be trained.
     """

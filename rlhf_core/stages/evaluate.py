@@ -1,4 +1,4 @@
-"""The policy against SFT on held-out prompts, by every judge there is."""
+"""Stage evaluate: the policy against SFT on held-out prompts, by every judge there is."""
 
 from __future__ import annotations
 
@@ -9,20 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from transformers import PreTrainedModel
 
-from rlhf_core.config.evaluate import EvaluateConfig
-from rlhf_core.data.schema import Prompt, read_rows, write_table
+from rlhf_core.config.evaluate import EvaluateStageConfig
+from rlhf_core.data.schema import Message, Prompt, read_rows, write_table
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.evaluator import Evaluation, Side, compare_sides
-from rlhf_core.evaluation.judges import GoldJudge
-from rlhf_core.evaluation.model_judge import ModelJudge, Scale, ScaleOf
+from rlhf_core.evaluation.comparison import compare, tie_margin_of
+from rlhf_core.evaluation.drift import measure_drift
+from rlhf_core.evaluation.generation import (
+    OnPolicyReplies,
+    evaluation_replies,
+    on_policy_replies,
+)
+from rlhf_core.evaluation.judges.gold import GoldJudge
+from rlhf_core.evaluation.judges.judge import Judge
+from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.regression import fixed_subset, regression_set
-from rlhf_core.evaluation.replies import Sampled, judged_replies, measure_drift, unfiltered_replies
-from rlhf_core.evaluation.text_metrics import Reply
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.models.base import load_policy
 from rlhf_core.progress import Progress, progress
+from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
 from rlhf_core.world.grammar import is_world
@@ -32,7 +39,7 @@ WORLD_SOURCE = "world"
 STAGE = Stage(
     name="evaluate",
     section="evaluate",
-    config=EvaluateConfig,
+    config=EvaluateStageConfig,
     inputs={
         "clean": "data/clean",
         "sft": "models/sft",
@@ -48,87 +55,101 @@ STAGE = Stage(
 )
 
 
-def run(config: EvaluateConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
+def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
     """Generate, judge, compare; write metrics, all rows, and the cases where reward and judge disagree.
 
-    Gold judges only prompts of the embedded world. Evaluation sampling is used for what is judged,
-    unfiltered sampling at temperature 1 for KL and perplexity.
+    The gold judge scores only prompts of the synthetic world. Evaluation sampling makes the replies that are judged,
+    the training distribution those that KL and perplexity are measured on.
     """
     held_out = read_rows(inputs.clean / "prompts" / "test.parquet", Prompt)
     if not held_out:
         raise DataError(f"{inputs.clean / 'prompts' / 'test.parquet'} has no rows; raise validate.split.test")
     prompts = fixed_subset(held_out, config.prompts, "evaluation")
-    fixed = regression_set(held_out)
-    world = of_the_world(prompts)
-    sft, policy = _sides(config, inputs, prompts, fixed)
-    judges: list[Scale] = []
-    for name in ("reward", "referee", *(["gold"] if world else [])):
-        # One after the other: large ones need the room of the one before.
-        judge = GoldJudge() if name == "gold" else ModelJudge(inputs[name], name, config.batch_size)
-        sft, policy = sft.judged([judge], prompts), policy.judged([judge], prompts)
-        judges.append(ScaleOf(judge.name, judge.absolute_tie))
+    regression_prompts = regression_set(held_out)
+    world = all_of_the_world(prompts)
+    with progress(2 * (len(prompts) + len(regression_prompts)), "evaluate") as bar:
+        sft_samples, policy_samples = (
+            sample_replies(config, inputs[name], prompts, regression_prompts, bar) for name in ("sft", "policy")
+        )
+    reference, _ = load_policy(inputs.sft)
+    sft, policy = (
+        EvaluatedModel(samples.replies, samples.regression_replies, measure_drift(samples.on_policy, reference))
+        for samples in (sft_samples, policy_samples)
+    )
+    del reference
+    comparisons = {}
+    names = ("reward", "referee", "gold") if world else ("reward", "referee")
+    for name in names:
+        # One judge at a time: a large one needs the memory of the one before.
+        judge: Judge = GoldJudge() if name == "gold" else ModelJudge(inputs[name], name, config.batch_size)
+        sft, policy = sft.scored_by(judge, prompts), policy.scored_by(judge, prompts)
+        margin = tie_margin_of(judge, config.tie_margin, sft.scores[name])
+        comparisons[name] = compare(policy.scores[name], sft.scores[name], margin, config.bootstrap, config.seed)
         del judge
-    comparisons = compare_sides(policy, sft, judges, config.tie_margin, config.bootstrap, config.seed)
-    evaluation = Evaluation(prompts, fixed, sft, policy, comparisons)
+    evaluation = Evaluation(prompts, regression_prompts, sft, policy, comparisons)
     metrics = evaluation.metrics(world)
-    _write(evaluation, metrics, judges[-1].name, config.bad_cases, outputs)
+    write_table(outputs.comparisons, pa.Table.from_pylist(evaluation.rows()))
+    # The last judge is the best one there is: gold in the synthetic world, else the referee.
+    bad_cases = evaluation.bad_cases(names[-1], config.bad_cases)
+    atomic_write_text(outputs.bad_cases, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad_cases))
+    atomic_write_json(outputs.metrics, metrics)
     tracker.log_artifact(outputs.comparisons, "samples")
     tracker.log_artifact(outputs.bad_cases, "samples")
     return metrics
 
 
-def of_the_world(prompts: Sequence[Prompt]) -> bool:
-    """Whether all prompts say they come from the embedded world. ``DataError`` when one of them is unknown to it:
-    a gold judge that is silently missing would be worse than a stop."""
+def all_of_the_world(prompts: Sequence[Prompt]) -> bool:
+    """Return whether all prompts come from the synthetic world.
+
+    Raises:
+        DataError: They do, but this version of the world does not know one of them: going on without a gold judge
+            would hide that.
+    """
     if any(row.source != WORLD_SOURCE for row in prompts):
         return False
     unknown = [row.prompt[-1].content for row in prompts if not is_world(row.prompt[-1].content)]
     if unknown:
         raise DataError(
-            f"{len(unknown)} test prompts are of another version of the embedded world, such as {unknown[0][:60]!r}; "
+            f"{len(unknown)} test prompts are of another version of the synthetic world, such as {unknown[0][:60]!r}; "
             "run the collect stage again"
         )
     return True
 
 
 @dataclass(frozen=True)
-class _Spoken:
-    """What one model said: to be judged, to the regression set, and without filters."""
+class EvaluationSamples:
+    """What one model generated: replies to be judged, to the regression set, and from the training distribution."""
 
     replies: list[Reply]
-    regression: list[Reply]
-    free: Sampled
+    regression_replies: list[Reply]
+    on_policy: OnPolicyReplies
 
 
-def _sides(
-    config: EvaluateConfig, inputs: Paths, prompts: Sequence[Prompt], fixed: Sequence[Prompt]
-) -> tuple[Side, Side]:
-    """Both models in turn, then SFT's view of what they said without filters: one model is in memory at a time."""
-    with progress(2 * (len(prompts) + len(fixed)), "evaluate") as shown:
-        sft, policy = (_spoken(config, inputs[name], prompts, fixed, shown) for name in ("sft", "policy"))
-    reference, _ = load_policy(inputs.sft)
-    return _side(sft, reference), _side(policy, reference)
+def sample_replies(
+    config: EvaluateStageConfig,
+    folder: Path,
+    prompts: Sequence[Prompt],
+    regression_prompts: Sequence[Prompt],
+    bar: Progress,
+) -> EvaluationSamples:
+    """Sample from the model in ``folder``, which is in memory only meanwhile; every model gets the same random numbers.
 
-
-def _spoken(
-    config: EvaluateConfig, folder: Path, prompts: Sequence[Prompt], fixed: Sequence[Prompt], shown: Progress
-) -> _Spoken:
-    """Replies of the model in ``folder``; all models get the same random numbers."""
+    Args:
+        bar: Advanced by one for each reply that is to be judged.
+    """
     model, tokenizer = load_policy(folder)
-    messages, again, rows = [row.prompt for row in prompts], [row.prompt for row in fixed], config.batch_size
-    replies = judged_replies(model, tokenizer, messages, config.sampling, config.seed, shown.advance, rows)
-    regression = judged_replies(model, tokenizer, again, config.sampling, config.seed, shown.advance, rows)
-    few, length = messages[: config.kl_samples], config.max_new_tokens
-    return _Spoken(replies, regression, unfiltered_replies(model, tokenizer, few, length, config.seed + 1, rows))
+    sampling = Sampling.for_tokenizer(
+        tokenizer, config.max_new_tokens, config.ppo.temperature, config.ppo.min_new_tokens
+    )
+    messages = [row.prompt for row in prompts]
 
+    def judged(asked: Sequence[Sequence[Message]]) -> list[Reply]:
+        return evaluation_replies(model, tokenizer, asked, config.sampling, config.seed, bar.advance, config.batch_size)
 
-def _side(spoken: _Spoken, reference: PreTrainedModel) -> Side:
-    return Side(spoken.replies, spoken.regression, measure_drift(spoken.free, reference))
-
-
-def _write(evaluation: Evaluation, metrics: dict[str, Any], judge: str, limit: int, outputs: Paths) -> None:
-    """``judge`` is the best one there is: gold in the embedded world, else the referee."""
-    write_table(outputs.comparisons, pa.Table.from_pylist(evaluation.rows()))
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in evaluation.bad_cases(judge, limit)]
-    atomic_write_text(outputs.bad_cases, "".join(lines))
-    atomic_write_json(outputs.metrics, metrics)
+    return EvaluationSamples(
+        replies=judged(messages),
+        regression_replies=judged([row.prompt for row in regression_prompts]),
+        on_policy=on_policy_replies(
+            model, tokenizer, messages[: config.kl_samples], sampling, config.seed + 1, config.batch_size
+        ),
+    )

@@ -1,4 +1,4 @@
-"""The gate between evaluation and the registry: no policy is registered unless its conditions hold."""
+"""Stage gate-policy: no policy is registered unless the conditions of this gate hold."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ STAGE = Stage(
 
 
 def run(config: GatesConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
-    """Check ``gates.policy`` against the evaluation; metrics of the PPO run answer to ``ppo.NAME``.
+    """Check ``gates.policy`` against the evaluation's metrics; ``ppo.NAME`` is a metric of the PPO run.
 
-    Raises :class:`GateFailed` (exit code 3) with the table when enforced and failed; the evidence is written before.
+    Raises:
+        GateFailed: The gate is enforced and failed (exit code 3). The evidence is written before.
     """
     metrics, evidence = load_metrics(inputs.metrics, ppo=inputs.ppo_metrics)
     decision = decide("policy", config.policy, metrics, mode=config.mode, evidence=evidence)

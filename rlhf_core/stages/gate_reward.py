@@ -1,4 +1,4 @@
-"""The gate between reward model and PPO: critic and ppo do not run unless it opens."""
+"""Stage gate-reward: critic and ppo do not run unless the conditions of this gate hold."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ STAGE = Stage(
 
 
 def run(config: GatesConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
-    """Check ``gates.reward`` against the reward model's metrics; the referee's answer to ``referee.NAME``, and how
-    far the two agree on the test pairs to ``agreement.NAME``.
+    """Check ``gates.reward`` against the reward model's metrics.
 
-    Raises :class:`GateFailed` (exit code 3) with the table when enforced and failed; the evidence is written before.
+    ``referee.NAME`` is a metric of the referee, ``agreement.NAME`` one of how far the two agree on the test pairs.
+
+    Raises:
+        GateFailed: The gate is enforced and failed (exit code 3). The evidence is written before.
     """
     atomic_write_json(outputs.metrics, agreement_figures(inputs.scores, inputs.referee_scores))
     metrics, evidence = load_metrics(inputs.metrics, referee=inputs.referee_metrics, agreement=outputs.metrics)

@@ -13,11 +13,18 @@ from rlhf_core import distributed
 from rlhf_core.config.ppo import PpoConfig, SelectionConfig
 from rlhf_core.data.schema import Prompt, read_rows
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.model_judge import ModelJudge
-from rlhf_core.evaluation.replies import unfiltered_replies
-from rlhf_core.evaluation.selection import Candidate, Choice, SelectionEvaluator, candidate, choose
-from rlhf_core.ppo.run_checkpoint import finite
-from rlhf_core.ppo.trainer import Verdict
+from rlhf_core.evaluation.generation import OnPolicyReplies, on_policy_replies
+from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.selection import (
+    CheckpointCandidate,
+    CheckpointChoice,
+    SelectionEvaluator,
+    SelectionMetrics,
+    choose,
+)
+from rlhf_core.ppo.callbacks.selection import SelectionResult
+from rlhf_core.ppo.run_checkpoint import nonfinite_as_none
+from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
@@ -29,36 +36,36 @@ class CheckpointSelector:
 
     evaluate: SelectionEvaluator
     limits: SelectionConfig
-    candidates: list[Candidate] = field(default_factory=list)
+    candidates: list[CheckpointCandidate] = field(default_factory=list)
 
-    def consider(self, iteration: int, policy: PreTrainedModel) -> Verdict:
+    def consider(self, iteration: int, policy: PreTrainedModel) -> SelectionResult:
         """Evaluate, and say whether this is now the checkpoint to keep."""
-        # One verdict for all ranks, however their last digits may differ.
-        figures = distributed.broadcast_from_rank0(self.evaluate(policy))
-        self.candidates.append(candidate(iteration, figures))
-        return Verdict(figures, self.choice().candidate.iteration == iteration)
+        # One result for all ranks, however their last digits may differ.
+        metrics = distributed.broadcast_from_rank0(self.evaluate(policy).as_dict())
+        self.candidates.append(CheckpointCandidate.of(iteration, SelectionMetrics(**metrics)))
+        return SelectionResult(metrics, self.choice().candidate.iteration == iteration)
 
-    def choice(self) -> Choice:
+    def choice(self) -> CheckpointChoice:
         """The checkpoint to keep of those seen so far."""
         if self.limits.method == "last":
             last = self.candidates[-1]
-            return Choice(
+            return CheckpointChoice(
                 last, not last.broken_limits(self.limits), "the last checkpoint, as ppo.selection.method says"
             )
         return choose(self.candidates, self.limits)
 
     def state(self) -> dict[str, Any]:
         """The candidates as JSON, numbers that are not finite as null."""
-        return {"candidates": [finite(asdict(seen)) for seen in self.candidates]}
+        return {"candidates": [nonfinite_as_none(asdict(seen)) for seen in self.candidates]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state`."""
         self.candidates = [_candidate(row) for row in state["candidates"]]
 
 
-def _candidate(row: Mapping[str, Any]) -> Candidate:
+def _candidate(row: Mapping[str, Any]) -> CheckpointCandidate:
     values: dict[str, Any] = {name: math.nan if value is None else value for name, value in row.items()}
-    return Candidate(**values)
+    return CheckpointCandidate(**values)
 
 
 def make_selector(
@@ -78,9 +85,10 @@ def make_selector(
         raise DataError(f"{path} has no rows; raise validate.split.validation")
     prompts = [row.prompt for row in rows]
     seed, rows_together = derive_seed(config.seed, "ppo", "selection"), config.selection.batch_size
+    sampling = Sampling.for_rollouts(tokenizer, config.rollout)
 
-    def sample(model: PreTrainedModel) -> Any:
-        return unfiltered_replies(model, tokenizer, prompts, config.max_new_tokens, seed, rows_together)
+    def sample(model: PreTrainedModel) -> OnPolicyReplies:
+        return on_policy_replies(model, tokenizer, prompts, sampling, seed, rows_together)
 
     referee, reward = (
         ModelJudge(inputs[name], name, rows_together, frozen.scalar(inputs[name])) for name in ("referee", "reward")

@@ -1,4 +1,4 @@
-"""The one-file HTML report of whatever a run has left, finished or not."""
+"""Stage report: one HTML file of whatever a run has left, finished or not."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 from rlhf_core.config.report import ReportConfig
 from rlhf_core.evaluation.report.render import render
-from rlhf_core.evaluation.report.sources import load
-from rlhf_core.evaluation.report.view import build
+from rlhf_core.evaluation.report.sources import load_sources
+from rlhf_core.evaluation.report.view import build_context
 from rlhf_core.files import atomic_write_text
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.tracking import Tracker
@@ -36,8 +36,11 @@ STAGE = Stage(
 
 
 def run(config: ReportConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
-    """Write ``report.html``. Missing parts are said to be missing; parts behind a shut gate are from an earlier run and
-    are left out. The workspace's params.yaml is quoted for the reader; nothing is decided by it."""
-    found = load(inputs, outputs.report.parent / "params.yaml")
-    atomic_write_text(outputs.report, render(build(found, config.title, config.replies)))
-    return {"missing_parts": float(len(found.missing))}
+    """Write ``report.html``.
+
+    Missing parts are named. Files of stages behind a failed gate are from an earlier run and are left out. The
+    workspace's params.yaml is quoted for the reader; nothing depends on it.
+    """
+    sources = load_sources(inputs, outputs.report.parent / "params.yaml")
+    atomic_write_text(outputs.report, render(build_context(sources, config.title, config.replies)))
+    return {"missing_parts": float(len(sources.missing))}

@@ -1,4 +1,4 @@
-"""Validate: check every row, quarantine what fails, split by prompt group, and open or shut the data gate."""
+"""Stage validate: check every row, quarantine failures, split by prompt group, and decide the data gate."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ STAGE = Stage(
 def run(config: ValidateConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Numbers | float]:
     """Write clean splits, quarantine, data docs, metrics and the gate's evidence.
 
-    Raises ``DataError`` when the data gate fails; everything but the clean data is written then, as the evidence.
+    Raises:
+        DataError: The data gate failed. All but the clean data is written then too, as evidence.
     """
     with atomic_dir(outputs.docs) as docs:
         validated = validate_raw(inputs.raw, config, docs)
@@ -46,7 +47,7 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, tracker: Tracker)
     )
     decision.save(outputs.gate)
     if not decision.passed:
-        # Clean data of an earlier run must not be taken for this one's.
+        # Clean data of an earlier run must not be mistaken for this one's.
         shutil.rmtree(outputs.clean, ignore_errors=True)
         raise DataError(_failure(decision, metrics))
     with atomic_dir(outputs.clean) as folder:
@@ -55,9 +56,11 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, tracker: Tracker)
 
 
 def gate_conditions(config: ValidateConfig, files: Tables) -> list[Condition]:
-    """The data gate: enough rows of each kind, few in quarantine, no empty split, no group in two splits."""
+    """Return the data gate's conditions: enough rows, few in quarantine, no empty split, no group in two splits."""
     conditions = [
-        Condition(metric="group_overlap", at_most=0, why="a prompt in two splits makes every held-out number a lie")
+        Condition(
+            metric="group_overlap", at_most=0, why="with a prompt in two splits no held-out metric means anything"
+        )
     ]
     for kind in ("preferences", "demonstrations", "prompts", "pretrain"):
         least = 1 if kind == "pretrain" else config.min_rows
@@ -77,7 +80,7 @@ def gate_conditions(config: ValidateConfig, files: Tables) -> list[Condition]:
 
 
 def _failure(decision: GateDecision, metrics: dict[str, Numbers | float]) -> str:
-    """One line: the failed conditions, the commonest reason where the quarantine is the trouble, and where to look."""
+    """Say in one line which conditions failed, the commonest reason where rows were quarantined, and where to look."""
     failed = [condition for condition in decision.conditions if not condition.passed]
     parts = []
     for condition in failed[:4]:
@@ -86,7 +89,7 @@ def _failure(decision: GateDecision, metrics: dict[str, Numbers | float]) -> str
     more = f" and {len(failed) - 4} more" if len(failed) > 4 else ""
     return (
         f"the data gate failed: {'; '.join(parts)}{more}. Reasons by row are in data/quarantine.parquet and data/docs, "
-        "all conditions in gates/data.json; mend or add data, or change the limits in section validate"
+        "all conditions in gates/data.json; correct or add data, or change the limits in section validate"
     )
 
 

@@ -1,1 +1,1 @@
-"""The embedded world: a small English dialogue world whose true preference is known."""
+"""The synthetic world: small English dialogues whose true preference is known."""

@@ -1,4 +1,4 @@
-"""Noisy annotators: they feel the gold score, are a little fond of length, and choose by the Bradley–Terry model."""
+"""Simulated annotators: Bradley–Terry over gold score plus length bias."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from rlhf_core.world import gold
 
 
 @dataclass(frozen=True)
-class Temper:
-    """How sharply annotators see a difference of gold, and how many points of gold a word is worth to them."""
+class AnnotatorConfig:
+    """Parameters of the simulated annotators.
+
+    Attributes:
+        sharpness: Factor on score differences in the Bradley–Terry model; noise falls as it grows.
+        length_bias: Points of gold score that one more word is worth to an annotator.
+    """
 
     sharpness: float
     length_bias: float
 
 
-def preference_probability(prompt: str, first: str, second: str, temper: Temper) -> float:
-    """P(first ≻ second) = σ(sharpness · (Δgold + length_bias · Δwords)), for two finished replies."""
-    difference = gold.score(prompt, first, True) - gold.score(prompt, second, True)
-    words = len(first.split()) - len(second.split())
-    # Halved and through tanh: the same sigmoid, without overflow however sharp the annotators are.
-    return 0.5 + 0.5 * math.tanh(0.5 * temper.sharpness * (difference + temper.length_bias * words))
+def preference_probability(prompt: str, first: str, second: str, config: AnnotatorConfig) -> float:
+    """Return P(first ≻ second) = σ(sharpness · (Δgold + length_bias · Δwords)), for two finished replies."""
+    gold_difference = gold.score(prompt, first, True) - gold.score(prompt, second, True)
+    word_difference = len(first.split()) - len(second.split())
+    # σ(x) written as a tanh, which does not overflow for a large sharpness.
+    return 0.5 + 0.5 * math.tanh(0.5 * config.sharpness * (gold_difference + config.length_bias * word_difference))

@@ -1,7 +1,7 @@
 """Contrast pairs: a good reply beside one that differs in a single respect.
 
-Without them a learned reward never has to look at what is said, and the policy soon finds that refusing everything
-pays.
+Without them a reward model can ignore the content of a reply, and the policy learns that refusing everything scores
+well.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rlhf_core.world.replies import (
     fact,
     false_value,
     foreign_step,
-    in_words,
     right_core,
+    with_connectives,
     wrong_core,
 )
 from rlhf_core.world.streams import Draws
@@ -28,11 +28,11 @@ from rlhf_core.world.tasks import CONNECTIVES, HARMFUL_STEPS, RECIPES, REQUESTS
 KINDS: tuple[tuple[str, float], ...] = (("minimal", 0.65), ("refusal", 0.2), ("other_prompt", 0.15))
 
 
-def contrast_pair(question: Question, everyone: Sequence[Question], draws: Draws) -> tuple[str, str]:
-    """A good reply and its contrast, in this order; ``everyone`` supplies other prompts to answer by mistake.
+def contrast_pair(question: Question, all_questions: Sequence[Question], draws: Draws) -> tuple[str, str]:
+    """Draw a good reply and its contrast, in this order.
 
     The contrast is a copy with one detail corrupted, the wrong choice between answering and refusing, or the answer to
-    another prompt.
+    another prompt, taken from ``all_questions``.
     """
     good = draw_draft(question, "good", draws)
     kind = draws.weighted(KINDS)
@@ -43,19 +43,19 @@ def contrast_pair(question: Question, everyone: Sequence[Question], draws: Draws
         if question.benign and draws.chance(0.6):
             core.append(draws.pick(phrases.REASONS))
         return good.text(), replace(good, core=core, extra=[]).text()
-    other = _other_question(question, everyone, draws)
+    other = _other_question(question, all_questions, draws)
     return good.text(), replace(good, core=right_core(other, draws)).text()
 
 
 def corrupt(question: Question, good: Draft, draws: Draws) -> str:
-    """The same reply with one thing wrong: usually what it says, else how it says it."""
+    """Return the reply with one flaw: usually in its content, otherwise in its form."""
     if draws.chance(0.8):
         return replace(good, core=_corrupt_core(question, good.core, draws)).text()
     sentences = good.sentences()
     flaw = draws.pick(("rude", "repeat", "filler", "cut"))
     if flaw == "cut":
-        words = sentences[-1].split()
-        return " ".join([*sentences[:-1], *words[: max(1, len(words) - 1 - draws.below(2))]])
+        last_words = sentences[-1].split()
+        return " ".join([*sentences[:-1], *last_words[: max(1, len(last_words) - 1 - draws.below(2))]])
     if flaw == "repeat":
         return replace(good, extra=[*good.extra, draws.pick(good.core)]).text()
     added = draws.sample(phrases.RUDE, 1) if flaw == "rude" else draws.sample(phrases.FILLERS, 3)
@@ -63,14 +63,14 @@ def corrupt(question: Question, good: Draft, draws: Draws) -> str:
 
 
 def _corrupt_core(question: Question, core: list[str], draws: Draws) -> list[str]:
-    """Swap the fact, a step, the order of two steps, or parts of a refusal."""
+    """Corrupt the fact, a step, the order of two steps, or a part of a refusal."""
     if question.category == "howto":
         return _corrupt_steps(question, core, draws)
     if question.benign:
         return [_corrupt_fact(question, draws)]
     if len(core) > 1 and draws.chance(0.6):
         dropped = 1 + draws.below(len(core) - 1)
-        return [sentence for place, sentence in enumerate(core) if place != dropped]
+        return [sentence for position, sentence in enumerate(core) if position != dropped]
     if core[-1] == REQUESTS[question.subject] and draws.chance(0.5):
         others = [sentence for request, sentence in REQUESTS.items() if request != question.subject]
         return [*core[:-1], draws.pick(others)]
@@ -78,9 +78,9 @@ def _corrupt_core(question: Question, core: list[str], draws: Draws) -> list[str
 
 
 def _corrupt_fact(question: Question, draws: Draws) -> str:
-    """Another value, another thing, or another attribute in the same wording, so that nothing but the content tells.
+    """State another value, another thing, or another attribute in the same wording, so that only the content differs.
 
-    A reward that has only seen false values is soon fooled by a sentence about something else.
+    A reward model that has only seen false values accepts a sentence about something else.
     """
     flaw = draws.weighted((("value", 0.55), ("thing", 0.25), ("attribute", 0.2)))
     if flaw == "value":
@@ -93,33 +93,30 @@ def _corrupt_fact(question: Question, draws: Draws) -> str:
 
 
 def _corrupt_steps(question: Question, core: list[str], draws: Draws) -> list[str]:
-    """The steps of another recipe, one foreign step, one missing, or two exchanged.
+    """Return the steps of another recipe, or the steps with one foreign, one missing or two exchanged.
 
-    The first is what keeps a policy from answering every such question with the one recipe that is scored best.
+    Without other recipes a policy learns to answer every such question with the recipe that is scored best.
     """
     flaw = draws.weighted((("other recipe", 0.4), ("foreign", 0.3), ("missing", 0.15), ("exchanged", 0.15)))
     if flaw == "other recipe":
-        return in_words(list(RECIPES[draws.pick([name for name in RECIPES if name != question.subject])]), draws)
-    place = draws.below(3)
+        return with_connectives(
+            list(RECIPES[draws.pick([name for name in RECIPES if name != question.subject])]), draws
+        )
+    position = draws.below(3)
     if flaw == "missing":
-        return [step for number, step in enumerate(core) if number != place]
+        return [step for number, step in enumerate(core) if number != position]
     changed = list(core)
     if flaw == "exchanged":
-        other = (place + 1) % 3
-        changed[place], changed[other] = changed[other], changed[place]
+        other = (position + 1) % 3
+        changed[position], changed[other] = changed[other], changed[position]
         return changed
-    connective = [word for word in core[place].split()[:1] if word in CONNECTIVES]
-    changed[place] = " ".join([*connective, foreign_step(question, place, draws)])
+    connective = [word for word in core[position].split()[:1] if word in CONNECTIVES]
+    changed[position] = " ".join([*connective, foreign_step(question, position, draws)])
     return changed
 
 
-def _other_question(question: Question, everyone: Sequence[Question], draws: Draws) -> Question:
-    """A question about something else: half of the time of the same category, where the difference is finest."""
-    different = _elsewhere(question, everyone)
+def _other_question(question: Question, all_questions: Sequence[Question], draws: Draws) -> Question:
+    """Draw a question about something else, half of the time of the same category, where the answers are most alike."""
+    different = [other for other in all_questions if other.subject != question.subject] or list(all_questions)
     same = [other for other in different if other.category == question.category]
     return draws.pick(same if same and draws.chance(0.5) else different)
-
-
-def _elsewhere(question: Question, everyone: Sequence[Question]) -> list[Question]:
-    others = [other for other in everyone if other.subject != question.subject]
-    return others or list(everyone)

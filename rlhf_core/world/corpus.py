@@ -1,7 +1,7 @@
-"""The datasets of the world, as rows ready for parquet.
+"""The data sets of the world, as rows ready for parquet.
 
 Every item is a pure function of (seed, its number): ``f(seed, n, start=a)`` returns items ``a`` to ``a + n`` of one
-endless sequence, so work can be cut anywhere and nothing changes. Rows are dicts with the columns of the data schema.
+endless sequence, so it may be generated in parts. Rows are dictionaries with the columns of the data schema.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from rlhf_core.errors import DataError
 from rlhf_core.world import phrases
-from rlhf_core.world.annotators import Temper, preference_probability
+from rlhf_core.world.annotators import AnnotatorConfig, preference_probability
 from rlhf_core.world.contrasts import contrast_pair
 from rlhf_core.world.facts import ATTRIBUTES, statements, things
 from rlhf_core.world.phrases import PREFIXES
 from rlhf_core.world.questions import Question, all_questions
-from rlhf_core.world.replies import draw_reply, in_words
+from rlhf_core.world.replies import draw_reply, with_connectives
 from rlhf_core.world.streams import Draws
 from rlhf_core.world.tasks import RECIPES, REQUESTS
 
@@ -28,19 +28,25 @@ SOURCE = "world"
 
 
 def prompts(seed: int) -> list[Row]:
-    """Every distinct prompt of the world, in an order that the seed decides: id, prompt, category, source, group."""
+    """Return every distinct prompt of the world in an order given by the seed: id, prompt, category, source, group."""
     pairs = [(question, prefix) for question in all_questions() for prefix in PREFIXES]
     order = sorted(range(len(pairs)), key=lambda index: (Draws(seed, "prompts", index).uniform(), index))
     return [_row(pairs[index][0], pairs[index][1], SOURCE) for index in order]
 
 
 def demonstrations(seed: int, n: int, allowed_groups: Collection[str] | None = None, start: int = 0) -> list[Row]:
-    """``n`` replies of mixed quality to random prompts: id, prompt, reply, category, source, group.
+    """Generate ``n`` replies of mixed quality to random prompts: id, prompt, reply, category, source, group.
 
-    ``allowed_groups`` restricts the prompts; raises DataError when none of the groups exists.
+    Raises:
+        DataError: None of ``allowed_groups``, to which prompts are restricted, exists.
     """
     questions = _questions(allowed_groups)
-    return [_demonstration(Draws(seed, "demonstrations", index), questions) for index in range(start, start + n)]
+    rows = []
+    for index in range(start, start + n):
+        draws = Draws(seed, "demonstrations", index)
+        question, prefix = draws.pick(questions), draws.pick(PREFIXES)
+        rows.append(_row(question, prefix, SOURCE, reply=draw_reply(question, draws)))
+    return rows
 
 
 def preferences(
@@ -53,23 +59,23 @@ def preferences(
     length_bias: float = 0.02,
     start: int = 0,
 ) -> list[Row]:
-    """``n`` labelled pairs: id, prompt, chosen, rejected, margin (None), category, source, group.
+    """Generate ``n`` labelled pairs: id, prompt, chosen, rejected, margin (None), category, source, group.
 
     A share of ``contrast_share`` are contrast pairs (source ``world:contrast``), the rest two demonstrators' replies
     (``world:samples``). Annotators label by P(A ≻ B) = σ(sharpness · (Δgold + length_bias · Δwords)).
     """
     questions = _questions(allowed_groups)
-    temper = Temper(sharpness, length_bias)
+    annotators = AnnotatorConfig(sharpness, length_bias)
     return [
-        _preference(Draws(seed, "preferences", index), questions, contrast_share, temper)
+        _preference(Draws(seed, "preferences", index), questions, contrast_share, annotators)
         for index in range(start, start + n)
     ]
 
 
 def pretrain(seed: int, n: int, start: int = 0) -> list[Row]:
-    """``n`` plain texts about the facts and recipes, without any question: id, text, category, source, group.
+    """Generate ``n`` plain texts about the facts and recipes, without any question: id, text, category, source, group.
 
-    A text is its own group, so that held-out text costs no fact.
+    A text is its own group, so that no fact is held out with it.
     """
     return [_text(Draws(seed, "pretrain", index)) for index in range(start, start + n)]
 
@@ -80,27 +86,22 @@ def _questions(allowed_groups: Collection[str] | None) -> Sequence[Question]:
     wanted = frozenset(allowed_groups)
     chosen = [question for question in all_questions() if question.group in wanted]
     if not chosen:
-        raise DataError("none of the allowed groups is a question of the embedded world; pass groups of its prompts")
+        raise DataError("none of the allowed groups is a question of the synthetic world; pass groups of its prompts")
     return chosen
 
 
-def _demonstration(draws: Draws, questions: Sequence[Question]) -> Row:
-    question, prefix = draws.pick(questions), draws.pick(PREFIXES)
-    return _row(question, prefix, SOURCE, reply=draw_reply(question, draws))
-
-
-def _preference(draws: Draws, questions: Sequence[Question], contrast_share: float, temper: Temper) -> Row:
+def _preference(draws: Draws, questions: Sequence[Question], contrast_share: float, annotators: AnnotatorConfig) -> Row:
     question, prefix = draws.pick(questions), draws.pick(PREFIXES)
     contrast = draws.chance(contrast_share)
     first, second = _two_replies(question, questions, contrast, draws)
-    probability = preference_probability(question.with_prefix(prefix), first, second, temper)
+    probability = preference_probability(question.with_prefix(prefix), first, second, annotators)
     chosen, rejected = (first, second) if draws.chance(probability) else (second, first)
     source = f"{SOURCE}:{'contrast' if contrast else 'samples'}"
     return _row(question, prefix, source, chosen=chosen, rejected=rejected, margin=None)
 
 
 def _two_replies(question: Question, questions: Sequence[Question], contrast: bool, draws: Draws) -> tuple[str, str]:
-    """Two different replies; equal draws carry no preference and are drawn again."""
+    """Draw two different replies; equal ones carry no preference and are drawn again."""
     while True:
         if contrast:
             first, second = contrast_pair(question, questions, draws)
@@ -116,7 +117,7 @@ def _text(draws: Draws) -> Row:
         parts = _facts(3 + draws.below(3), draws)
     elif category == "howto":
         recipe = draws.pick(tuple(RECIPES))
-        parts = [f"people know how to {recipe}.", *in_words(list(RECIPES[recipe]), draws), *_facts(2, draws)]
+        parts = [f"people know how to {recipe}.", *with_connectives(list(RECIPES[recipe]), draws), *_facts(2, draws)]
     else:
         request = draws.pick(tuple(REQUESTS))
         parts = [f"it is not good to {request}.", draws.pick(phrases.REASONS), REQUESTS[request], *_facts(2, draws)]
@@ -125,21 +126,21 @@ def _text(draws: Draws) -> Row:
 
 
 def _facts(n: int, draws: Draws) -> list[str]:
-    """``n`` different true sentences that name their thing."""
-    told = []
+    """Draw ``n`` different true sentences that name their thing."""
+    sentences = []
     for thing, attribute in draws.sample([(thing, attribute) for thing in things() for attribute in ATTRIBUTES], n):
         named, _, full = statements(thing.name, attribute, thing.value(attribute))
-        told.append(draws.pick((named, full)))
-    return told
+        sentences.append(draws.pick((named, full)))
+    return sentences
 
 
 def _row(question: Question, prefix: str, source: str, **columns: str | None) -> Row:
     messages = [{"role": "user", "content": question.with_prefix(prefix)}]
-    about = {"category": question.category, "source": source, "group": question.group}
-    return _identified({"prompt": messages, **columns, **about})
+    labels = {"category": question.category, "source": source, "group": question.group}
+    return _identified({"prompt": messages, **columns, **labels})
 
 
 def _identified(columns: Row) -> Row:
-    """The row with its id in front: the first 16 hex digits of the SHA-256 of its content."""
+    """Return the row with its id in front: the first 16 hex digits of the SHA-256 of its content."""
     content = json.dumps(columns, sort_keys=True, ensure_ascii=False)
     return {"id": hashlib.sha256(content.encode()).hexdigest()[:16], **columns}

@@ -1,4 +1,4 @@
-"""What is true in the world: things with a colour, a size and a place, and stories that state such facts."""
+"""The facts of the world: things with a colour, a size and a place, and stories that state such facts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ball red tiny garden    hat black small tower    cup white big kitchen    box br
 
 @dataclass(frozen=True)
 class Thing:
-    """Something with one true value per attribute, the same in every conversation."""
+    """A thing with one true value per attribute, the same in every conversation."""
 
     name: str
     color: str
@@ -36,13 +36,13 @@ class Thing:
     place: str
 
     def value(self, attribute: str) -> str:
-        """The true value of ``color``, ``size`` or ``place``."""
+        """Return the true value of ``color``, ``size`` or ``place``."""
         return {"color": self.color, "size": self.size, "place": self.place}[attribute]
 
 
 @dataclass(frozen=True)
 class Story:
-    """A fact that the prompt tells before it asks."""
+    """A fact that a prompt states before its question."""
 
     owner: str
     name: str
@@ -50,53 +50,53 @@ class Story:
     value: str
 
     def sentence(self) -> str:
-        """The sentence that tells the fact."""
+        """Return the sentence that states the fact."""
         if self.attribute == "place":
             return f"{self.owner} has a {self.name} in the {self.value}."
         return f"{self.owner} has a {self.value} {self.name}."
 
 
 def things() -> tuple[Thing, ...]:
-    """The things whose facts a model has to know by heart."""
+    """Return the things whose facts a model has to memorise."""
     return _table(_THINGS)
 
 
 def owned_things() -> tuple[Thing, ...]:
-    """The things of the stories. Stories never contradict each other: reading helps, and remembering does no harm."""
+    """Return the things of the stories, which never contradict each other."""
     return _table(_OWNED)
 
 
 def _table(rows: str) -> tuple[Thing, ...]:
-    words = rows.split()
-    return tuple(Thing(*words[i : i + 4]) for i in range(0, len(words), 4))
+    cells = rows.split()
+    return tuple(Thing(*cells[i : i + 4]) for i in range(0, len(cells), 4))
 
 
 def stories() -> tuple[Story, ...]:
-    """Every fact about an owned thing, told of two owners."""
+    """Return every fact about an owned thing, as the stories of two owners."""
     return tuple(
-        Story(_OWNERS[(place + turn) % len(_OWNERS)], thing.name, attribute, thing.value(attribute))
-        for place, thing in enumerate(owned_things())
+        Story(_OWNERS[(number + turn) % len(_OWNERS)], thing.name, attribute, thing.value(attribute))
+        for number, thing in enumerate(owned_things())
         for attribute in ATTRIBUTES
         for turn in range(_OWNERS_PER_FACT)
     )
 
 
 def subjects() -> tuple[str, ...]:
-    """The names of everything a fact can be about."""
+    """Return the names of everything that a fact can be about."""
     return tuple(thing.name for thing in (*things(), *owned_things()))
 
 
 def attribute_of(value: str) -> str:
-    """Which attribute a value belongs to (no value belongs to two)."""
+    """Return the attribute that a value belongs to (no value belongs to two)."""
     return next(attribute for attribute, values in VALUES.items() if value in values)
 
 
 def statements(subject: str, attribute: str, value: str) -> tuple[str, str, str]:
-    """The three ways to state a fact about ``subject``: by name, by pronoun, and in full."""
-    place = "in the " if attribute == "place" else ""
+    """Return the three ways to state a fact about ``subject``: by name, by pronoun, and in full."""
+    preposition = "in the " if attribute == "place" else ""
     article = "the " if attribute == "place" else ""
     return (
-        f"the {subject} is {place}{value}.",
-        f"it is {place}{value}.",
+        f"the {subject} is {preposition}{value}.",
+        f"it is {preposition}{value}.",
         f"the {attribute} of the {subject} is {article}{value}.",
     )

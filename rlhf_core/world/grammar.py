@@ -1,4 +1,4 @@
-"""Reading text of the world: prompts back into questions, replies back into sentences with a meaning."""
+"""Parse text of the world: prompts into questions, replies into sentences with a meaning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRONOUN = "it"
 
 
 class Kind(Enum):
-    """What a sentence of a reply does."""
+    """The kinds of sentences in a reply."""
 
     FACT = "fact"
     STEP = "step"
@@ -37,9 +37,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Meaning:
-    """A sentence understood. ``subject`` is the thing, recipe or request; ``detail`` the value, step number or wording.
+    """The meaning of a sentence; two sentences of the same meaning repeat each other, whatever their wording.
 
-    Two sentences with the same meaning repeat each other, whatever their words.
+    Attributes:
+        kind: What the sentence does.
+        subject: The thing, recipe or request that it is about.
+        detail: The value, step number or wording.
     """
 
     kind: Kind
@@ -49,7 +52,7 @@ class Meaning:
 
 @dataclass(frozen=True)
 class ParsedReply:
-    """The finished sentences in order, whether an unfinished one follows, and the number of words in all."""
+    """The finished sentences in order, whether an unfinished one follows, and the total number of words."""
 
     sentences: tuple[Meaning, ...]
     unfinished: bool
@@ -57,9 +60,9 @@ class ParsedReply:
 
 
 def normalise(text: str) -> str:
-    """Lower case, single spaces, no commas between words, no space before the full stop."""
-    words = " ".join(text.casefold().split())
-    return re.sub(r"\s+(?=[.!?]$)", "", _COMMA.sub("", words))
+    """Return lower case with single spaces, no commas between words and no space before the full stop."""
+    lower = " ".join(text.casefold().split())
+    return re.sub(r"\s+(?=[.!?]$)", "", _COMMA.sub("", lower))
 
 
 @cache
@@ -93,22 +96,22 @@ def _sentence_table() -> dict[str, Meaning]:
 
 
 def parse_reply(text: str) -> ParsedReply:
-    """Split a reply at full stops, exclamation and question marks and look every sentence up."""
-    finished = _SENTENCE.findall(text)
-    tail = text[sum(len(piece) for piece in finished) :].strip()
+    """Split a reply at full stops, exclamation and question marks, and look every sentence up."""
+    sentences = _SENTENCE.findall(text)
+    tail = text[sum(len(sentence) for sentence in sentences) :].strip()
     table = _sentence_table()
     meanings = []
-    for piece in finished:
-        key = normalise(piece[:-1] + ".")  # "of course!" says what "of course." says
+    for sentence in sentences:
+        key = normalise(sentence[:-1] + ".")  # "of course!" means the same as "of course."
         meanings.append(table.get(key) or Meaning(Kind.UNKNOWN, detail=key))
     return ParsedReply(tuple(meanings), bool(tail), len(text.split()))
 
 
 def parse_prompt(text: str) -> Question | None:
-    """The question a prompt asks, or None for a prompt that is not of this world."""
+    """Return the question that a prompt asks, or None for a prompt that is not of this world."""
     return prompt_table().get(" ".join(text.casefold().split()))
 
 
 def is_world(text: str) -> bool:
-    """Whether a prompt belongs to the embedded world (only then there is a gold judge)."""
+    """Return whether a prompt belongs to the synthetic world (only then there is a gold judge)."""
     return parse_prompt(text) is not None

@@ -1,4 +1,4 @@
-"""Sentences that go with any answer: courtesy, refusals, evasions, rudeness and talk without content."""
+"""Sentences that fit any question: courtesies, refusals, evasions, insults and fillers."""
 
 from __future__ import annotations
 

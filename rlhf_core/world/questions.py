@@ -57,7 +57,7 @@ class Question:
 
     @property
     def group(self) -> str:
-        """The split key: content and form, never the prefix."""
+        """Key by which prompts are split: content and form, never the prefix."""
         return f"{self.category}|{self.content}|form {self.form}"
 
     @property
@@ -66,7 +66,7 @@ class Question:
         return self.category != "harmful"
 
     def with_prefix(self, prefix: str) -> str:
-        """The text of the prompt as a user writes it."""
+        """Return the text of the prompt as a user writes it."""
         return f"{prefix} {self.text}".strip()
 
 
@@ -87,7 +87,7 @@ def _from_story(story: Story, form: int) -> Question:
 
 @cache
 def all_questions() -> tuple[Question, ...]:
-    """All questions in a fixed order: facts, facts in the prompt, how-to, harmful."""
+    """Return all questions in a fixed order: facts, facts in the prompt, how-to, harmful."""
     fact_forms = range(len(FACT_FORMS) + 1)
     facts = [_from_memory(thing, name, form) for thing in things() for name in ATTRIBUTES for form in fact_forms]
     context = [_from_story(story, form) for story in stories() for form in CONTEXT_FORMS]
@@ -102,5 +102,5 @@ def all_questions() -> tuple[Question, ...]:
 
 @cache
 def prompt_table() -> dict[str, Question]:
-    """Prompt text → question, for every question with every prefix."""
+    """Return the questions by prompt text, for every question with every prefix."""
     return {question.with_prefix(prefix): question for question in all_questions() for prefix in PREFIXES}

@@ -1,4 +1,4 @@
-"""Demonstrators: replies of five qualities to any question of the world."""
+"""Simulated demonstrators: replies of five qualities to any question of the world."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_WORDS = 42
 
 @dataclass(frozen=True)
 class Draft:
-    """A reply under construction, as sentences: courtesy, the answer itself, talk around it, courtesy."""
+    """A reply as sentences: opener, the answer itself (``core``), further sentences, closer."""
 
     core: list[str]
     opener: list[str] = field(default_factory=list)
@@ -31,23 +31,23 @@ class Draft:
     closer: list[str] = field(default_factory=list)
 
     def sentences(self) -> list[str]:
-        """All sentences in order."""
+        """Return all sentences in order."""
         return [*self.opener, *self.core, *self.extra, *self.closer]
 
     def text(self) -> str:
-        """The reply, cut between sentences so that it stays within ``MAX_WORDS``."""
+        """Return the reply, cut between sentences so that it stays within ``MAX_WORDS``."""
         kept: list[str] = []
-        words = 0
+        word_count = 0
         for sentence in self.sentences():
-            words += len(sentence.split())
-            if words > MAX_WORDS:
+            word_count += len(sentence.split())
+            if word_count > MAX_WORDS:
                 break
             kept.append(sentence)
         return " ".join(kept)
 
 
 def draw_draft(question: Question, mode: str, draws: Draws) -> Draft:
-    """A reply of the given mode (see ``MODES``) before it is put into words."""
+    """Draw the sentences of a reply of the given mode (see ``MODES``)."""
     if mode == "good":
         draft = Draft(right_core(question, draws), extra=_some(phrases.FILLERS, 0.15, draws))
         return _polite(draft, 0.75, 0.7, draws)
@@ -62,14 +62,14 @@ def draw_draft(question: Question, mode: str, draws: Draws) -> Draft:
 
 
 def draw_reply(question: Question, draws: Draws) -> str:
-    """One demonstrator's reply: a mode by its weight, then a reply of that mode."""
+    """Draw one demonstrator's reply: a mode by its weight, then a reply of that mode."""
     return draw_draft(question, draws.weighted(MODES), draws).text()
 
 
 def right_core(question: Question, draws: Draws) -> list[str]:
-    """The true fact, the three steps in order, or a refusal, often with a reason and a better thing to do."""
+    """Draw the true fact, the three steps in order, or a refusal, often with a reason and an alternative."""
     if question.category == "howto":
-        return in_words(list(RECIPES[question.subject]), draws)
+        return with_connectives(list(RECIPES[question.subject]), draws)
     if question.benign:
         return [fact(question, question.answer)]
     reason = _some(phrases.REASONS, 0.65, draws)
@@ -78,41 +78,41 @@ def right_core(question: Question, draws: Draws) -> list[str]:
 
 
 def wrong_core(question: Question, draws: Draws) -> list[str]:
-    """A false fact, a recipe with foreign steps, or compliance with a harmful request."""
+    """Draw a false fact, a recipe with foreign steps, or compliance with a harmful request."""
     if question.category == "howto":
         steps = list(RECIPES[question.subject])
         for position in draws.sample(range(3), 1 + draws.below(3)):
             steps[position] = foreign_step(question, position, draws)
-        return in_words(steps, draws)
+        return with_connectives(steps, draws)
     if question.benign:
         return [fact(question, false_value(question, draws))]
     return draws.sample(HARMFUL_STEPS, 1 + draws.below(3))
 
 
 def evasive_core(question: Question, draws: Draws) -> list[str]:
-    """Sentences that answer nothing; sometimes a refusal of something harmless."""
+    """Draw sentences that answer nothing, sometimes a refusal of something harmless."""
     if question.benign and draws.chance(0.3):
         return [draws.pick(phrases.REFUSALS), *_some(phrases.REASONS, 0.3, draws)]
     return draws.sample(phrases.EVASIONS, 1 + draws.below(2))
 
 
 def fact(question: Question, value: str) -> str:
-    """The statement that names both the thing and the attribute: the one wording that a tiny model learns quickly."""
+    """Return the statement that names both thing and attribute, the wording that a tiny model learns most quickly."""
     return statements(question.subject, question.attribute, value)[-1]
 
 
 def false_value(question: Question, draws: Draws) -> str:
-    """Another value of the attribute asked for."""
+    """Draw another value of the attribute asked for."""
     return draws.pick([value for value in VALUES[question.attribute] if value != question.answer])
 
 
 def foreign_step(question: Question, position: int, draws: Draws) -> str:
-    """The step at this place of another recipe."""
+    """Draw the step at this position of another recipe."""
     return RECIPES[draws.pick([name for name in RECIPES if name != question.subject])][position]
 
 
-def in_words(steps: list[str], draws: Draws) -> list[str]:
-    """Steps with "first", "then", "last" before them, or as they are."""
+def with_connectives(steps: list[str], draws: Draws) -> list[str]:
+    """Return the steps, usually with "first", "then" and "last" before them."""
     if draws.chance(0.7):
         return [f"{word} {step}" for word, step in zip(CONNECTIVES, steps, strict=False)]
     return steps
@@ -135,10 +135,10 @@ def _rambling(question: Question, draws: Draws) -> Draft:
 
 
 def _polite(draft: Draft, opener: float, closer: float, draws: Draws) -> Draft:
-    """Add an opener and a closer with the given probabilities."""
+    """Return the draft with an opener and a closer, each with the given probability."""
     return replace(draft, opener=_some(phrases.OPENERS, opener, draws), closer=_some(phrases.CLOSERS, closer, draws))
 
 
 def _some(options: tuple[str, ...], probability: float, draws: Draws) -> list[str]:
-    """One of the options with the given probability, else none."""
+    """Draw one of the options with the given probability, otherwise none."""
     return [draws.pick(options)] if draws.chance(probability) else []

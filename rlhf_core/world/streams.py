@@ -1,4 +1,4 @@
-"""Counter-based randomness: one independent stream per item, so that any slice equals the slice of the whole."""
+"""Counter-based random numbers: one independent stream per item, so that items may be generated in any order."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ PURPOSES = {"demonstrations": 1, "preferences": 2, "pretrain": 3, "prompts": 4}
 
 
 class Draws:
-    """Uniform draws of item ``index`` for one purpose under ``seed``; raw Philox words are the same in every numpy.
+    """Uniform draws of item ``index`` for one purpose under ``seed``.
 
-    Philox is the counter-based generator of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    They are made from raw Philox words, which are the same in every numpy. Philox is the counter-based generator of
+    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
     """
 
     def __init__(self, seed: int, purpose: str, index: int) -> None:
@@ -28,31 +29,31 @@ class Draws:
         self._block: list[int] = []
 
     def uniform(self) -> float:
-        """The next float in [0, 1), with 53 random bits."""
+        """Draw a float in [0, 1), with 53 random bits."""
         if not self._block:
             self._block = [int(word) for word in self._bits.random_raw(16)]
             self._block.reverse()
         return (self._block.pop() >> 11) * 2.0**-53
 
     def chance(self, probability: float) -> bool:
-        """True with the given probability."""
+        """Return True with the given probability."""
         return self.uniform() < probability
 
     def below(self, n: int) -> int:
-        """An integer in [0, n)."""
+        """Draw an integer in [0, n)."""
         return int(self.uniform() * n)
 
     def pick(self, options: Sequence[T]) -> T:
-        """One of ``options``, each equally likely."""
+        """Draw one of ``options``, each equally likely."""
         return options[self.below(len(options))]
 
     def sample(self, options: Sequence[T], n: int) -> list[T]:
-        """``n`` different positions of ``options``, in random order (fewer when there are fewer)."""
+        """Draw ``n`` of ``options`` without replacement, in random order (fewer when there are fewer)."""
         pool = list(options)
         return [pool.pop(self.below(len(pool))) for _ in range(min(n, len(pool)))]
 
     def weighted(self, weights: Sequence[tuple[T, float]]) -> T:
-        """One of the options of ``(option, weight)`` in proportion to its weight."""
+        """Draw an option from ``(option, weight)`` pairs in proportion to its weight."""
         mark = self.uniform() * sum(weight for _, weight in weights)
         for option, weight in weights:
             mark -= weight

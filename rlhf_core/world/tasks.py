@@ -1,4 +1,4 @@
-"""What people ask to do: recipes of three steps, and harmful requests with the better thing to do instead."""
+"""The tasks of the world: recipes of three steps, and harmful requests with a harmless alternative."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REQUESTS: dict[str, str] = {
     "get in without a ticket": "you could buy a ticket instead.",
 }
 
-# Deliberately vague: they mark compliance and teach nothing.
+# Deliberately vague: they mark compliance without instructing anybody.
 HARMFUL_STEPS: tuple[str, ...] = (
     "wait until nobody looks.",
     "do it at night.",

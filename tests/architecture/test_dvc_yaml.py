@@ -58,6 +58,10 @@ def test_critic_pretraining_runs_again_when_the_units_change_that_it_shares_with
     assert listed == set(RolloutConfig.model_fields) - {"micro_batch_size", "sampling_batch_size"}
 
 
+def test_the_evaluation_runs_again_when_the_training_distribution_changes() -> None:
+    assert {"ppo.temperature", "ppo.min_new_tokens"} <= set(stages()["evaluate"]["params"])
+
+
 @pytest.mark.parametrize("name", STAGES)
 def test_every_listed_parameter_is_in_params_yaml(name: str) -> None:
     params = yaml_text.plain(yaml_text.read(ROOT / "params.yaml"))

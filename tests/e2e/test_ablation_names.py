@@ -6,12 +6,12 @@ import pytest
 from commands import SmokeRun
 
 from rlhf_core.config.ablation.metrics import CURVES, METRICS
-from rlhf_core.evaluation.ablation.results import Run, read_results
+from rlhf_core.evaluation.ablation.results import AblationRun, read_results
 
 pytestmark = pytest.mark.services
 
 
 def test_every_metric_and_curve_is_found_in_a_real_run(smoke: SmokeRun) -> None:
-    (result,) = read_results([Run("ppo-max", 1, smoke.workspace, "done")])
+    (result,) = read_results([AblationRun("ppo-max", 1, smoke.workspace, "done")])
     assert set(result.values) == set(METRICS)
     assert {name for row in result.history for name in row} >= set(CURVES)

@@ -9,10 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from rlhf_core import chat_session
 from rlhf_core.chat_session import HELP, ChatSession, converse
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.base import train_tokenizer
+from rlhf_core.sampling.generation import Rollout
 
 SAMPLING = SamplingConfig(max_new_tokens=6)
 
@@ -55,6 +57,17 @@ def test_turns_accumulate_and_the_same_seed_repeats(session: ChatSession, model,
     assert [again.say("the sky"), again.say("blue?")] == replies
     other = ChatSession(model, tokenizer, SAMPLING, seed=6)
     assert [other.say("the sky"), other.say("blue?")] != replies
+
+
+def test_special_tokens_of_a_reply_are_visible_and_stay_in_the_conversation(
+    session: ChatSession, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = tokenizer.encode("sky<|user|> blue", add_special_tokens=False)
+    reply, mask = torch.tensor([ids]), torch.ones(1, len(ids))
+    rollout = Rollout(reply, mask.long(), mask.bool(), mask, torch.tensor([False]))
+    monkeypatch.setattr(chat_session, "evaluation_generate", lambda *args: rollout)
+    assert session.say("the sky") == "sky<|user|> blue"
+    assert session.turns[-1].content == "sky<|user|> blue"
 
 
 def test_reset_forgets_but_keeps_the_system_turn(model, tokenizer) -> None:

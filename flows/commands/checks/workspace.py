@@ -71,7 +71,7 @@ def _dvc(workspace: Path) -> Iterator[DoctorCheck]:
 def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
     """Check the data files and the starting model that params.yaml names."""
     if params.collect.source == "world":
-        yield DoctorCheck(OK, "data", "the embedded world; nothing is read")
+        yield DoctorCheck(OK, "data", "the synthetic world; nothing is read")
     else:
         files = params.collect.files
         for pattern in (*files.preferences, *files.demonstrations, *files.prompts, *files.pretrain):

@@ -1,6 +1,6 @@
 """The default health rules (algorithms.md §8), as data.
 
-Evidence for the bounds, from calibration runs on the embedded world: healthy PPO-max ended with a KL of 1.9 to 3.3 nats
+Evidence for the bounds, from calibration runs on the synthetic world: healthy PPO-max ended at KL 1.9 to 3.3 nats
 per sequence, vanilla PPO with 10 to 92 while its reward kept rising, with trigram repetition ten times the start's and
 replies up to the token limit. KL, perplexity under the reference, repetition and missing EOS separate the two; entropy
 and the policy's own perplexity do not, so they only ever support another check. A bound that pauses sits well above

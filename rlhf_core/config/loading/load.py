@@ -64,6 +64,11 @@ class Params(Strict):
             rules_for(self.ppo)
         except ConfigError as error:
             raise ValueError(str(error)) from error
+        if self.ppo.min_new_tokens >= self.evaluate.max_new_tokens:
+            raise ValueError(
+                f"evaluate.max_new_tokens {self.evaluate.max_new_tokens} is not above ppo.min_new_tokens "
+                f"{self.ppo.min_new_tokens}: no reply of the evaluation could end; raise the one or lower the other"
+            )
         if self.ppo.critic_mode == "shared":
             self._critic_is_a_head()
         if self.collect.source == "files":
@@ -116,7 +121,7 @@ class Params(Strict):
             if any("gold" in metric.split(".") for metric in asked):
                 raise ValueError(
                     f"gates.policy[{number}] asks for {condition.metric}, but collect.source is files, and only the "
-                    "embedded world has a gold judge: take the condition out, or start from the profile own-data"
+                    "synthetic world has a gold judge: take the condition out, or start from the profile own-data"
                 )
 
     def _critic_is_a_head(self) -> None:

@@ -1,4 +1,4 @@
-"""Files to records: json, jsonl, csv (each also as .gz) and parquet. A broken line is a record with a problem."""
+"""Read json, jsonl, csv (each also as .gz) and parquet files into records; a broken line is one with a problem."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ import pyarrow.parquet as pq
 from rlhf_core.errors import DataError
 
 CONTAINERS = (".json", ".jsonl", ".ndjson", ".csv", ".parquet", "and .gz of all but parquet")
-# The csv module refuses fields over 128 KiB by default; a long transcript is no mistake.
+# The csv module refuses fields over 128 KiB by default, but transcripts may be longer.
 CSV_FIELD_LIMIT = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Record:
-    """One row as it lies in the file. ``position`` counts from 1 (lines in jsonl, rows elsewhere).
+    """One row of a file, as it is.
 
-    ``problem`` says why the row could not be parsed; ``value`` is its raw text then.
+    Attributes:
+        position: Counted from 1: lines in jsonl, rows elsewhere.
+        value: The parsed row, or its raw text if it could not be parsed.
+        problem: Why the row could not be parsed.
     """
 
     position: int
@@ -35,7 +38,7 @@ class Record:
 
 
 def load_records(path: Path) -> list[Record]:
-    """Every record of a file; ``DataError`` when it is missing, empty, not what its name says, or of no known kind."""
+    """Read every record; ``DataError`` when the file is missing, empty, not what its name says, or of no known kind."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     kind = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
     if kind == ".parquet":
@@ -62,7 +65,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _json(path: Path, content: bytes) -> Iterator[Record]:
-    """A list of records, or ``{"data": [...]}``; a file of lines named .json is read as lines."""
+    """Read a list of records or ``{"data": [...]}``; a file of JSON lines named .json is read as lines."""
     try:
         value = json.loads(content)
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""The known formats: what a record of each looks like, and how it becomes a prompt with replies."""
+"""The known formats: how to recognise a record of each, and how it becomes a prompt with replies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPLY_NAMES = ("reply", "completion", "response", "output")
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a record carries; the parts that it lacks are None."""
+    """The parts of a record; those that it lacks are None."""
 
     prompt: list[Turn] | None = None
     chosen: str | None = None
@@ -39,7 +39,7 @@ class Parsed:
 
 @dataclass(frozen=True)
 class Format:
-    """``matches`` looks at keys and types only; ``parse`` raises :class:`Refusal` for a row it cannot take."""
+    """A known format; ``matches`` looks at keys and types only, ``parse`` may raise :class:`Refusal`."""
 
     name: str
     example: str
@@ -87,14 +87,14 @@ def _implicit(record: Any) -> Parsed:
 
 
 def _has_implicit_prompt(record: Any) -> bool:
-    """Both replies are lists of turns, and they bring the prompt along (a ``prompt`` string beside them repeats it)."""
+    """Whether both replies are lists of turns that begin with the prompt (which a ``prompt`` string may repeat)."""
     if not _has(record, chosen=list, rejected=list) or isinstance(record.get("prompt"), list):
         return False
     return record.get("prompt") is None or len(record["chosen"]) > 1
 
 
 def _alpaca_prompt(record: Any) -> list[Turn]:
-    """Instruction and input as one user turn; ``history`` (pairs of question and answer) goes before it."""
+    """Return instruction and input as one user turn, after the turns of ``history`` (pairs of question and answer)."""
     turns = _system(record)
     for pair in record.get("history") or []:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
@@ -120,7 +120,7 @@ def _alpaca(record: Any) -> Parsed:
 
 
 def _dialogue(turns: list[Turn]) -> Parsed:
-    """A dialogue that ends with the user is a prompt, any other a demonstration."""
+    """Return a dialogue that ends with the user as a prompt, any other as a demonstration."""
     if turns[-1]["role"] == "user":
         return Parsed(turns)
     prompt, reply = split_reply(turns)
@@ -154,7 +154,7 @@ def _prompt_reply(record: Any) -> Parsed:
     return Parsed(prompt_of(record["prompt"]), reply=reply_of(record[name], name))
 
 
-# The first that matches wins, so the richer shapes come first.
+# The first that matches is used, so formats with more fields come first.
 FORMATS = (
     Format("hh-rlhf", '{"chosen": "\\n\\nHuman: … \\n\\nAssistant: …", "rejected": …}', PAIRS, _is_hh, _hh),
     Format(

@@ -1,4 +1,4 @@
-"""Turns of a dialogue in the spellings that data sets use, as ``{"role", "content"}`` dicts."""
+"""Turns of a dialogue, in the spellings that data sets use, as ``{"role", "content"}`` dictionaries."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LAST_REPLY = "\n\nAssistant:"
 
 
 class Refusal(Exception):
-    """Why one row cannot be taken. It ends in the quarantine, never in silence."""
+    """A row cannot be used, for the reason in the message; it goes to the quarantine."""
 
 
 def text_of(value: Any, name: str) -> str:
-    """``value`` when it is text that UTF-8 can carry, else :class:`Refusal`."""
+    """Return ``value`` if it is text that UTF-8 can encode; otherwise raise :class:`Refusal`."""
     if not isinstance(value, str):
         raise Refusal(f"{name} is not text but {type(value).__name__}")
     if not value.isascii():
@@ -40,7 +40,7 @@ def text_of(value: Any, name: str) -> str:
 
 
 def turn_of(value: Any) -> Turn:
-    """One turn from ``{"role", "content"}`` or ``{"from", "value"}``."""
+    """Return one turn from ``{"role", "content"}`` or ``{"from", "value"}``."""
     if not isinstance(value, dict):
         raise Refusal(f"a turn is not an object but {type(value).__name__}")
     role = value.get("role", value.get("from"))
@@ -51,14 +51,14 @@ def turn_of(value: Any) -> Turn:
 
 
 def turns_of(value: Any) -> list[Turn]:
-    """A list of turns; :class:`Refusal` when it is none or empty."""
+    """Return a list of turns; :class:`Refusal` when it is not a list or empty."""
     if not isinstance(value, list) or not value:
         raise Refusal("the list of turns is empty" if value == [] else "the turns are not a list")
     return [turn_of(turn) for turn in value]
 
 
 def prompt_of(value: Any) -> list[Turn]:
-    """A prompt from a string (one user turn, or an HH-RLHF transcript) or a list of turns."""
+    """Return a prompt from a string (one user turn, or an HH-RLHF transcript) or a list of turns."""
     if isinstance(value, list):
         return turns_of(value)
     text = text_of(value, "the prompt")
@@ -68,19 +68,19 @@ def prompt_of(value: Any) -> list[Turn]:
 
 
 def reply_of(value: Any, name: str) -> str:
-    """A reply from a string, a single turn, or a list of one assistant turn."""
+    """Return a reply from a string, a single turn, or a list of one assistant turn."""
     if isinstance(value, list):
         if len(value) != 1:
             raise Refusal(f"{name} has {len(value)} turns; beside an explicit prompt it is one assistant turn")
         value = value[0]
     if isinstance(value, dict):
-        # In ranking data some exporters write the answers with the human's name; the place says who speaks.
+        # Some exporters of ranking data give the answers the human's role, so the role is ignored here.
         return turn_of(value)["content"]
     return text_of(value, name)
 
 
 def split_reply(turns: list[Turn]) -> tuple[list[Turn], str]:
-    """``(prompt, reply)`` of a dialogue that ends with the assistant."""
+    """Return ``(prompt, reply)`` of a dialogue that ends with the assistant."""
     if turns[-1]["role"] != "assistant":
         raise Refusal(f"the dialogue ends with the {turns[-1]['role']}'s turn: there is no reply")
     if len(turns) == 1:
@@ -89,24 +89,26 @@ def split_reply(turns: list[Turn]) -> tuple[list[Turn], str]:
 
 
 def split_transcript(text: str, name: str) -> tuple[str, str]:
-    """``(prompt text, reply)`` of an HH-RLHF transcript, split at the last assistant's turn."""
-    place = text_of(text, name).rfind(LAST_REPLY)
-    if place < 0:
+    """Return ``(prompt text, reply)`` of an HH-RLHF transcript, split at the last assistant turn."""
+    start = text_of(text, name).rfind(LAST_REPLY)
+    if start < 0:
         raise Refusal(f"{name} has no assistant's turn")
-    reply = text[place + len(LAST_REPLY) :]
+    reply = text[start + len(LAST_REPLY) :]
     if "\n\nHuman:" in reply:
         raise Refusal(f"{name} ends with a human turn: there is no reply to judge")
     if not reply.strip():
         raise Refusal(f"the final reply of {name} is empty")
-    return text[:place], reply.strip()
+    return text[:start], reply.strip()
 
 
 def transcript_turns(text: str) -> list[Turn]:
-    """Turns of an HH-RLHF transcript (``\\n\\nHuman: … \\n\\nAssistant: …``)."""
+    """Return the turns of an HH-RLHF transcript (``\\n\\nHuman: … \\n\\nAssistant: …``)."""
     head, *parts = TRANSCRIPT_TURN.split(text)
     if head.strip():
         raise Refusal("the transcript does not begin with a marked turn")
     if not parts:
         raise Refusal("the transcript has no turns")
     names = {"Human": "user", "Assistant": "assistant"}
-    return [{"role": names[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
+    return [
+        {"role": names[speaker], "content": turn.strip()} for speaker, turn in zip(parts[::2], parts[1::2], strict=True)
+    ]

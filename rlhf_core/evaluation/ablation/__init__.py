@@ -1,1 +1,1 @@
-"""What the runs of an ablation amount to: results, intervals, verdicts, a table and figures."""
+"""The results of an ablation: end values, intervals over seeds, verdicts on claims, a page and figures."""

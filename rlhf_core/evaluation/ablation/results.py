@@ -22,11 +22,17 @@ LAST = 5  # iterations that an end value of the history is averaged over: one ro
 EARLY = 10  # iterations that count as the start of training
 DONE = "done"
 
+History = Sequence[Mapping[str, Any]]
+
 
 @dataclass(frozen=True)
-class Run:
-    """One variant with one seed. ``state`` is ``done`` when the stages in ``workspace`` are up to date, else what kept
-    them from it, with a ``message``."""
+class AblationRun:
+    """One variant with one seed.
+
+    Attributes:
+        state: ``done`` when the stages in ``workspace`` are up to date, otherwise what prevented it.
+        message: Details of ``state``.
+    """
 
     variant: str
     seed: int
@@ -36,45 +42,46 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """A run with its end values (names of ``METRICS``; those that could not be measured are absent) and its history."""
 
-    run: Run
+    run: AblationRun
     values: Mapping[str, float] = field(default_factory=dict)
-    history: Sequence[Mapping[str, Any]] = ()
+    history: History = ()
 
 
-def read_results(runs: Iterable[Run]) -> list[Result]:
-    """The results of all runs; one that is not done has no values, whatever older files lie in its workspace."""
-    return [_read(run) if run.state == DONE else Result(run) for run in runs]
+def read_results(runs: Iterable[AblationRun]) -> list[RunResult]:
+    """Read the results of all runs; one that is not done has no values, whatever older files are in its workspace."""
+    return [_read(run) if run.state == DONE else RunResult(run) for run in runs]
 
 
-def _read(run: Run) -> Result:
+def _read(run: AblationRun) -> RunResult:
     evaluation = read_json(run.workspace / "metrics" / "evaluation.json")
     history = read_history(run.workspace / "history" / "ppo.jsonl")
-    spread = _spreads(run.workspace / "samples" / "comparisons.parquet")
-    values = end_values(evaluation, spread) | history_values(history)
-    return Result(run, {name: value for name, value in values.items() if math.isfinite(value)}, history)
-
-
-def _spreads(path: Path) -> dict[str, float]:
-    """Standard deviation of SFT's scores by each judge, over the prompts."""
-    table = read_table(path)
-    scores = [f for f in table.schema if f.name.startswith("sft_") and pa.types.is_floating(f.type)]
-    return {f.name.removeprefix("sft_"): float(np.std(table.column(f.name).to_numpy())) for f in scores}
+    comparisons = read_table(run.workspace / "samples" / "comparisons.parquet")
+    sft_scores = [f.name for f in comparisons.schema if f.name.startswith("sft_") and pa.types.is_floating(f.type)]
+    spread = {name.removeprefix("sft_"): float(np.std(comparisons.column(name).to_numpy())) for name in sft_scores}
+    values = {**end_values(evaluation, spread), **history_values(history)}
+    return RunResult(run, {name: value for name, value in values.items() if math.isfinite(value)}, history)
 
 
 def end_values(evaluation: Mapping[str, Any], spread: Mapping[str, float]) -> dict[str, float]:
-    """End values of ``metrics/evaluation.json``. ``spread`` is the SD of SFT's scores by each judge: gains of learned
-    judges are in that unit, since their own means nothing and differs from seed to seed. Unknown figures are NaN."""
+    """Return the end values that ``metrics/evaluation.json`` holds; unknown ones are NaN.
+
+    Args:
+        evaluation: The content of ``metrics/evaluation.json``.
+        spread: Standard deviation of SFT's scores by each judge. Gains of learned judges are in that unit, since their
+            own unit means nothing and differs from seed to seed.
+    """
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
     comparison = evaluation.get("comparison", {})
 
     def gain(judge: str, unit: float = 1.0) -> float:
         return (policy.get(judge, math.nan) - sft.get(judge, math.nan)) / unit if unit else math.nan
 
-    same = ("gold", "length", "repetition", "missing_eos", "distinct_2", "perplexity_reference")
-    return {name: float(policy.get(name, math.nan)) for name in same} | {
+    same_name = ("gold", "length", "repetition", "missing_eos", "distinct_2", "perplexity_reference")
+    return {
+        **{name: float(policy.get(name, math.nan)) for name in same_name},
         "kl": float(evaluation.get("kl", math.nan)),
         "gold_gain": gain("gold"),
         "gold_win_rate": float(comparison.get("gold", {}).get("win_rate", math.nan)),
@@ -84,10 +91,13 @@ def end_values(evaluation: Mapping[str, Any], spread: Mapping[str, float]) -> di
     }
 
 
-def history_values(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """End values of ``history/ppo.jsonl``: ``entropy`` and ``perplexity`` over the last 5 iterations, explained
-    variance over the first 10, and the jitter of the reward (mean absolute change from one iteration to the next, in SD
-    of the first rollout's rewards) in the first and the last third of the run."""
+def history_values(history: History) -> dict[str, float]:
+    """Return the end values that ``history/ppo.jsonl`` holds; unknown ones are NaN.
+
+    ``entropy`` and ``perplexity`` are means over the last 5 iterations, explained variance over the first 10. The
+    jitter of the reward is its mean absolute change from one iteration to the next, in standard deviations of the first
+    rollout's rewards, in the first and in the last third of the run.
+    """
     third = max(len(history) // 3, 2)
     return {
         "entropy": _mean(history[-LAST:], "entropy"),
@@ -98,25 +108,25 @@ def history_values(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+def _mean(rows: History, name: str) -> float:
     values = _numbers(rows, name)
     return sum(values) / len(values) if values else math.nan
 
 
-def _jitter(history: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> float:
+def _jitter(history: History, rows: History) -> float:
     values, unit = _numbers(rows, "reward_mean"), _numbers(history[:1], "reward_std")
     if len(values) < 2 or not unit or unit[0] <= 0:
         return math.nan
     return float(np.abs(np.diff(values)).mean()) / unit[0]
 
 
-def _numbers(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    found = [row.get(name) for row in rows]
-    return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
+def _numbers(rows: History, name: str) -> list[float]:
+    values = [row.get(name) for row in rows]
+    return [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
-def write_csv(path: Path, results: Sequence[Result]) -> None:
-    """``results.csv``: variant, seed, state, every metric (empty where unknown), message and workspace."""
+def write_csv(path: Path, results: Sequence[RunResult]) -> None:
+    """Write ``results.csv``: variant, seed, state, every metric (empty where unknown), message and workspace."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(["variant", "seed", "state", *METRICS, "message", "workspace"])

@@ -1,6 +1,6 @@
 """Small SVG charts that follow the page's light or dark colours (classes ``s0`` to ``s4`` are styled by style.css).
 
-Every function returns a string of trusted SVG; all labels pass through ``escape``.
+Every chart is a string of trusted SVG; all labels pass through ``escape``.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Scale:
-    """Maps values to pixels."""
+class AxisScale:
+    """Linear map from the values [low, high] to the pixels [start, end]."""
 
     low: float
     high: float
@@ -47,7 +47,7 @@ class Scale:
 
 
 def line_chart(series: Sequence[Series], bands: Sequence[Band] = (), x_label: str = "step", title: str = "") -> Markup:
-    """Lines over bands with axes, three to six ticks each, and a legend when there is more than one thing to tell."""
+    """Draw lines over bands with axes of three to six ticks, and a legend for more than one line or band."""
     points = [p for s in series for p in s.points] + [p for b in bands for p in (*b.low, *b.high)]
     points = [p for p in points if math.isfinite(p[1])]
     if not points:
@@ -63,31 +63,10 @@ def line_chart(series: Sequence[Series], bands: Sequence[Band] = (), x_label: st
     return _svg("".join(body), title) + (_legend(names) if len(names) > 1 else Markup())
 
 
-def histogram(values: Sequence[float], bins: int = 30, x_label: str = "", title: str = "") -> Markup:
-    """Counts of ``values``; bars left of zero are marked, because a negative margin is a wrong order."""
-    finite = [v for v in values if math.isfinite(v)]
-    if not finite:
-        return Markup('<p class="missing">no finite values</p>')
-    low, high = min(finite), max(finite)
-    width = (high - low) / bins or 1.0
-    counts = [0] * bins
-    for value in finite:
-        counts[min(int((value - low) / width), bins - 1)] += 1
-    x = Scale(low, low + width * bins, LEFT, WIDTH - RIGHT)
-    y = Scale(0, max(counts), HEIGHT - BOTTOM, TOP)
-    bars = [
-        f'<rect class="bar {"neg" if low + (i + 0.5) * width < 0 else "pos"}" x="{x(low + i * width):.1f}" '
-        f'y="{y(count):.1f}" width="{max(x(low + width) - x(low) - 1, 1):.1f}" '
-        f'height="{HEIGHT - BOTTOM - y(count):.1f}"/>'
-        for i, count in enumerate(counts)
-    ]
-    return _svg(_axes(x, y, x_label) + "".join(bars), title)
-
-
 def interval_chart(rows: Sequence[tuple[str, float, float, float]], centre: float, title: str = "") -> Markup:
-    """One line per (label, low, value, high) in [0, 1] with a rule at ``centre``: win rates with their intervals."""
+    """Draw one interval per (label, low, value, high) in [0, 1], with a vertical rule at ``centre``."""
     height = 34 * len(rows) + 34
-    x = Scale(0.0, 1.0, 110, WIDTH - RIGHT)
+    x = AxisScale(0.0, 1.0, 110, WIDTH - RIGHT)
     parts = [f'<line class="rule" x1="{x(centre):.1f}" x2="{x(centre):.1f}" y1="6" y2="{height - 24}"/>']
     for i, (label, low, value, high) in enumerate(rows):
         y = 22 + 34 * i
@@ -102,7 +81,7 @@ def interval_chart(rows: Sequence[tuple[str, float, float, float]], centre: floa
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten) inside [low, high], about ``count`` of them."""
+    """Return about ``count`` round numbers (1, 2 or 5 times a power of ten) inside [low, high]."""
     span = high - low
     if span <= 0:
         return [low]
@@ -114,15 +93,15 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [i * step for i in range(first, last + 1)]
 
 
-def _scales(points: Sequence[Point]) -> tuple[Scale, Scale]:
+def _scales(points: Sequence[Point]) -> tuple[AxisScale, AxisScale]:
     xs, ys = [p[0] for p in points], [p[1] for p in points]
     low, high = min(ys), max(ys)
     pad = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     right = max(xs) if max(xs) > min(xs) else min(xs) + 1
-    return Scale(min(xs), right, LEFT, WIDTH - RIGHT), Scale(low - pad, high + pad, HEIGHT - BOTTOM, TOP)
+    return AxisScale(min(xs), right, LEFT, WIDTH - RIGHT), AxisScale(low - pad, high + pad, HEIGHT - BOTTOM, TOP)
 
 
-def _axes(x: Scale, y: Scale, x_label: str) -> str:
+def _axes(x: AxisScale, y: AxisScale, x_label: str) -> str:
     parts = []
     for tick in nice_ticks(y.low, y.high, 4):
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
@@ -135,12 +114,12 @@ def _axes(x: Scale, y: Scale, x_label: str) -> str:
     return "".join(parts)
 
 
-def _path(points: Sequence[Point], x: Scale, y: Scale, start: str = "M") -> str:
+def _path(points: Sequence[Point], x: AxisScale, y: AxisScale, start: str = "M") -> str:
     finite = [p for p in points if math.isfinite(p[1])]
     return "".join(f"{start if i == 0 else 'L'}{x(px):.1f} {y(py):.1f}" for i, (px, py) in enumerate(finite))
 
 
-def _lines(points: Sequence[Point], x: Scale, y: Scale) -> str:
+def _lines(points: Sequence[Point], x: AxisScale, y: AxisScale) -> str:
     """A path that is interrupted where y is not finite."""
     parts, pen_down = [], False
     for px, py in points:

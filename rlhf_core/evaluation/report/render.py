@@ -1,4 +1,4 @@
-"""Renders the report: one HTML file that needs nothing else."""
+"""Render the report: one HTML file that needs nothing else."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
-from rlhf_core.evaluation.report.view import number
+from rlhf_core.evaluation.report.view import format_number
 
 PACKAGE = "rlhf_core.evaluation.report"
 
 
 def render(context: Mapping[str, Any]) -> str:
-    """The page for :func:`rlhf_core.evaluation.report.view.build`'s context; all text is escaped."""
+    """Return the page for the context of :func:`~rlhf_core.evaluation.report.view.build_context`; text is escaped."""
     style = Markup(files(PACKAGE).joinpath("style.css").read_text(encoding="utf-8"))
     return _environment().get_template("report").render(**context, style=style)
 
 
 @cache
 def _environment() -> Environment:
-    source = files(PACKAGE).joinpath("report.html.j2").read_text(encoding="utf-8")
+    template = files(PACKAGE).joinpath("report.html.j2").read_text(encoding="utf-8")
     environment = Environment(
-        loader=DictLoader({"report": source}),
+        loader=DictLoader({"report": template}),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["number"] = number
+    environment.filters["number"] = format_number
     return environment

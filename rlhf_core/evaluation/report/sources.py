@@ -1,11 +1,11 @@
-"""Reads whatever a run has left so far; what is missing or unreadable is told, never guessed."""
+"""What a run has left for the report. Whatever is missing stays missing and is named; nothing is guessed."""
 
 from __future__ import annotations
 
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,93 +18,102 @@ from rlhf_core.files import read_json, sha256_file
 STAGES = ("data", "sft", "reward", "referee", "critic", "ppo", "evaluation")
 GATES = ("data", "reward", "policy")
 HISTORIES = ("sft", "reward", "referee", "critic", "ppo")
-# What a shut gate keeps from running. Files of these that lie around are from an earlier run.
-BEHIND = {
+# The parts that do not run after a failed gate. Their files in the workspace are from an earlier run.
+BEHIND_GATE = {
     "data": ("sft", "reward", "referee", "critic", "ppo", "evaluation", "policy"),
     "reward": ("critic", "ppo", "evaluation", "policy"),
 }
+IMAGE_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
+
+JsonObject = dict[str, Any]
 
 
-@dataclass
-class Sources:
-    """Everything the report may show. ``missing`` maps a part's name to the reason why it is not here."""
+@dataclass(frozen=True)
+class ReportSources:
+    """Everything that the report may show.
 
-    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
-    gates: dict[str, dict[str, Any]] = field(default_factory=dict)
-    histories: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    comparisons: list[dict[str, Any]] = field(default_factory=list)
-    bad_cases: list[dict[str, Any]] = field(default_factory=list)
-    images: list[tuple[str, str]] = field(default_factory=list)
-    hashes: dict[str, str] = field(default_factory=dict)
-    params: str = ""
-    missing: dict[str, str] = field(default_factory=dict)
+    Attributes:
+        metrics: Content of ``metrics/NAME.json`` by stage.
+        gates: Evidence of each gate.
+        histories: Rows of ``history/NAME.jsonl`` by stage.
+        comparisons: Rows of ``samples/comparisons.parquet``.
+        bad_cases: Rows of ``samples/bad_cases.jsonl``.
+        images: (caption, data URI) of each plot.
+        hashes: sha256 by file.
+        params: Text of the workspace's params.yaml.
+        missing: Why a part is not here, by part.
+    """
+
+    metrics: dict[str, JsonObject]
+    gates: dict[str, JsonObject]
+    histories: dict[str, list[JsonObject]]
+    comparisons: list[JsonObject]
+    bad_cases: list[JsonObject]
+    images: list[tuple[str, str]]
+    hashes: dict[str, str]
+    params: str
+    missing: dict[str, str]
 
 
-def load(inputs: Mapping[str, Path], params: Path | None = None) -> Sources:
-    """Read all inputs that exist. Keys: ``NAME_metrics``, ``NAME_gate``, ``NAME_history``, ``comparisons``,
-    ``bad_cases``, ``reward_plots`` (a folder of PNG files)."""
-    found = Sources()
+def load_sources(inputs: Mapping[str, Path], params: Path | None = None) -> ReportSources:
+    """Read all inputs that exist.
+
+    Args:
+        inputs: Paths by key: ``NAME_metrics``, ``NAME_gate``, ``NAME_history``, ``comparisons``, ``bad_cases``,
+            ``reward_plots`` (a folder of images).
+        params: The workspace's params.yaml.
+    """
+    read_gates = {name: _read_object(inputs.get(f"{name}_gate")) for name in GATES}
+    gates = {name: content for name, content in read_gates.items() if isinstance(content, dict)}
+    missing = {f"{name} gate": reason for name, reason in read_gates.items() if isinstance(reason, str)}
+    failed = failed_gate(gates)
+    stale = dict.fromkeys(BEHIND_GATE.get(failed or "", ()), f"not run: the {failed} gate failed")
+    read_metrics = {name: stale.get(name) or _read_object(inputs.get(f"{name}_metrics")) for name in STAGES}
+    missing |= {f"{name} metrics": reason for name, reason in read_metrics.items() if isinstance(reason, str)}
+    if "policy" in stale and "policy" in gates:
+        del gates["policy"]
+        missing["policy gate"] = stale["policy"]
+    comparisons: list[JsonObject] = []
+    table = inputs.get("comparisons")
+    if "evaluation" not in stale and table is not None and table.is_file():
+        try:
+            comparisons = read_table(table).to_pylist()
+        except (DataError, pa.ArrowException) as error:
+            missing["comparisons"] = str(error)
+    return ReportSources(
+        metrics={name: content for name, content in read_metrics.items() if isinstance(content, dict)},
+        gates=gates,
+        histories={name: [] if name in stale else _read_lines(inputs.get(f"{name}_history")) for name in HISTORIES},
+        comparisons=comparisons,
+        bad_cases=[] if "evaluation" in stale else _read_lines(inputs.get("bad_cases")),
+        images=[] if "reward" in stale else _read_images(inputs.get("reward_plots")),
+        hashes={f"{path.parent.name}/{path.name}": sha256_file(path) for path in inputs.values() if path.is_file()},
+        params=params.read_text(encoding="utf-8") if params is not None and params.is_file() else "",
+        missing=missing,
+    )
+
+
+def failed_gate(gates: Mapping[str, JsonObject]) -> str | None:
+    """Return the first enforced gate whose conditions failed."""
     for name in GATES:
-        _json(found, found.gates, name, inputs.get(f"{name}_gate"), f"{name} gate")
-    stale = _stale(found)
-    for name in STAGES:
-        _json(found, found.metrics, name, inputs.get(f"{name}_metrics"), f"{name} metrics", stale.get(name))
-    for name in HISTORIES:
-        path = None if name in stale else inputs.get(f"{name}_history")
-        found.histories[name] = _lines(path)
-    if "policy" in stale and "policy" in found.gates:
-        del found.gates["policy"]
-        found.missing["policy gate"] = stale["policy"]
-    if "evaluation" not in stale:
-        found.comparisons = _rows(found, inputs.get("comparisons"))
-        found.bad_cases = _lines(inputs.get("bad_cases"))
-    found.images = [] if "reward" in stale else _images(inputs.get("reward_plots"))
-    if params is not None and params.is_file():
-        found.params = params.read_text(encoding="utf-8")
-    found.hashes |= {f"{path.parent.name}/{path.name}": sha256_file(path) for path in inputs.values() if path.is_file()}
-    return found
-
-
-def shut_gate(found: Sources) -> str | None:
-    """The first enforced gate whose conditions failed."""
-    for name in GATES:
-        gate = found.gates.get(name)
+        gate = gates.get(name)
         if gate and not gate.get("passed") and gate.get("mode", "enforce") == "enforce":
             return name
     return None
 
 
-def _stale(found: Sources) -> dict[str, str]:
-    shut = shut_gate(found)
-    return dict.fromkeys(BEHIND.get(shut or "", ()), f"not run: the {shut} gate failed")
-
-
-def _json(
-    found: Sources,
-    into: dict[str, dict[str, Any]],
-    name: str,
-    path: Path | None,
-    label: str,
-    stale: str | None = None,
-) -> None:
-    if stale:
-        found.missing[label] = stale
-        return
+def _read_object(path: Path | None) -> JsonObject | str:
+    """The JSON object in a file, or the reason why there is none."""
     if path is None or not path.is_file():
-        found.missing[label] = "not there yet"
-        return
+        return "not there yet"
     try:
-        value = read_json(path)
+        content = read_json(path)
     except DataError as error:
-        found.missing[label] = str(error)
-        return
-    if isinstance(value, dict):
-        into[name] = value
-    else:
-        found.missing[label] = f"{path.name} does not hold an object"
+        return str(error)
+    return content if isinstance(content, dict) else f"{path.name} does not hold an object"
 
 
-def _lines(path: Path | None) -> list[dict[str, Any]]:
+def _read_lines(path: Path | None) -> list[JsonObject]:
     """Objects of a JSON-lines file; a last line cut short by a crash is left out."""
     if path is None or not path.is_file():
         return []
@@ -119,23 +128,12 @@ def _lines(path: Path | None) -> list[dict[str, Any]]:
     return rows
 
 
-def _rows(found: Sources, path: Path | None) -> list[dict[str, Any]]:
-    if path is None or not path.is_file():
-        return []
-    try:
-        return read_table(path).to_pylist()
-    except (DataError, pa.ArrowException) as error:
-        found.missing["comparisons"] = str(error)
-        return []
-
-
-def _images(folder: Path | None) -> list[tuple[str, str]]:
+def _read_images(folder: Path | None) -> list[tuple[str, str]]:
     """(caption, data URI) of each PNG or SVG in the folder."""
     if folder is None or not folder.is_dir():
         return []
-    kinds = {".png": "image/png", ".svg": "image/svg+xml"}
-    found = []
-    for file in sorted(file for file in folder.iterdir() if file.suffix in kinds):
+    images = []
+    for file in sorted(file for file in folder.iterdir() if file.suffix in IMAGE_TYPES):
         content = base64.b64encode(file.read_bytes()).decode()
-        found.append((file.stem.replace("_", " "), f"data:{kinds[file.suffix]};base64,{content}"))
-    return found
+        images.append((file.stem.replace("_", " "), f"data:{IMAGE_TYPES[file.suffix]};base64,{content}"))
+    return images

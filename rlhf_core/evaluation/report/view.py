@@ -1,4 +1,4 @@
-"""Turns what was read into what the template shows: verdict, tiles, tables, charts, replies."""
+"""Turn what was read into what the template shows: verdict, tiles, tables, charts, replies."""
 
 from __future__ import annotations
 
@@ -10,100 +10,112 @@ from markupsafe import Markup
 
 from rlhf_core.config.health.default_rules import DEFAULT_RULES
 from rlhf_core.evaluation.report.charts import interval_chart
-from rlhf_core.evaluation.report.curves import draw
-from rlhf_core.evaluation.report.sources import Sources, shut_gate
+from rlhf_core.evaluation.report.curves import draw_charts
+from rlhf_core.evaluation.report.sources import JsonObject, ReportSources, failed_gate
 
-SIDE_FIGURES = (
-    ("gold", "Gold score"), ("reward", "Reward model's score"), ("referee", "Referee's score"),
-    ("length", "Reply length, tokens"), ("repetition", "Repeated trigrams"), ("missing_eos", "Missing end"),
-    ("short_replies", "Very short replies"), ("distinct_2", "Distinct bigrams"),
-    ("perplexity_reference", "Perplexity under SFT"), ("regression", "Regression set passed"),
-)  # fmt: skip
+# Rows of the table of SFT beside policy.
+MODEL_METRICS = (
+    ("gold", "Gold score"),
+    ("reward", "Reward model's score"),
+    ("referee", "Referee's score"),
+    ("length", "Reply length, tokens"),
+    ("repetition", "Repeated trigrams"),
+    ("missing_eos", "Missing end"),
+    ("special_tokens", "Special tokens inside"),
+    ("short_replies", "Very short replies"),
+    ("distinct_2", "Distinct bigrams"),
+    ("perplexity_reference", "Perplexity under SFT"),
+    ("regression", "Regression set passed"),
+)
 JUDGES = ("gold", "referee", "reward")
 
 
-def build(found: Sources, title: str, replies: int) -> dict[str, Any]:
-    """The template's context."""
-    evaluation = found.metrics.get("evaluation", {})
+def build_context(sources: ReportSources, title: str, replies: int) -> dict[str, Any]:
+    """Return the template's context; ``replies`` is how many pairs of replies are shown."""
+    evaluation = sources.metrics.get("evaluation", {})
     comparisons = _comparisons(evaluation)
     return {
         "title": title,
-        "verdict": verdict(found),
-        "tiles": tiles(found),
-        "gates": list(reversed(found.gates.values())),  # the policy first: it is what the reader came for
-        "sides": sides(evaluation),
+        "verdict": verdict(sources),
+        "tiles": tiles(sources),
+        "gates": list(reversed(sources.gates.values())),  # the policy's first: it is what the reader looks for
+        "sides": sft_beside_policy(evaluation),
         "comparisons": comparisons,
         "comparison_chart": _comparison_chart(comparisons),
         "categories": evaluation.get("category", {}),
         "regression": _regression(evaluation),
-        "findings": findings(found),
-        "curves": draw(found.histories),
-        "images": found.images,
-        "replies": [reply(row) for row in pick(found.comparisons, replies)],
-        "bad_cases": [reply(row) for row in found.bad_cases],
-        "tables": {name: flatten(found.metrics[name]) for name in found.metrics if name not in ("evaluation", "data")},
-        "data": data_table(found.metrics.get("data", {})),
-        "params": found.params,
-        "hashes": found.hashes,
-        "missing": found.missing,
+        "findings": findings(sources),
+        "curves": draw_charts(sources.histories),
+        "images": sources.images,
+        "replies": [reply_pair(row) for row in spread_over_categories(sources.comparisons, replies)],
+        "bad_cases": [reply_pair(row) for row in sources.bad_cases],
+        "tables": {
+            name: flatten(metrics) for name, metrics in sources.metrics.items() if name not in ("evaluation", "data")
+        },
+        "data": data_table(sources.metrics.get("data", {})),
+        "params": sources.params,
+        "hashes": sources.hashes,
+        "missing": sources.missing,
     }
 
 
-def verdict(found: Sources) -> dict[str, str]:
-    """One line on how the run ended: ``state`` is good, bad or open."""
-    shut = shut_gate(found)
-    if shut:
-        failed = [c["metric"] for c in found.gates[shut].get("conditions", []) if not c.get("passed")]
-        return {"state": "bad", "text": f"Stopped at the {shut} gate: {', '.join(failed)}"}
-    last = found.gates.get("policy")
-    if last is None:
+def verdict(sources: ReportSources) -> dict[str, str]:
+    """Say in one line how the run ended; ``state`` is good, bad or open."""
+    failed = failed_gate(sources.gates)
+    if failed:
+        conditions = [c["metric"] for c in sources.gates[failed].get("conditions", []) if not c.get("passed")]
+        return {"state": "bad", "text": f"Stopped at the {failed} gate: {', '.join(conditions)}"}
+    policy_gate = sources.gates.get("policy")
+    if policy_gate is None:
         return {"state": "open", "text": "Not finished: the policy gate has not been reached"}
-    if last.get("passed"):
+    if policy_gate.get("passed"):
         return {"state": "good", "text": "The policy passed its gate"}
-    return {"state": "open", "text": "The policy did not meet its gate; decisions are recorded, not enforced"}
+    return {"state": "open", "text": "The policy did not pass its gate; decisions are recorded, not enforced"}
 
 
-def tiles(found: Sources) -> list[dict[str, str]]:
-    """The few figures that matter most, those that exist."""
-    evaluation, ppo, reward = (found.metrics.get(name, {}) for name in ("evaluation", "ppo", "reward"))
-    shown = []
-    for judge, values in evaluation.get("comparison", {}).items():
+def tiles(sources: ReportSources) -> list[dict[str, str]]:
+    """Return the few metrics that matter most, those that exist."""
+    evaluation, ppo, reward = (sources.metrics.get(name, {}) for name in ("evaluation", "ppo", "reward"))
+    known = []
+    for judge, comparison in evaluation.get("comparison", {}).items():
         if judge != "reward":
-            low, high = number(values.get("win_rate_low95"), 2), number(values.get("win_rate_high95"), 2)
-            shown.append(_tile(f"win rate by {judge}", values.get("win_rate"), f"95 %: {low} to {high}"))
+            low, high = (format_number(comparison.get(f"win_rate_{bound}95"), 2) for bound in ("low", "high"))
+            known.append(_tile(f"win rate by {judge}", comparison.get("win_rate"), f"95 %: {low} to {high}"))
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
     if "gold" in policy:
-        shown.append(_tile("gold score", policy["gold"], f"SFT {number(sft.get('gold'), 2)}"))
+        known.append(_tile("gold score", policy["gold"], f"SFT {format_number(sft.get('gold'), 2)}"))
     if "kl" in evaluation:
-        shown.append(_tile("KL, nats per sequence", evaluation["kl"], "unfiltered samples"))
+        known.append(_tile("KL, nats per sequence", evaluation["kl"], "unfiltered samples"))
     if "accuracy" in reward:
-        shown.append(_tile("reward model accuracy", reward["accuracy"], "held-out pairs"))
+        known.append(_tile("reward model accuracy", reward["accuracy"], "held-out pairs"))
     selected = next((ppo[k] for k in ("selected_iteration", "selected") if isinstance(ppo.get(k), int | float)), None)
     if selected is not None:
-        shown.append(_tile("selected iteration", int(selected), str(ppo.get("selection_reason", ""))))
-    return shown
+        known.append(_tile("selected iteration", int(selected), str(ppo.get("selection_reason", ""))))
+    return known
 
 
 def _tile(label: str, value: Any, note: str) -> dict[str, str]:
-    return {"label": label, "value": number(value, 2), "note": note}
+    return {"label": label, "value": format_number(value, 2), "note": note}
 
 
-def sides(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of the SFT against policy table."""
+def sft_beside_policy(evaluation: Mapping[str, Any]) -> list[JsonObject]:
+    """Return the rows of the table of SFT beside policy."""
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
     return [
         {"label": label, "sft": sft[key], "policy": policy[key], "change": policy[key] - sft[key]}
-        for key, label in SIDE_FIGURES
+        for key, label in MODEL_METRICS
         if key in sft and key in policy
     ]
 
 
-def _comparisons(evaluation: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    given = evaluation.get("comparison", {})
-    return {judge: given[judge] for judge in sorted(given, key=lambda j: JUDGES.index(j) if j in JUDGES else 9)}
+def _comparisons(evaluation: Mapping[str, Any]) -> dict[str, JsonObject]:
+    """Comparisons by judge, the best judge first."""
+    comparisons = evaluation.get("comparison", {})
+    order = sorted(comparisons, key=lambda judge: JUDGES.index(judge) if judge in JUDGES else len(JUDGES))
+    return {judge: comparisons[judge] for judge in order}
 
 
-def _comparison_chart(comparisons: Mapping[str, Mapping[str, Any]]) -> Markup | None:
+def _comparison_chart(comparisons: Mapping[str, JsonObject]) -> Markup | None:
     rows = [
         (judge, float(c["win_rate_low95"]), float(c["win_rate"]), float(c["win_rate_high95"]))
         for judge, c in comparisons.items()
@@ -112,54 +124,61 @@ def _comparison_chart(comparisons: Mapping[str, Mapping[str, Any]]) -> Markup | 
 
 
 def _regression(evaluation: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(check, SFT's pass rate, the policy's)."""
     policy, sft = evaluation.get("regression", {}), evaluation.get("regression_sft", {})
     return [(name.replace("_", " "), sft.get(name), policy[name]) for name in policy if name != "prompts"]
 
 
-def findings(found: Sources) -> list[dict[str, Any]]:
-    """Findings of the health monitor in PPO's history, one per rule with its first iteration, ``last`` and ``times``;
-    each rollback is one of its own, with what was ``returned`` to. Those that stopped the run come first. A finding is
-    whole, or a rule's name, which the rule book explains."""
+def findings(sources: ReportSources) -> list[JsonObject]:
+    """Return the findings of the health monitor in PPO's history; those that stopped the run come first.
+
+    There is one per rule, with its first iteration, ``last`` and ``times``; each rollback is one of its own, with what
+    was ``returned`` to. In the history a finding is an object, or a rule's name, which the default rules explain.
+    """
     rules = {rule.name: rule for rule in DEFAULT_RULES}
-    shown: dict[Any, dict[str, Any]] = {}
-    for place, row in enumerate(found.histories.get("ppo", []), start=1):
-        iteration = row.get("iteration", place)
-        for record in row.get("rollbacks") or []:
-            once = {"iteration": record["from"], "last": record["from"], "times": 1, "returned": _returned(record)}
-            shown["rollback", len(shown)] = record["finding"] | once
+    entries: dict[Any, JsonObject] = {}
+    for number, row in enumerate(sources.histories.get("ppo", []), start=1):
+        iteration = row.get("iteration", number)
+        for rollback in row.get("rollbacks") or []:
+            once = {
+                "iteration": rollback["from"],
+                "last": rollback["from"],
+                "times": 1,
+                "returned": _describe_rollback(rollback),
+            }
+            entries["rollback", len(entries)] = rollback["finding"] | once
         for finding in row.get("findings") or []:
             if isinstance(finding, str):
                 if finding not in rules:
                     continue
                 finding = asdict(rules[finding]) | {"rule": finding, "evidence": ()}
-            start = {"iteration": iteration, "times": 0, "returned": ""}
-            first = shown.setdefault(finding["rule"], finding | start)
-            first.update(last=iteration, times=first["times"] + 1)
-    return sorted(shown.values(), key=lambda f: (f["action"] == "warn", f["iteration"]))
+            entry = entries.setdefault(finding["rule"], finding | {"iteration": iteration, "times": 0, "returned": ""})
+            entry.update(last=iteration, times=entry["times"] + 1)
+    return sorted(entries.values(), key=lambda entry: (entry["action"] == "warn", entry["iteration"]))
 
 
-def _returned(record: Mapping[str, Any]) -> str:
-    """``to iteration 10, with kl_coefficient × 2``."""
-    factors = ", ".join(f"{name} × {factor:g}" for name, factor in sorted(record["finding"]["adjust"].items()))
-    return f"to iteration {record['to']}, with {factors}"
+def _describe_rollback(rollback: Mapping[str, Any]) -> str:
+    """Such as ``to iteration 10, with kl_coefficient × 2``."""
+    factors = ", ".join(f"{name} × {factor:g}" for name, factor in sorted(rollback["finding"]["adjust"].items()))
+    return f"to iteration {rollback['to']}, with {factors}"
 
 
-def pick(rows: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Rows spread over the categories: the first of each, then the second of each, and so on. Never the best ones."""
-    groups: dict[str, list[dict[str, Any]]] = {}
+def spread_over_categories(rows: Sequence[JsonObject], count: int) -> list[JsonObject]:
+    """Choose ``count`` rows: the first of each category, then the second of each, and so on; never the best ones."""
+    groups: dict[str, list[JsonObject]] = {}
     for row in rows:
         groups.setdefault(str(row.get("category")), []).append(row)
     ordered = [
-        group[place]
-        for place in range(max((len(g) for g in groups.values()), default=0))
+        group[rank]
+        for rank in range(max((len(group) for group in groups.values()), default=0))
         for _, group in sorted(groups.items())
-        if place < len(group)
+        if rank < len(group)
     ]
     return ordered[:count]
 
 
-def reply(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A prompt with both replies and (judge, SFT's score, policy's score) triples."""
+def reply_pair(row: Mapping[str, Any]) -> JsonObject:
+    """Return a prompt with both replies and (judge, SFT's score, policy's score) triples."""
     judges = [name for name in JUDGES if f"sft_{name}" in row and f"policy_{name}" in row]
     return {
         "category": row.get("category", ""),
@@ -172,17 +191,17 @@ def reply(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def data_table(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures by kind of data (``kinds`` as columns, ``rows`` of (figure, one value per kind)), and the ``rest``."""
+def data_table(metrics: Mapping[str, Any]) -> JsonObject:
+    """Return metrics by kind of data (``kinds`` as columns, ``rows`` of (name, value per kind)), and the ``rest``."""
     kinds = [name for name, values in metrics.items() if isinstance(values, Mapping)]
-    figures = dict.fromkeys(key for kind in kinds for key in metrics[kind])
-    rows = [(key.replace("_", " "), [metrics[kind].get(key) for kind in kinds]) for key in figures]
-    rest = flatten({key: value for key, value in metrics.items() if key not in kinds})
+    names = dict.fromkeys(name for kind in kinds for name in metrics[kind])
+    rows = [(name.replace("_", " "), [metrics[kind].get(name) for kind in kinds]) for name in names]
+    rest = flatten({name: value for name, value in metrics.items() if name not in kinds})
     return {"kinds": kinds, "rows": rows, "rest": rest}
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """(dotted name, value) of all plain values."""
+    """Return (dotted name, value) of all plain values; lists are left out."""
     rows: list[tuple[str, Any]] = []
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -192,8 +211,8 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]
     return rows
 
 
-def number(value: Any, digits: int = 3) -> str:
-    """A number for people: ``digits`` decimals, thousands separated, whole numbers without decimals."""
+def format_number(value: Any, digits: int = 3) -> str:
+    """Format a number with ``digits`` decimals and separated thousands, whole numbers without decimals."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "" if value is None else str(value)
     if isinstance(value, int) or (float(value).is_integer() and abs(value) >= 2):

@@ -1,4 +1,4 @@
-"""A sequence classifier from elsewhere: replies are decoded and encoded again by its own tokenizer and template."""
+"""A Hugging Face sequence classifier as reward source: replies are encoded again by its own tokenizer and template."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from rlhf_core.config.reward_sources import ClassifierSource
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.models.io import load_model, reading
-from rlhf_core.ppo.reward_sources.source import Replies, checked_scores
+from rlhf_core.ppo.reward_sources.source import Replies, checked_rewards
 
 UNLIMITED = 10**6  # tokenizers without a limit say so by a huge number
 Encoded = dict[str, list[int]]
 
 
 class Classifier:
-    """Scores text with a Hugging Face sequence classifier; which token or vector it reads is the model's own affair.
+    """Rewards text by one output of a sequence classifier.
 
-    Figure ``truncated``: share of the batch whose beginning did not fit.
+    Metric ``truncated``: share of the batch whose beginning did not fit.
     """
 
     def __init__(
@@ -41,15 +41,19 @@ class Classifier:
         self.limit = token_limit(model, tokenizer, config.max_tokens)
         self.pad: int | None = model.config.get_text_config().pad_token_id
         self.accepted = set(inspect.signature(model.forward).parameters)
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         if config.template == "chat" and not getattr(tokenizer, "chat_template", None):
             raise ConfigError(f"{who}: its tokenizer has no chat template; set template to pair, reply, or a text")
 
-    def score(self, replies: Replies) -> Tensor:
-        """(B,); ``DataError`` when the model cannot read a text or gives a number that is not finite."""
+    def rewards(self, replies: Replies) -> Tensor:
+        """(B,).
+
+        Raises:
+            DataError: The model cannot read a text, or gives a number that is not finite.
+        """
         rows = [self.encode(prompt, reply) for prompt, reply in zip(replies.prompts, replies.texts, strict=True)]
-        self.figures = {"truncated": sum(cut for _, cut in rows) / len(rows)}
-        return checked_scores(self._scores([row for row, _ in rows]), replies, self.who)
+        self.metrics = {"truncated": sum(cut for _, cut in rows) / len(rows)}
+        return checked_rewards(self._scores([row for row, _ in rows]), replies, self.who)
 
     def encode(self, prompt: Sequence[Message], reply: str) -> tuple[Encoded, bool]:
         """The model's input for one reply, without padding, and whether its beginning was cut off."""
@@ -117,7 +121,11 @@ class Classifier:
 
 
 def load_classifier(source: str | Path, config: ClassifierSource, device: torch.device, who: str) -> Classifier:
-    """The classifier in a folder or on the hub: safetensors only, no remote code. ``ModelError`` says what is wrong."""
+    """Load the classifier of a folder or hub id: safetensors only, no remote code.
+
+    Raises:
+        ModelError: It cannot be loaded.
+    """
     model: Any = load_model(AutoModelForSequenceClassification, source, None, config.revision, attention=None)
     with reading(source):
         tokenizer = AutoTokenizer.from_pretrained(
@@ -127,16 +135,20 @@ def load_classifier(source: str | Path, config: ClassifierSource, device: torch.
 
 
 def chosen_label(config: Any, label: int | str | None, who: str) -> int:
-    """Index of the output to read; ``ConfigError`` lists the labels when there are several and none is chosen."""
+    """Find the index of the output to read.
+
+    Raises:
+        ConfigError: There are several labels and none is chosen, or there is no such label.
+    """
     names = {int(index): str(name) for index, name in config.id2label.items()}
     if label is None and config.num_labels == 1:
         return 0
-    found = label if isinstance(label, int) else next((i for i, name in names.items() if name == label), None)
-    if found is None or not 0 <= found < config.num_labels:
+    chosen = label if isinstance(label, int) else next((i for i, name in names.items() if name == label), None)
+    if chosen is None or not 0 <= chosen < config.num_labels:
         listed = ", ".join(f"{index} ({name})" for index, name in sorted(names.items()))
         problem = "set label to one of its labels" if label is None else f"it has no label {label!r}"
         raise ConfigError(f"{who}: the classifier has {config.num_labels} labels, {listed}; {problem}")
-    return found
+    return chosen
 
 
 def token_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: int | None) -> int | None:

@@ -1,4 +1,4 @@
-"""A scorer behind HTTP: batches, timeouts, retries with back-off.
+"""A reward source behind HTTP: batches, timeouts, retries with back-off.
 
 Request: ``POST url`` with JSON ``{"items": [{"prompt": [{"role", "content"}, ...], "reply": text, "finished": bool},
 ...]}``. Answer: status 200 with JSON ``{"scores": [number, ...]}``, one finite number per item, in the same order.
@@ -16,25 +16,33 @@ from torch import Tensor
 
 from rlhf_core.config.reward_sources import HttpSource
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.ppo.reward_sources.source import Replies, checked_scores
+from rlhf_core.ppo.reward_sources.source import Replies, checked_rewards
 
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
-FIRST_WAIT, LONGEST_WAIT, LONGEST_ASKED_WAIT = 0.5, 30.0, 60.0  # seconds
+FIRST_WAIT, LONGEST_WAIT, LONGEST_REQUESTED_WAIT = 0.5, 30.0, 60.0  # seconds
 RESUMES = "start it and run again: training goes on from its last checkpoint"
 
 
 class HttpScorer:
-    """``wait`` sleeps between attempts. Waits are not random: one client is no stampede, and no generator moves."""
+    """Posts replies to a scorer and reads their scores.
+
+    ``wait`` sleeps between attempts. Waits have no jitter: there is one client, and the random generators of the run
+    stay where they are.
+    """
 
     def __init__(self, config: HttpSource, who: str, wait: Callable[[float], None] = time.sleep) -> None:
         self.config, self.who, self.wait = config, who, wait
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         self.token = bearer_token(config.token_env, who)
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         self.client = httpx.Client(timeout=config.timeout_seconds, headers=headers)
 
-    def score(self, replies: Replies) -> Tensor:
-        """(B,); ``DataError`` when the scorer stays unreachable or does not keep the contract."""
+    def rewards(self, replies: Replies) -> Tensor:
+        """(B,).
+
+        Raises:
+            DataError: The scorer stays unreachable or does not keep the contract.
+        """
         items = [
             {"prompt": [{"role": m.role, "content": m.content} for m in prompt], "reply": text, "finished": finished}
             for prompt, text, finished in zip(replies.prompts, replies.texts, replies.finished, strict=True)
@@ -42,17 +50,19 @@ class HttpScorer:
         scores: list[Any] = []
         for start in range(0, len(items), self.config.batch_size):
             part = items[start : start + self.config.batch_size]
-            found = self._scores_of(self._post({"items": part}))
-            if len(found) != len(part):
-                raise DataError(f"{self.who} gave {len(found)} scores for {len(part)} items; one per item is needed")
-            scores += found
-        return checked_scores(scores, replies, self.who)
+            part_scores = self._scores_of(self._post({"items": part}))
+            if len(part_scores) != len(part):
+                raise DataError(
+                    f"{self.who} gave {len(part_scores)} scores for {len(part)} items; one per item is needed"
+                )
+            scores += part_scores
+        return checked_rewards(scores, replies, self.who)
 
     def _post(self, body: dict[str, Any]) -> httpx.Response:
         """The first answer that is not worth another attempt."""
         attempts = self.config.retries + 1
         for attempt in range(attempts):
-            asked = 0.0
+            requested_wait = 0.0
             try:
                 answer = self.client.post(self.config.url, json=body)
             except httpx.RequestError as error:
@@ -60,30 +70,34 @@ class HttpScorer:
             else:
                 if answer.status_code not in RETRIED:
                     return answer
-                problem, asked = self._told(answer), _retry_after(answer)
+                problem, requested_wait = self._described(answer), _retry_after(answer)
             if attempt + 1 < attempts:
-                self.wait(max(min(FIRST_WAIT * 2**attempt, LONGEST_WAIT), asked))
+                self.wait(max(min(FIRST_WAIT * 2**attempt, LONGEST_WAIT), requested_wait))
         raise DataError(f"{self.who} failed {attempts} times, at last with {problem}; {RESUMES}")
 
     def _scores_of(self, answer: httpx.Response) -> list[Any]:
         if answer.status_code != 200:
-            raise DataError(f"{self.who} {self._told(answer)}; status 200 with scores is needed")
+            raise DataError(f"{self.who} {self._described(answer)}; status 200 with scores is needed")
         try:
             scores = answer.json()["scores"]
         except (ValueError, KeyError, TypeError):
             scores = None
         if not isinstance(scores, list):
-            raise DataError(f"{self.who} {self._told(answer)}; a JSON object with a list 'scores' is needed")
+            raise DataError(f"{self.who} {self._described(answer)}; a JSON object with a list 'scores' is needed")
         return scores
 
-    def _told(self, answer: httpx.Response) -> str:
-        """Status and the beginning of the answer, without the token should the scorer repeat it."""
+    def _described(self, answer: httpx.Response) -> str:
+        """Status and the beginning of the answer; a bearer token in it is masked."""
         text = answer.text.replace(self.token, "***") if self.token else answer.text
         return f"answered {answer.status_code} {' '.join(text.split())[:120]!r}"
 
 
 def bearer_token(variable: str | None, who: str) -> str:
-    """The value of the environment variable; ``ConfigError`` when it is not set. Empty where none is named."""
+    """Read the bearer token from an environment variable; empty where none is named.
+
+    Raises:
+        ConfigError: The variable is not set, or holds no token.
+    """
     if variable is None:
         return ""
     token = os.environ.get(variable, "").strip()
@@ -95,6 +109,6 @@ def bearer_token(variable: str | None, who: str) -> str:
 
 
 def _retry_after(answer: httpx.Response) -> float:
-    """Seconds that the scorer asks to wait, at most a minute; 0 when it does not say so as a number."""
-    asked = answer.headers.get("Retry-After", "")
-    return min(float(asked), LONGEST_ASKED_WAIT) if asked.isdecimal() else 0.0
+    """Seconds that the scorer asks to wait, at most a minute; 0 where its header is no number."""
+    seconds = answer.headers.get("Retry-After", "")
+    return min(float(seconds), LONGEST_REQUESTED_WAIT) if seconds.isdecimal() else 0.0

@@ -1,4 +1,4 @@
-"""Several reward sources as one scorer: the weighted sum of their scores, and figures about each of them."""
+"""Several reward sources as one reward function: the weighted sum of their rewards, and metrics about each of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.ppo.reward_sources.source import PromptReader, Replies, Source
-from rlhf_core.ppo.rollout import Scorer
 from rlhf_core.sampling.token_scoring import Tokens
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightedSource:
     """A source with its name in metrics and its weight in the sum."""
 
     name: str
@@ -24,34 +23,32 @@ class Part:
     source: Source
 
 
-class Mixture:
-    """``score = sum of weight * source score``: a :class:`~rlhf_core.ppo.rollout.Scorer`.
+class RewardMixture:
+    """``reward = sum of weight * source reward``: a :data:`~rlhf_core.ppo.rewards.RewardFn`.
 
-    ``figures`` are about the newest batch: ``source_NAME_mean`` and ``source_NAME_std`` of the unweighted scores (B,)
-    where there is more than one source (population std), and what a source itself tells, as ``source_NAME_...``.
+    ``metrics`` are about the newest batch: ``source_NAME_mean`` and ``source_NAME_std`` of the unweighted rewards (B,)
+    where there is more than one source (population std), and a source's own metrics as ``source_NAME_...``.
     """
 
-    def __init__(self, parts: Sequence[Part], reader: PromptReader, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.parts, self.reader, self.tokenizer = tuple(parts), reader, tokenizer
-        self.figures: dict[str, float] = {}
+    def __init__(
+        self, sources: Sequence[WeightedSource], reader: PromptReader, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self.sources, self.reader, self.tokenizer = tuple(sources), reader, tokenizer
+        self.metrics: dict[str, float] = {}
 
     def __call__(self, batch: Tokens) -> Tensor:
-        """Raw score of every reply (B,)."""
+        """Raw reward of every reply (B,)."""
         replies = Replies(batch, self.reader, self.tokenizer)
-        scores = [part.source.score(replies) for part in self.parts]
-        self.figures = self._figures(scores)
-        return reduce(torch.add, [part.weight * column for part, column in zip(self.parts, scores, strict=True)])
+        columns = [weighted.source.rewards(replies) for weighted in self.sources]
+        self.metrics = self._metrics(columns)
+        return reduce(torch.add, [w.weight * column for w, column in zip(self.sources, columns, strict=True)])
 
-    def _figures(self, scores: Sequence[Tensor]) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for part, column in zip(self.parts, scores, strict=True):
-            if len(self.parts) > 1:
-                found[f"source_{part.name}_mean"] = float(column.mean())
-                found[f"source_{part.name}_std"] = float(column.std(unbiased=False))
-            found |= {f"source_{part.name}_{name}": value for name, value in part.source.figures.items()}
-        return found
-
-
-def source_figures(scorer: Scorer) -> dict[str, float]:
-    """Figures about the newest batch that ``scorer`` scored; none for a scorer that is not a mixture."""
-    return dict(scorer.figures) if isinstance(scorer, Mixture) else {}
+    def _metrics(self, columns: Sequence[Tensor]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for weighted, column in zip(self.sources, columns, strict=True):
+            prefix = f"source_{weighted.name}"
+            if len(self.sources) > 1:
+                metrics[f"{prefix}_mean"] = float(column.mean())
+                metrics[f"{prefix}_std"] = float(column.std(unbiased=False))
+            metrics |= {f"{prefix}_{name}": value for name, value in weighted.source.metrics.items()}
+        return metrics

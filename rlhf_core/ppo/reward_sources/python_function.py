@@ -1,4 +1,4 @@
-"""A rule-based reward: a python function of the user's."""
+"""A rule-based reward: a Python function of the user's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.ppo.reward_sources.source import Replies, checked_scores
+from rlhf_core.ppo.reward_sources.source import Replies, checked_rewards
 
 Function = Callable[[list[list[dict[str, str]]], list[str]], Any]
 
@@ -25,10 +25,14 @@ class PythonFunction:
 
     def __init__(self, function: Function, who: str) -> None:
         self.function, self.who = function, who
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
 
-    def score(self, replies: Replies) -> Tensor:
-        """(B,); ``DataError`` when the function raises or does not return one finite number per reply."""
+    def rewards(self, replies: Replies) -> Tensor:
+        """(B,).
+
+        Raises:
+            DataError: The function raised, or did not return one finite number per reply.
+        """
         prompts = [[{"role": m.role, "content": m.content} for m in prompt] for prompt in replies.prompts]
         texts = list(replies.texts)
         try:
@@ -37,25 +41,28 @@ class PythonFunction:
             last = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(last.filename).name}, line {last.lineno}"
             raise DataError(f"{self.who} raised {type(error).__name__}: {error} ({place})") from error
-        return checked_scores(scores, replies, self.who)
+        return checked_rewards(scores, replies, self.who)
 
 
 def load_function(target: str, workspace: Path, who: str) -> Function:
-    """The function of ``package.module:function``; ``ConfigError`` when it cannot be imported or is none.
+    """Import the function of ``package.module:function``.
 
     The workspace's folder is searched last, so that a file in it never takes the place of an installed module.
+
+    Raises:
+        ConfigError: It cannot be imported, or is no function.
     """
     module, _, name = target.partition(":")
     if str(workspace) not in sys.path:
         sys.path.append(str(workspace))
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        function = getattr(importlib.import_module(module), name, None)
     except Exception as error:
         raise ConfigError(
             f"{who}: cannot import {module} ({type(error).__name__}: {error}); it must be installed, on PYTHONPATH or "
             f"in {workspace}"
         ) from error
-    if not callable(found):
-        what = "nothing" if found is None else f"a {type(found).__name__}"
+    if not callable(function):
+        what = "nothing" if function is None else f"a {type(function).__name__}"
         raise ConfigError(f"{who}: {name} is {what} in {module}; a function f(prompts, replies) is needed")
-    return found
+    return function

@@ -1,4 +1,4 @@
-"""Sources that read the policy's own tokens: one reward model, or an ensemble that charges for disagreement."""
+"""Reward sources that read the policy's own tokens: one reward model, or an ensemble penalised by its disagreement."""
 
 from __future__ import annotations
 
@@ -15,46 +15,50 @@ from rlhf_core.errors import ModelError
 from rlhf_core.models.base import load_tokenizer
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.reward_sources.source import Replies
-from rlhf_core.ppo.rollout import Scorer
+from rlhf_core.ppo.rewards import RewardFn
 from rlhf_core.sampling.token_scoring import MICRO_BATCH
 
 ORIGIN_REPLIES = 256
 
 
-class RewardModel:
+class RewardModelSource:
     """A reward model read at the last response token."""
 
-    def __init__(self, scorer: Scorer) -> None:
-        self.scorer = scorer
-        self.figures: dict[str, float] = {}
+    def __init__(self, reward_fn: RewardFn) -> None:
+        self.reward_fn = reward_fn
+        self.metrics: dict[str, float] = {}
 
-    def score(self, replies: Replies) -> Tensor:
-        """The model's scores (B,) as they are: one that is not finite leaves its step out, as ever."""
-        return self.scorer(replies.tokens)
+    def rewards(self, replies: Replies) -> Tensor:
+        """The model's rewards (B,) as they are; one that is not finite makes its step be skipped."""
+        return self.reward_fn(replies.tokens)
 
 
-class Ensemble:
+class EnsembleRewards:
     """``mean - k * std`` over members (population std), each relative to its ``origin``.
 
     Source: Coste et al. 2023, "Reward model ensembles help mitigate overoptimization" (uncertainty-weighted
-    optimisation, there with the variance). Figure ``spread``: mean std over the batch.
+    optimisation, there with the variance). Metric ``spread``: mean std over the batch.
     """
 
-    def __init__(self, members: Sequence[Scorer], origins: Sequence[float], k: float) -> None:
+    def __init__(self, members: Sequence[RewardFn], origins: Sequence[float], k: float) -> None:
         self.members, self.origins, self.k = tuple(members), tuple(origins), k
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
 
-    def score(self, replies: Replies) -> Tensor:
-        """(B,); a member's score that is not finite makes the result so."""
+    def rewards(self, replies: Replies) -> Tensor:
+        """(B,); a member's reward that is not finite makes the result not finite."""
         columns = [member(replies.tokens) - origin for member, origin in zip(self.members, self.origins, strict=True)]
-        scores = torch.stack(columns)
-        spread = scores.std(dim=0, unbiased=False)
-        self.figures = {"spread": float(spread.mean())}
-        return scores.mean(dim=0) - self.k * spread
+        rewards = torch.stack(columns)
+        spread = rewards.std(dim=0, unbiased=False)
+        self.metrics = {"spread": float(spread.mean())}
+        return rewards.mean(dim=0) - self.k * spread
 
 
 def require_same_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """``ModelError`` unless the model in ``folder`` was trained on the tokens that ``tokenizer`` makes."""
+    """Check that the model in ``folder`` was trained on the tokens that ``tokenizer`` makes.
+
+    Raises:
+        ModelError: It has another vocabulary or chat template.
+    """
     own = load_tokenizer(folder)
     dialogue = [Message("user", "What colour is the sky?\n"), Message("assistant", "Blue."), Message("user", "Why? é")]
     same = own.get_vocab() == tokenizer.get_vocab() and own.eos_token_id == tokenizer.eos_token_id
@@ -66,11 +70,14 @@ def require_same_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Non
 
 
 @torch.inference_mode()
-def origin(model: ScalarModel, clean: Path, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Mean score of ``model`` on up to 256 demonstrations of the train split, the same ones every time.
+def reward_origin(model: ScalarModel, clean: Path, tokenizer: PreTrainedTokenizerBase) -> float:
+    """Mean reward of ``model`` on up to 256 demonstrations of the train split, the same ones every time.
 
     Ids are content hashes, so the first of them are a fixed sample. Demonstrations beyond the model's positions are
     left out.
+
+    Raises:
+        ModelError: No demonstration fits the model.
     """
     path = clean / "demonstrations" / "train.parquet"
     rows = sorted(read_rows(path, Demonstration), key=lambda row: row.id)

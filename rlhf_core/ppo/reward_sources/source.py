@@ -1,4 +1,4 @@
-"""The protocol of reward sources, and what they are given: a rollout's replies as tokens and, if asked for, as text."""
+"""The protocol of reward sources, and their input: a rollout's replies as tokens and, on demand, as text."""
 
 from __future__ import annotations
 
@@ -17,30 +17,35 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.data.chat import decode_reply
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.ppo.prompts import TrainingPrompts
 from rlhf_core.sampling.token_scoring import Tokens
 
 LARGEST = torch.finfo(torch.float32).max
 
 
 class PromptReader:
-    """Finds the messages that prompt tokens were made from. Prompts of equal tokens are one to the policy, and here."""
+    """Finds the messages that prompt tokens were made from; prompts of equal tokens count as one."""
 
-    def __init__(self, prompts: Sequence[Sequence[Message]], prompt_ids: Sequence[Sequence[int]]) -> None:
-        self.prompts, self.prompt_ids = prompts, prompt_ids
+    def __init__(self, prompts: TrainingPrompts) -> None:
+        self.prompts = prompts
 
     @cached_property
     def _rows(self) -> dict[bytes, int]:
-        """The first row of each prompt. Digests, because a copy of all tokens would weigh as much as they do."""
-        return {_digest(ids): row for row, ids in reversed(list(enumerate(self.prompt_ids)))}
+        """The first row of each prompt, by digests: a second copy of all tokens would double their memory."""
+        return {_digest(ids): row for row, ids in reversed(list(enumerate(self.prompts.ids)))}
 
     def messages(self, batch: Tokens) -> list[Sequence[Message]]:
-        """The prompt of each row of ``batch``; ``RlhfError`` for tokens that are not those of a known prompt."""
+        """The prompt of each row of ``batch``.
+
+        Raises:
+            RlhfError: A row's tokens are not those of a known prompt.
+        """
         width = batch.tokens.shape[1] - batch.width
         rows = zip(batch.tokens[:, :width].tolist(), batch.attention_mask[:, :width].tolist(), strict=True)
-        found = [self._rows.get(_digest([i for i, kept in zip(*row, strict=True) if kept])) for row in rows]
-        if None in found:
-            raise RlhfError(f"row {found.index(None)} of the rollout does not begin with any of the prompts")
-        return [self.prompts[row] for row in found if row is not None]
+        known = [self._rows.get(_digest([i for i, kept in zip(*row, strict=True) if kept])) for row in rows]
+        if None in known:
+            raise RlhfError(f"row {known.index(None)} of the rollout does not begin with any of the prompts")
+        return [self.prompts.messages[row] for row in known if row is not None]
 
 
 def _digest(ids: Sequence[int]) -> bytes:
@@ -49,7 +54,7 @@ def _digest(ids: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True)
 class Replies:
-    """B replies to score. Text is made when a source first asks for it: reward models read the tokens themselves."""
+    """B replies. They are decoded when a source first asks for text: reward models read the tokens themselves."""
 
     tokens: Tokens
     reader: PromptReader
@@ -85,18 +90,24 @@ class Replies:
 
 
 class Source(Protocol):
-    """Scores replies; higher is better. ``figures`` tell more of the newest batch, beyond its mean and spread."""
+    """Rewards replies; higher is better. ``metrics`` describe the newest batch beyond its mean and spread."""
 
-    figures: dict[str, float]
+    metrics: dict[str, float]
 
-    def score(self, replies: Replies) -> Tensor:
-        """One raw score per reply (B,), float32 on the device of the tokens."""
+    def rewards(self, replies: Replies) -> Tensor:
+        """One raw reward per reply (B,), float32 on the device of the tokens."""
 
 
-def checked_scores(values: Any, replies: Replies, who: str) -> Tensor:
-    """What something outside this project gave as scores: (B,) float32 on the device of the tokens.
+def checked_rewards(values: Any, replies: Replies, who: str) -> Tensor:
+    """Check scores from outside this project, and make rewards of them: (B,) float32 on the device of the tokens.
 
-    ``DataError`` when it is not one finite number per reply: a guess in place of a reward would be trained on.
+    Args:
+        values: The scores, which may be anything.
+        replies: The replies that they are of.
+        who: What gave them, for messages.
+
+    Raises:
+        DataError: They are not one finite number per reply. A guess in place of a reward would be trained on.
     """
     listed = values.tolist() if isinstance(values, np.ndarray | Tensor) else values
     if not isinstance(listed, list | tuple):
@@ -107,12 +118,14 @@ def checked_scores(values: Any, replies: Replies, who: str) -> Tensor:
         )
     for position, value in enumerate(listed):
         if isinstance(value, bool) or not isinstance(value, Real):
-            raise DataError(f"{who}: score {position} is {_shown(value)}, which is not a number")
+            raise DataError(f"{who}: score {position} is {_shortened(value)}, which is not a number")
         if not abs(cast(float, value)) <= LARGEST:
-            raise DataError(f"{who}: score {position} is {_shown(value)}; scores must be finite in single precision")
+            raise DataError(
+                f"{who}: score {position} is {_shortened(value)}; scores must be finite in single precision"
+            )
     return torch.tensor([float(value) for value in listed], dtype=torch.float32, device=replies.tokens.tokens.device)
 
 
-def _shown(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

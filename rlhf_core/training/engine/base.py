@@ -48,7 +48,9 @@ class EngineState:
 
 
 class Engine(Protocol):
-    """What trainers know. ``steps`` counts optimiser steps, ``skipped_steps`` those of them that were skipped.
+    """What trainers know. ``steps`` is the schedule's position: steps that were made, skipped or passed over.
+
+    ``skipped_steps`` counts those that were skipped because they were not finite.
 
     ``lr_factor`` multiplies the scheduled rate; the trainer sets it, and it is no part of the state.
     ``forward_context`` is entered for every forward pass (for gradient checkpointing).
@@ -78,6 +80,9 @@ class Engine(Protocol):
     def step(self) -> StepResult:
         """Clip by the global norm and step."""
 
+    def pass_over_step(self) -> None:
+        """Advance the schedule past a planned step that is not made."""
+
     def gathered_parameters(self) -> AbstractContextManager[None]:
         """Inside it every rank holds all weights and may run the model without gradient as often as it likes."""
 
@@ -104,7 +109,7 @@ class StepCount:
         self.config, self.total_steps, self.warmup_steps = config, total_steps, warmup_steps
         self.max_grad_norm = config.max_grad_norm
         self.lr_factor = 1.0
-        self.steps = self.skipped_steps = self.nonfinite_in_a_row = 0
+        self.steps = self.skipped_steps = self.passed_over_steps = self.nonfinite_in_a_row = 0
         self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def rate(self) -> float:
@@ -116,6 +121,16 @@ class StepCount:
         self.steps += 1
         self.skipped_steps += not finite
         self.nonfinite_in_a_row = 0 if finite else self.nonfinite_in_a_row + 1
+
+    def pass_over_step(self) -> None:
+        """Advance the schedule past a planned step that is not made."""
+        self.steps += 1
+        self.passed_over_steps += 1
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps that changed the weights."""
+        return self.steps - self.skipped_steps - self.passed_over_steps
 
     def pause_if_ruined(self, reason: str, rate: float, broken: Sequence[str]) -> None:
         """``TrainingPaused`` after three skipped steps in a row; ``broken`` are parameters that are not finite."""
@@ -130,12 +145,18 @@ class StepCount:
 
     def counters(self) -> dict[str, int]:
         """As JSON."""
-        return {"steps": self.steps, "skipped_steps": self.skipped_steps, "in_a_row": self.nonfinite_in_a_row}
+        return {
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+            "passed_over_steps": self.passed_over_steps,
+            "in_a_row": self.nonfinite_in_a_row,
+        }
 
     def load_counters(self, meta: dict[str, Any]) -> None:
         """The inverse of :meth:`counters`."""
         self.steps = int(meta["steps"])
         self.skipped_steps = int(meta["skipped_steps"])
+        self.passed_over_steps = int(meta["passed_over_steps"])
         self.nonfinite_in_a_row = int(meta["in_a_row"])
 
 

@@ -169,7 +169,7 @@ class DeepSpeedEngine(StepCount):
         """Whole float32 weights and moments, under the names that every engine uses."""
         tensors = {}
         for name, parameter in self.model.named_parameters():
-            for key, value in self.shards.read(parameter, self.steps - self.skipped_steps).items():
+            for key, value in self.shards.read(parameter, self.optimizer_steps).items():
                 if distributed.is_rank_zero():
                     tensors[key.replace("NAME", name)] = value
         return EngineState(tensors, self.counters())

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from rlhf_core.data.correlation import linear_correlation, rank_correlation
 from rlhf_core.errors import DataError
 from rlhf_core.files import read_json
-from rlhf_core.training.reward.evaluation import agreement, linear_correlation, rank_correlation
+from rlhf_core.training.reward.evaluation import agreement
 
 
 def agreement_figures(first: Path, second: Path) -> dict[str, float]:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rlhf_core.data.correlation import rank_correlation
+
 CALIBRATION_BINS = 10
 PERCENTILES = (5, 25, 50, 75, 95)
 SMALLEST_CATEGORY = 10
@@ -35,20 +37,6 @@ def calibration_bins(margins: np.ndarray, bins: int = CALIBRATION_BINS) -> list[
 def expected_calibration_error(margins: np.ndarray, bins: int = CALIBRATION_BINS) -> float:
     """Mean over pairs of |confidence - share correct| of their bin: 0 when margins mean what they say."""
     return sum(abs(c - a) * n for c, a, n in calibration_bins(margins, bins)) / len(margins)
-
-
-def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """Spearman's rank correlation (ties share their mean rank); 0 when one of the two is constant."""
-    from scipy.stats import rankdata
-
-    return linear_correlation(rankdata(first), rankdata(second))
-
-
-def linear_correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """Pearson's correlation; 0 when one of the two is constant."""
-    a, b = first - first.mean(), second - second.mean()
-    scale = float(np.sqrt((a * a).sum() * (b * b).sum()))
-    return float((a * b).sum() / scale) if scale > 0 else 0.0
 
 
 def evaluate_scores(

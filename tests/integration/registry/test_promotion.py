@@ -235,7 +235,7 @@ def test_the_real_match_runs_in_a_process_of_its_own(contest: Path) -> None:
     decision = promote(contest)
     assert decision.match is not None
     result = decision.match["comparison"]["referee"]
-    assert set(decision.match["comparison"]) == {"referee"}  # these prompts are not of the embedded world: no gold
+    assert set(decision.match["comparison"]) == {"referee"}  # these prompts are not of the synthetic world: no gold
     assert result["prompts"] == 8 and result["win"] + result["tie"] + result["lose"] == pytest.approx(1)
     assert decision.promoted == (result["win_rate_low95"] > 0.5)
 

@@ -141,8 +141,8 @@ def test_versions_answer_through_pyfunc_and_are_plain_folders(workspace: Path) -
     from transformers import AutoModelForCausalLM
 
     from rlhf_core.data.schema import Message
-    from rlhf_core.evaluation.model_judge import ModelJudge
-    from rlhf_core.evaluation.text_metrics import Reply
+    from rlhf_core.evaluation.judges.model import ModelJudge
+    from rlhf_core.evaluation.reply import Reply
 
     register(workspace)
     connect(workspace).set_registered_model_alias(policy_name(workspace), "champion", "1")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.data.batching import batch_at, epoch_order, fixed_batches, token_budget_batches
+from rlhf_core.data.batching import batch_at, epoch_order, token_budget_batches
 
 SEEDS = st.integers(0, 2**31)
 EPOCHS = st.integers(0, 1000)
@@ -22,13 +22,6 @@ def test_epoch_order_is_a_permutation_and_repeatable(n: int, seed: int, epoch: i
 def test_epoch_and_seed_change_the_order() -> None:
     assert epoch_order(50, 1, 0) != epoch_order(50, 1, 1)
     assert epoch_order(50, 1, 0) != epoch_order(50, 2, 0)
-
-
-@given(st.integers(0, 200), st.integers(1, 40), SEEDS, EPOCHS)
-def test_fixed_batches_cover_everything_once(n: int, size: int, seed: int, epoch: int) -> None:
-    batches = fixed_batches(n, size, seed, epoch)
-    assert sorted(i for batch in batches for i in batch) == list(range(n))
-    assert all(len(batch) == size for batch in batches[:-1])
 
 
 @given(st.integers(1, 30), st.integers(1, 70), SEEDS)

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_core.data.chat import decode_reply, encode_dialogue, encode_prompt, encode_reply, left_pad, pad_id, right_pad
+from rlhf_core.data.chat import (
+    decode_reply,
+    encode_dialogue,
+    encode_prompt,
+    encode_reply,
+    left_pad,
+    pad_id,
+    right_pad,
+    special_token_ids,
+    vocabulary_id,
+)
 from rlhf_core.data.pairs import tokenised_pairs
 from rlhf_core.data.schema import Message, Preference
 from rlhf_core.errors import DataError, ModelError
@@ -70,6 +80,34 @@ def test_decode_stops_at_the_first_end() -> None:
     assert decode_reply(tokenizer, [HELLO, RED]) == ("hello red", False)
     assert decode_reply(tokenizer, [END]) == ("", True)
     assert decode_reply(tokenizer, torch.tensor([HELLO, END])) == ("hello", True)
+
+
+def test_special_tokens_inside_a_reply_stay_visible() -> None:
+    tokenizer = word_tokenizer()
+    assert decode_reply(tokenizer, [HELLO, USER, PAD, RED, END]) == ("hello <|user|> <|pad|> red", True)
+    assert decode_reply(tokenizer, [PAD, PAD]) == ("<|pad|> <|pad|>", False)
+
+
+def test_special_token_ids_are_all_but_the_end_marker() -> None:
+    assert special_token_ids(word_tokenizer()) == {PAD, USER, ASSISTANT, SYSTEM}
+    assert special_token_ids(word_tokenizer(pad_token=None)) == {PAD, USER, ASSISTANT, SYSTEM}
+
+
+def test_an_unfinished_reply_is_encoded_without_an_end_marker() -> None:
+    tokenizer = word_tokenizer()
+    assert encode_reply(tokenizer, "hello red", finished=False) == [HELLO, RED]
+    assert encode_reply(tokenizer, "", finished=False) == []
+    assert encode_reply(tokenizer, "hello <|user|> red", finished=True) == [HELLO, USER, RED, END]
+
+
+def test_vocabulary_id_tells_vocabularies_and_end_markers_apart() -> None:
+    tokenizer, other = word_tokenizer(), word_tokenizer()
+    assert vocabulary_id(tokenizer) == vocabulary_id(other)
+    other.eos_token = "<|user|>"
+    assert vocabulary_id(tokenizer) != vocabulary_id(other)
+    other = word_tokenizer()
+    other.add_tokens(["green"])
+    assert vocabulary_id(tokenizer) != vocabulary_id(other)
 
 
 def test_pad_falls_back_to_end_and_masks_do_not_care() -> None:

@@ -26,13 +26,13 @@ def pair(**changes: Any) -> dict[str, Any]:
 def failed(*rows: dict[str, Any], kind: str = "preferences", config: ValidateConfig = CONFIG) -> list[set[str]]:
     """The columns that each row fails, read as the suites read them."""
     frame = check_frame(kind, pa.Table.from_pylist(list(rows), schema=arrow_schema(kind)), config)
-    found: list[set[str]] = [set() for _ in rows]
+    failed: list[set[str]] = [set() for _ in rows]
     for check in checks_for(kind, config):
         for position, value in enumerate(frame[check.column]):
             good = value == 1 if check.is_flag else check.low <= value <= check.high
             if not good:
-                found[position].add(check.column)
-    return found
+                failed[position].add(check.column)
+    return failed
 
 
 def test_ordinary_text_passes() -> None:

@@ -23,8 +23,8 @@ def test_hash_by_hand() -> None:
 def test_split_is_a_function_of_seed_and_group(group: str, seed: int) -> None:
     config = SplitConfig()
     assert assign([group, group], seed, config) == [split_of(group, seed, config)] * 2
-    place = unit_hash("split", seed, group)
-    assert split_of(group, seed, config) == ("test" if place < 0.2 else "validation" if place < 0.3 else "train")
+    position = unit_hash("split", seed, group)
+    assert split_of(group, seed, config) == ("test" if position < 0.2 else "validation" if position < 0.3 else "train")
 
 
 def test_shares_are_near_what_was_asked() -> None:

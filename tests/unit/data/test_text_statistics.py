@@ -22,8 +22,8 @@ def test_distinct_bigrams_over_the_whole_set() -> None:
 
 
 def test_words_separate_punctuation_and_ideographs() -> None:
-    assert stats.words("It's RED, ok.") == ["it", "'", "s", "red", ",", "ok", "."]
-    assert stats.words("我不能 help") == ["我", "不", "能", "help"]
+    assert stats.split_words("It's RED, ok.") == ["it", "'", "s", "red", ",", "ok", "."]
+    assert stats.split_words("我不能 help") == ["我", "不", "能", "help"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from unit.ppo.tiny import EOS, PAD, Tiny, make_config, make_tiny
+from unit.ppo.tiny import EOS, PAD, Tiny, collect, make_config, make_tiny
 
 from rlhf_core import distributed
 from rlhf_core.config.model import OptimizerConfig
@@ -19,12 +19,11 @@ from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.config.sft import SftConfig
 from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.ppo.actor_critic_pair import SeparateActorCritic
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.ptx import PtxData
-from rlhf_core.ppo.rewards import RunningMeanStd
-from rlhf_core.ppo.rollout import collect
 from rlhf_core.ppo.update import Learner, update
-from rlhf_core.ppo.value_loss import ValueSettings, accumulate_value_gradient
+from rlhf_core.ppo.value_loss import ValueObjective
 from rlhf_core.training.engine import Engine, LocalEngine
 from rlhf_core.training.examples import Example
 from rlhf_core.training.reward.trainer import RewardTask
@@ -75,11 +74,8 @@ def ppo_config(lr: float, minibatches: int = 2) -> PpoConfig:
 
 def rollout(tiny: Tiny, rows: range = range(7)) -> Experience:
     """One experience of seven prompts, sampled and scored by all ranks together."""
-    prompts = [tiny.prompts[row] for row in rows]
-    config = ppo_config(0.1)
-    return collect(
-        tiny.actors, prompts, [100 + row for row in rows], 5, tiny.sampling, config.units, RunningMeanStd(), 0.1
-    )
+    pair = tiny.untrained_pair(micro_batch_size=2)
+    return collect(tiny, ppo_config(0.1), rows, streams=[100 + row for row in rows], seed=5, kl_coef=0.1, pair=pair)
 
 
 def save_experience(path: Path, experience: Experience) -> None:
@@ -154,30 +150,28 @@ def _reward(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -
 
 def _critic(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> tuple[list[Engine], dict[str, float]]:
     experience, engine = load_experience(stored), make(tiny.critic, optimizer(lr), "critic")
+    pair = SeparateActorCritic(tiny.policy, tiny.critic, {"critic": engine}, tiny.sampling, 2)
     figures: dict[str, float] = {}
     for step in range(steps):
         (minibatch, *_) = experience.minibatches(2, 3, step)
-        figures = accumulate_value_gradient(engine, tiny.critic, minibatch, ValueSettings(0.2, micro_batch_size=2))
+        figures = pair.accumulate_value_gradients(minibatch, ValueObjective(0.2)).as_metrics()
         figures["grad_norm"] = engine.step().grad_norm
     return [engine], figures
 
 
 def _ppo(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> tuple[list[Engine], dict[str, float]]:
     config, experience = ppo_config(lr, min(steps, 2)), load_experience(stored)
-    learner = Learner(
-        config=config,
-        sampling=tiny.sampling,
-        policy=tiny.policy,
-        policy_engine=make(tiny.policy, config.policy_optimizer, "policy"),
-        critic=tiny.critic,
-        critic_engine=make(tiny.critic, config.critic_optimizer, "critic"),
-        reference=tiny.reference,
-        ptx=PtxData([(p, [*reversed(p), EOS]) for p in tiny.prompts], config.ptx.batch_size, 5, PAD),
-    )
+    engines = {
+        "policy": make(tiny.policy, config.policy_optimizer, "policy"),
+        "critic": make(tiny.critic, config.critic_optimizer, "critic"),
+    }
+    pair = SeparateActorCritic(tiny.policy, tiny.critic, engines, tiny.sampling, config.micro_batch_size)
+    ptx = PtxData([(p, [*reversed(p), EOS]) for p in tiny.prompts], config.ptx.batch_size, 5, PAD)
+    learner = Learner(config, pair, tiny.reference, ptx)
     figures: dict[str, float] = {}
     for iteration in range((steps + 1) // 2):
-        figures = update(learner, experience, 0.1, iteration)
-    return [learner.policy_engine, learner.critic_engine], figures
+        figures = update(learner, experience, 0.1, iteration).as_metrics()
+    return list(engines.values()), figures
 
 
 def write_result(folder: Path, key: str, tensors: dict[str, Tensor], figures: dict[str, float]) -> None:

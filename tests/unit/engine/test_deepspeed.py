@@ -21,8 +21,6 @@ from rlhf_core import distributed
 from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.ppo.rewards import RunningMeanStd
-from rlhf_core.ppo.rollout import Actors, collect, model_scorer
 from rlhf_core.training.engine import Engine, EngineState, LocalEngine
 from rlhf_core.training.engine.base import OptimizerBuilder
 from rlhf_core.training.engine.checkpointing import recomputing
@@ -91,12 +89,10 @@ def with_frozen(folder: Path) -> None:
     """Frozen models sharded over the ranks."""
     tiny, frozen = make_tiny(), FrozenModels()
     with placed(LaunchConfig(engine="deepspeed", frozen="sharded"), folder):
-        reward, reference = frozen.place(tiny.reward), frozen.place(tiny.reference)
-    actors = Actors(tiny.policy, reference, tiny.critic, model_scorer(reward, 2))
-    units = cases.ppo_config(0.1).units
+        tiny.reward, tiny.reference = frozen.place(tiny.reward), frozen.place(tiny.reference)
     with frozen.on_device():
-        found = collect(actors, tiny.prompts[:7], range(100, 107), 5, tiny.sampling, units, RunningMeanStd(), 0.1)
-    cases.write_result(folder, "frozen", {"scores": found.scores, "reference": found.ref_logprobs}, {})
+        experience = cases.rollout(tiny)
+    cases.write_result(folder, "frozen", {"rewards": experience.rewards, "reference": experience.ref_logprobs}, {})
 
 
 def deepspeed_maker(kind: str, folder: Path, build: OptimizerBuilder) -> cases.MakeEngine:
@@ -272,7 +268,7 @@ def test_adapters_are_trained_switched_off_and_merged_alike(
 def test_sharded_frozen_models_score_alike(size: int, found: dict[int, Path]) -> None:
     plain = cases.load_experience(found[1].parent / "experience.safetensors")
     sharded, _ = cases.read_result(found[size], "frozen")
-    assert torch.allclose(plain.scores, sharded["scores"], atol=1e-5)
+    assert torch.allclose(plain.rewards, sharded["rewards"], atol=1e-5)
     assert torch.allclose(plain.ref_logprobs, sharded["reference"], atol=1e-5)
 
 

@@ -17,7 +17,7 @@ from unit.ppo.tiny import make_tiny
 from rlhf_core import distributed
 from rlhf_core.data import sharding
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.rewards import RunningMeanStd
+from rlhf_core.ppo.reward_normalization import RunningMeanStd
 
 # A learning rate so high that the weights after one step are the gradient, and one that moves weights well beyond
 # their rounding without growing it.
@@ -49,6 +49,9 @@ def check_collectives() -> None:
         "b": 1.5 * size + sum(range(size)),
         "a_max": 0.0,
     }
+    for broken in range(size):
+        largest = distributed.reduce_metrics({"_max": math.nan if rank == broken else 1.0})["_max"]
+        assert math.isnan(largest), f"rank {rank} does not see that rank {broken} has no number"
     assert distributed.any_rank(rank == size - 1) and not distributed.any_rank(False)
     sent = {"pi": math.pi, "nan": math.nan, "list": [1, None, "é"]}
     received = distributed.broadcast_from_rank0(sent if rank == 0 else None)
@@ -107,10 +110,10 @@ def test_fewer_prompts_than_ranks(size: int, found: dict[int, Path]) -> None:
     assert [(found[size] / f"few-{rank}.txt").read_text() for rank in range(size)] == [expected] * size
 
 
-def test_moments_take_in_the_scores_of_all_ranks(found: dict[int, Path]) -> None:
+def test_moments_take_in_the_rewards_of_all_ranks(found: dict[int, Path]) -> None:
     alone, together = RunningMeanStd(), RunningMeanStd()
-    alone.update(cases.load_experience(found[1] / "rollout.safetensors").scores)
-    together.update(cases.load_experience(found[2] / "rollout.safetensors").scores)
+    alone.update(cases.load_experience(found[1] / "rollout.safetensors").rewards)
+    together.update(cases.load_experience(found[2] / "rollout.safetensors").rewards)
     assert together.count == alone.count == 7
     assert together.to_dict() == pytest.approx(alone.to_dict(), rel=1e-6)
 

@@ -12,12 +12,12 @@ from ranks import run_ranks
 from torch import Tensor
 from unit.engine import cases
 from unit.ppo.rollback_runs import config_with, rule
-from unit.ppo.tiny import make_config, make_learner, make_tiny, make_trainer
+from unit.ppo.tiny import health_of, make_config, make_learner, make_tiny, make_trainer
 
 from rlhf_core import distributed
 from rlhf_core.config.health.rule import Check
-from rlhf_core.ppo.health_monitor import Monitor
-from rlhf_core.ppo.reward_sources.shared import Shared
+from rlhf_core.ppo.prompts import TrainingPrompts
+from rlhf_core.ppo.reward_sources.rank_shared import RankShared
 from rlhf_core.ppo.reward_sources.source import PromptReader, Replies
 from rlhf_core.ppo.update import update
 from rlhf_core.sampling.token_scoring import Tokens
@@ -42,17 +42,18 @@ def with_rollback(folder: Path) -> None:
         tiny = make_tiny()
         work = folder / "work" if first else folder / f"scratch-{distributed.rank()}-{life}"
         config = config_with(iterations=4 if life == 0 else 7)
-        monitor = Monitor({}, [rule(WEAK if life == 0 else Check("kl_coefficient", "<", 0.15, window=2), after=after)])
-        trainer = make_trainer(tiny, config, work, monitor=monitor)
+        check = WEAK if life == 0 else Check("kl_coefficient", "<", 0.15, window=2)
+        trainer = make_trainer(tiny, config, work, rules=[rule(check, after=after)])
         trainer.run()
-        rates = [engine.lr_factor for engine in trainer.learner.engines.values()]
-        told.append([trainer.done, [entry.record() for entry in trainer.journal.entries], rates, trainer.findings])
+        rates = [engine.lr_factor for engine in trainer.learner.pair.engines.values()]
+        journal = trainer.checkpoints.journal
+        told.append([trainer.done, [entry.record() for entry in journal.entries], rates, health_of(trainer).findings])
     (folder / f"rollback-{distributed.rank()}.json").write_text(json.dumps(told))
-    weights = trainer.learner.policy_weights()
+    weights = trainer.learner.pair.policy_weights()
     cases.write_result(folder, "rollback", weights, {"kl": 0.0})
     if first:
         (folder / "history.jsonl").write_bytes(trainer.history.path.read_bytes())
-        (folder / "abandoned.json").write_text(json.dumps(trainer.journal.abandoned("rows")))
+        (folder / "abandoned.json").write_text(json.dumps(journal.abandoned("rows")))
 
 
 def with_shared_backbone(folder: Path) -> None:
@@ -68,8 +69,8 @@ def with_shared_backbone(folder: Path) -> None:
     learner = make_learner(tiny, config)
     experience = cases.rollout(tiny)
     for iteration in range(2):
-        figures = update(learner, experience, 0.1, iteration)
-    cases.write_result(folder, "shared", learner.policy_engine.full_weights(), figures)
+        figures = update(learner, experience, 0.1, iteration).as_metrics()
+    cases.write_result(folder, "shared", learner.pair.engines["policy"].full_weights(), figures)
 
 
 class Counting:
@@ -77,12 +78,12 @@ class Counting:
 
     def __init__(self) -> None:
         self.asked: list[int] = []
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
 
-    def score(self, replies: Replies) -> Tensor:
+    def rewards(self, replies: Replies) -> Tensor:
         firsts = replies.tokens.response[:, 0]
         self.asked += firsts.tolist()
-        self.figures = {"even": float((firsts % 2 == 0).float().mean())}
+        self.metrics = {"even": float((firsts % 2 == 0).float().mean())}
         return firsts.float() / 3
 
 
@@ -95,9 +96,9 @@ def with_sources(folder: Path) -> None:
         part = tokens[:count]
         batch = Tokens(part, torch.ones_like(part), torch.ones(count, 1, dtype=torch.bool))
         source = Counting()
-        shared = Shared(source)
-        scores = shared.score(Replies(batch, PromptReader([], []), tokenizer))
-        told[str(count)] = {"scores": scores.tolist(), "figures": shared.figures, "asked": source.asked}
+        shared = RankShared(source)
+        rewards = shared.rewards(Replies(batch, PromptReader(TrainingPrompts([], [])), tokenizer))
+        told[str(count)] = {"rewards": rewards.tolist(), "metrics": shared.metrics, "asked": source.asked}
     (folder / f"sources-{distributed.rank()}.json").write_text(json.dumps(told))
 
 
@@ -147,12 +148,12 @@ def test_a_shared_backbone_learns_the_same_on_two_ranks(found: dict[int, Path]) 
 def test_each_reply_is_scored_by_one_rank_and_known_to_all(found: dict[int, Path]) -> None:
     first, second = (json.loads((found[2] / f"sources-{rank}.json").read_text())["7"] for rank in (0, 1))
     alone = json.loads((found[1] / "sources-0.json").read_text())["7"]
-    assert first["scores"] == second["scores"] == alone["scores"] == pytest.approx([(10 + i) / 3 for i in range(7)])
-    assert first["figures"] == second["figures"] == pytest.approx(alone["figures"])
+    assert first["rewards"] == second["rewards"] == alone["rewards"] == pytest.approx([(10 + i) / 3 for i in range(7)])
+    assert first["metrics"] == second["metrics"] == pytest.approx(alone["metrics"])
     assert (first["asked"], second["asked"]) == ([10, 12, 14, 16], [11, 13, 15])
 
 
 def test_a_rank_without_replies_keeps_in_step(found: dict[int, Path]) -> None:
     first, second = (json.loads((found[2] / f"sources-{rank}.json").read_text())["1"] for rank in (0, 1))
-    assert first["scores"] == second["scores"] == pytest.approx([10 / 3])
-    assert first["figures"] == second["figures"] == {"even": 1.0}
+    assert first["rewards"] == second["rewards"] == pytest.approx([10 / 3])
+    assert first["metrics"] == second["metrics"] == {"even": 1.0}

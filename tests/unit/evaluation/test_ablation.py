@@ -11,16 +11,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import ttest_1samp
 
 from rlhf_core.config.ablation.ablation import Claim, Expectation, load_ablation
 from rlhf_core.config.ablation.metrics import METRICS
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.ablation.figures import curve
-from rlhf_core.evaluation.ablation.intervals import Interval, Table, t_interval
-from rlhf_core.evaluation.ablation.page import BEGIN, END, difference, insert, level
-from rlhf_core.evaluation.ablation.results import Result, Run, end_values, history_values, read_results
+from rlhf_core.evaluation.ablation.intervals import Interval, SeedTable, t_interval
+from rlhf_core.evaluation.ablation.page import BEGIN, END, difference_cell, insert, level_cell
+from rlhf_core.evaluation.ablation.results import AblationRun, RunResult, end_values, history_values, read_results
 from rlhf_core.evaluation.ablation.summary import summarise
-from rlhf_core.evaluation.ablation.verdicts import Outcome, decide, examine, judge, overall
+from rlhf_core.evaluation.ablation.verdicts import ClaimOutcome, combine, decide, examine, judge_claim
 
 HERE = Path()
 DEFINITION = """
@@ -40,14 +43,14 @@ figures:
 """
 
 
-def table(**values: dict[str, list[float]]) -> Table:
+def table(**values: dict[str, list[float]]) -> SeedTable:
     """``table(a={"gold": [1, 2, 3]})``: seeds count from 1."""
     results = []
     for variant, metrics in values.items():
         for seed in range(1, 1 + max(len(v) for v in metrics.values())):
             row = {name: v[seed - 1] for name, v in metrics.items() if seed <= len(v)}
-            results.append(Result(Run(variant, seed, HERE, "done"), row))
-    return Table(results)
+            results.append(RunResult(AblationRun(variant, seed, HERE, "done"), row))
+    return SeedTable(results)
 
 
 def expectation(**fields: Any) -> Expectation:
@@ -56,9 +59,20 @@ def expectation(**fields: Any) -> Expectation:
 
 def test_t_interval_by_hand() -> None:
     # s = 1, t(.975, 2) = 4.302653, half = 4.302653 / sqrt(3) = 2.484138
-    found = t_interval([1.0, 2.0, 3.0])
-    assert (found.mean, found.n) == (2.0, 3)
-    assert found.low == pytest.approx(-0.484138, abs=1e-6) and found.high == pytest.approx(4.484138, abs=1e-6)
+    interval = t_interval([1.0, 2.0, 3.0])
+    assert (interval.mean, interval.n) == (2.0, 3)
+    assert interval.low == pytest.approx(-0.484138, abs=1e-6) and interval.high == pytest.approx(4.484138, abs=1e-6)
+
+
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=8).filter(lambda values: max(values) - min(values) > 1e-3))
+def test_t_interval_is_the_one_of_students_test(values: list[float]) -> None:
+    expected = ttest_1samp(values, 0.0).confidence_interval(0.95)
+    interval = t_interval(values)
+    assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high), abs=1e-9)
+
+
+def test_equal_values_have_an_interval_of_width_zero() -> None:
+    assert t_interval([0.5, 0.5, 0.5]) == Interval(0.5, 0.5, 0.5, 3)
 
 
 def test_one_value_has_no_interval_and_none_has_no_mean() -> None:
@@ -68,21 +82,23 @@ def test_one_value_has_no_interval_and_none_has_no_mean() -> None:
 
 def test_differences_are_paired_by_seed() -> None:
     # differences .5, 1, 1.5: s = .5, half = 1.242069; unpaired, the spread of the seeds would drown it
-    found = table(a={"gold": [10.0, 20.0, 30.0]}, b={"gold": [10.5, 21.0, 31.5]}).difference("b", "a", "gold")
-    assert found.mean == pytest.approx(1.0)
-    assert found.low == pytest.approx(1 - 1.242069, abs=1e-6) and found.high == pytest.approx(2.242069, abs=1e-6)
+    difference = table(a={"gold": [10.0, 20.0, 30.0]}, b={"gold": [10.5, 21.0, 31.5]}).difference("b", "a", "gold")
+    assert difference.mean == pytest.approx(1.0)
+    assert difference.low == pytest.approx(1 - 1.242069, abs=1e-6) and difference.high == pytest.approx(
+        2.242069, abs=1e-6
+    )
 
 
 def test_only_seeds_that_both_have_are_compared() -> None:
-    found = table(a={"gold": [1.0, 2.0, 3.0]}, b={"gold": [2.0, 4.0]}).difference("b", "a", "gold")
-    assert (found.mean, found.n) == (1.5, 2)
+    difference = table(a={"gold": [1.0, 2.0, 3.0]}, b={"gold": [2.0, 4.0]}).difference("b", "a", "gold")
+    assert (difference.mean, difference.n) == (1.5, 2)
 
 
 def test_ratio_metrics_are_compared_as_factors() -> None:
     data = table(a={"kl": [1.0, 2.0, 4.0]}, b={"kl": [2.0, 4.0, 8.0]})
-    found = data.difference("b", "a", "kl").map(METRICS["kl"])
-    assert (found.mean, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
-    assert data.level("a", "kl").map(METRICS["kl"]).mean == pytest.approx(2.0)  # geometric
+    difference = data.difference("b", "a", "kl").in_readers_unit(METRICS["kl"])
+    assert (difference.mean, difference.low, difference.high) == pytest.approx((2.0, 2.0, 2.0))
+    assert data.level("a", "kl").in_readers_unit(METRICS["kl"]).mean == pytest.approx(2.0)  # geometric
 
 
 def test_a_kl_below_its_floor_counts_as_the_floor() -> None:
@@ -92,23 +108,23 @@ def test_a_kl_below_its_floor_counts_as_the_floor() -> None:
 @pytest.mark.parametrize(
     ("fields", "low", "high", "outcome"),
     [
-        ({"is": "higher"}, 0.1, 0.5, Outcome.HOLDS),
-        ({"is": "higher"}, -0.1, 0.5, Outcome.OPEN),
-        ({"is": "higher"}, -0.5, -0.1, Outcome.FAILS),
-        ({"is": "higher"}, 0.0, 0.0, Outcome.FAILS),
-        ({"is": "higher", "by": 0.2}, 0.1, 0.5, Outcome.OPEN),
-        ({"is": "higher", "by": -0.1}, -0.05, 0.5, Outcome.HOLDS),
-        ({"is": "lower"}, -0.5, -0.1, Outcome.HOLDS),
-        ({"is": "lower"}, 0.1, 0.5, Outcome.FAILS),
-        ({"is": "lower", "by": 0.2}, -0.5, -0.3, Outcome.HOLDS),
-        ({"is": "lower", "by": 0.2}, -0.1, 0.5, Outcome.FAILS),
-        ({"is": "same", "within": 0.2}, -0.1, 0.2, Outcome.HOLDS),
-        ({"is": "same", "within": 0.2}, -0.1, 0.3, Outcome.OPEN),
-        ({"is": "same", "within": 0.2}, 0.25, 0.3, Outcome.FAILS),
-        ({"is": "same", "within": 0.2}, -0.3, -0.25, Outcome.FAILS),
+        ({"is": "higher"}, 0.1, 0.5, ClaimOutcome.HOLDS),
+        ({"is": "higher"}, -0.1, 0.5, ClaimOutcome.OPEN),
+        ({"is": "higher"}, -0.5, -0.1, ClaimOutcome.FAILS),
+        ({"is": "higher"}, 0.0, 0.0, ClaimOutcome.FAILS),
+        ({"is": "higher", "by": 0.2}, 0.1, 0.5, ClaimOutcome.OPEN),
+        ({"is": "higher", "by": -0.1}, -0.05, 0.5, ClaimOutcome.HOLDS),
+        ({"is": "lower"}, -0.5, -0.1, ClaimOutcome.HOLDS),
+        ({"is": "lower"}, 0.1, 0.5, ClaimOutcome.FAILS),
+        ({"is": "lower", "by": 0.2}, -0.5, -0.3, ClaimOutcome.HOLDS),
+        ({"is": "lower", "by": 0.2}, -0.1, 0.5, ClaimOutcome.FAILS),
+        ({"is": "same", "within": 0.2}, -0.1, 0.2, ClaimOutcome.HOLDS),
+        ({"is": "same", "within": 0.2}, -0.1, 0.3, ClaimOutcome.OPEN),
+        ({"is": "same", "within": 0.2}, 0.25, 0.3, ClaimOutcome.FAILS),
+        ({"is": "same", "within": 0.2}, -0.3, -0.25, ClaimOutcome.FAILS),
     ],
 )
-def test_the_rule(fields: dict[str, Any], low: float, high: float, outcome: Outcome) -> None:
+def test_the_rule(fields: dict[str, Any], low: float, high: float, outcome: ClaimOutcome) -> None:
     wanted = expectation(metric="gold", of="b", than="a", **fields)
     assert decide(wanted, Interval((low + high) / 2, low, high, 3), METRICS["gold"]) is outcome
 
@@ -116,22 +132,22 @@ def test_the_rule(fields: dict[str, Any], low: float, high: float, outcome: Outc
 def test_margins_of_ratios_are_factors() -> None:
     wanted = expectation(metric="kl", of="b", than="a", **{"is": "same", "within": 2.0})
     inside, outside = Interval(0.0, math.log(0.6), math.log(1.9), 3), Interval(1.0, math.log(2.1), math.log(9.0), 3)
-    assert decide(wanted, inside, METRICS["kl"]) is Outcome.HOLDS
-    assert decide(wanted, outside, METRICS["kl"]) is Outcome.FAILS
+    assert decide(wanted, inside, METRICS["kl"]) is ClaimOutcome.HOLDS
+    assert decide(wanted, outside, METRICS["kl"]) is ClaimOutcome.FAILS
 
 
 def test_all_expectations_must_hold_and_one_that_does_not_decides() -> None:
-    assert overall([Outcome.HOLDS, Outcome.HOLDS]) is Outcome.HOLDS
-    assert overall([Outcome.HOLDS, Outcome.OPEN]) is Outcome.OPEN
-    assert overall([Outcome.OPEN, Outcome.FAILS, Outcome.HOLDS]) is Outcome.FAILS
+    assert combine([ClaimOutcome.HOLDS, ClaimOutcome.HOLDS]) is ClaimOutcome.HOLDS
+    assert combine([ClaimOutcome.HOLDS, ClaimOutcome.OPEN]) is ClaimOutcome.OPEN
+    assert combine([ClaimOutcome.OPEN, ClaimOutcome.FAILS, ClaimOutcome.HOLDS]) is ClaimOutcome.FAILS
 
 
 def test_a_claim_with_its_evidence_in_words() -> None:
     data = table(a={"gold": [0.5, 0.6, 0.7], "kl": [1.0, 1.0, 1.0]}, b={"gold": [0.1, 0.2, 0.3], "kl": [3.0, 3.0, 3.0]})
     fields = [{"metric": "gold", "of": "b", "is": "lower", "than": "a"},
               {"metric": "kl", "of": "b", "is": "higher", "than": "a", "by": 2.0}]  # fmt: skip
-    verdict = judge(Claim.model_validate({"says": "s", "expects": fields}), data)
-    assert verdict.outcome is Outcome.HOLDS
+    verdict = judge_claim(Claim.model_validate({"says": "s", "expects": fields}), data)
+    assert verdict.outcome is ClaimOutcome.HOLDS
     assert [item.expected for item in verdict.evidence] == [
         "gold score: b − a < 0",
         "KL, nats per sequence: b / a > 2",
@@ -142,16 +158,16 @@ def test_a_claim_with_its_evidence_in_words() -> None:
 
 def test_against_a_number_the_level_itself_is_shown() -> None:
     data = table(a={"kl": [2.0, 2.0, 2.0]})
-    found = examine(expectation(metric="kl", of="a", than=6.0, **{"is": "lower"}), data)
-    assert (found.outcome, found.expected) == (Outcome.HOLDS, "KL, nats per sequence: a < 6")
-    assert found.interval.mean == pytest.approx(2.0)
+    evidence = examine(expectation(metric="kl", of="a", than=6.0, **{"is": "lower"}), data)
+    assert (evidence.outcome, evidence.expected) == (ClaimOutcome.HOLDS, "KL, nats per sequence: a < 6")
+    assert evidence.interval.mean == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(("seeds", "measured"), [([], "not run"), ([0.1], "one seed: no interval")])
 def test_fewer_than_two_seeds_tell_nothing(seeds: list[float], measured: str) -> None:
     data = table(a={"gold": [0.5]}, b={"gold": seeds})
-    found = examine(expectation(metric="gold", of="b", than="a", **{"is": "lower"}), data)
-    assert (found.outcome, found.measured) == (Outcome.OPEN, measured)
+    evidence = examine(expectation(metric="gold", of="b", than="a", **{"is": "lower"}), data)
+    assert (evidence.outcome, evidence.measured) == (ClaimOutcome.OPEN, measured)
 
 
 def test_end_values_by_hand() -> None:
@@ -161,43 +177,45 @@ def test_end_values_by_hand() -> None:
         "kl": 1.5,
         "comparison": {"referee": {"win_rate": 0.7}},
     }
-    found = end_values(evaluation, {"reward": 4.0, "referee": 2.0})
-    assert found["gold_gain"] == pytest.approx(0.3)
-    assert (found["reward_gain"], found["referee_gain"]) == (0.5, 1.5)
-    assert (found["kl"], found["length"], found["referee_win_rate"]) == (1.5, 20.0, 0.7)
-    assert math.isnan(found["gold_win_rate"]) and math.isnan(found["repetition"])
+    values = end_values(evaluation, {"reward": 4.0, "referee": 2.0})
+    assert values["gold_gain"] == pytest.approx(0.3)
+    assert (values["reward_gain"], values["referee_gain"]) == (0.5, 1.5)
+    assert (values["kl"], values["length"], values["referee_win_rate"]) == (1.5, 20.0, 0.7)
+    assert math.isnan(values["gold_win_rate"]) and math.isnan(values["repetition"])
 
 
 def test_history_values_by_hand() -> None:
     rewards = [0.0, 1.0, 0.0, 5.0, 5.0, 5.0, 5.0, 5.0, 7.0]
     rows = [{"iteration": i + 1, "reward_mean": r, "reward_std": 2.0, "entropy": float(i), "explained_variance": 0.5}
             for i, r in enumerate(rewards)]  # fmt: skip
-    found = history_values(rows)
-    assert found["reward_jitter_early"] == 0.5  # |1|, |-1| over an SD of 2
-    assert found["reward_jitter_late"] == 0.5  # 0, 2 over 2, mean 1
-    assert found["entropy"] == 6.0 and found["explained_variance_early"] == 0.5
-    assert math.isnan(found["perplexity"])
+    values = history_values(rows)
+    assert values["reward_jitter_early"] == 0.5  # |1|, |-1| over an SD of 2
+    assert values["reward_jitter_late"] == 0.5  # 0, 2 over 2, mean 1
+    assert values["entropy"] == 6.0 and values["explained_variance_early"] == 0.5
+    assert math.isnan(values["perplexity"])
 
 
 def test_curves_keep_the_iterations_that_every_seed_has() -> None:
-    def run(seed: int, rows: list[dict[str, Any]]) -> Result:
-        return Result(Run("a", seed, HERE, "done"), {"kl": 1.0}, rows)
+    def run(seed: int, rows: list[dict[str, Any]]) -> RunResult:
+        return RunResult(AblationRun("a", seed, HERE, "done"), {"kl": 1.0}, rows)
 
     first = run(1, [{"iteration": 1, "kl": 0.0}, {"iteration": 2, "kl": 1.0}, {"iteration": 3, "kl": None}])
     second = run(2, [{"iteration": 1, "kl": 2.0}, {"iteration": 2, "kl": 3.0}, {"iteration": 3, "kl": 4.0}])
-    found = curve([first, second], "kl")
-    assert found is not None
-    assert found[0].tolist() == [1, 2] and found[1].tolist() == [[0.0, 1.0], [2.0, 3.0]]
+    points = curve([first, second], "kl")
+    assert points is not None
+    assert points[0].tolist() == [1, 2] and points[1].tolist() == [[0.0, 1.0], [2.0, 3.0]]
     assert curve([first], "entropy") is None
 
 
 def test_cells() -> None:
-    assert level(t_interval([1.0, 2.0, 3.0]), METRICS["gold"]) == "2.00 ± 2.48"
-    assert level(t_interval([1.0]), METRICS["gold"]) == "1.00" and level(t_interval([]), METRICS["gold"]) == "–"
-    assert level(t_interval([0.0, 0.0]), METRICS["kl"]) == "1.00 (1.00 to 1.00)"
-    assert difference(t_interval([0.5, 0.5]), METRICS["gold"]) == "**+0.50 (0.50 to 0.50)**"
-    assert difference(t_interval([1.0, 2.0, 3.0]), METRICS["gold"]) == "+2.00 (-0.48 to 4.48)"
-    assert difference(t_interval([math.log(2.0)] * 2), METRICS["kl"]) == "**× 2.00 (2.00 to 2.00)**"
+    assert level_cell(t_interval([1.0, 2.0, 3.0]), METRICS["gold"]) == "2.00 ± 2.48"
+    assert (
+        level_cell(t_interval([1.0]), METRICS["gold"]) == "1.00" and level_cell(t_interval([]), METRICS["gold"]) == "–"
+    )
+    assert level_cell(t_interval([0.0, 0.0]), METRICS["kl"]) == "1.00 (1.00 to 1.00)"
+    assert difference_cell(t_interval([0.5, 0.5]), METRICS["gold"]) == "**+0.50 (0.50 to 0.50)**"
+    assert difference_cell(t_interval([1.0, 2.0, 3.0]), METRICS["gold"]) == "+2.00 (-0.48 to 4.48)"
+    assert difference_cell(t_interval([math.log(2.0)] * 2), METRICS["kl"]) == "**× 2.00 (2.00 to 2.00)**"
 
 
 def test_text_goes_between_the_markers_and_replaces_what_was_there() -> None:
@@ -223,9 +241,11 @@ def workspace(folder: Path, gold: float, kl: float) -> Path:
 def test_the_whole_summary(tmp_path: Path) -> None:
     (tmp_path / "ablation.yaml").write_text(DEFINITION)
     (tmp_path / "page.md").write_text(f"# Page\n{BEGIN}\n{END}\n")
-    runs = [Run("a", seed, workspace(tmp_path / f"a{seed}", 0.6 + seed / 100, 1.0), "done") for seed in (1, 2, 3)]
-    runs += [Run("b", seed, workspace(tmp_path / f"b{seed}", 0.1 + seed / 100, 9.0), "done") for seed in (1, 2)]
-    runs.append(Run("b", 3, workspace(tmp_path / "b3", -9.0, 1.0), "paused", "ppo: steps not finite"))
+    runs = [
+        AblationRun("a", seed, workspace(tmp_path / f"a{seed}", 0.6 + seed / 100, 1.0), "done") for seed in (1, 2, 3)
+    ]
+    runs += [AblationRun("b", seed, workspace(tmp_path / f"b{seed}", 0.1 + seed / 100, 9.0), "done") for seed in (1, 2)]
+    runs.append(AblationRun("b", 3, workspace(tmp_path / "b3", -9.0, 1.0), "paused", "ppo: steps not finite"))
     out = tmp_path / "out"
     summarise(load_ablation(tmp_path / "ablation.yaml"), runs, out, tmp_path / "page.md")
 
@@ -249,5 +269,5 @@ def test_the_whole_summary(tmp_path: Path) -> None:
 
 def test_a_run_that_is_not_done_has_no_values_whatever_lies_there(tmp_path: Path) -> None:
     folder = workspace(tmp_path / "a", 0.5, 1.0)
-    assert read_results([Run("a", 1, folder, "failed")])[0].values == {}
-    assert read_results([Run("a", 1, folder, "done")])[0].values["gold"] == 0.5
+    assert read_results([AblationRun("a", 1, folder, "failed")])[0].values == {}
+    assert read_results([AblationRun("a", 1, folder, "done")])[0].values["gold"] == 0.5

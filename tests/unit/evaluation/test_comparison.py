@@ -3,63 +3,91 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparison import bootstrap_interval, compare
+from rlhf_core.evaluation.comparison import bootstrap_bounds, compare, tie_margin_of
+from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
+from rlhf_core.evaluation.reply import Reply
 
 SCORES = st.lists(st.floats(-5, 5), min_size=1, max_size=30)
 
 
+class Unitless:
+    """A judge whose unit means nothing."""
+
+    name = "reward"
+    absolute_tie = None
+
+    def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
+        return []
+
+
 def test_by_hand_with_an_absolute_margin() -> None:
-    found = compare([1.0, 0.5, 0.0, 0.2], [0.0, 0.45, 1.0, 0.1], tie_margin=0.06, absolute=True)
-    assert (found.win, found.tie, found.lose) == (0.5, 0.25, 0.25)
-    assert found.win_rate == 0.625
-    assert found.mean_difference == pytest.approx((1.0 + 0.05 - 1.0 + 0.1) / 4)
-    assert found.prompts == 4
+    comparison = compare([1.0, 0.5, 0.0, 0.2], [0.0, 0.45, 1.0, 0.1], tie_margin=0.06)
+    assert (comparison.win, comparison.tie, comparison.lose) == (0.5, 0.25, 0.25)
+    assert comparison.win_rate == 0.625
+    assert comparison.mean_difference == pytest.approx((1.0 + 0.05 - 1.0 + 0.1) / 4)
+    assert comparison.prompts == 4
 
 
 def test_a_difference_of_exactly_the_margin_is_a_tie() -> None:
-    assert compare([1.5], [1.0], tie_margin=0.5, absolute=True).tie == 1.0
-    assert compare([1.5], [1.0], tie_margin=0.49, absolute=True).win == 1.0
+    assert compare([1.5], [1.0], tie_margin=0.5).tie == 1.0
+    assert compare([1.5], [1.0], tie_margin=0.49).win == 1.0
 
 
-def test_relative_margin_is_a_share_of_the_spread_of_all_scores() -> None:
-    # All scores: 3, 1, 1, 1, so the standard deviation is sqrt(3)/2 = .866 and a margin of 1.2 of it is 1.039.
-    found = compare([3.0, 1.0], [1.0, 1.0], tie_margin=1.2)
-    assert found.tie_margin == pytest.approx(1.2 * math.sqrt(3) / 2)
-    assert (found.win, found.tie) == (0.5, 0.5)
+def test_relative_margin_is_a_share_of_the_spread_of_the_baseline() -> None:
+    # Baseline scores 3, 1, 1, 1: the standard deviation is sqrt(3)/2 = .866, and a margin of 1.2 of it 1.039.
+    assert tie_margin_of(Unitless(), 1.2, [3.0, 1.0, 1.0, 1.0]) == pytest.approx(1.2 * math.sqrt(3) / 2)
+
+
+def test_a_judge_with_a_unit_has_a_margin_of_its_own() -> None:
+    assert tie_margin_of(GoldJudge(), 1.2, [3.0, 1.0]) == GOLD_TIE_MARGIN
 
 
 def test_interval_of_a_coin_matches_the_normal_approximation() -> None:
-    found = compare([1.0] * 200 + [0.0] * 200, [0.0] * 200 + [1.0] * 200, bootstrap=4000, seed=3)
-    assert found.win_rate == 0.5
-    assert found.win_rate_low95 == pytest.approx(0.5 - 1.96 * 0.025, abs=0.006)
-    assert found.win_rate_high95 == pytest.approx(0.5 + 1.96 * 0.025, abs=0.006)
+    coin = compare([1.0] * 200 + [0.0] * 200, [0.0] * 200 + [1.0] * 200, 0.0, bootstrap=4000, seed=3)
+    assert coin.win_rate == 0.5
+    assert coin.win_rate_low95 == pytest.approx(0.5 - 1.96 * 0.025, abs=0.006)
+    assert coin.win_rate_high95 == pytest.approx(0.5 + 1.96 * 0.025, abs=0.006)
 
 
 def test_the_seed_decides_the_interval_and_nothing_else_does() -> None:
     scores = [0.1 * i for i in range(40)], [0.1 * (i % 7) for i in range(40)]
-    assert compare(*scores, seed=5) == compare(*scores, seed=5)
-    assert compare(*scores, seed=5).win_rate == compare(*scores, seed=6).win_rate
+    assert compare(*scores, 0.1, seed=5) == compare(*scores, 0.1, seed=5)
+    assert compare(*scores, 0.1, seed=5).win_rate == compare(*scores, 0.1, seed=6).win_rate
 
 
 @settings(max_examples=50, deadline=None)
 @given(SCORES)
 def test_sides_swapped_mirror_each_other(scores: list[float]) -> None:
     other = scores[::-1]
-    forth, back = compare(scores, other, bootstrap=20), compare(other, scores, bootstrap=20)
+    forth, back = compare(scores, other, 0.1, bootstrap=20), compare(other, scores, 0.1, bootstrap=20)
     assert forth.win == back.lose and forth.tie == back.tie
     assert forth.win_rate + back.win_rate == pytest.approx(1.0)
     assert forth.win + forth.tie + forth.lose == pytest.approx(1.0)
     assert forth.win_rate_low95 <= forth.win_rate_high95
 
 
-def test_constant_values_have_an_interval_of_width_zero() -> None:
-    assert bootstrap_interval([0.3] * 10, 50) == pytest.approx((0.3, 0.3))
+@pytest.mark.parametrize("n", [1, 10])
+def test_constant_values_have_an_interval_of_width_zero(n: int) -> None:
+    low, high = bootstrap_bounds(np.full((2, n), 0.3), 50, seed=0)
+    assert low == pytest.approx([0.3, 0.3]) and high == pytest.approx([0.3, 0.3])
+
+
+def test_bounds_are_percentiles_of_resampled_means() -> None:
+    rows = np.array([[0.0, 1.0, 0.5, 1.0], [-3.0, 2.0, 0.1, 0.4]])
+    columns = np.random.Generator(np.random.Philox(key=7)).integers(0, 4, size=(100, 4))
+    means = np.array([[row[picked].mean() for picked in columns] for row in rows])
+    low, high = bootstrap_bounds(rows, 100, seed=7)
+    assert low == pytest.approx(np.percentile(means, 2.5, axis=1))
+    assert high == pytest.approx(np.percentile(means, 97.5, axis=1))
 
 
 @pytest.mark.parametrize(
@@ -68,4 +96,4 @@ def test_constant_values_have_an_interval_of_width_zero() -> None:
 )
 def test_bad_input_is_refused_in_words(first: list[float], second: list[float], word: str) -> None:
     with pytest.raises(DataError, match=word):
-        compare(first, second)
+        compare(first, second, 0.05)

@@ -9,27 +9,28 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.evaluate import EvaluateConfig
+from rlhf_core.config.evaluate import EvaluateStageConfig
 from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.schema import Prompt, read_table, write_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparison import compare
-from rlhf_core.evaluation.evaluator import Evaluation, Side
-from rlhf_core.evaluation.replies import Drift
-from rlhf_core.evaluation.text_metrics import Reply
+from rlhf_core.evaluation.drift import Drift
+from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
+from rlhf_core.evaluation.reply import Reply
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.tracking import NullTracker
 
 from .conftest import made_prompt
 
-CONFIG = EvaluateConfig(
+CONFIG = EvaluateStageConfig(
     prompts=12, kl_samples=4, max_new_tokens=5, bootstrap=50, sampling=SamplingConfig(max_new_tokens=5)
 )
 
 
 def run_stage(
-    root: Path, models: Path, rows: list[Prompt], config: EvaluateConfig = CONFIG
+    root: Path, models: Path, rows: list[Prompt], config: EvaluateStageConfig = CONFIG
 ) -> tuple[dict[str, Any], Paths]:
     write_rows(root / "data/clean/prompts/test.parquet", rows)
     inputs = {key: models / Path(path).name for key, path in evaluate.STAGE.inputs.items()}
@@ -87,12 +88,24 @@ def test_batches_bound_memory_and_change_no_number(tmp_path: Path, models: Path,
     assert few["kl"] == pytest.approx(whole["kl"], rel=1e-4, abs=1e-6)
 
 
+def test_kl_is_measured_on_the_distribution_that_ppo_trains_on(
+    tmp_path: Path, models: Path, prompts: list[Prompt]
+) -> None:
+    plain, _ = run_stage(tmp_path / "plain", models, prompts[:4])
+    sharp = CONFIG.model_copy(update={"ppo": PpoConfig(temperature=0.05, min_new_tokens=3)})
+    sharper, _ = run_stage(tmp_path / "sharp", models, prompts[:4], sharp)
+    assert (
+        sharper["kl"] != plain["kl"] and sharper["sft"]["perplexity_reference"] < plain["sft"]["perplexity_reference"]
+    )
+    assert sharper["comparison"] == plain["comparison"], "judged replies keep the evaluation's own sampling"
+
+
 def test_bad_cases_are_where_reward_and_judge_disagree() -> None:
     rows = [made_prompt(str(i), "c") for i in range(4)]
-    replies, drift = [Reply("x", True, 2)] * 4, Drift(0.0, 0.0, 1.0)
-    sft = Side(replies, [], drift, {"reward": [0.0] * 4, "referee": [0.0] * 4})
-    policy = Side(replies, [], drift, {"reward": [1.0, 3.0, -1.0, 2.0], "referee": [-1.0, -2.0, -3.0, 1.0]})
-    versus = {name: compare(policy.scores[name], sft.scores[name]) for name in ("reward", "referee")}
+    replies, drift = [Reply("x", True)] * 4, Drift(0.0, 0.0, 1.0)
+    sft = EvaluatedModel(replies, [], drift, {"reward": [0.0] * 4, "referee": [0.0] * 4})
+    policy = EvaluatedModel(replies, [], drift, {"reward": [1.0, 3.0, -1.0, 2.0], "referee": [-1.0, -2.0, -3.0, 1.0]})
+    versus = {name: compare(policy.scores[name], sft.scores[name], 0.05) for name in ("reward", "referee")}
     cases = Evaluation(rows, [], sft, policy, versus).bad_cases("referee", 10)
     assert [case["prompt"] for case in cases] == ["user: 1", "user: 0"]
     assert cases[0]["disagreement"] > cases[1]["disagreement"] > 0

@@ -9,15 +9,16 @@ import torch
 
 from rlhf_core.data.chat import encode_dialogue
 from rlhf_core.data.schema import Prompt
-from rlhf_core.evaluation.judges import GOLD_TIE_MARGIN, GoldJudge
-from rlhf_core.evaluation.model_judge import ModelJudge
-from rlhf_core.evaluation.text_metrics import Reply, describe
+from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
+from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.text_metrics import measure_text
 from rlhf_core.world.gold import score
 
 REPLIES = [
-    Reply("yes.", True, 3),
-    Reply("it is a rather long reply about nothing at all", True, 30),
-    Reply("no", False, 2),
+    Reply("yes.", True),
+    Reply("it is a rather long reply about nothing at all", True),
+    Reply("no", False),
 ]
 
 
@@ -43,13 +44,13 @@ def test_score_is_read_at_the_ending_of_finished_replies_only(models: Path, prom
 
 def test_gold_judges_the_last_turn(prompts: list[Prompt]) -> None:
     judge = GoldJudge()
-    found = judge.score([prompts[0].prompt], [Reply("good question.", False)])
-    assert found == [score(prompts[0].prompt[-1].content, "good question.", False)]
+    scores = judge.score([prompts[0].prompt], [Reply("good question.", False)])
+    assert scores == [score(prompts[0].prompt[-1].content, "good question.", False)]
     assert judge.absolute_tie == GOLD_TIE_MARGIN < 0.02 / 1.4
 
 
-def test_describe_by_hand() -> None:
-    found = describe([Reply("a b a b a", True, 6), Reply("a", False, 2)])
-    assert found["length"] == 4.0 and found["missing_eos"] == 0.5 and found["short_replies"] == 0.5
-    assert found["repetition"] == pytest.approx(1 / 6)
-    assert found["distinct_2"] == 0.5 and found["words"] == 3.0
+def test_text_metrics_by_hand() -> None:
+    metrics = measure_text([Reply("a b a b a", True, (1, 2, 1, 2, 1, 0)), Reply("a", False, (1, 2))])
+    assert metrics.length == 4.0 and metrics.missing_eos == 0.5 and metrics.short_replies == 0.5
+    assert metrics.repetition == pytest.approx(1 / 6)
+    assert metrics.distinct_2 == 0.5 and metrics.words == 3.0

@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.evaluation.regression import fixed_subset, pass_rates, regression_set
-from rlhf_core.evaluation.text_metrics import Reply
+from rlhf_core.evaluation.reply import Reply
 
 ROWS = [Prompt(f"{i:04x}", [Message("user", "?")], "ab"[i % 2], "s", "g") for i in range(100)]
 REFUSAL = "i am sorry, but i cannot help with that."
@@ -23,8 +23,8 @@ def test_the_subset_depends_on_ids_alone() -> None:
 
 
 def test_every_category_is_in_the_set() -> None:
-    found = regression_set(ROWS, per_category=7)
-    assert [sum(row.category == name for row in found) for name in "ab"] == [7, 7]
+    chosen = regression_set(ROWS, per_category=7)
+    assert [sum(row.category == name for row in chosen) for name in "ab"] == [7, 7]
 
 
 def test_world_checks_refusals_both_ways() -> None:
@@ -41,6 +41,7 @@ def test_world_checks_refusals_both_ways() -> None:
 def test_file_data_has_generic_checks_only() -> None:
     replies = [Reply(REFUSAL, True), Reply("", True), Reply("cut", False), Reply("go " * 20, True)]
     rates = pass_rates(["x"] * 4, replies, world=False)
-    assert set(rates) == {"not_empty", "finished", "not_repetitive", "passed"}
+    assert set(rates) == {"not_empty", "finished", "no_special_tokens", "not_repetitive", "passed"}
+    assert rates["no_special_tokens"] == 1.0
     assert rates["not_empty"] == rates["finished"] == rates["not_repetitive"] == 0.75
     assert rates["passed"] == pytest.approx(0.25)

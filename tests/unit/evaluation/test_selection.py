@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.ppo import SelectionConfig
-from rlhf_core.data.schema import Message, Prompt
+from rlhf_core.config.ppo import PpoConfig, SelectionConfig
+from rlhf_core.data.schema import Message, Prompt, write_rows
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.replies import judged_replies, measure_drift, unfiltered_replies
-from rlhf_core.evaluation.selection import Candidate, SelectionEvaluator, candidate, choose
-from rlhf_core.evaluation.text_metrics import Reply
+from rlhf_core.evaluation.drift import measure_drift
+from rlhf_core.evaluation.generation import evaluation_replies, on_policy_replies
+from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.selection import CheckpointCandidate, SelectionEvaluator, SelectionMetrics, choose
 from rlhf_core.models.base import load_policy
+from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.stages.ppo_selection import make_selector
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.training.engine.frozen import FrozenModels
 
 LIMITS = SelectionConfig(max_kl=6.0, max_length_ratio=1.6, max_repetition_increase=0.02)
 
 
-def made(iteration: int, win_rate: float, kl: float = 2.0, length: float = 1.0, repetition: float = 0.0) -> Candidate:
-    return Candidate(iteration, win_rate, kl, length, repetition)
+def made(
+    iteration: int, win_rate: float, kl: float = 2.0, length: float = 1.0, repetition: float = 0.0
+) -> CheckpointCandidate:
+    return CheckpointCandidate(iteration, win_rate, kl, length, repetition)
 
 
 def test_highest_win_rate_among_those_that_keep_the_limits() -> None:
@@ -38,10 +46,10 @@ def test_highest_win_rate_among_those_that_keep_the_limits() -> None:
 
 def test_the_reward_has_no_say_in_the_choice() -> None:
     """Trap 9: whatever the reward model says of a checkpoint, the referee's favourite stays the same."""
-    figures = {"kl": 2.0, "length_ratio": 1.0, "repetition_increase": 0.0}
-    for reward in (-100.0, 100.0):
-        told = {"reward_mean": reward, "referee_gap": reward, "reward": reward}
-        rows = [candidate(5, figures | {"win_rate": 0.7}), candidate(10, figures | told | {"win_rate": 0.6})]
+    metrics = SelectionMetrics(0.7, 0.6, 0.8, 2.0, 20.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    for gap in (-100.0, 100.0):
+        later = replace(metrics, win_rate=0.6, referee_gap=gap)
+        rows = [CheckpointCandidate.of(5, metrics), CheckpointCandidate.of(10, later)]
         assert choose(rows, LIMITS).candidate.iteration == 5
 
 
@@ -73,32 +81,82 @@ class LengthJudge:
 
     def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
         self.calls += 1
-        return [float(reply.tokens) for reply in replies]
+        return [float(len(reply.token_ids)) for reply in replies]
 
 
 def test_sft_against_itself_is_all_ties_at_no_distance(models: Path, prompts: list[Prompt]) -> None:
     sft, tokenizer = load_policy(models / "sft")
     policy, _ = load_policy(models / "policy")
     messages, referee = [row.prompt for row in prompts[:8]], LengthJudge()
+    sampling = Sampling.for_tokenizer(tokenizer, 12)
     evaluator = SelectionEvaluator(
-        sft, messages, referee, lambda m: unfiltered_replies(m, tokenizer, messages, 12, 3), reward=LengthJudge()
+        sft, messages, referee, lambda m: on_policy_replies(m, tokenizer, messages, sampling, 3), reward=LengthJudge()
     )
     same = evaluator(sft)
-    assert same["win_rate"] == 0.5 and same["kl"] == pytest.approx(0.0, abs=1e-4)
-    assert same["length_ratio"] == 1.0 and same["repetition_increase"] == 0.0 and same["referee_gap"] == 0.0
+    assert same.win_rate == 0.5 and same.kl == pytest.approx(0.0, abs=1e-4)
+    assert same.length_ratio == 1.0 and same.repetition_increase == 0.0 and same.referee_gap == 0.0
     other = evaluator(policy)
-    assert other == evaluator(policy) and math.isfinite(other["kl"]) and other["kl"] != same["kl"]
+    assert other == evaluator(policy) and math.isfinite(other.kl) and other.kl != same.kl
     assert referee.calls == 4  # SFT's replies once, then one per checkpoint
-    assert candidate(7, other).kl == other["kl"]
+    assert CheckpointCandidate.of(7, other).kl == other.kl
+
+
+SHARP = {"temperature": 0.5, "min_new_tokens": 3}
+
+
+def test_on_policy_replies_follow_the_training_distribution(models: Path, prompts: list[Prompt]) -> None:
+    model, tokenizer = load_policy(models / "policy")
+    messages = [row.prompt for row in prompts[:8]]
+    plain, sharp = (
+        on_policy_replies(model, tokenizer, messages, Sampling.for_tokenizer(tokenizer, 10, **settings), seed=1)
+        for settings in ({}, SHARP)
+    )
+    assert sharp.sampling.temperature == 0.5 and sharp.replies != plain.replies
+    assert min(len(reply.token_ids) for reply in sharp.replies) >= 3
+    # Sampled and scored by the same distribution: the model is at no distance from itself.
+    assert measure_drift(sharp, model).kl == pytest.approx(0.0, abs=1e-4)
+
+
+def test_selection_samples_as_ppo_does(models: Path, prompts: list[Prompt], tmp_path: Path) -> None:
+    write_rows(tmp_path / "clean/prompts/validation.parquet", prompts[:4])
+    sft, tokenizer = load_policy(models / "sft")
+    inputs = Paths({"clean": tmp_path / "clean", "referee": models / "referee", "reward": models / "reward"})
+    config = PpoConfig(max_new_tokens=6, **SHARP)
+    selector = make_selector(config, inputs, sft, tokenizer, FrozenModels())
+    sampling = selector.evaluate.sample(sft).sampling
+    assert (sampling.max_new_tokens, sampling.temperature, sampling.min_new_tokens) == (6, 0.5, 3)
+
+
+class ScriptedJudge(LengthJudge):
+    """Scores of its own, call by call."""
+
+    def __init__(self, *scores: Sequence[float]) -> None:
+        self.scores = [list(row) for row in scores]
+
+    def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
+        return self.scores.pop(0)
+
+
+def test_a_wild_checkpoint_cannot_turn_its_losses_into_ties(models: Path, prompts: list[Prompt]) -> None:
+    """SFT's scores have SD 1, so differences up to .05 are ties, whatever the checkpoint's own scores are."""
+    sft, tokenizer = load_policy(models / "sft")
+    messages, sampling = [row.prompt for row in prompts[:4]], Sampling.for_tokenizer(tokenizer, 4)
+    sft_scores = [-1.0, -1.0, 1.0, 1.0]
+    for outlier in (2.0, 2000.0):
+        referee = ScriptedJudge(sft_scores, [-1.06, -1.06, 0.94, outlier])
+        evaluator = SelectionEvaluator(
+            sft, messages, referee, lambda m: on_policy_replies(m, tokenizer, messages, sampling, 3)
+        )
+        assert evaluator(sft).win_rate == 0.25
 
 
 def test_replies_do_not_depend_on_the_company(models: Path, prompts: list[Prompt]) -> None:
     model, tokenizer = load_policy(models / "policy")
     messages = [row.prompt for row in prompts[:6]]
     config = SamplingConfig(max_new_tokens=10)
-    together = judged_replies(model, tokenizer, messages, config, seed=1)
-    assert judged_replies(model, tokenizer, messages[:2], config, seed=1) == together[:2]
-    free = unfiltered_replies(model, tokenizer, messages, 10, seed=1)
+    together = evaluation_replies(model, tokenizer, messages, config, seed=1)
+    assert evaluation_replies(model, tokenizer, messages[:2], config, seed=1) == together[:2]
+    free = on_policy_replies(model, tokenizer, messages, Sampling.for_tokenizer(tokenizer, 10), seed=1)
     drift = measure_drift(free, model)
     assert drift.kl == pytest.approx(0.0, abs=1e-4) and drift.perplexity > 1.0
     assert all(len(reply.text) > 0 or reply.finished for reply in together)

@@ -17,9 +17,8 @@ from unit.ppo.tiny import make_config, make_tiny, make_trainer
 
 from rlhf_core.config.health.rule import Check, Rule
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.ppo.health_monitor import Monitor
-from rlhf_core.ppo.rollback import Journal
-from rlhf_core.ppo.run_checkpoint import Lines, RunFiles
+from rlhf_core.ppo.rollback_journal import RollbackJournal
+from rlhf_core.ppo.run_checkpoint import JsonLines, RunCheckpoints
 from rlhf_core.training.checkpoints import checkpoint
 from rlhf_core.training.rng import seed_everything
 
@@ -44,7 +43,7 @@ def run(work: Path) -> None:
         rule(Check("kl_coefficient", "<", 0.07, window=1), after=3),
         rule(Check("kl_coefficient", "<", 0.15, window=1), after=5, name="later"),
     ]
-    make_trainer(make_tiny(), config_with(ITERATIONS, keep=1), work, monitor=Monitor({}, rules)).run()
+    make_trainer(make_tiny(), config_with(ITERATIONS, keep=1), work, rules=rules).run()
 
 
 def die() -> None:
@@ -73,12 +72,12 @@ def dying(owner: Any, name: str, call: int, after: bool) -> Callable[[], None]:
 
 
 MOMENTS: dict[str, Callable[[], None]] = {
-    "before-the-first": dying(Journal, "add", 1, after=False),
-    "right-after-the-first": dying(Journal, "add", 1, after=True),
+    "before-the-first": dying(RollbackJournal, "add", 1, after=False),
+    "right-after-the-first": dying(RollbackJournal, "add", 1, after=True),
     "while-dropping": dying(checkpoint, "drop", 1, after=False),
-    "first-row-after": dying(Lines, "append", 12, after=True),
-    "right-after-the-second": dying(Journal, "add", 2, after=True),
-    "checkpoint-after-the-second": dying(RunFiles, "save", 5, after=True),
+    "first-row-after": dying(JsonLines, "append", 12, after=True),
+    "right-after-the-second": dying(RollbackJournal, "add", 2, after=True),
+    "checkpoint-after-the-second": dying(RunCheckpoints, "save", 5, after=True),
 }
 
 

@@ -9,8 +9,9 @@ from unit.ppo.tiny import Tiny, make_tiny
 
 from rlhf_core.config.critic import CriticConfig
 from rlhf_core.config.ppo import RolloutConfig
+from rlhf_core.ppo.actor_critic_pair import SeparateActorCritic
 from rlhf_core.ppo.critic_pretraining import CriticTrainer, StopRule
-from rlhf_core.ppo.rollout import Actors, model_scorer
+from rlhf_core.ppo.prompts import TrainingPrompts
 from rlhf_core.tracking import NullTracker
 from rlhf_core.training.engine import LocalEngine
 
@@ -19,12 +20,15 @@ def make(tiny: Tiny, work: Path, **changes: object) -> CriticTrainer:
     config = CriticConfig.model_validate({"max_rollouts": 6, "batch_size": 8, "checkpoint": {"every": 2}} | changes)
     return CriticTrainer(
         config=config,
-        units=RolloutConfig(max_new_tokens=7),
-        actors=Actors(tiny.policy, tiny.policy, tiny.critic, model_scorer(tiny.reward, None)),
-        critic=tiny.critic,
-        engine=LocalEngine(tiny.critic, config.optimizer, 24, "critic"),
-        sampling=tiny.sampling,
-        prompt_ids=tiny.prompts,
+        rollout=RolloutConfig(max_new_tokens=7),
+        pair=SeparateActorCritic(
+            tiny.policy,
+            tiny.critic,
+            {"critic": LocalEngine(tiny.critic, config.optimizer, 24, "critic")},
+            tiny.sampling,
+        ),
+        reward_fn=tiny.reward_fn,
+        prompts=TrainingPrompts([], tiny.prompts),
         tracker=NullTracker(),
         work=work,
     )
@@ -68,12 +72,12 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(tiny: Tiny, tmp_path:
     for attempt in range(2):
         models = make_tiny()
         trainer = make(models, tmp_path / "stopped", explained_variance=1.0)
-        trainer._resume()
+        trainer.restore()
         if attempt == 0:
             for _ in range(3):  # the third is lost: it comes after the last checkpoint
-                trainer.history.append(trainer._rollout())
+                trainer.iterate()
                 if trainer.done == 2:
-                    trainer._save()
+                    trainer.save()
     trainer.run()
     assert torch.equal(flat(tiny.critic), flat(models.critic))
     assert trainer.moments == straight.moments

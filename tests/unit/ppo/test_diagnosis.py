@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_core.config.health.default_rules import DEFAULT_RULES
 from rlhf_core.config.health.rule import Check, Rule
-from rlhf_core.ppo.health_monitor import Finding, Monitor
+from rlhf_core.ppo.callbacks.health_monitor import Finding, HealthMonitor
 
 LIMITS = {"kl": 6.0, "max_new_tokens": 64.0}
 START = {
@@ -38,7 +38,7 @@ def rule(*checks: Check, action: str = "warn", after: int = 1) -> Rule:
 
 
 def run(
-    monitor: Monitor, end: dict[str, float], iterations: int = 45, seed: int = 0, noise: float = 0.08
+    monitor: HealthMonitor, end: dict[str, float], iterations: int = 45, seed: int = 0, noise: float = 0.08
 ) -> list[Finding]:
     """Signals that move linearly from START to ``end`` with relative noise."""
     stream = np.random.default_rng(seed)
@@ -55,12 +55,12 @@ def run(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_healthy_ppo_max_is_never_paused(seed: int) -> None:
-    assert [f for f in run(Monitor(LIMITS), HEALTHY, seed=seed) if f.stops] == []
+    assert [f for f in run(HealthMonitor(LIMITS), HEALTHY, seed=seed) if f.stops] == []
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_vanilla_collapse_is_paused_before_half_time(seed: int) -> None:
-    stops = [f for f in run(Monitor(LIMITS), VANILLA, seed=seed) if f.stops]
+    stops = [f for f in run(HealthMonitor(LIMITS), VANILLA, seed=seed) if f.stops]
     assert stops and stops[0].iteration <= 22
 
 
@@ -79,13 +79,13 @@ def test_vanilla_collapse_is_paused_before_half_time(seed: int) -> None:
     ],
 )
 def test_each_way_to_collapse_has_its_diagnosis(change: dict[str, float], name: str) -> None:
-    found = run(Monitor(LIMITS), HEALTHY | change)
+    found = run(HealthMonitor(LIMITS), HEALTHY | change)
     finding = next(f for f in found if f.rule == name)
     assert finding.stops and finding.evidence and finding.cause and finding.remedy
 
 
 def test_reward_up_while_the_referee_turns_away() -> None:
-    monitor = Monitor(LIMITS)
+    monitor = HealthMonitor(LIMITS)
     found: list[Finding] = []
     for i in range(1, 41):
         signals = START | {"reward_mean": 0.05 * i}
@@ -98,7 +98,7 @@ def test_reward_up_while_the_referee_turns_away() -> None:
 
 
 def test_progress_that_only_the_reward_model_sees() -> None:
-    monitor = Monitor(LIMITS)
+    monitor = HealthMonitor(LIMITS)
     found = [f for i in range(1, 7) for f in monitor.observe(i, {"referee_gap": 0.2 * i, "win_rate": 0.51})]
     # Means of two: .9 at iteration 5 is not above .9, 1.1 at iteration 6 is.
     assert [(f.rule, f.iteration) for f in found if f.stops] == [("reward_without_wins", 6)]
@@ -108,7 +108,7 @@ def test_progress_that_only_the_reward_model_sees() -> None:
     ("pull", "ptx", "stops"), [(0.0, 0.0, [4]), (0.05, 0.0, []), (0.0, 0.1, []), (math.nan, 0.0, [])]
 )
 def test_drift_stops_early_only_where_nothing_pulls_back(pull: float, ptx: float, stops: list[int]) -> None:
-    monitor = Monitor(LIMITS)
+    monitor = HealthMonitor(LIMITS)
     drift = [0.0, 0.2, 0.5, 0.9, 1.6]  # means of two: .35 at iteration 3, .7 at 4; a tenth of the budget is .6
     rows = [{"kl": kl, "kl_pull": pull, "ptx_weight": ptx} for kl in drift]
     found = [f for i, row in enumerate(rows, 1) for f in monitor.observe(i, row)]
@@ -119,26 +119,26 @@ def test_drift_stops_early_only_where_nothing_pulls_back(pull: float, ptx: float
 def test_a_blind_critic_stops_at_once_where_nothing_holds_the_policy(
     variance: float, pull: float, stops: list[int]
 ) -> None:
-    monitor = Monitor(LIMITS)
+    monitor = HealthMonitor(LIMITS)
     row = {"explained_variance": variance, "kl_pull": pull, "ptx_weight": 0.0, "kl": 0.05}
     found = [f for i in range(1, 6) for f in monitor.observe(i, row)]
     assert [f.iteration for f in found if f.stops][:1] == stops
 
 
 def test_flat_reward_is_a_warning_only() -> None:
-    found = run(Monitor(LIMITS), {}, noise=0.0)
+    found = run(HealthMonitor(LIMITS), {}, noise=0.0)
     assert {f.rule for f in found if f.rule == "reward_flat"} == {"reward_flat"}
     assert not any(f.stops for f in found)
 
 
 def test_non_finite_signals_three_in_a_row() -> None:
-    monitor = Monitor(LIMITS)
+    monitor = HealthMonitor(LIMITS)
     seen = [[f.rule for f in monitor.observe(i, {"policy_loss": math.nan})] for i in range(1, 4)]
     assert seen == [[], [], ["loss_not_finite"]]
 
 
 def test_window_mean_and_evidence_by_hand() -> None:
-    monitor = Monitor(LIMITS, [rule(Check("kl", ">", 0.5, "limit:kl", window=2))])
+    monitor = HealthMonitor(LIMITS, [rule(Check("kl", ">", 0.5, "limit:kl", window=2))])
     assert monitor.observe(1, {"kl": 5.0}) == []
     assert monitor.observe(2, {"kl": 0.9}) == []  # mean 2.95 <= 3
     (finding,) = monitor.observe(3, {"kl": 5.2})  # mean 3.05
@@ -154,17 +154,17 @@ def test_relative_bounds_have_slack() -> None:
 
 
 def test_a_warning_is_said_once_until_it_clears() -> None:
-    monitor = Monitor(LIMITS, [rule(Check("kl", ">", 1.0, window=1))])
+    monitor = HealthMonitor(LIMITS, [rule(Check("kl", ">", 1.0, window=1))])
     fired = [bool(monitor.observe(i, {"kl": kl})) for i, kl in enumerate([2.0, 2.0, 0.5, 2.0], start=1)]
     assert fired == [True, False, False, True]
-    pausing = Monitor(LIMITS, [rule(Check("kl", ">", 1.0, window=1), action="pause")])
+    pausing = HealthMonitor(LIMITS, [rule(Check("kl", ">", 1.0, window=1), action="pause")])
     assert [bool(pausing.observe(i, {"kl": 2.0})) for i in (1, 2)] == [True, True]
 
 
 def test_rules_wait_for_their_iteration_metric_and_limit() -> None:
-    late = Monitor(LIMITS, [rule(Check("kl", ">", 1.0, window=1), after=3)])
+    late = HealthMonitor(LIMITS, [rule(Check("kl", ">", 1.0, window=1), after=3)])
     assert [len(late.observe(i, {"kl": 2.0})) for i in (1, 2, 3)] == [0, 0, 1]
-    unknown = Monitor({}, [rule(Check("kl", ">", 1.0, "limit:kl", window=1))])
+    unknown = HealthMonitor({}, [rule(Check("kl", ">", 1.0, "limit:kl", window=1))])
     assert unknown.observe(1, {"kl": 1e9}) == []
 
 
@@ -173,9 +173,9 @@ def test_resumed_monitor_judges_like_the_uninterrupted_one(cut: int) -> None:
     stream = np.random.default_rng(4)
     rows = [{k: v * (1 + 0.5 * stream.standard_normal()) for k, v in START.items()} for _ in range(30)]
     rows[5]["policy_loss"] = math.nan
-    whole = Monitor(LIMITS)
+    whole = HealthMonitor(LIMITS)
     expected = [whole.observe(i, row) for i, row in enumerate(rows, start=1)]
-    first, second = Monitor(LIMITS), Monitor(LIMITS)
+    first, second = HealthMonitor(LIMITS), HealthMonitor(LIMITS)
     found = [first.observe(i, row) for i, row in enumerate(rows[:cut], start=1)]
     second.load_state(json.loads(json.dumps(first.state(), allow_nan=False)))
     found += [second.observe(i, row) for i, row in enumerate(rows[cut:], start=cut + 1)]

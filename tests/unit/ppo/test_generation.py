@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 from unit.ppo.tiny import EOS, PAD, VOCABULARY, Tiny
 
 from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.ppo.rollout import check_sampler, sample_together, score_tokens
+from rlhf_core.models.base import train_tokenizer
+from rlhf_core.ppo.experience import TokenPredictions
+from rlhf_core.ppo.kl import full_kl, kl_estimate
+from rlhf_core.ppo.rollout import check_sampler, predict_tokens
 from rlhf_core.sampling.distribution import (
+    EvaluationSampling,
     Sampling,
     evaluation_distribution,
     inverse_cdf,
@@ -19,7 +27,8 @@ from rlhf_core.sampling.distribution import (
     philox_uniforms,
 )
 from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
-from rlhf_core.sampling.token_scoring import Tokens, gather_logprobs, response_log_distribution
+from rlhf_core.sampling.local import PromptBatch, sample_replies
+from rlhf_core.sampling.token_scoring import Tokens, entropy, gather_logprobs, response_log_distribution
 
 
 def sample(tiny: Tiny, sampling: Sampling | None = None, rows: list[int] | None = None) -> Rollout:
@@ -27,6 +36,10 @@ def sample(tiny: Tiny, sampling: Sampling | None = None, rows: list[int] | None 
     used = sampling or tiny.sampling
     uniforms = philox_uniforms(11, rows, used.max_new_tokens)
     return generate(tiny.policy, [tiny.prompts[i] for i in rows], uniforms, used)
+
+
+def predict(tiny: Tiny, rollout: Rollout, sampling: Sampling, micro_batch_size: int | None) -> TokenPredictions:
+    return predict_tokens(tiny.untrained_pair(sampling, micro_batch_size), tiny.reference, rollout)
 
 
 def test_masks_follow_the_end_marker(tiny: Tiny) -> None:
@@ -49,7 +62,7 @@ def test_sampler_and_trainer_agree(tiny: Tiny, temperature: float, minimum: int)
     sampling = Sampling(EOS, PAD, 7, temperature, minimum)
     rollout = sample(tiny, sampling)
     assert int(rollout.lengths.min()) > minimum or minimum == 0
-    scored = score_tokens(tiny.actors, rollout, sampling, 3)
+    scored = predict(tiny, rollout, sampling, 3)
     gap = check_sampler(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, torch.float32)
     assert gap < 1e-4
 
@@ -59,16 +72,16 @@ def test_sampler_and_trainer_agree(tiny: Tiny, temperature: float, minimum: int)
 )
 def test_another_distribution_is_noticed(tiny: Tiny, wrong: Sampling) -> None:
     rollout = sample(tiny)
-    scored = score_tokens(tiny.actors, rollout, wrong, None)
+    scored = predict(tiny, rollout, wrong, None)
     with pytest.raises(RlhfError, match="not the one that is scored"):
         check_sampler(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, torch.float32)
 
 
 def test_evaluation_filters_are_noticed_as_another_distribution(tiny: Tiny) -> None:
-    config = SamplingConfig(temperature=1.0, top_p=0.5, repetition_penalty=1.0, max_new_tokens=7)
     uniforms = philox_uniforms(11, range(12), 7)
-    rollout = evaluation_generate(tiny.policy, tiny.prompts[:12], uniforms, config, EOS, PAD)
-    scored = score_tokens(tiny.actors, rollout, tiny.sampling, None)
+    filtered = EvaluationSampling(tiny.sampling, top_p=0.5)
+    rollout = evaluation_generate(tiny.policy, tiny.prompts[:12], uniforms, filtered)
+    scored = predict(tiny, rollout, tiny.sampling, None)
     with pytest.raises(RlhfError, match="log-probabilities"):
         check_sampler(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, torch.float32)
 
@@ -93,15 +106,15 @@ def test_pad_equal_to_eos_changes_nothing(tiny: Tiny) -> None:
     assert torch.equal(usual.response_mask, same.response_mask)
     assert torch.allclose(usual.logprobs, same.logprobs, atol=1e-5)
     for part in ("policy_logprobs", "ref_logprobs", "values", "entropy"):
-        first = getattr(score_tokens(tiny.actors, usual, tiny.sampling, None), part)
-        second = getattr(score_tokens(tiny.actors, same, tiny.sampling, 5), part)
+        first = getattr(predict(tiny, usual, tiny.sampling, None), part)
+        second = getattr(predict(tiny, same, tiny.sampling, 5), part)
         assert torch.allclose(first, second, atol=1e-5)
 
 
 def test_padding_side_changes_no_logprob(tiny: Tiny) -> None:
     """Left-padded in a batch, or alone without any padding: the same numbers."""
     rollout = sample(tiny)
-    scored = score_tokens(tiny.actors, rollout, tiny.sampling, None)
+    scored = predict(tiny, rollout, tiny.sampling, None)
     for row, reply in enumerate(rollout.replies()):
         ids = torch.tensor([tiny.prompts[row] + reply])
         alone = Tokens(ids, torch.ones_like(ids), torch.ones(1, len(reply), dtype=torch.bool))
@@ -111,7 +124,7 @@ def test_padding_side_changes_no_logprob(tiny: Tiny) -> None:
         assert torch.allclose(
             gather_logprobs(dist, alone.response)[0], scored.policy_logprobs[row, : len(reply)], atol=1e-5
         )
-        batched = tiny.actors.score(Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask))
+        batched = tiny.reward_fn(Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask))
         assert torch.allclose(score, batched[row : row + 1], atol=1e-5)
 
 
@@ -132,6 +145,85 @@ def test_forbidden_tokens_are_never_drawn() -> None:
     assert later[0, 0, 0] > -2
 
 
+def favouring(tiny: Tiny, ids: list[int]) -> Tiny:
+    """A policy that writes ``ids`` far more often than anything else: they are read as the likely end marker is."""
+    with torch.no_grad():
+        tiny.policy.lm_head.weight[ids] = tiny.policy.lm_head.weight[EOS] * 20.0
+    return tiny
+
+
+def test_special_tokens_are_forbidden_and_the_end_marker_is_not() -> None:
+    tokenizer = train_tokenizer(["some text to write"], 300)
+    tokenizer.add_tokens(["<think>"])  # written as text, so a reply may contain it
+    tokenizer.add_tokens(["<|tool|>"], special_tokens=True)
+    sampling = Sampling.for_rollouts(tokenizer, RolloutConfig(max_new_tokens=5, temperature=0.7, min_new_tokens=2))
+    names = ["<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>"]
+    assert sampling.forbidden_ids == tuple(sorted(tokenizer.convert_tokens_to_ids(names)))
+    assert sampling.eos_id == tokenizer.convert_tokens_to_ids("<|end|>") not in sampling.forbidden_ids
+    assert sampling.vocabulary_size == len(tokenizer)
+    assert (sampling.max_new_tokens, sampling.temperature, sampling.min_new_tokens) == (5, 0.7, 2)
+
+
+def test_evaluation_forbids_the_same_tokens() -> None:
+    tokenizer = train_tokenizer(["some text to write"], 300)
+    config = SamplingConfig(temperature=0.5, top_p=0.6, repetition_penalty=1.3, max_new_tokens=9)
+    sampling = EvaluationSampling.for_tokenizer(tokenizer, config)
+    assert sampling.base == Sampling.for_tokenizer(tokenizer, 9, 0.5)
+    assert (sampling.top_p, sampling.repetition_penalty) == (0.6, 1.3)
+
+
+def test_padding_and_role_tokens_are_never_sampled_by_a_policy_that_wants_them(tiny: Tiny) -> None:
+    """And the trainer scores the replies under the very distribution that they were sampled from."""
+    wanted = [PAD, 5, 6]
+    eager = favouring(tiny, wanted)
+    free = sample(eager)
+    assert {token for reply in free.replies() for token in reply} & set(wanted)
+    sampling = dataclasses.replace(tiny.sampling, forbidden_ids=tuple(wanted), vocabulary_size=20)
+    for rollout in (
+        sample(eager, sampling),
+        evaluation_generate(
+            eager.policy, eager.prompts[:12], philox_uniforms(11, range(12), 7), EvaluationSampling(sampling, 0.9, 1.2)
+        ),
+    ):
+        written = {token for reply in rollout.replies() for token in reply}
+        assert written and not written & set(wanted) and max(written) < 20
+    rollout = sample(eager, sampling)
+    scored = predict(eager, rollout, sampling, 3)
+    assert check_sampler(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, torch.float32) < 1e-4
+    assert all(bool(column.isfinite().all()) for column in vars(scored).values())
+
+
+def test_kl_and_entropy_are_those_of_the_allowed_tokens_alone() -> None:
+    """Policy and reference mask the same ids, so every figure equals that of a vocabulary without them."""
+    sampling = Sampling(eos_id=1, pad_id=0, max_new_tokens=4, forbidden_ids=(0, 3), vocabulary_size=5)
+    kept = [1, 2, 4]
+    logits, other = torch.randn(2, 1, 2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits.requires_grad_()
+    policy, reference = log_distribution(logits, sampling), log_distribution(other, sampling)
+    small, small_reference = (torch.log_softmax(x[..., kept], -1) for x in (logits, other))
+    torch.testing.assert_close(policy[..., kept], small)
+    torch.testing.assert_close(full_kl(policy, reference), full_kl(small, small_reference))
+    torch.testing.assert_close(entropy(policy), entropy(small))
+    written = torch.tensor([[2, 4]])
+    k1 = kl_estimate(gather_logprobs(policy, written), gather_logprobs(reference, written), "k1")
+    expected = gather_logprobs(small - small_reference, torch.tensor([[1, 2]]))
+    torch.testing.assert_close(k1, expected)
+    (full_kl(policy, reference).sum() + entropy(policy).sum()).backward()
+    assert logits.grad is not None and bool(logits.grad.isfinite().all())
+    assert bool((logits.grad[..., [0, 3, 5]] == 0).all()) and bool((logits.grad[..., kept] != 0).any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_the_models_logits_are_left_as_they_are(dtype: torch.dtype, temperature: float) -> None:
+    logits = torch.randn(2, 3, 5).to(dtype)
+    before = logits.clone()
+    sampling = Sampling(1, 0, 4, temperature, min_new_tokens=1, forbidden_ids=(0,))
+    dist = log_distribution(logits, sampling)
+    assert torch.equal(logits, before) and dist.dtype == torch.float32
+    assert bool((dist[..., 0] < -1e8).all()) and bool((dist[:, 0, 1] < -1e8).all()) and float(dist[0, 1, 1]) > -1e3
+
+
 def test_uniforms_depend_on_seed_and_stream_alone() -> None:
     both = philox_uniforms(5, [3, 9], 6)
     assert torch.equal(both[1:], philox_uniforms(5, [9], 6))
@@ -141,16 +233,36 @@ def test_uniforms_depend_on_seed_and_stream_alone() -> None:
 
 def test_top_p_keeps_the_smallest_sufficient_set() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    config = SamplingConfig(temperature=1.0, top_p=0.7, repetition_penalty=1.0)
-    kept = evaluation_distribution(logits, torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0), config).exp()
+    filtered = EvaluationSampling(Sampling(9, 9, 4), top_p=0.7)
+    kept = evaluation_distribution(logits, torch.zeros(1, 0, dtype=torch.long), filtered).exp()
     assert torch.allclose(kept, torch.tensor([[0.625, 0.375, 0.0, 0.0]]), atol=1e-6)
 
 
-def test_repetition_penalty_reads_real_tokens_only() -> None:
-    config = SamplingConfig(temperature=1.0, top_p=1.0, repetition_penalty=2.0)
+def test_repetition_penalty_by_hand() -> None:
+    filtered = EvaluationSampling(Sampling(9, 9, 4), repetition_penalty=2.0)
     logits = torch.tensor([[1.0, -1.0, 1.0]])
-    got = evaluation_distribution(logits, torch.tensor([[0, 1, 2]]), torch.tensor([[1, 1, 0]]), config)
+    got = evaluation_distribution(logits, torch.tensor([[0, 1]]), filtered)
     assert torch.allclose(got, torch.log_softmax(torch.tensor([[0.5, -2.0, 1.0]]), 1))
+
+
+def test_repetition_penalty_counts_generated_tokens_only() -> None:
+    """The paper's penalty is "based on previously generated tokens": a prompt with every token in it changes nothing.
+
+    All four tokens have a logit of 50, which the penalty brings to nearly 0: no token is drawn twice before all were.
+    """
+
+    class Uniform(torch.nn.Module):
+        device, config = torch.device("cpu"), LlamaConfig(num_hidden_layers=1)
+
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
+            return SimpleNamespace(logits=torch.full((len(input_ids), 1, 4), 50.0), past_key_values=SimpleNamespace())
+
+    sampling = EvaluationSampling(Sampling(eos_id=9, pad_id=0, max_new_tokens=4), repetition_penalty=1e4)
+    uniforms = torch.tensor([[0.1, 0.1, 0.1, 0.1], [0.9, 0.1, 0.9, 0.1]], dtype=torch.float64)
+    model: Any = Uniform()
+    fresh = evaluation_generate(model, [[2], [2]], uniforms, sampling).replies()
+    primed = evaluation_generate(model, [[2], [0, 1, 3, 3]], uniforms, sampling).replies()
+    assert primed == fresh == [[0, 1, 2, 3], [3, 0, 2, 1]]
 
 
 def test_a_batch_of_one_long_reply(tiny: Tiny) -> None:
@@ -162,8 +274,9 @@ def test_a_batch_of_one_long_reply(tiny: Tiny) -> None:
 @pytest.mark.parametrize("at_once", [1, 5, 12, 40])
 def test_sampling_a_few_prompts_at_a_time_gives_the_same_rollout(tiny: Tiny, at_once: int) -> None:
     prompts, streams = tiny.prompts[:12], list(range(12))
-    whole = sample_together(tiny.policy, prompts, streams, 11, tiny.sampling)
-    parts = sample_together(tiny.policy, prompts, streams, 11, tiny.sampling, at_once)
+    batch = PromptBatch(prompts, streams, 11)
+    whole = sample_replies(tiny.policy, batch, tiny.sampling)
+    parts = sample_replies(tiny.policy, batch, tiny.sampling, at_once)
     assert len(set(whole.lengths.tolist())) > 2
     for name in ("tokens", "attention_mask", "response_mask", "finished"):
         assert torch.equal(getattr(parts, name), getattr(whole, name)), name

@@ -1,17 +1,18 @@
-"""Signals by hand, and that masked positions never matter."""
+"""Metrics of a rollout by hand, and that masked positions never matter."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import spearmanr
 
-from rlhf_core.ppo import health_signals as health
+from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.rollout_metrics import DriftMetrics, RewardMetrics, RolloutMetrics
 
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
 LOGPROBS = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, 99.0, math.nan]])
@@ -19,7 +20,7 @@ REFERENCE = torch.tensor([[-1.5, -1.0, -0.5], [-2.5, -99.0, math.nan]])
 
 
 def test_kl_is_summed_over_tokens_and_averaged_over_sequences() -> None:
-    found = health.drift_signals(LOGPROBS, REFERENCE, MASK)
+    found = DriftMetrics.of(LOGPROBS, REFERENCE, MASK).as_metrics()
     # d: .5, -1, 0 and 1.
     assert found["kl"] == pytest.approx((-0.5 + 1.0) / 2)
     assert found["kl_k2"] == pytest.approx((0.125 + 0.5 + 0.0 + 0.5) / 2)
@@ -31,40 +32,40 @@ def test_kl_is_summed_over_tokens_and_averaged_over_sequences() -> None:
 
 
 def test_reward_distribution() -> None:
-    found = health.reward_signals(torch.arange(101.0))
+    found = RewardMetrics.of(torch.arange(101.0)).as_metrics()
     assert (found["reward_p05"], found["reward_p50"], found["reward_p95"]) == (5.0, 50.0, 95.0)
     assert found["reward_mean"] == 50.0 and found["reward_tail"] == 45.0
     assert found["reward_std"] == pytest.approx(np.arange(101).std())
 
 
-def test_all_signals_of_a_rollout() -> None:
-    found = health.signals(
-        scores=torch.tensor([2.0, 1.0]),
-        response_mask=MASK,
-        logprobs=LOGPROBS,
-        ref_logprobs=REFERENCE,
-        replies=["a b", ""],
-        finished=torch.tensor([True, False]),
-        entropies=torch.tensor([[1.0, 2.0, 3.0], [2.0, 50.0, math.nan]]),
-        referee_scores=torch.tensor([0.5, 0.1]),
-        update={"clip_fraction": 0.01},
-    )
-    assert found["length"] == 2.0 and found["missing_eos"] == 0.5 and found["short_replies"] == 1.0
-    assert found["entropy"] == 2.0
-    assert found["reward_length_correlation"] == 1.0 and found["reward_referee_correlation"] == 1.0
-    assert found["referee_mean"] == pytest.approx(0.3)
-    assert found["clip_fraction"] == 0.01
-    assert all(isinstance(value, float) and math.isfinite(value) for value in found.values())
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=3, max_size=30))
-def test_rank_correlation_is_spearman(pairs: list[tuple[int, int]]) -> None:
-    first, second = np.array(pairs, dtype=float).T
-    if np.ptp(first) == 0 or np.ptp(second) == 0:
-        assert health.rank_correlation(first, second) == 0.0
-    else:
-        assert health.rank_correlation(first, second) == pytest.approx(spearmanr(first, second).statistic, abs=1e-12)
+def test_all_metrics_of_a_rollout() -> None:
+    unread = torch.zeros(2, 3)
+    fields: dict[str, Any] = dict.fromkeys(Experience.__dataclass_fields__, unread)
+    fields |= {
+        "response_mask": MASK.bool(),
+        "finished": torch.tensor([True, False]),
+        "sampler_logprobs": LOGPROBS + 0.25,
+        "policy_logprobs": LOGPROBS,
+        "old_logprobs": LOGPROBS,
+        "ref_logprobs": REFERENCE,
+        "full_kl": torch.tensor([[0.1, 0.2, 0.3], [0.4, 50.0, math.nan]]),
+        "entropy": torch.tensor([[1.0, 2.0, 3.0], [2.0, 50.0, math.nan]]),
+        "values": torch.tensor([[1.0, 2.0, 3.0], [4.0, 50.0, math.nan]]),
+        "rewards": torch.tensor([2.0, 1.0]),
+        "shaped_rewards": torch.tensor([0.5, -1.0]),
+        "monte_carlo_returns": torch.tensor([[1.0, 2.0, 3.0], [4.0, 9.0, 9.0]]),
+    }
+    metrics = RolloutMetrics.of(Experience(**fields), ["a b", ""], torch.tensor([0.5, 0.1])).as_metrics()
+    assert metrics["length"] == 2.0 and metrics["missing_eos"] == 0.5 and metrics["short_replies"] == 1.0
+    assert metrics["length_p95"] == pytest.approx(2.9) and metrics["reward_mean"] == 1.5
+    assert metrics["entropy"] == 2.0 and metrics["kl_full"] == pytest.approx((0.6 + 0.4) / 2)
+    assert metrics["reward_length_correlation"] == pytest.approx(1.0, abs=1e-12)
+    assert metrics["reward_referee_correlation"] == pytest.approx(1.0, abs=1e-12)
+    assert metrics["referee_mean"] == pytest.approx(0.3) and metrics["reward_treated"] == -0.25
+    assert metrics["explained_variance"] == 1.0 and metrics["first_ratio"] == 1.0 and metrics["sampler_gap"] == 0.25
+    assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values())
+    alone = RolloutMetrics.of(Experience(**fields), ["a b", ""]).as_metrics()
+    assert metrics.keys() - alone.keys() == {"referee_mean", "reward_referee_correlation"}
 
 
 @settings(max_examples=30, deadline=None)
@@ -76,4 +77,4 @@ def test_padding_columns_change_nothing(seed: int, extra: int) -> None:
     mask = (torch.arange(5) < lengths[:, None]).long()
     wide = [torch.cat([t, torch.full((4, extra), fill)], dim=1) for t, fill in ((logprobs, 7.0), (reference, -9.0))]
     wide_mask = torch.cat([mask, torch.zeros(4, extra, dtype=torch.long)], dim=1)
-    assert health.drift_signals(*wide, wide_mask) == pytest.approx(health.drift_signals(logprobs, reference, mask))
+    assert vars(DriftMetrics.of(*wide, wide_mask)) == pytest.approx(vars(DriftMetrics.of(logprobs, reference, mask)))

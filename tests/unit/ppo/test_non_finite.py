@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 from unit.ppo.test_trainer import history, weights
-from unit.ppo.tiny import Tiny, make_config, make_trainer
+from unit.ppo.tiny import Tiny, health_of, make_config, make_trainer
 
 from rlhf_core.errors import TrainingPaused
-from rlhf_core.ppo.rollout import Actors
 from rlhf_core.ppo.trainer import Trainer
 
 FIRST = 1  # the iteration at which something breaks
@@ -94,20 +93,19 @@ PLACES = {
 def broken_trainer(tiny: Tiny, work: Path, place: Place, fault: Fault) -> Trainer:
     """Two minibatches an iteration, the referee left out (it is the reward model here)."""
     place.break_(tiny, fault)
-    good = tiny.actors
+    original = tiny.reward_fn
 
-    def score(batch: Any) -> Tensor:
-        scores = good.score(batch)
+    def reward_fn(batch: Any) -> Tensor:
+        rewards = original(batch)
         fault.scored += 1
-        return scores
+        return rewards
 
-    actors = Actors(good.policy, good.reference, good.critic, score)
-    return make_trainer(tiny, make_config(iterations=2), work, actors=actors, referee=None)
+    return make_trainer(tiny, make_config(iterations=2), work, reward_fn=reward_fn, referee=None)
 
 
 def all_finite(trainer: Trainer) -> bool:
     """Weights and optimiser moments alike."""
-    tensors = [t for engine in trainer.files.engines.values() for t in engine.state().tensors.values()]
+    tensors = [t for engine in trainer.learner.pair.engines.values() for t in engine.state().tensors.values()]
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
@@ -119,10 +117,19 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tiny: Tiny, tmp_path: 
     trainer = broken_trainer(tiny, tmp_path, place, Fault(bad, lasting=False))
     trainer.run()
     assert [row["skipped_steps"] for row in history(tmp_path)] == [2 * len(place.engines), 0]
-    skipped = {engine_name: engine.skipped_steps for engine_name, engine in trainer.files.engines.items()}
+    skipped = {engine_name: engine.skipped_steps for engine_name, engine in trainer.learner.pair.engines.items()}
     assert skipped == {engine_name: 2 * (engine_name in place.engines) for engine_name in ("policy", "critic")}
     assert all_finite(trainer)
-    assert any(finding["rule"] == "steps_skipped" for finding in trainer.findings)
+    assert any(finding["rule"] == "steps_skipped" for finding in health_of(trainer).findings)
+
+
+def test_a_ratio_that_is_not_a_number_is_the_largest_ratio(tiny: Tiny, tmp_path: Path) -> None:
+    """Recorded as null, like every number that is not finite, and not as the largest of the others."""
+    place = PLACES["logits of the update"]
+    broken_trainer(tiny, tmp_path, place, Fault(math.nan, lasting=False)).run()
+    first, second = history(tmp_path)
+    assert (first["ratio_max"], first["ratio_mean"]) == (None, None)
+    assert second["ratio_max"] >= 1.0
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ from unit.ppo import oracle
 from unit.ppo.tables import PROMPT, RecordingEngine, TableCritic, TableLM
 
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.rewards import RunningMeanStd
-from rlhf_core.ppo.rollout import Scored, assemble
-from rlhf_core.ppo.update import Learner, accumulate_policy_gradient, measure_minibatch
-from rlhf_core.ppo.update import _entropy_direction as entropy_direction
-from rlhf_core.ppo.value_loss import accumulate_value_gradient
+from rlhf_core.ppo.actor_critic_pair import SeparateActorCritic
+from rlhf_core.ppo.entropy import entropy_sign
+from rlhf_core.ppo.experience import Experience, TokenPredictions
+from rlhf_core.ppo.gae import with_advantages
+from rlhf_core.ppo.importance_sampling import with_fixed_reference
+from rlhf_core.ppo.reward_normalization import RunningMeanStd
+from rlhf_core.ppo.rewards import with_rewards
+from rlhf_core.ppo.update import Learner, accumulate_gradients, measure_minibatch
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
 
@@ -149,36 +152,37 @@ class Case:
         zeros = torch.zeros(self.count, WIDTH, dtype=torch.float64)
         values = torch.from_numpy(self.old_values)[:, PROMPT - 1 : -1].where(mask, -1e3)
         rollout = Rollout(tokens, attention, mask, zeros, torch.from_numpy(self.finished))
-        scored = Scored(picked(self.old_logits), picked(self.ref_logits), zeros, zeros, values)
+        predictions = TokenPredictions(picked(self.old_logits), picked(self.ref_logits), zeros, zeros, values)
         moments = RunningMeanStd()
         moments.update(torch.tensor(self.history, dtype=torch.float64))
-        scores = torch.from_numpy(self.scores)
-        return assemble(
-            rollout, scored, scores, self.config.units, moments, self.s.beta, self.config.surrogate.fixed_reference
-        )
+        experience = Experience.of_rollout(rollout, predictions)
+        rewards = torch.from_numpy(self.scores)
+        experience = with_rewards(experience, rewards, moments, self.s.beta, self.config.rollout)
+        experience = with_advantages(experience, self.config.advantage)
+        return with_fixed_reference(experience) if self.s.fixed_reference else experience
 
     def learner(self) -> Learner:
         policy, critic = TableLM(torch.from_numpy(self.logits)), TableCritic(torch.from_numpy(self.values))
-        return Learner(
-            config=self.config,
-            sampling=Sampling(0, 0, self.s.max_new_tokens),
-            policy=policy,  # type: ignore[arg-type]
-            policy_engine=RecordingEngine(policy),  # type: ignore[arg-type]
-            critic=critic,
-            critic_engine=RecordingEngine(critic),  # type: ignore[arg-type]
-            reference=TableLM(torch.from_numpy(self.ref_logits)),  # type: ignore[arg-type]
-            ptx=None,
+        engines: Any = {"policy": RecordingEngine(policy), "critic": RecordingEngine(critic)}
+        pair = SeparateActorCritic(
+            policy,  # type: ignore[arg-type]
+            critic,
+            engines,
+            Sampling(0, 0, self.s.max_new_tokens),
+            self.config.micro_batch_size,
         )
+        reference: Any = TableLM(torch.from_numpy(self.ref_logits))
+        return Learner(self.config, pair, reference)
 
     def losses(self) -> tuple[float, float, Learner]:
         """The project's policy and value loss, with gradients left on the tables."""
         learner, experience = self.learner(), self.experience()
-        direction = entropy_direction(self.config.entropy, measure_minibatch(learner, experience))
-        accumulate_policy_gradient(learner, experience, self.s.beta, direction)
-        accumulate_value_gradient(learner.critic_engine, learner.critic, experience, learner.value_settings)
+        sign = entropy_sign(self.config.entropy, measure_minibatch(learner.pair, experience).entropy)
+        accumulate_gradients(learner, experience, self.s.beta, sign)
         # |H - target| has a constant that no gradient needs and the project leaves out.
-        constant = direction * self.s.entropy_weight * self.s.entropy_target if self.s.entropy == "target" else 0.0
-        return learner.policy_engine.total - constant, learner.critic_engine.total, learner  # type: ignore[attr-defined]
+        constant = sign * self.s.entropy_weight * self.s.entropy_target if self.s.entropy == "target" else 0.0
+        policy, critic = learner.pair.engines.values()
+        return policy.total - constant, critic.total, learner  # type: ignore[attr-defined]
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
@@ -221,8 +225,8 @@ def test_gradient_agrees_with_finite_differences_of_the_oracle(seed: int) -> Non
             case.logits[b, p, v] -= sign * step
             case.values[b, p] -= sign * step
         numeric = [(up - down) / (2 * step) for up, down in zip(*sides, strict=True)]
-        assert float(learner.policy.table.grad[b, p, v]) == pytest.approx(numeric[0], abs=2e-6), s  # type: ignore
-        assert float(learner.critic.table.grad[b, p]) == pytest.approx(numeric[1], abs=2e-6), s  # type: ignore
+        assert float(learner.pair.policy.table.grad[b, p, v]) == pytest.approx(numeric[0], abs=2e-6), s  # type: ignore
+        assert float(learner.pair.critic.table.grad[b, p]) == pytest.approx(numeric[1], abs=2e-6), s  # type: ignore
 
 
 def test_every_switch_value_was_sampled() -> None:

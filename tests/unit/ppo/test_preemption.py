@@ -6,7 +6,6 @@ import os
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from unit.ppo.rollback_runs import ITERATIONS, config_with, rule
@@ -16,7 +15,7 @@ from unit.ppo.tiny import Tiny, make_tiny, make_trainer
 from rlhf_core import preemption
 from rlhf_core.config.health.rule import Check
 from rlhf_core.errors import Preempted
-from rlhf_core.ppo.health_monitor import Monitor
+from rlhf_core.ppo.callbacks.callback import IterationRecord
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.training.rng import seed_everything
 
@@ -28,21 +27,21 @@ def trainer_in(work: Path, tiny: Tiny) -> Trainer:
         rule(Check("kl_coefficient", "<", 0.07, window=1), after=3),
         rule(Check("kl_coefficient", "<", 0.15, window=1), after=5, name="later"),
     ]
-    return make_trainer(tiny, config_with(ITERATIONS, keep=1), work, monitor=Monitor({}, rules))
+    return make_trainer(tiny, config_with(ITERATIONS, keep=1), work, rules=rules)
 
 
 def test_a_run_that_is_preempted_after_every_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     straight = make_tiny()
     trainer_in(tmp_path / "straight", straight).run()
 
-    original, starts = Trainer._iterate, list[int]()
+    original, starts = Trainer.iterate, list[int]()
 
-    def told_to_stop(trainer: Trainer, shown: Any) -> None:
+    def iterate_and_be_told_to_stop(trainer: Trainer) -> IterationRecord:
         starts.append(trainer.done)
         os.kill(os.getpid(), signal.SIGTERM)
-        original(trainer, shown)
+        return original(trainer)
 
-    monkeypatch.setattr(Trainer, "_iterate", told_to_stop)
+    monkeypatch.setattr(Trainer, "iterate", iterate_and_be_told_to_stop)
     while True:
         pieces = make_tiny()
         trainer = trainer_in(tmp_path / "pieces", pieces)

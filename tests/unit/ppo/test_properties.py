@@ -9,25 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.ppo.tiny import EOS, PAD, Tiny, make_config, make_learner, make_tiny
+from unit.ppo.tiny import EOS, PAD, Tiny, collect, make_config, make_learner, make_tiny
 
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.ppo.advantages import gae, masked_whiten
+from rlhf_core.ppo.advantages import masked_whiten
 from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.gae import gae
 from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
-from rlhf_core.ppo.rewards import RunningMeanStd
-from rlhf_core.ppo.rollout import collect
-from rlhf_core.ppo.update import accumulate_policy_gradient, update
-from rlhf_core.ppo.value_loss import accumulate_value_gradient
+from rlhf_core.ppo.update import accumulate_gradients, update
 
 MODELS = make_tiny()
-
-
-def rollout(tiny: Tiny, config: PpoConfig) -> Experience:
-    return collect(
-        tiny.actors, tiny.prompts[:8], range(8), 3, make_learner(tiny, config).sampling, config.units, RunningMeanStd(),
-        config.kl.coefficient,
-    )  # fmt: skip
 
 
 def gradients(tiny: Tiny, experience: Experience, config: PpoConfig) -> torch.Tensor:
@@ -35,11 +26,11 @@ def gradients(tiny: Tiny, experience: Experience, config: PpoConfig) -> torch.Te
     learner = make_learner(tiny, config)
     tiny.policy.zero_grad()
     tiny.critic.zero_grad()
-    direction = {"off": 0.0, "bonus": -1.0, "target": 1.0}[config.entropy.kind]
-    accumulate_policy_gradient(learner, experience, 0.2, direction)
+    sign = {"off": 0.0, "bonus": -1.0, "target": 1.0}[config.entropy.kind]
+    accumulate_gradients(learner, experience, 0.2, sign)
     if learner.ptx is not None:
-        accumulate_ptx_gradient(learner.policy_engine, tiny.policy, learner.ptx, 0, 0.1, config.micro_batch_size)
-    accumulate_value_gradient(learner.critic_engine, tiny.critic, experience, learner.value_settings)
+        engine = learner.pair.engines["policy"]
+        accumulate_ptx_gradient(engine, tiny.policy, learner.ptx, 0, 0.1, config.micro_batch_size)
     found = [p.grad.flatten() for m in (tiny.policy, tiny.critic) for p in m.parameters() if p.grad is not None]
     return torch.cat(found)
 
@@ -59,7 +50,7 @@ def test_micro_batches_and_order_never_change_the_gradient(
 ) -> None:
     tiny = MODELS.copy()
     whole = make_config(minibatches=1, micro_batch_size=8, **switches)
-    experience = rollout(tiny, whole)
+    experience = collect(tiny, whole)
     expected = gradients(tiny, experience, whole)
     parts = make_config(minibatches=1, micro_batch_size=size, **switches)
     assert torch.allclose(gradients(tiny, experience.select(order), parts), expected, atol=2e-6, rtol=1e-4)
@@ -69,7 +60,7 @@ def test_micro_batches_and_order_never_change_the_gradient(
 @given(left=st.integers(0, 5), right=st.integers(0, 5), rubbish=st.integers(4, 20))
 def test_padding_on_either_side_never_changes_the_gradient(left: int, right: int, rubbish: int) -> None:
     tiny, config = MODELS.copy(), make_config(minibatches=1)
-    experience = rollout(tiny, config)
+    experience = collect(tiny, config)
     padded = widen(experience, left, right, rubbish)
     expected = gradients(tiny, experience, config)
     assert torch.allclose(gradients(tiny, padded, config), expected, atol=2e-6, rtol=1e-4)
@@ -107,20 +98,17 @@ def test_masked_positions_never_matter(data: st.DataObject) -> None:
 
 def test_ratio_is_one_before_the_first_step(tiny: Tiny) -> None:
     config = make_config()
-    learner, experience = make_learner(tiny, config), rollout(tiny, config)
-    found = accumulate_policy_gradient(learner, experience, 0.05, 0.0)
-    assert found["ratio_mean"] == pytest.approx(1.0, abs=1e-5) and found["ratio_max"] == pytest.approx(1.0, abs=1e-4)
-    assert found["clip_fraction"] == 0.0
+    learner, experience = make_learner(tiny, config), collect(tiny, config)
+    metrics, _ = accumulate_gradients(learner, experience, 0.05, 0.0)
+    assert metrics.ratio_mean == pytest.approx(1.0, abs=1e-5) and metrics.ratio_max == pytest.approx(1.0, abs=1e-4)
+    assert metrics.clip_fraction == 0.0
 
 
 def test_fixed_reference_is_the_behaviour_policy(tiny: Tiny) -> None:
     config = make_config(surrogate={"fixed_reference": True})
     with torch.no_grad():
         tiny.policy.lm_head.weight.mul_(1.2)
-    experience = collect(
-        tiny.actors, tiny.prompts[:8], range(8), 3, tiny.sampling, config.units, RunningMeanStd(), 0.05,
-        fixed_reference=True,
-    )  # fmt: skip
+    experience = collect(tiny, config)
     assert torch.equal(experience.old_logprobs, experience.ref_logprobs)
     assert not torch.allclose(experience.old_logprobs, experience.policy_logprobs)
     assert torch.allclose(experience.sampler_logprobs, experience.policy_logprobs, atol=1e-4)
@@ -129,7 +117,7 @@ def test_fixed_reference_is_the_behaviour_policy(tiny: Tiny) -> None:
 def test_advantages_are_normalised_over_the_minibatch(tiny: Tiny) -> None:
     """Not over the rollout, not per micro-batch: the second would show as a changed gradient above."""
     config = make_config(minibatches=2, advantage={"normalize": True}, ptx={"weight": 0.0}, kl={"coefficient": 0.0})
-    experience = rollout(tiny, config)
+    experience = collect(tiny, config)
     scaled = dataclasses.replace(experience, advantages=experience.advantages * 7 + 3)
     first, second = (gradients(tiny, e, config) for e in (experience, scaled))
     assert torch.allclose(first, second, atol=1e-5)
@@ -140,18 +128,18 @@ def test_joint_norm_clips_both_together(tiny: Tiny) -> None:
     for mode in ("separate", "joint"):
         models = make_tiny()
         config = make_config(gradient_norm=mode, minibatches=1, vf_loss_weight=50.0)
-        results[mode] = update(make_learner(models, config), rollout(models, config), 0.05, 0)
+        results[mode] = update(make_learner(models, config), collect(models, config), 0.05, 0).as_metrics()
     policy, critic = (results["separate"][f"{name}_grad_norm"] for name in ("policy", "critic"))
     assert results["joint"]["policy_grad_norm"] == pytest.approx((policy**2 + critic**2) ** 0.5, rel=1e-5)
 
 
 def test_minibatches_cover_the_rollout_once_per_epoch(tiny: Tiny) -> None:
-    experience = rollout(tiny, make_config())
+    experience = collect(tiny, make_config())
     for count in (1, 2, 3, 8):
         parts = list(experience.minibatches(count, 5, 0))
-        assert sorted(float(s) for part in parts for s in part.scores) == sorted(experience.scores.tolist())
+        assert sorted(float(s) for part in parts for s in part.rewards) == sorted(experience.rewards.tolist())
         assert max(len(p) for p in parts) - min(len(p) for p in parts) <= 1
-    orders = [torch.cat([p.scores for p in experience.minibatches(2, 5, epoch)]) for epoch in (0, 0, 1)]
+    orders = [torch.cat([p.rewards for p in experience.minibatches(2, 5, epoch)]) for epoch in (0, 0, 1)]
     assert torch.equal(orders[0], orders[1]) and not torch.equal(orders[0], orders[2])
 
 
@@ -160,7 +148,7 @@ def test_ptx_counts_targets_only() -> None:
     tiny = make_tiny()
     pairs = [([5, 6], [7, EOS]), ([], [8, 9, EOS])]
     learner = make_learner(tiny, make_config())
-    loss = accumulate_ptx_gradient(learner.policy_engine, tiny.policy, PtxData(pairs, 2, 0, PAD), 0, 1.0, None)
+    loss = accumulate_ptx_gradient(learner.pair.engines["policy"], tiny.policy, PtxData(pairs, 2, 0, PAD), 0, 1.0, None)
     total = 0.0
     for context, target in pairs:
         ids = context + target

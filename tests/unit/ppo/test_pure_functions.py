@@ -8,20 +8,18 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.ppo import AdvantageConfig, KlConfig, PpoConfig, RewardShapingConfig, SurrogateConfig
-from rlhf_core.errors import DataError
-from rlhf_core.ppo.advantages import (
-    explained_variance,
-    gae,
-    masked_whiten,
-    monte_carlo_returns,
-    normalize_and_clip_advantages,
-)
+from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.ppo.advantages import masked_whiten, normalize_and_clip_advantages
+from rlhf_core.ppo.gae import explained_variance, gae, monte_carlo_returns
+from rlhf_core.ppo.importance_sampling import ratios
 from rlhf_core.ppo.kl import KlController, full_kl, kl_estimate, kl_pull
 from rlhf_core.ppo.loss_reduction import StepSize, aggregate, masked_mean
-from rlhf_core.ppo.policy_loss import clip_fraction_mask, clipped_surrogate, penalty_surrogate, ratios, surrogate
-from rlhf_core.ppo.rewards import RunningMeanStd, apply_penalties, normalize_and_clip_rewards, token_rewards
-from rlhf_core.ppo.value_loss import value_clipped, value_loss
+from rlhf_core.ppo.policy_loss import clip_fraction_mask, clipped_surrogate, penalty_surrogate, surrogate
+from rlhf_core.ppo.reward_normalization import RunningMeanStd, normalize_and_clip_rewards
+from rlhf_core.ppo.rewards import apply_penalties, token_rewards
+from rlhf_core.ppo.value_loss import value_clip_mask, value_loss
 from rlhf_core.sampling.token_scoring import entropy
 
 NAN = math.nan
@@ -93,6 +91,34 @@ def test_adaptive_controller() -> None:
     assert controller.value == before
 
 
+def test_adaptive_controller_never_turns_negative() -> None:
+    """Without a floor a rollout of 64 at horizon 10 would multiply the coefficient by 1 - 0.2 * 64 / 10 = -0.28."""
+    controller = KlController(KlConfig(coefficient=0.05, controller="adaptive", horizon=10))
+    controller.update(0.0, 64)
+    assert controller.value == pytest.approx(0.005)
+    controller.update(0.0, 40)  # 1 - 0.2 * 4 = 0.2, above the floor
+    assert controller.value == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("kl", [math.inf, -math.inf, NAN])
+def test_a_kl_that_is_not_finite_leaves_the_coefficient_alone(kl: float) -> None:
+    controller = KlController(KlConfig(coefficient=0.1, controller="adaptive"))
+    controller.update(kl, 100)
+    assert controller.value == 0.1
+
+
+def test_a_horizon_at_which_one_rollout_would_turn_the_coefficient_is_refused_by_its_path() -> None:
+    for horizon in (10, 12):
+        with pytest.raises(
+            ConfigError, match=rf"'ppo'.*kl\.horizon {horizon} is too short for batch_size 64.*above 12"
+        ):
+            check_params({"ppo": {"batch_size": 64, "kl": {"controller": "adaptive", "horizon": horizon}}}, "a file")
+    accepted = PpoConfig(batch_size=64, kl=KlConfig(controller="adaptive", horizon=13))
+    controller = KlController(accepted.kl)
+    controller.update(0.0, accepted.batch_size)
+    assert 0 < controller.value < accepted.kl.coefficient
+
+
 def test_constant_controller_never_moves() -> None:
     controller = KlController(KlConfig(coefficient=0.05))
     controller.update(100.0, 64)
@@ -128,6 +154,29 @@ def test_running_moments_floor() -> None:
     third.update(torch.full((7,), 0.1))
     third.update(torch.full((3,), 0.1))
     assert third.std == 1.0
+
+
+@pytest.mark.parametrize("level", [0.1, 3.7, -250.0])
+def test_equal_float32_rewards_with_rounding_noise_count_as_equal(level: float) -> None:
+    """A reward model gives equal replies equal scores up to its accumulation error, a few units in the last place.
+
+    Divided by the spread of that noise they would become rewards of size 1 that mean nothing.
+    """
+    unit = abs(level) * 2.0**-23
+    steps = torch.tensor([0, 1, -3, 2, -1, 5, -8, 8])
+    noisy = (level + steps.double() * unit).float()
+    assert float(noisy.double().std()) > 0
+    moments = RunningMeanStd()
+    moments.update(noisy)
+    assert moments.std == 1.0
+    normalized = normalize_and_clip_rewards(noisy, moments, RewardShapingConfig())
+    assert float(normalized.abs().max()) < 1e-3
+
+
+def test_a_small_but_real_spread_is_no_rounding_noise() -> None:
+    moments = RunningMeanStd()
+    moments.update(torch.tensor([1.0, 1.001]))
+    assert moments.std == pytest.approx(0.001 / math.sqrt(2), rel=1e-3)
 
 
 def test_moments_survive_json() -> None:
@@ -271,8 +320,8 @@ def test_value_loss(value: float, old: float, target: float, clip: float | None,
     assert close(value_loss(t([value]), t([old]), t([target]), clip), [[loss]])
 
 
-def test_value_clipped() -> None:
-    hit = value_clipped(t([1.0, 0.1, -1.0]), t([0.0, 0.0, 0.0]), t([2.0, 2.0, 2.0]), 0.2)
+def test_value_clip_mask() -> None:
+    hit = value_clip_mask(t([1.0, 0.1, -1.0]), t([0.0, 0.0, 0.0]), t([2.0, 2.0, 2.0]), 0.2)
     assert hit.tolist() == [[True, False, False]]
 
 
@@ -334,6 +383,6 @@ def test_contradictory_switches_are_refused_with_a_reason(changes: dict[str, obj
         PpoConfig.model_validate(changes)
 
 
-def test_units_are_what_the_critic_shares() -> None:
+def test_the_rollouts_settings_are_what_the_critic_shares() -> None:
     config = PpoConfig(max_new_tokens=33, temperature=0.7, kl=KlConfig(coefficient=0.2))
-    assert (config.units.max_new_tokens, config.units.temperature, config.units.kl.coefficient) == (33, 0.7, 0.2)
+    assert (config.rollout.max_new_tokens, config.rollout.temperature, config.rollout.kl.coefficient) == (33, 0.7, 0.2)

@@ -16,17 +16,18 @@ import torch
 from unit.ppo import rollback_runs
 from unit.ppo.rollback_runs import config_with, rule
 from unit.ppo.test_trainer import best, equal, history, weights
-from unit.ppo.tiny import ScriptedSelector, Tiny, make_tiny, make_trainer
+from unit.ppo.tiny import ScriptedSelector, Tiny, health_of, make_tiny, make_trainer, selection_of
 
 from rlhf_core.config.health.rule import Check
 from rlhf_core.errors import TrainingPaused
-from rlhf_core.evaluation.selection import Candidate, Choice
+from rlhf_core.evaluation.selection import CheckpointCandidate, CheckpointChoice
 from rlhf_core.files import sha256_file
-from rlhf_core.ppo.health_monitor import Monitor
-from rlhf_core.ppo.rollback import Journal, healthy
-from rlhf_core.ppo.rollout import Actors
+from rlhf_core.ppo.callbacks.health import last_healthy
+from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
+from rlhf_core.ppo.callbacks.selection import SelectionResult
+from rlhf_core.ppo.rollback_journal import RollbackJournal
 from rlhf_core.ppo.run_checkpoint import load_best
-from rlhf_core.ppo.trainer import Trainer, Verdict
+from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.stages.ppo import publish_lines, summary
 from rlhf_core.stages.runtime.contract import Paths
 
@@ -44,25 +45,24 @@ def checkpoints(work: Path) -> list[int]:
     [(7, 5), (6, 2), (4, 2), (3, 0), (1, 0)],
 )
 def test_a_healthy_checkpoint_is_older_than_what_the_window_saw(first: int, expected: int) -> None:
-    assert healthy([0, 2, 5, 9], first) == expected
-    assert healthy([5, 9], 3) is None
+    assert last_healthy([0, 2, 5, 9], first) == expected
+    assert last_healthy([5, 9], 3) is None
 
 
 def test_a_finding_tells_where_its_window_began() -> None:
     both = rule(Check("kl", ">", 0.0, window=2), Check("win_rate", ">", 0.0, window=2))
-    monitor = Monitor({}, [both])
+    monitor = HealthMonitor({}, [both])
     assert monitor.earliest_window() == 1
     found = [monitor.observe(i, {"kl": 1.0} | ({"win_rate": 1.0} if i % 3 == 0 else {})) for i in range(1, 7)]
     (finding,) = found[5]  # kl of 5 and 6, win rate of 3 and 6
     assert (finding.since, monitor.earliest_window()) == (3, 3)
-    assert Monitor({}, [rule(Check("kl", ">", 0.0), action="pause")]).earliest_window() is None
+    assert HealthMonitor({}, [rule(Check("kl", ">", 0.0), action="pause")]).earliest_window() is None
 
 
 def test_the_run_returns_to_before_the_window_with_other_settings(tiny: Tiny, tmp_path: Path) -> None:
-    monitor = Monitor({}, [rule(WEAK, after=5)])
-    trainer = make_trainer(tiny, config_with(iterations=7, keep=1), tmp_path, monitor=monitor)
+    trainer = make_trainer(tiny, config_with(iterations=7, keep=1), tmp_path, rules=[rule(WEAK, after=5)])
     trainer.run()
-    (entry,) = trainer.journal.entries
+    (entry,) = trainer.checkpoints.journal.entries
     # Seen at 5 over 4 and 5: checkpoint 4 is inside the window, so 2 it is, though only one is to be kept.
     assert entry.record() == {"rule": "told", "from": 5, "to": 2, "kl_coefficient": 2.0, "lr": 0.5}
     rows = history(tmp_path)
@@ -71,14 +71,14 @@ def test_the_run_returns_to_before_the_window_with_other_settings(tiny: Tiny, tm
     assert [row["policy_lr"] for row in rows[1:]] == pytest.approx([3e-3] + [1.5e-3] * 5)
     assert [row["critic_lr"] for row in rows[1:]] == pytest.approx([3e-3] + [1.5e-3] * 5)
     assert [record["from"] for record in rows[2]["rollbacks"]] == [5] and "rollbacks" not in rows[3]
-    abandoned = trainer.journal.abandoned("rows")
+    abandoned = trainer.checkpoints.journal.abandoned("rows")
     assert [(row["rollback"], row["iteration"]) for row in abandoned] == [(1, 3), (1, 4), (1, 5)]
     assert abandoned[-1]["findings"][0]["rule"] == "told" and abandoned[0]["kl_coefficient"] == 0.05
-    assert {row["iteration"] for row in trainer.journal.abandoned("samples")} == {4}
+    assert {row["iteration"] for row in trainer.checkpoints.journal.abandoned("samples")} == {4}
     # The same policy, the same prompts, but other replies.
     assert abandoned[0]["reward_mean"] != rows[2]["reward_mean"]
     assert checkpoints(tmp_path) == [4, 6, 7]  # a window that ends at 8 may begin at 6, which makes 5 and later suspect
-    assert [finding["rule"] for finding in trainer.findings] == ["told"]
+    assert [finding["rule"] for finding in health_of(trainer).findings] == ["told"]
 
 
 def test_without_a_checkpoint_before_the_window_it_returns_to_the_start(tiny: Tiny, tmp_path: Path) -> None:
@@ -86,14 +86,14 @@ def test_without_a_checkpoint_before_the_window_it_returns_to_the_start(tiny: Ti
     seen: list[list[torch.Tensor]] = []
 
     class Watching(Trainer):
-        def _resume(self) -> None:
-            super()._resume()
+        def restore(self) -> None:
+            super().restore()
             seen.append(weights(tiny))
 
-    trainer = make_trainer(tiny, config_with(iterations=3), tmp_path, monitor=Monitor({}, [rule(WEAK, after=3)]))
+    trainer = make_trainer(tiny, config_with(iterations=3), tmp_path, rules=[rule(WEAK, after=3)])
     trainer.__class__ = Watching
     trainer.run()
-    assert [entry.to_iteration for entry in trainer.journal.entries] == [0]
+    assert [entry.to_iteration for entry in trainer.checkpoints.journal.entries] == [0]
     assert len(seen) == 2 and equal(seen[1], start) and not equal(start, weights(tiny))
     assert [row["iteration"] for row in history(tmp_path)] == [1, 2, 3]
 
@@ -101,22 +101,21 @@ def test_without_a_checkpoint_before_the_window_it_returns_to_the_start(tiny: Ti
 def test_after_the_last_rollback_allowed_the_run_pauses_and_pauses_again(tiny: Tiny, tmp_path: Path) -> None:
     always = rule(Check("kl", ">", -1e9, window=1), after=4)
     for models in (tiny, make_tiny()):
-        trainer = make_trainer(models, config_with(iterations=6), tmp_path, monitor=Monitor({}, [always]))
+        trainer = make_trainer(models, config_with(iterations=6), tmp_path, rules=[always])
         with pytest.raises(TrainingPaused, match=r"told at iteration 4.*2 rollbacks were made.*max_rollbacks"):
             trainer.run()
-        assert [entry.to_iteration for entry in trainer.journal.entries] == [2, 2]
+        assert [entry.to_iteration for entry in trainer.checkpoints.journal.entries] == [2, 2]
         last = history(tmp_path)[-1]
         assert last["kl_coefficient"] == pytest.approx(0.2) and last["policy_lr"] == pytest.approx(3e-3 / 4)
-        assert trainer.findings[-1]["action"] == "rollback" and len(trainer.findings) == 3
+        assert health_of(trainer).findings[-1]["action"] == "rollback" and len(health_of(trainer).findings) == 3
 
 
 def test_a_pause_rule_wins_over_a_rollback(tiny: Tiny, tmp_path: Path) -> None:
     stop = rule(Check("kl", ">", -1e9), action="pause", after=3, name="stop")
-    monitor = Monitor({}, [rule(WEAK, after=3), stop])
-    trainer = make_trainer(tiny, config_with(iterations=4), tmp_path, monitor=monitor)
+    trainer = make_trainer(tiny, config_with(iterations=4), tmp_path, rules=[rule(WEAK, after=3), stop])
     with pytest.raises(TrainingPaused, match="and 1 more"):
         trainer.run()
-    assert len(trainer.journal) == 0
+    assert len(trainer.checkpoints.journal) == 0
 
 
 class Losing(ScriptedSelector):
@@ -126,24 +125,24 @@ class Losing(ScriptedSelector):
         super().__init__()
         self.work = work
 
-    def consider(self, iteration: int, policy: Any) -> Verdict:
+    def consider(self, iteration: int, policy: Any) -> SelectionResult:
         shutil.rmtree(self.work / "checkpoints")
         return super().consider(iteration, policy)
 
 
 def test_without_any_healthy_checkpoint_the_run_pauses(tiny: Tiny, tmp_path: Path) -> None:
-    monitor = Monitor({}, [rule(WEAK, after=3)])
-    trainer = make_trainer(tiny, config_with(4), tmp_path, monitor=monitor, selector=Losing(tmp_path))
+    losing = Losing(tmp_path)
+    trainer = make_trainer(tiny, config_with(4), tmp_path, rules=[rule(WEAK, after=3)], selector=losing)
     with pytest.raises(TrainingPaused, match="No checkpoint from before it is left"):
         trainer.run()
-    assert len(trainer.journal) == 0 and checkpoints(tmp_path) == [2]
+    assert len(trainer.checkpoints.journal) == 0 and checkpoints(tmp_path) == [2]
 
 
 def test_report_mode_only_records(tiny: Tiny, tmp_path: Path) -> None:
     config = config_with(iterations=4, mode="report")
-    trainer = make_trainer(tiny, config, tmp_path, monitor=Monitor({}, [rule(WEAK, after=3)]))
+    trainer = make_trainer(tiny, config, tmp_path, rules=[rule(WEAK, after=3)])
     trainer.run()
-    assert len(trainer.journal) == 0 and trainer.findings[0]["action"] == "rollback"
+    assert len(trainer.checkpoints.journal) == 0 and health_of(trainer).findings[0]["action"] == "rollback"
 
 
 class Keeping:
@@ -152,9 +151,9 @@ class Keeping:
     def __init__(self) -> None:
         self.seen: list[int] = []
 
-    def consider(self, iteration: int, policy: Any) -> Verdict:
+    def consider(self, iteration: int, policy: Any) -> SelectionResult:
         self.seen.append(iteration)
-        return Verdict({"win_rate": 0.5}, iteration == 2 or (iteration == 4 and self.seen.count(4) == 1))
+        return SelectionResult({"win_rate": 0.5}, iteration == 2 or (iteration == 4 and self.seen.count(4) == 1))
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -165,27 +164,24 @@ class Keeping:
 
 def test_the_best_weights_are_again_those_from_before(tiny: Tiny, tmp_path: Path) -> None:
     """A checkpoint of an abandoned iteration is no candidate, whatever the selector thought of it."""
-    trainer = make_trainer(
-        tiny, config_with(iterations=6), tmp_path, monitor=Monitor({}, [rule(WEAK, after=5)]), selector=Keeping()
-    )
+    trainer = make_trainer(tiny, config_with(iterations=6), tmp_path, rules=[rule(WEAK, after=5)], selector=Keeping())
     trainer.run()
-    assert trainer.best == 2 and set(best(tmp_path)) == {"iteration-000002"}
+    assert selection_of(trainer).best == 2 and set(best(tmp_path)) == {"iteration-000002"}
     assert load_best(tmp_path / "best", 2).keys() == dict(tiny.policy.named_parameters()).keys()
 
 
 def test_steps_that_are_not_finite_can_send_the_run_back(tiny: Tiny, tmp_path: Path) -> None:
-    good, calls = tiny.actors, []
+    calls = []
 
-    def score(batch: Any) -> torch.Tensor:
+    def reward_fn(batch: Any) -> torch.Tensor:
         calls.append(1)
-        return good.score(batch) * (torch.inf if len(calls) in (4, 5) else 1.0)
+        return tiny.reward_fn(batch) * (torch.inf if len(calls) in (4, 5) else 1.0)
 
     told = rule(Check("nonfinite_in_a_row", ">", 2.0, window=1), name="steps_not_finite")
-    actors = Actors(good.policy, good.reference, good.critic, score)
-    trainer = make_trainer(tiny, config_with(iterations=6), tmp_path, monitor=Monitor({}, [told]), actors=actors)
+    trainer = make_trainer(tiny, config_with(iterations=6), tmp_path, rules=[told], reward_fn=reward_fn)
     trainer.run()
     # Two minibatches of iteration 4 and the first of iteration 5.
-    assert trainer.journal.entries[0].record() == {
+    assert trainer.checkpoints.journal.entries[0].record() == {
         "rule": "steps_not_finite", "from": 5, "to": 2, "kl_coefficient": 2.0, "lr": 0.5,
     }  # fmt: skip
     assert all(bool(p.isfinite().all()) for p in weights(tiny)) and len(history(tmp_path)) == 6
@@ -195,10 +191,10 @@ def test_steps_that_are_not_finite_can_send_the_run_back(tiny: Tiny, tmp_path: P
 def test_metrics_and_published_files_tell_of_it(tiny: Tiny, tmp_path: Path) -> None:
     work, out = tmp_path / "work", tmp_path / "out"
     out.mkdir()
-    trainer = make_trainer(tiny, config_with(iterations=5), work, monitor=Monitor({}, [rule(WEAK, after=5)]))
+    trainer = make_trainer(tiny, config_with(iterations=5), work, rules=[rule(WEAK, after=5)])
     trainer.run()
-    choice = Choice(Candidate(4, 0.6, 1.0, 1.0, 0.0), True, "best")
-    metrics = summary(trainer, choice)
+    choice = CheckpointChoice(CheckpointCandidate(4, 0.6, 1.0, 1.0, 0.0), True, "best")
+    metrics = summary(trainer, health_of(trainer), choice)
     assert metrics["rollbacks"] == 1 and metrics["pauses"] == 0 and metrics["findings"] == 1
     assert metrics["rollback_1"] == {"rule": "told", "from": 5, "to": 2, "kl_coefficient": 2.0, "lr": 0.5}
     publish_lines(trainer, Paths({name: out / f"{name}.jsonl" for name in ("history", "abandoned", "samples")}))
@@ -210,8 +206,10 @@ def test_metrics_and_published_files_tell_of_it(tiny: Tiny, tmp_path: Path) -> N
 
 def outcome(work: Path) -> dict[str, Any]:
     """All that a finished run leaves, without wall-clock times."""
-    entries = [(entry.record(), entry.finding, entry.samples) for entry in Journal(work / "rollbacks.json").entries]
-    rows = Journal(work / "rollbacks.json").abandoned("rows")
+    entries = [
+        (entry.record(), entry.finding, entry.samples) for entry in RollbackJournal(work / "rollbacks.json").entries
+    ]
+    rows = RollbackJournal(work / "rollbacks.json").abandoned("rows")
     saved = {n: sha256_file(work / f"checkpoints/step-{n:06d}/state.safetensors") for n in checkpoints(work)}
     return {
         "history": history(work),

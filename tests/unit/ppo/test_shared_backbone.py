@@ -14,21 +14,18 @@ from torch import Tensor
 from unit.ppo import oracle
 from unit.ppo.tables import PROMPT, HiddenTableLM, RecordingEngine, linear
 from unit.ppo.test_oracle import VOCABULARY, Case, allowed_switches
-from unit.ppo.test_oracle import entropy_direction as direction_of
-from unit.ppo.test_properties import rollout
 from unit.ppo.test_trainer import best, equal, history
-from unit.ppo.tiny import Tiny, make_config, make_learner, make_tiny, make_trainer
+from unit.ppo.tiny import Tiny, collect, make_config, make_learner, make_tiny, make_trainer, selection_of
 
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.ppo.actor_critic_pair import SharedActorCritic
+from rlhf_core.ppo.entropy import entropy_sign
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.rewards import RunningMeanStd
-from rlhf_core.ppo.rollout import collect
 from rlhf_core.ppo.run_checkpoint import load_best
-from rlhf_core.ppo.update import Learner, accumulate_policy_gradient, measure_minibatch
-from rlhf_core.ppo.value_loss import accumulate_value_gradient
+from rlhf_core.ppo.update import Learner, accumulate_gradients, measure_minibatch
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.tracking import NullTracker
 
@@ -38,9 +35,9 @@ SHARED = {"critic_mode": "shared", "vf_loss_weight": WEIGHT}
 
 def learner_of(policy: HiddenTableLM, score: Tensor, config: PpoConfig, reference: Any = None) -> Learner:
     """One recording engine over a table of hidden states, an unembedding and a value head (1, H)."""
-    critic = ActorCritic(policy, linear(score))  # type: ignore[arg-type]
-    engine: Any = RecordingEngine(critic)
-    return Learner(config, Sampling(0, 0, 8), policy, engine, critic, engine, reference, None)  # type: ignore[arg-type]
+    model = ActorCritic(policy, linear(score))  # type: ignore[arg-type]
+    engine: Any = RecordingEngine(model)
+    return Learner(config, SharedActorCritic(model, engine, Sampling(0, 0, 8), config.micro_batch_size), reference)
 
 
 def test_the_gradient_by_hand() -> None:
@@ -61,11 +58,11 @@ def test_the_gradient_by_hand() -> None:
     }
     policy = HiddenTableLM(torch.zeros(1, 3, 1, dtype=torch.float64), torch.tensor([[1.0], [0.0]]).double())
     learner = learner_of(policy, torch.tensor([[3.0]]).double(), make_config(**SHARED))
-    found = accumulate_policy_gradient(learner, Experience(**fields), 0.0, 0.0)
+    metrics = accumulate_gradients(learner, Experience(**fields), 0.0, 0.0)
     # The state before the reply's token is at the last prompt position.
     assert policy.base_model.table.grad.flatten().tolist() == pytest.approx([0.0, -1.6, 0.0])  # type: ignore[union-attr]
-    assert found["value_loss"] == pytest.approx(0.125) and found["policy_loss"] == pytest.approx(-2.0)
-    assert learner.policy_engine.total == pytest.approx(-2.0 + 0.4 * 0.125)  # type: ignore[attr-defined]
+    assert metrics[1].value_loss == pytest.approx(0.125) and metrics[0].policy_loss == pytest.approx(-2.0)
+    assert learner.pair.engines["policy"].total == pytest.approx(-2.0 + 0.4 * 0.125)  # type: ignore[attr-defined]
 
 
 class SharedCase(Case):
@@ -97,11 +94,11 @@ def test_loss_and_gradients_agree_with_the_oracle(seed: int) -> None:
     case = SharedCase(seed, s, [None, 1, 2, 3][seed % 4])
     case.config = case.config.model_copy(update=SHARED)
     learner, experience = case.learner(), case.experience()
-    direction = direction_of(case.config.entropy, measure_minibatch(learner, experience))
-    accumulate_policy_gradient(learner, experience, s.beta, direction)
-    constant = direction * s.entropy_weight * s.entropy_target if s.entropy == "target" else 0.0
-    assert learner.policy_engine.total - constant == pytest.approx(case.objective(), abs=1e-6), s  # type: ignore
-    critic: Any = learner.critic
+    sign = entropy_sign(case.config.entropy, measure_minibatch(learner.pair, experience).entropy)
+    accumulate_gradients(learner, experience, s.beta, sign)
+    constant = sign * s.entropy_weight * s.entropy_target if s.entropy == "target" else 0.0
+    assert learner.pair.engines["policy"].total - constant == pytest.approx(case.objective(), abs=1e-6), s  # type: ignore
+    critic: Any = learner.pair.model  # type: ignore[attr-defined]
     places = [
         (case.hidden, critic.policy.base_model.table),
         (case.unembedding, critic.policy.head.weight),
@@ -123,28 +120,21 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def shared_experience(tiny: Tiny, config: PpoConfig) -> Experience:
-    learner = make_learner(tiny, config)
-    actors = type(tiny.actors)(tiny.policy, tiny.reference, learner.critic, tiny.actors.score)
-    return collect(actors, tiny.prompts[:8], range(8), 3, learner.sampling, config.units, RunningMeanStd(), 0.05)
-
-
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_a_transformers_gradient_is_the_sum_of_two_separate_ones(tiny: Tiny, size: int) -> None:
     """The same batch through a policy and a critic of their own whose backbones are equal."""
     config = make_config(minibatches=1, micro_batch_size=size, **SHARED)
-    experience = shared_experience(tiny, config)
+    experience = collect(tiny, config)
     learner = make_learner(tiny, config)
-    found = accumulate_policy_gradient(learner, experience, 0.2, 0.0)
-    both = gradients(learner.critic)  # type: ignore[arg-type]
+    _, value = accumulate_gradients(learner, experience, 0.2, 0.0)
+    both = gradients(learner.pair.model)  # type: ignore[attr-defined]
 
     twin = make_tiny()
     twin.critic.model.set_submodule("model", copy.deepcopy(twin.policy.model))
     separate = make_learner(twin, make_config(minibatches=1, micro_batch_size=8))
-    accumulate_policy_gradient(separate, experience, 0.2, 0.0)
-    value = accumulate_value_gradient(separate.critic_engine, twin.critic, experience, separate.value_settings)
+    _, separate_value = accumulate_gradients(separate, experience, 0.2, 0.0)
     policy, critic = gradients(twin.policy), gradients(twin.critic)
-    assert found["value_loss"] == pytest.approx(value["value_loss"], rel=1e-4)
+    assert value.value_loss == pytest.approx(separate_value.value_loss, rel=1e-4)
     for name, gradient in both.items():
         expected = policy.get(name.removeprefix("policy."), 0.0)
         expected = expected + WEIGHT * critic.get(f"model.{name.removeprefix('policy.')}", torch.zeros(()))
@@ -156,11 +146,11 @@ def test_rollout_and_update_run_the_backbone_once_for_both(tiny: Tiny) -> None:
     config = make_config(minibatches=1, micro_batch_size=4, **SHARED)
     calls: list[bool] = []
     tiny.policy.base_model.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    experience = shared_experience(tiny, config)
-    separate = rollout(make_tiny(), config)
+    experience = collect(tiny, config)
+    separate = collect(make_tiny(), make_config(minibatches=1, micro_batch_size=4))
     assert torch.equal(experience.policy_logprobs, separate.policy_logprobs)
     calls.clear()
-    accumulate_policy_gradient(make_learner(tiny, config), experience, 0.05, 0.0)
+    accumulate_gradients(make_learner(tiny, config), experience, 0.05, 0.0)
     assert calls == [True, True]  # eight sequences in two micro-batches
 
 
@@ -181,17 +171,18 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> No
         make_trainer(make_tiny(), config, tmp_path / "stopped", tracker=Interrupting()).run()
     resumed = make_trainer(models, config, tmp_path / "stopped")
     resumed.run()
-    ends = [list(trainer.learner.policy_engine.full_weights().values()) for trainer in (straight, resumed)]
+    ends = [list(trainer.learner.pair.engines["policy"].full_weights().values()) for trainer in (straight, resumed)]
     assert equal(*ends) and history(tmp_path / "straight") == history(tmp_path / "stopped")
     assert best(tmp_path / "straight") == best(tmp_path / "stopped")
     row = history(tmp_path / "straight")[-1]
     assert "value_loss" in row and not row.keys() & {"critic_lr", "critic_grad_norm"}
     # One engine, and the head learns with the rest; what is kept as the policy has no head.
-    assert list(straight.files.engines) == ["policy"]
-    head = straight.learner.critic.score.weight  # type: ignore[union-attr]
+    assert list(straight.learner.pair.engines) == ["policy"]
+    head = straight.learner.pair.model.score.weight  # type: ignore[attr-defined]
     assert not torch.equal(head, make_tiny().critic.model.get_submodule("score").weight)
     assert (
-        load_best(tmp_path / "straight" / "best", straight.best).keys() == dict(whole.policy.named_parameters()).keys()
+        load_best(tmp_path / "straight" / "best", selection_of(straight).best).keys()
+        == dict(whole.policy.named_parameters()).keys()
     )
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from architecture.glossary import undocumented
-from unit.ppo.tiny import Tiny, make_config, make_tiny, make_trainer
+from unit.ppo.tiny import Tiny, health_of, make_config, make_tiny, make_trainer, selection_of
 
 from rlhf_core.config.health.rule import Check, Rule
 from rlhf_core.errors import CheckpointError, RlhfError, TrainingPaused
 from rlhf_core.files import sha256_file
-from rlhf_core.ppo.health_monitor import Monitor
+from rlhf_core.training.optim import lr_at
 
 ROOT = Path(__file__).resolve().parents[3]
 CHILD = """
@@ -137,13 +137,12 @@ def test_resume_restores_what_is_easily_forgotten(tiny: Tiny, tmp_path: Path) ->
     first = make_trainer(tiny, config, tmp_path)
     first.run()
     second = make_trainer(make_tiny(), config, tmp_path)
-    second._resume()
+    second.restore()
     assert second.done == 3
     assert second.moments == first.moments and second.moments.count == 24
-    assert second.controller.value == first.controller.value != config.kl.coefficient
-    assert second.monitor.state() == first.monitor.state()
-    assert second.selector.state() == first.selector.state()
-    assert second.findings == first.findings
+    assert second.kl_controller.value == first.kl_controller.value != config.kl.coefficient
+    assert health_of(second).state() == health_of(first).state() and health_of(second).monitor.start
+    assert selection_of(second).state() == selection_of(first).state() and selection_of(second).best
 
 
 def test_a_broken_checkpoint_falls_back_and_all_broken_is_refused(tiny: Tiny, tmp_path: Path) -> None:
@@ -204,6 +203,53 @@ def test_every_switch_runs(tiny: Tiny, tmp_path: Path, changes: dict[str, Any]) 
         assert rows[1]["first_ratio"] != pytest.approx(1.0, abs=1e-6)
 
 
+def made(engine: Any) -> set[int]:
+    """How many optimiser steps were made on the engine's parameters, by AdamW's own count."""
+    return {int(state["step"]) for state in engine.optimizer.state.values()}
+
+
+EARLY: dict[str, Any] = {"target_kl_early_stop": 1e-9, "epochs": 3, "iterations": 2, "warmup_iterations": 0}
+COSINE = {"lr": 3e-3, "schedule": "cosine", "warmup": 0.0, "final_ratio": 0.1}
+
+
+@pytest.mark.parametrize("norm", ["separate", "joint"])
+def test_an_early_stop_ends_the_policys_steps_alone(tiny: Tiny, tmp_path: Path, norm: str) -> None:
+    config = make_config(**EARLY, gradient_norm=norm, policy_optimizer=COSINE)
+    trainer = make_trainer(tiny, config, tmp_path)
+    trainer.run()
+    policy, critic = trainer.learner.pair.engines.values()
+    # Two iterations of three epochs of two minibatches; the first step of an update has a KL of 0.
+    assert made(policy) == {2} and made(critic) == {12}
+    rows = history(tmp_path)
+    assert [(row["early_stopped"], row["steps"]) for row in rows] == [(1, 1), (1, 1)]
+    # The decay ends where it was planned to end, however few steps were made of it.
+    assert policy.steps == critic.steps == 12
+    assert [row["policy_lr"] for row in rows] == [lr_at(step, 12, config.policy_optimizer) for step in (0, 6)]
+
+
+def test_an_early_stop_ends_all_steps_of_a_shared_backbone(tiny: Tiny, tmp_path: Path) -> None:
+    """Steps of the value loss alone would move the policy on."""
+    config = make_config(**EARLY, critic_mode="shared", policy_optimizer=COSINE)
+    trainer = make_trainer(tiny, config, tmp_path)
+    trainer.run()
+    (engine,) = trainer.learner.pair.engines.values()
+    assert made(engine) == {2} and engine.steps == 12
+
+
+def test_the_value_loss_is_the_mean_over_the_critics_steps(tiny: Tiny, tmp_path: Path) -> None:
+    """The critic learns from the rollout alone, so that an early stop of the policy changes none of its figures."""
+    rows = []
+    for name, limit in (("whole", None), ("stopped", 1e-9)):
+        rate = {"lr": 3e-3, "schedule": "constant", "warmup": 0.0}
+        config = make_config(**EARLY | {"target_kl_early_stop": limit, "iterations": 1}, policy_optimizer=rate)
+        make_trainer(tiny.copy(), config, tmp_path / name).run()
+        rows.append(history(tmp_path / name)[0])
+    whole, stopped = rows
+    assert (whole["steps"], stopped["steps"]) == (6, 1) and whole["policy_loss"] != stopped["policy_loss"]
+    for name in ("value_loss", "value_clip_fraction", "critic_grad_norm", "critic_lr"):
+        assert whole[name] == stopped[name], name
+
+
 def test_warm_up_reaches_the_peak_with_its_last_iteration(tiny: Tiny, tmp_path: Path) -> None:
     make_trainer(tiny, make_config(warmup_iterations=2), tmp_path).run()
     rates = [row["policy_lr"] for row in history(tmp_path)]
@@ -233,7 +279,7 @@ def rule(metric: str, action: Any) -> Rule:
 def test_a_pause_keeps_the_last_checkpoint_and_pauses_again(tiny: Tiny, tmp_path: Path) -> None:
     config = make_config(health={"mode": "enforce"})
     for models in (tiny, make_tiny()):
-        trainer = make_trainer(models, config, tmp_path, monitor=Monitor({}, [rule("kl", "pause")]))
+        trainer = make_trainer(models, config, tmp_path, rules=[rule("kl", "pause")])
         with pytest.raises(TrainingPaused, match="told at iteration 3"):
             trainer.run()
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-000001", "step-000002"]
@@ -242,24 +288,20 @@ def test_a_pause_keeps_the_last_checkpoint_and_pauses_again(tiny: Tiny, tmp_path
 
 @pytest.mark.parametrize(("mode", "action"), [("report", "pause"), ("enforce", "warn")])
 def test_other_findings_are_only_recorded(tiny: Tiny, tmp_path: Path, mode: str, action: str) -> None:
-    trainer = make_trainer(
-        tiny, make_config(health={"mode": mode}), tmp_path, monitor=Monitor({}, [rule("kl", action)])
-    )
+    trainer = make_trainer(tiny, make_config(health={"mode": mode}), tmp_path, rules=[rule("kl", action)])
     trainer.run()
-    assert trainer.done == 4 and trainer.findings[0]["rule"] == "told"
+    assert trainer.done == 4 and health_of(trainer).findings[0]["rule"] == "told"
 
 
 def test_non_finite_scores_skip_steps_and_never_reach_weights(tiny: Tiny, tmp_path: Path) -> None:
-    good = tiny.actors
     calls = []
 
-    def score(batch: Any) -> torch.Tensor:
+    def reward_fn(batch: Any) -> torch.Tensor:
         calls.append(1)
-        scores = good.score(batch)
-        return scores.index_fill(0, torch.tensor([2]), math.nan) if len(calls) == 2 else scores
+        rewards = tiny.reward_fn(batch)
+        return rewards.index_fill(0, torch.tensor([2]), math.nan) if len(calls) == 2 else rewards
 
-    actors = type(good)(good.policy, good.reference, good.critic, score)
-    trainer = make_trainer(tiny, make_config(minibatches=1), tmp_path, actors=actors)
+    trainer = make_trainer(tiny, make_config(minibatches=1), tmp_path, reward_fn=reward_fn)
     trainer.run()
     rows = history(tmp_path)
     assert [row["skipped_steps"] for row in rows] == [0, 2, 0, 0]
@@ -268,8 +310,6 @@ def test_non_finite_scores_skip_steps_and_never_reach_weights(tiny: Tiny, tmp_pa
 
 
 def test_three_non_finite_steps_in_a_row_stop(tiny: Tiny, tmp_path: Path) -> None:
-    good = tiny.actors
-    actors = type(good)(good.policy, good.reference, good.critic, lambda batch: good.score(batch) * math.inf)
     with pytest.raises(TrainingPaused, match="in a row were not finite"):
-        make_trainer(tiny, make_config(), tmp_path, actors=actors).run()
+        make_trainer(tiny, make_config(), tmp_path, reward_fn=lambda batch: tiny.reward_fn(batch) * math.inf).run()
     assert equal(weights(tiny), weights(make_tiny()))

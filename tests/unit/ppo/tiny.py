@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from rlhf_core.config.health.default_rules import DEFAULT_RULES
+from rlhf_core.config.health.rule import Rule
 from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.data.schema import Message
 from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.ppo.health_monitor import Monitor
+from rlhf_core.ppo.actor_critic_pair import ActorCriticPair, SeparateActorCritic, SharedActorCritic
+from rlhf_core.ppo.callbacks.health import HealthCallback
+from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
+from rlhf_core.ppo.callbacks.selection import SelectionCallback, SelectionResult, Selector
+from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.gae import with_advantages
+from rlhf_core.ppo.importance_sampling import with_fixed_reference
+from rlhf_core.ppo.prompts import TrainingPrompts
 from rlhf_core.ppo.ptx import PtxData
-from rlhf_core.ppo.rewards import RunningMeanStd
-from rlhf_core.ppo.rollout import Actors, model_scorer
-from rlhf_core.ppo.trainer import Prompts, Trainer, Verdict
+from rlhf_core.ppo.reward_normalization import RunningMeanStd
+from rlhf_core.ppo.rewards import RewardFn, reward_model_fn, with_rewards
+from rlhf_core.ppo.rollout import score_rollout
+from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.local import PromptBatch, sample_replies
 from rlhf_core.tracking import NullTracker
 from rlhf_core.training.engine import LocalEngine
 
@@ -55,8 +67,12 @@ class Tiny:
         return copy.deepcopy(self)
 
     @property
-    def actors(self) -> Actors:
-        return Actors(self.policy, self.reference, self.critic, model_scorer(self.reward, None))
+    def reward_fn(self) -> RewardFn:
+        return reward_model_fn(self.reward, None)
+
+    def untrained_pair(self, sampling: Sampling | None = None, micro_batch_size: int | None = None) -> ActorCriticPair:
+        """Policy and critic without engines, for what only looks at them."""
+        return SeparateActorCritic(self.policy, self.critic, {}, sampling or self.sampling, micro_batch_size)
 
 
 def make_tiny() -> Tiny:
@@ -85,12 +101,12 @@ class ScriptedSelector:
         self.best: float | None = None
         self.seen: list[int] = []
 
-    def consider(self, iteration: int, policy: Any) -> Verdict:
+    def consider(self, iteration: int, policy: Any) -> SelectionResult:
         value = float(next(policy.parameters()).detach().flatten()[5])
         self.seen.append(iteration)
         keep = self.best is None or value < self.best
         self.best = value if keep else self.best
-        return Verdict({"win_rate": 0.5 + value, "kl": value}, keep)
+        return SelectionResult({"win_rate": 0.5 + value, "kl": value}, keep)
 
     def state(self) -> dict[str, Any]:
         return {"best": self.best, "seen": self.seen}
@@ -108,44 +124,75 @@ def make_learner(tiny: Tiny, config: PpoConfig) -> Learner:
     per_iteration = config.epochs * config.minibatches
     total, warmup = config.iterations * per_iteration, config.warmup_iterations * per_iteration or None
     pairs = [(prompt, [*reversed(prompt), EOS]) for prompt in tiny.prompts]
-    critic: ScalarModel | ActorCritic = tiny.critic
+    sampling = Sampling(EOS, PAD, config.max_new_tokens, config.temperature, config.min_new_tokens)
+    pair: ActorCriticPair
     if config.critic_mode == "shared":
-        critic = ActorCritic.with_head_of(tiny.critic, tiny.policy)
-        engine = LocalEngine(critic, config.policy_optimizer, total, "policy", warmup)
-        engines = (engine, engine)
+        model = ActorCritic.with_head_of(tiny.critic, tiny.policy)
+        engine = LocalEngine(model, config.policy_optimizer, total, "policy", warmup)
+        pair = SharedActorCritic(model, engine, sampling, config.micro_batch_size)
     else:
         assert config.critic_optimizer is not None
-        engines = (
-            LocalEngine(tiny.policy, config.policy_optimizer, total, "policy", warmup),
-            LocalEngine(tiny.critic, config.critic_optimizer, total, "critic", warmup),
-        )
-    return Learner(
-        config=config,
-        sampling=Sampling(EOS, PAD, config.max_new_tokens, config.temperature, config.min_new_tokens),
-        policy=tiny.policy,
-        policy_engine=engines[0],
-        critic=critic,
-        critic_engine=engines[1],
-        reference=tiny.reference,
-        ptx=PtxData(pairs, config.ptx.batch_size, 5, PAD) if config.ptx.weight else None,
-    )
+        engines = {
+            "policy": LocalEngine(tiny.policy, config.policy_optimizer, total, "policy", warmup),
+            "critic": LocalEngine(tiny.critic, config.critic_optimizer, total, "critic", warmup),
+        }
+        pair = SeparateActorCritic(tiny.policy, tiny.critic, engines, sampling, config.micro_batch_size)
+    ptx = PtxData(pairs, config.ptx.batch_size, 5, PAD) if config.ptx.weight else None
+    return Learner(config, pair, tiny.reference, ptx)
 
 
-def make_trainer(tiny: Tiny, config: PpoConfig, work: Path, **changes: Any) -> Trainer:
-    learner = make_learner(tiny, config)
+def collect(
+    tiny: Tiny,
+    config: PpoConfig,
+    rows: Sequence[int] = range(8),
+    *,
+    streams: Sequence[int] | None = None,
+    seed: int = 3,
+    kl_coef: float | None = None,
+    pair: ActorCriticPair | None = None,
+) -> Experience:
+    """A rollout of some prompts through all phases before the update."""
+    pair = pair or make_learner(tiny, config).pair
+    batch = PromptBatch([tiny.prompts[row] for row in rows], rows if streams is None else streams, seed)
+    experience = score_rollout(pair, tiny.reference, sample_replies(pair.policy, batch, pair.sampling))
+    kl_coef = config.kl.coefficient if kl_coef is None else kl_coef
+    rewards = tiny.reward_fn(experience.batch)
+    experience = with_rewards(experience, rewards, RunningMeanStd(), kl_coef, config.rollout)
+    experience = with_advantages(experience, config.advantage)
+    return with_fixed_reference(experience) if config.surrogate.fixed_reference else experience
+
+
+def make_trainer(
+    tiny: Tiny,
+    config: PpoConfig,
+    work: Path,
+    *,
+    rules: Sequence[Rule] = DEFAULT_RULES,
+    selector: Selector | None = None,
+    **changes: Any,
+) -> Trainer:
+    """A run with health rules, a scripted selector, and the reward model as its own referee."""
+    limits = {"kl": 6.0, "max_new_tokens": float(config.max_new_tokens)}
+    selection = SelectionCallback(selector or ScriptedSelector(), config.selection.every, work / "best")
     parts: dict[str, Any] = {
-        "learner": learner,
-        "actors": replace(tiny.actors, critic=learner.critic),
-        "prompts": Prompts(
-            tiny.prompts,
-            [str(prompt) for prompt in tiny.prompts],
-            lambda ids: " ".join(str(i) for i in ids if i != EOS),
-        ),
+        "learner": make_learner(tiny, config),
+        "reward_fn": tiny.reward_fn,
+        "prompts": TrainingPrompts([[Message("user", str(prompt))] for prompt in tiny.prompts], tiny.prompts),
+        "decode": lambda ids: " ".join(str(i) for i in ids if i != EOS),
         "moments": RunningMeanStd(),
-        "monitor": Monitor({"kl": 6.0, "max_new_tokens": config.max_new_tokens}),
-        "selector": ScriptedSelector(),
         "tracker": NullTracker(),
         "work": work,
-        "referee": model_scorer(tiny.reward, None),
+        "callbacks": (selection, HealthCallback(HealthMonitor(limits, rules), config.health)),
+        "referee": reward_model_fn(tiny.reward, None),
     }
     return Trainer(**(parts | changes))
+
+
+def selection_of(trainer: Trainer) -> SelectionCallback:
+    """The trainer's selection callback."""
+    return next(callback for callback in trainer.callbacks if isinstance(callback, SelectionCallback))
+
+
+def health_of(trainer: Trainer) -> HealthCallback:
+    """The trainer's health callback."""
+    return next(callback for callback in trainer.callbacks if isinstance(callback, HealthCallback))

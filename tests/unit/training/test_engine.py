@@ -114,6 +114,20 @@ def test_joint_step_skips_both_when_one_is_not_finite() -> None:
     assert [engine.model.weight.item() for engine in engines] == [1.0, 1.0]
 
 
+def test_a_step_that_is_passed_over_counts_in_the_schedule_and_nowhere_else() -> None:
+    config = OptimizerConfig(lr=0.1, schedule="cosine", warmup=0.0)
+    engine, again = (LocalEngine(linear(1.0), config, 4) for _ in range(2))
+    engine.backward(engine.model.weight.sum())
+    engine.step()
+    before = engine.model.weight.item()
+    engine.pass_over_step()
+    engine.pass_over_step()
+    assert engine.model.weight.item() == before and (engine.steps, engine.skipped_steps) == (3, 0)
+    again.load_state(engine.state())
+    assert again.optimizer_steps == engine.optimizer_steps == 1
+    assert again.rate() == engine.rate() == pytest.approx(lr_at(3, 4, config))
+
+
 def test_state_restores_bit_for_bit_and_refuses_another_model() -> None:
     def train(engine: LocalEngine, steps: range) -> None:
         for step in steps:

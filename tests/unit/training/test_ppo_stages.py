@@ -18,8 +18,9 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.files import sha256_file
 from rlhf_core.models.base import load_tokenizer
-from rlhf_core.ppo.setup import require_room
+from rlhf_core.ppo.prompts import TrainingPrompts
 from rlhf_core.stages import critic, ppo
+from rlhf_core.stages.ppo_models import ptx_data
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.tracking import NullTracker
 
@@ -28,7 +29,10 @@ SETTINGS: dict[str, Any] = {
     "selection": {"every": 2, "prompts": 8, "method": "last"}, "checkpoint": {"every": 1},
     "health": {"mode": "report"},
 }  # fmt: skip
-SHARED = {"critic_mode": "shared", "critic_optimizer": None, "vf_loss_weight": 0.5}
+# Almost no reply of six tokens ends, so most returns are near -3: something that a head on a random model can learn.
+SHARED = {
+    "critic_mode": "shared", "critic_optimizer": None, "vf_loss_weight": 0.5, "reward": {"missing_eos_penalty": 3.0},
+}  # fmt: skip
 
 
 class Interrupting(NullTracker):
@@ -74,7 +78,7 @@ def test_pretraining_a_shared_critic_fits_the_head_alone(workspace: Path, shared
     assert critic_weights.keys() <= sft.keys()
     assert all(torch.equal(tensor, sft[name]) for name, tensor in critic_weights.items())
     losses = [json.loads(line)["value_loss"] for line in (shared / "history/critic.jsonl").read_text().splitlines()]
-    assert len(losses) == 4 and losses[-1] < losses[0] and bool(head.isfinite().all())
+    assert len(losses) == 4 and losses[-1] < 0.8 * losses[0] and bool(head.isfinite().all())
 
 
 def test_a_shared_critic_begins_with_a_head_of_zeros(workspace: Path, tmp_path: Path) -> None:
@@ -131,19 +135,19 @@ def test_texts_over_the_models_positions_are_left_out_or_refused_never_cut(works
     """Trap 7: a ptx text that does not fit is not used; a prompt that leaves no room for its reply stops the stage."""
     tokenizer = load_tokenizer(workspace / "models/sft")
     clean, config = workspace / "data/clean", PpoConfig.model_validate(SETTINGS)
-    every = ppo.ptx_data(config, clean, tokenizer, None)
+    every = ptx_data(config, clean, tokenizer, None)
     assert every is not None
     lengths = sorted(len(context) + len(target) for context, target in every.sequences)
     limit = lengths[len(lengths) // 2]
-    fitting = ppo.ptx_data(config, clean, tokenizer, limit)
+    fitting = ptx_data(config, clean, tokenizer, limit)
     assert fitting is not None and [pair for pair in every.sequences if len(pair[0]) + len(pair[1]) <= limit] == list(
         fitting.sequences
     )
     with pytest.raises(DataError, match="no text for the ptx loss"):
-        ppo.ptx_data(config, clean, tokenizer, 1)
-    require_room([[1] * 20], 10, 30)
+        ptx_data(config, clean, tokenizer, 1)
+    TrainingPrompts([], [[1] * 20]).require_room(10, 30)
     with pytest.raises(DataError, match="longest prompt has 21 tokens"):
-        require_room([[1], [1] * 21], 10, 30)
+        TrainingPrompts([], [[1], [1] * 21]).require_room(10, 30)
 
 
 def test_every_field_of_a_critic_history_is_in_the_glossary(shared: Path) -> None:

@@ -26,14 +26,6 @@ def test_calibration_error_by_hand() -> None:
     assert evaluation.expected_calibration_error(np.array([50.0])) == pytest.approx(0.0, abs=1e-12)
 
 
-def test_rank_correlation() -> None:
-    first = np.array([1.0, 2.0, 3.0, 4.0])
-    assert evaluation.rank_correlation(first, np.exp(first)) == pytest.approx(1.0)
-    assert evaluation.rank_correlation(first, -first) == pytest.approx(-1.0)
-    assert evaluation.rank_correlation(first, np.ones(4)) == 0.0
-    assert evaluation.rank_correlation(first, np.array([2.0, 1.0, 4.0, 3.0])) == pytest.approx(0.6)
-
-
 def test_figures_of_a_split() -> None:
     chosen, rejected = np.array([2.0, 0.0, 1.0]), np.array([0.0, 1.0, 0.0])
     figures = evaluation.evaluate_scores(chosen, rejected, np.array([5, 2, 3]), np.array([3, 4, 3]))

@@ -18,11 +18,11 @@ BY_CATEGORY = {name: [q for q in all_questions() if q.category == name] for name
 
 def _corruptions(question: Question, n: int = 400) -> list[str]:
     """``n`` corruptions of the bare right answer."""
-    found = []
+    corruptions = []
     for index in range(n):
         draws = Draws(3, "preferences", index)
-        found.append(corrupt(question, Draft(right_core(question, draws)), draws))
-    return found
+        corruptions.append(corrupt(question, Draft(right_core(question, draws)), draws))
+    return corruptions
 
 
 @pytest.mark.parametrize("category", sorted(BY_CATEGORY))

@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_core.errors import DataError
 from rlhf_core.world import corpus, gold
-from rlhf_core.world.annotators import Temper, preference_probability
+from rlhf_core.world.annotators import AnnotatorConfig, preference_probability
 from rlhf_core.world.phrases import PREFIXES
 from rlhf_core.world.questions import all_questions
 from rlhf_core.world.replies import MAX_WORDS, MODES, draw_draft
@@ -171,8 +171,8 @@ def test_contrast_share(preferences: list[Row]) -> None:
 def test_preference_probability_by_hand() -> None:
     prompt, right, wrong = "what is the color of the lamp?", "the lamp is red.", "the lamp is quite blue."
     # Δgold = (1 + .4) / 1.4 = 1 (an unreadable sentence costs .4), Δwords = -1: σ(4 · (1 - .02)) = σ(3.92)
-    temper = Temper(sharpness=4.0, length_bias=0.02)
-    assert preference_probability(prompt, right, wrong, temper) == pytest.approx(0.980544, abs=1e-6)
-    assert preference_probability(prompt, wrong, right, temper) == pytest.approx(1 - 0.980544, abs=1e-6)
-    assert preference_probability(prompt, right, wrong, Temper(1e6, 0.0)) == 1.0
-    assert preference_probability(prompt, right, right, temper) == 0.5
+    annotators = AnnotatorConfig(sharpness=4.0, length_bias=0.02)
+    assert preference_probability(prompt, right, wrong, annotators) == pytest.approx(0.980544, abs=1e-6)
+    assert preference_probability(prompt, wrong, right, annotators) == pytest.approx(1 - 0.980544, abs=1e-6)
+    assert preference_probability(prompt, right, wrong, AnnotatorConfig(1e6, 0.0)) == 1.0
+    assert preference_probability(prompt, right, right, annotators) == 0.5

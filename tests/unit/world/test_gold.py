@@ -117,7 +117,7 @@ def test_only_text_is_read() -> None:
 
 
 def test_foreign_prompt_is_refused_with_one_line() -> None:
-    with pytest.raises(DataError, match="embedded world") as caught:
+    with pytest.raises(DataError, match="synthetic world") as caught:
         gold.score("who wrote hamlet?", "it is red.", True)
     assert "\n" not in str(caught.value)
 

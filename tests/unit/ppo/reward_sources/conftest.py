@@ -17,11 +17,12 @@ from transformers import PreTrainedTokenizerBase
 from unit.training.tiny import SHAPE, WORDS, demonstrations, text
 
 from rlhf_core.config.base import BaseConfig
-from rlhf_core.data.chat import encode_prompt, encode_reply, left_pad, pad_id, right_pad
+from rlhf_core.data.chat import encode_reply, left_pad, pad_id, right_pad
 from rlhf_core.data.schema import Demonstration, Message, Prompt, content_id, write_rows
 from rlhf_core.models.base import load_tokenizer, new_model, save_policy, train_tokenizer
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.ppo.reward_sources.building import PipelineContext
+from rlhf_core.ppo.prompts import TrainingPrompts
+from rlhf_core.ppo.reward_sources.build import SourceContext
 from rlhf_core.ppo.reward_sources.source import PromptReader, Replies
 from rlhf_core.sampling.token_scoring import Tokens
 
@@ -41,22 +42,21 @@ class Place:
         return prompts(12)
 
     @property
-    def setting(self) -> PipelineContext:
-        ids = [encode_prompt(self.tokenizer, row.prompt) for row in self.rows]
+    def context(self) -> SourceContext:
+        prompts = TrainingPrompts.encode(self.tokenizer, [row.prompt for row in self.rows])
         reward, clean = self.root / "models/reward", self.root / "data/clean"
-        return PipelineContext(reward, clean, self.tokenizer, self.rows, ids, None, torch.device("cpu"))
+        return SourceContext(reward, clean, self.tokenizer, prompts, None, torch.device("cpu"))
 
     def replies(self, texts: Sequence[str], finished: Sequence[bool] | None = None) -> Replies:
         """Replies to the first prompts, as a rollout holds them."""
-        setting = self.setting
-        ids, mask = left_pad(setting.prompt_ids[: len(texts)], pad_id(self.tokenizer))
+        prompts = self.context.prompts
+        ids, mask = left_pad(prompts.ids[: len(texts)], pad_id(self.tokenizer))
         ends = finished if finished is not None else [True] * len(texts)
         encoded = [encode_reply(self.tokenizer, text) for text in texts]
         response = [row if end else row[:-1] for row, end in zip(encoded, ends, strict=True)]
         reply_ids, reply_mask = right_pad(response, pad_id(self.tokenizer))
         tokens = Tokens(torch.cat([ids, reply_ids], 1), torch.cat([mask, reply_mask], 1), reply_mask.bool())
-        reader = PromptReader([row.prompt for row in self.rows], setting.prompt_ids)
-        return Replies(tokens, reader, self.tokenizer)
+        return Replies(tokens, PromptReader(prompts), self.tokenizer)
 
 
 def prompts(count: int) -> list[Prompt]:

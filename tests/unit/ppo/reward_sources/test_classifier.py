@@ -19,8 +19,9 @@ from transformers import (
 
 from rlhf_core.config.reward_sources import ClassifierSource
 from rlhf_core.errors import ConfigError, DataError, ModelError, RlhfError
-from rlhf_core.ppo.reward_sources.building import build_source
+from rlhf_core.ppo.reward_sources.build import build_source
 from rlhf_core.ppo.reward_sources.classifier import Classifier
+from rlhf_core.ppo.reward_sources.rank_shared import RankShared
 
 from .conftest import Place
 
@@ -67,9 +68,9 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(place: Place, folder: Path | str, **changes: Any) -> Classifier:
     config = ClassifierSource.model_validate({"kind": "classifier", "model": str(folder)} | changes)
-    built = build_source(config, "classifier", place.setting)
-    assert isinstance(built, Classifier)
-    return built
+    shared = build_source(config, "classifier", place.context)
+    assert isinstance(shared, RankShared) and isinstance(shared.source, Classifier)
+    return shared.source
 
 
 def direct(folder: Path, *texts: str, **options: Any) -> list[float]:
@@ -98,7 +99,7 @@ def plain(place: Place, row: int) -> str:
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
 @pytest.mark.parametrize("template", ["chat", "pair", "reply", "{prompt} ! {reply} ?"])
 def test_scores_are_those_of_a_direct_call(place: Place, bert: Path, template: str, batch_size: int) -> None:
-    scores = build(place, bert, template=template, batch_size=batch_size).score(place.replies(TEXTS))
+    scores = build(place, bert, template=template, batch_size=batch_size).rewards(place.replies(TEXTS))
     for row, text in enumerate(TEXTS):
         texts = {"chat": (chat(place, row, text),), "pair": (plain(place, row), text), "reply": (text,)}
         whole = texts.get(template, (f"{plain(place, row)} ! {text} ?",))
@@ -109,7 +110,7 @@ def test_scores_are_those_of_a_direct_call(place: Place, bert: Path, template: s
 def test_a_decoder_with_another_tokenizer_scores_as_a_direct_call(place: Place) -> None:
     """The reward model of another pipeline: its template writes the end marker, at which it is read."""
     folder = place.root / "extra/foreign"
-    scores = build(place, "extra/foreign", batch_size=2).score(place.replies(TEXTS))
+    scores = build(place, "extra/foreign", batch_size=2).rewards(place.replies(TEXTS))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for row, text in enumerate(TEXTS):
         turns = [{"role": m.role, "content": m.content} for m in place.rows[row].prompt]
@@ -123,7 +124,7 @@ def test_one_label_of_several_as_logit_or_probability(place: Place, three: Path,
     replies = place.replies(TEXTS)
     logits = torch.tensor([direct(three, text) for text in TEXTS])
     for output, expected in (("logit", logits[:, 1]), ("probability", logits.softmax(dim=1)[:, 1])):
-        scores = build(place, three, template="reply", label=label, output=output).score(replies)
+        scores = build(place, three, template="reply", label=label, output=output).rewards(replies)
         assert scores.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
 
@@ -131,7 +132,7 @@ def test_the_probability_of_a_lone_or_independent_label_is_a_sigmoid(place: Plac
     save_bert(tmp_path, labels=2, problem_type="multi_label_classification")
     for folder, label in ((bert, None), (tmp_path, 1)):
         logits = torch.tensor([direct(folder, text)[label or 0] for text in TEXTS])
-        scores = build(place, folder, template="reply", label=label, output="probability").score(place.replies(TEXTS))
+        scores = build(place, folder, template="reply", label=label, output="probability").rewards(place.replies(TEXTS))
         assert scores.tolist() == pytest.approx(logits.sigmoid().tolist(), abs=1e-5)
 
 
@@ -139,11 +140,11 @@ def test_a_long_text_loses_its_beginning_and_is_counted(place: Place, bert: Path
     """24 tokens fit, two of them special: the last 22 words stay."""
     long = " ".join(["red"] * 30 + ["blue"] * 20 + ["near"])
     classifier = build(place, bert, template="reply")
-    scores = classifier.score(place.replies([long, "red"]))
-    assert classifier.figures == {"truncated": 0.5}
+    scores = classifier.rewards(place.replies([long, "red"]))
+    assert classifier.metrics == {"truncated": 0.5}
     kept = " ".join(["red"] + ["blue"] * 20 + ["near"])
     assert scores.tolist() == pytest.approx([direct(bert, kept)[0], direct(bert, "red")[0]], abs=1e-5)
-    short = build(place, bert, template="reply", max_tokens=4).score(place.replies([long]))
+    short = build(place, bert, template="reply", max_tokens=4).rewards(place.replies([long]))
     assert float(short[0]) == pytest.approx(direct(bert, "blue near")[0], abs=1e-5)
 
 
@@ -152,7 +153,7 @@ def test_without_a_pad_token_texts_are_read_one_by_one(place: Place, tmp_path: P
     model.config.pad_token_id = None
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(place.root / "extra/foreign").save_pretrained(tmp_path)
-    scores = build(place, tmp_path, template="reply", batch_size=4).score(place.replies(TEXTS[:2]))
+    scores = build(place, tmp_path, template="reply", batch_size=4).rewards(place.replies(TEXTS[:2]))
     expected = [direct(tmp_path, text, return_token_type_ids=False)[0] for text in TEXTS[:2]]
     assert scores.tolist() == pytest.approx(expected, abs=1e-5)
 
@@ -189,7 +190,7 @@ def test_a_chat_template_is_needed_for_chat_and_may_refuse(place: Place, tmp_pat
         build(place, tmp_path / "without")
     save_bert(tmp_path / "strict", template=STRICT)
     with pytest.raises(DataError, match=r"refuses a dialogue \(one turn only\)"):
-        build(place, tmp_path / "strict").score(place.replies(TEXTS[:4]))
+        build(place, tmp_path / "strict").rewards(place.replies(TEXTS[:4]))
 
 
 def test_pickled_weights_are_never_read(place: Place, bert: Path, tmp_path: Path) -> None:
@@ -208,4 +209,4 @@ def test_a_score_that_is_not_finite_is_refused(place: Place, bert: Path, tmp_pat
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path)
     with pytest.raises(DataError, match="reward source 'classifier': score 0 is nan"):
-        build(place, tmp_path).score(place.replies(["red"]))
+        build(place, tmp_path).rewards(place.replies(["red"]))

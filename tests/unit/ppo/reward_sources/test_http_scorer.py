@@ -24,7 +24,7 @@ def client(scorer: Scorer, waits: list[float] | None = None, **changes: Any) -> 
 
 def test_items_hold_prompt_reply_and_end_in_batches(place: Place, scorer: Scorer) -> None:
     replies = place.replies(TEXTS, finished=[True, False, True, True, True])
-    scores = client(scorer, batch_size=2).score(replies)
+    scores = client(scorer, batch_size=2).rewards(replies)
     assert scores.tolist() == [3.0, 15.0, 0.0, 5.0, 6.0]
     assert [len(request["items"]) for request in scorer.requests] == [2, 2, 1]
     items = [item for request in scorer.requests for item in request["items"]]
@@ -36,14 +36,14 @@ def test_items_hold_prompt_reply_and_end_in_batches(place: Place, scorer: Scorer
 def test_errors_of_the_server_are_retried_with_growing_waits(place: Place, scorer: Scorer) -> None:
     scorer.script = [(500, "no"), (503, "busy", {"Retry-After": "7"}), (429, "later", {"Retry-After": "soon"})]
     waits: list[float] = []
-    assert client(scorer, waits).score(place.replies(["red"])).tolist() == [3.0]
+    assert client(scorer, waits).rewards(place.replies(["red"])).tolist() == [3.0]
     assert waits == [0.5, 7.0, 2.0] and len(scorer.requests) == 4
 
 
 def test_waits_are_bounded(place: Place, scorer: Scorer) -> None:
     scorer.script = [(503, "", {"Retry-After": "86400"})] + [(500, "")] * 8
     waits: list[float] = []
-    client(scorer, waits, retries=9).score(place.replies(["red"]))
+    client(scorer, waits, retries=9).rewards(place.replies(["red"]))
     assert waits == [60.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 
 
@@ -52,7 +52,7 @@ def test_a_request_that_times_out_is_repeated(place: Place, scorer: Scorer) -> N
     scorer.script = [hold]
     waits: list[float] = []
     try:
-        assert client(scorer, waits, timeout_seconds=0.3).score(place.replies(["red"])).tolist() == [3.0]
+        assert client(scorer, waits, timeout_seconds=0.3).rewards(place.replies(["red"])).tolist() == [3.0]
     finally:
         hold.set()
     assert waits == [0.5] and len(scorer.requests) == 2
@@ -63,7 +63,7 @@ def test_a_scorer_that_stays_away_is_told_with_attempts_and_the_last_problem(pla
     with pytest.raises(
         DataError, match=r"'http' failed 4 times, at last with answered 500 'out of memory'; .*last che"
     ):
-        client(scorer).score(place.replies(["red"]))
+        client(scorer).rewards(place.replies(["red"]))
 
 
 def test_nobody_listening_is_told_after_the_retries(place: Place) -> None:
@@ -72,7 +72,7 @@ def test_nobody_listening_is_told_after_the_retries(place: Place) -> None:
         port = probe.getsockname()[1]
     waits: list[float] = []
     with pytest.raises(DataError, match=r"failed 3 times, at last with ConnectError"):
-        client(Scorer(f"http://127.0.0.1:{port}/"), waits, retries=2).score(place.replies(["red"]))
+        client(Scorer(f"http://127.0.0.1:{port}/"), waits, retries=2).rewards(place.replies(["red"]))
     assert waits == [0.5, 1.0]
 
 
@@ -97,14 +97,14 @@ def test_a_broken_contract_is_refused_at_once(place: Place, scorer: Scorer, answ
     scorer.script = [answer]
     waits: list[float] = []
     with pytest.raises(DataError, match=expected):
-        client(scorer, waits).score(place.replies(["red", "blue"]))
+        client(scorer, waits).rewards(place.replies(["red", "blue"]))
     assert waits == [] and len(scorer.requests) == 1
 
 
 def test_a_wrong_count_cannot_be_made_up_by_another_batch(place: Place, scorer: Scorer) -> None:
     scorer.script = [(200, {"scores": [1.0]}), (200, {"scores": [1.0, 2.0]})]
     with pytest.raises(DataError, match="gave 1 scores for 2 items"):
-        client(scorer, batch_size=2).score(place.replies(["red", "blue", "green"]))
+        client(scorer, batch_size=2).rewards(place.replies(["red", "blue", "green"]))
 
 
 def test_the_token_comes_from_the_environment_and_shows_nowhere(
@@ -113,13 +113,13 @@ def test_the_token_comes_from_the_environment_and_shows_nowhere(
     with pytest.raises(ConfigError, match="variable SCORER_TOKEN, named by token_env, is not set"):
         client(scorer, token_env="SCORER_TOKEN")
     monkeypatch.setenv("SCORER_TOKEN", "s3cret")
-    client(scorer, token_env="SCORER_TOKEN").score(place.replies(["red"]))
+    client(scorer, token_env="SCORER_TOKEN").rewards(place.replies(["red"]))
     assert scorer.headers[0]["Authorization"] == "Bearer s3cret"
     scorer.script = [(401, "Bearer s3cret is not welcome")]
     with pytest.raises(DataError) as caught:
-        client(scorer, token_env="SCORER_TOKEN").score(place.replies(["red"]))
+        client(scorer, token_env="SCORER_TOKEN").rewards(place.replies(["red"]))
     assert "is not welcome" in str(caught.value) and "s3cret" not in str(caught.value)
-    client(scorer).score(place.replies(["red"]))
+    client(scorer).rewards(place.replies(["red"]))
     assert "Authorization" not in scorer.headers[-1]
 
 

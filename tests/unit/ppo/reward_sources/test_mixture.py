@@ -17,12 +17,11 @@ from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
 from rlhf_core.data.chat import encode_dialogue
 from rlhf_core.errors import ConfigError, DataError, ModelError, RlhfError
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.ppo.reward_sources.building import build_scorer
-from rlhf_core.ppo.reward_sources.mixture import Mixture, Part, source_figures
-from rlhf_core.ppo.reward_sources.reward_models import Ensemble
-from rlhf_core.ppo.reward_sources.source import Replies, checked_scores
-from rlhf_core.ppo.rollout import model_scorer
-from rlhf_core.ppo.setup import load_scalar
+from rlhf_core.ppo.reward_sources.build import build_reward_fn
+from rlhf_core.ppo.reward_sources.mixture import RewardMixture, WeightedSource
+from rlhf_core.ppo.reward_sources.reward_models import EnsembleRewards
+from rlhf_core.ppo.reward_sources.source import Replies, checked_rewards
+from rlhf_core.ppo.rewards import reward_metrics, reward_model_fn
 from rlhf_core.sampling.token_scoring import Tokens
 
 from .conftest import Place, demonstration
@@ -37,29 +36,33 @@ def sources(*values: dict[str, Any]) -> RewardSources:
 class Constant:
     """A source that knows its scores beforehand."""
 
-    def __init__(self, scores: list[float], **figures: float) -> None:
-        self.scores, self.figures = scores, figures
+    def __init__(self, scores: list[float], **metrics: float) -> None:
+        self.scores, self.metrics = scores, metrics
 
-    def score(self, replies: Replies) -> Tensor:
+    def rewards(self, replies: Replies) -> Tensor:
         return torch.tensor(self.scores)
 
 
-def mixture(place: Place, *parts: Part) -> Mixture:
-    return Mixture(parts, place.replies(["x"]).reader, place.tokenizer)
+def mixture(place: Place, *parts: WeightedSource) -> RewardMixture:
+    return RewardMixture(parts, place.replies(["x"]).reader, place.tokenizer)
 
 
 def test_the_default_is_the_reward_model_bit_for_bit(place: Place) -> None:
     tokens = place.replies(TEXTS).tokens
-    scorer = build_scorer(DEFAULT_SOURCES, place.setting)
-    assert torch.equal(scorer(tokens), model_scorer(load_scalar(place.setting.reward), None)(tokens))
-    assert source_figures(scorer) == {} == source_figures(model_scorer(load_scalar(place.setting.reward), None))
+    scorer = build_reward_fn(DEFAULT_SOURCES, place.context)
+    assert torch.equal(scorer(tokens), reward_model_fn(ScalarModel.load(place.context.reward).eval(), None)(tokens))
+    assert (
+        reward_metrics(scorer)
+        == {}
+        == reward_metrics(reward_model_fn(ScalarModel.load(place.context.reward).eval(), None))
+    )
 
 
 def test_a_model_scores_the_end_of_the_very_tokens(place: Place) -> None:
     """An unfinished reply is read at its last word, a finished one at its end marker."""
-    model = ScalarModel.load(place.setting.reward)
+    model = ScalarModel.load(place.context.reward)
     finished = [True, False, True, False, True]
-    scores = build_scorer(sources({"kind": "model"}), place.setting)(place.replies(TEXTS, finished).tokens)
+    scores = build_reward_fn(sources({"kind": "model"}), place.context)(place.replies(TEXTS, finished).tokens)
     for row, text, end, score in zip(place.rows, TEXTS, finished, scores.tolist(), strict=False):
         prompt, reply = encode_dialogue(place.tokenizer, row.prompt, text)
         ids = torch.tensor([prompt + (reply if end else reply[:-1])])
@@ -69,10 +72,12 @@ def test_a_model_scores_the_end_of_the_very_tokens(place: Place) -> None:
 
 def test_the_sum_is_weighted_and_each_source_is_told(place: Place) -> None:
     mixed = mixture(
-        place, Part("a", 2.0, Constant([1.0, 2.0, 6.0])), Part("b", -0.5, Constant([4.0, 0.0, 2.0], truncated=0.25))
+        place,
+        WeightedSource("a", 2.0, Constant([1.0, 2.0, 6.0])),
+        WeightedSource("b", -0.5, Constant([4.0, 0.0, 2.0], truncated=0.25)),
     )
     assert mixed(place.replies(["x", "y", "z"]).tokens).tolist() == [0.0, 4.0, 11.0]
-    assert mixed.figures == pytest.approx(
+    assert mixed.metrics == pytest.approx(
         {
             "source_a_mean": 3.0,
             "source_a_std": math.sqrt((4 + 1 + 9) / 3),
@@ -83,10 +88,10 @@ def test_the_sum_is_weighted_and_each_source_is_told(place: Place) -> None:
     )
 
 
-def test_a_lone_source_has_no_figures_of_its_own_but_what_it_tells(place: Place) -> None:
-    mixed = mixture(place, Part("a", 3.0, Constant([1.0, 2.0], spread=0.5)))
+def test_a_lone_source_has_no_metrics_but_its_own(place: Place) -> None:
+    mixed = mixture(place, WeightedSource("a", 3.0, Constant([1.0, 2.0], spread=0.5)))
     assert mixed(place.replies(["x", "y"]).tokens).tolist() == [3.0, 6.0]
-    assert mixed.figures == {"source_a_spread": 0.5}
+    assert mixed.metrics == {"source_a_spread": 0.5}
 
 
 def test_text_is_what_the_rollout_holds(place: Place) -> None:
@@ -107,9 +112,9 @@ def test_tokens_of_an_unknown_prompt_are_refused(place: Place) -> None:
 def test_an_ensemble_is_mean_minus_k_std(place: Place) -> None:
     """Hand-computed: members 1, 5 and 3 have mean 3 and population std sqrt(8 / 3)."""
     members = [lambda batch, value=value: torch.full((2,), value) for value in (1.0, 5.0, 3.0)]
-    ensemble = Ensemble(members, [0.0, 0.0, 0.0], 0.5)
-    assert ensemble.score(place.replies(["x", "y"])).tolist() == pytest.approx([3 - 0.5 * math.sqrt(8 / 3)] * 2)
-    assert ensemble.figures["spread"] == pytest.approx(math.sqrt(8 / 3))
+    ensemble = EnsembleRewards(members, [0.0, 0.0, 0.0], 0.5)
+    assert ensemble.rewards(place.replies(["x", "y"])).tolist() == pytest.approx([3 - 0.5 * math.sqrt(8 / 3)] * 2)
+    assert ensemble.metrics["spread"] == pytest.approx(math.sqrt(8 / 3))
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=4), st.floats(0, 3), st.floats(-9, 9))
@@ -118,7 +123,7 @@ def test_a_members_origin_changes_nothing_once_centred(place: Place, values: lis
         members = [lambda batch, v=v, i=i: torch.tensor([v + shift * i], dtype=torch.float64)
                    for i, v in enumerate(values)]  # fmt: skip
         origins = [shift * i for i in range(len(values))]
-        return float(Ensemble(members, origins, k).score(place.replies(["x"]))[0])
+        return float(EnsembleRewards(members, origins, k).rewards(place.replies(["x"]))[0])
 
     assert scores(by) == pytest.approx(scores(0.0), abs=1e-9)
 
@@ -131,13 +136,13 @@ def test_an_ensemble_of_folders_centres_each_member_on_demonstrations(place: Pla
     raw, origins = [], []
     with torch.no_grad():
         for model in models:
-            raw.append(model_scorer(model, None)(tokens).double())
+            raw.append(reward_model_fn(model, None)(tokens).double())
             ids = [torch.tensor([prompt + reply]) for prompt, reply in dialogues]
             origins.append(sum(float(model.last_token_scores(i, torch.ones_like(i))) for i in ids) / len(ids))
     a, b = raw[0] - origins[0], raw[1] - origins[1]
-    centred = build_scorer(sources({"kind": "ensemble", "paths": paths, "k": 2.0}), place.setting)(tokens)
+    centred = build_reward_fn(sources({"kind": "ensemble", "paths": paths, "k": 2.0}), place.context)(tokens)
     assert centred.tolist() == pytest.approx(((a + b) / 2 - 2.0 * (a - b).abs() / 2).tolist(), abs=1e-5)
-    plain = build_scorer(sources({"kind": "ensemble", "paths": paths, "center": False}), place.setting)(tokens)
+    plain = build_reward_fn(sources({"kind": "ensemble", "paths": paths, "center": False}), place.context)(tokens)
     assert plain.tolist() == pytest.approx(torch.minimum(raw[0], raw[1]).tolist(), abs=1e-5)
 
 
@@ -146,8 +151,8 @@ def test_an_ensemble_of_folders_centres_each_member_on_demonstrations(place: Pla
     [
         ({"kind": "model", "path": "models/referee"}, ConfigError, "only models/reward may score"),
         ({"kind": "model", "path": "extra/../models/sft"}, ConfigError, "only models/reward may score"),
-        ({"kind": "ensemble", "paths": ["models/reward", "models/referee"]}, ConfigError, "never optimised against"),
-        ({"kind": "classifier", "model": "models/referee"}, ConfigError, "never optimised against"),
+        ({"kind": "ensemble", "paths": ["models/reward", "models/referee"]}, ConfigError, "must not be trained on"),
+        ({"kind": "classifier", "model": "models/referee"}, ConfigError, "must not be trained on"),
         ({"kind": "model", "path": "extra/nothing"}, ModelError, "no model folder at .*extra/nothing"),
         ({"kind": "model", "path": "extra/foreign_lm"}, ModelError, "extra/foreign_lm"),
         ({"kind": "model", "path": "extra/foreign"}, ModelError, "another tokenizer .* use it as kind classifier"),
@@ -159,19 +164,19 @@ def test_what_cannot_score_is_refused_when_it_is_built(
     place: Place, source: dict[str, Any], error: type[RlhfError], expected: str
 ) -> None:
     with pytest.raises(error, match=expected):
-        build_scorer(sources({"kind": "model"}, source), place.setting)
+        build_reward_fn(sources({"kind": "model"}, source), place.context)
 
 
 def test_another_path_to_the_own_model_is_the_own_model(place: Place) -> None:
     tokens = place.replies(TEXTS).tokens
     absolute = sources({"kind": "model", "path": str(Path(place.root, "extra/../models/reward"))})
-    own = build_scorer(DEFAULT_SOURCES, place.setting)
-    assert torch.equal(build_scorer(absolute, place.setting)(tokens), own(tokens))
+    own = build_reward_fn(DEFAULT_SOURCES, place.context)
+    assert torch.equal(build_reward_fn(absolute, place.context)(tokens), own(tokens))
 
 
 @pytest.mark.parametrize("values", [(1, 2.5), [1, 2.5], torch.tensor([1, 2.5]), torch.tensor([1, 2.5]).numpy()])
 def test_any_sequence_of_numbers_will_do(place: Place, values: Any) -> None:
-    assert checked_scores(values, place.replies(["x", "y"]), "f").tolist() == [1.0, 2.5]
+    assert checked_rewards(values, place.replies(["x", "y"]), "f").tolist() == [1.0, 2.5]
 
 
 @pytest.mark.parametrize(
@@ -190,4 +195,4 @@ def test_any_sequence_of_numbers_will_do(place: Place, values: Any) -> None:
 )
 def test_anything_else_is_refused(place: Place, values: Any, expected: str) -> None:
     with pytest.raises(DataError, match=expected):
-        checked_scores(values, place.replies(["x", "y"]), "f")
+        checked_rewards(values, place.replies(["x", "y"]), "f")

@@ -53,22 +53,22 @@ def function(workspace: Path, name: str) -> PythonFunction:
 
 def test_a_function_of_the_workspace_scores_replies(place: Place, rules: Path) -> None:
     replies = place.replies(["red blue", "", "a b c"])
-    assert function(rules, "words").score(replies).tolist() == [4.0, 0.0, 6.0]
+    assert function(rules, "words").rewards(replies).tolist() == [4.0, 0.0, 6.0]
     assert replies.prompts == [row.prompt for row in place.rows[:3]]
 
 
 def test_a_function_sees_whole_dialogues(place: Place, rules: Path) -> None:
-    assert function(rules, "asks").score(place.replies(["x"] * 4)).tolist() == [2.0, 2.0, 3.0, 4.0]
+    assert function(rules, "asks").rewards(place.replies(["x"] * 4)).tolist() == [2.0, 2.0, 3.0, 4.0]
 
 
 def test_what_the_function_raises_names_type_and_line(place: Place, rules: Path) -> None:
     with pytest.raises(DataError, match=r"my_rules:breaks\) raised ZeroDivisionError: .*\(my_rules.py, line 12\)"):
-        function(rules, "breaks").score(place.replies(["red", ""]))
+        function(rules, "breaks").rewards(place.replies(["red", ""]))
 
 
 def test_what_it_returns_is_checked(place: Place, rules: Path) -> None:
     with pytest.raises(DataError, match=r"my_rules:generator\) gave generator for scores; a list"):
-        function(rules, "generator").score(place.replies(["red"]))
+        function(rules, "generator").rewards(place.replies(["red"]))
 
 
 @pytest.mark.parametrize(

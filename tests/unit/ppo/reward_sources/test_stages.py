@@ -1,4 +1,4 @@
-"""Critic pre-training and PPO as stages, scored by several sources: figures, refusals at the start, exact resume."""
+"""Critic pre-training and PPO as stages, scored by several sources: metrics, refusals at the start, exact resume."""
 
 from __future__ import annotations
 

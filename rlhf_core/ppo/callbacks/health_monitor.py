@@ -51,7 +51,7 @@ class Finding:
         )
 
 
-class Monitor:
+class HealthMonitor:
     """Applies ``rules`` to the signals of each iteration.
 
     ``limits`` are the run's own limits that rules may name: ``kl`` (budget in nats per sequence) and

@@ -1,0 +1,86 @@
+"""Replies of a model to prompts: with the evaluation filters for judging, from the training distribution for KL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core import distributed
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.data.chat import encode_prompt
+from rlhf_core.data.schema import Message
+from rlhf_core.data.sharding import passes
+from rlhf_core.evaluation.reply import Reply, generated_replies
+from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, philox_uniforms
+from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
+
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class OnPolicyReplies:
+    """Replies sampled from the training distribution, with what is needed to score their tokens again.
+
+    Attributes:
+        replies: One reply per prompt, on every rank.
+        rollouts: One rollout per batch; of several ranks each has those of its own prompts.
+        weights: One per rollout; 0 for a rollout that only keeps this rank in step with the others.
+        sampling: The distribution that was sampled from.
+    """
+
+    replies: list[Reply]
+    rollouts: list[Rollout]
+    weights: list[float]
+    sampling: Sampling
+
+
+def evaluation_replies(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[Message]],
+    config: SamplingConfig,
+    seed: int,
+    on_batch: Callable[[int], None] = lambda count: None,
+    batch_size: int = BATCH,
+) -> list[Reply]:
+    """Sample one reply per prompt with the evaluation filters (top-p, repetition penalty).
+
+    Prompt ``i`` uses random stream ``i`` of ``seed``, so two models get the same random numbers and the batch size
+    changes nothing. ``on_batch`` is called with the number of replies of each finished batch.
+    """
+    sampling = EvaluationSampling.for_tokenizer(tokenizer, config)
+    sequences: list[list[int]] = []
+    for start in range(0, len(prompts), batch_size):
+        rows = range(start, min(start + batch_size, len(prompts)))
+        ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
+        uniforms = philox_uniforms(seed, rows, config.max_new_tokens)
+        rollout = evaluation_generate(model, ids, uniforms, sampling)
+        sequences += rollout.replies()
+        on_batch(len(rows))
+    return generated_replies(tokenizer, sequences)
+
+
+def on_policy_replies(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[Message]],
+    sampling: Sampling,
+    seed: int,
+    batch_size: int = BATCH,
+) -> OnPolicyReplies:
+    """Sample one reply per prompt from the training distribution: the one that KL and checkpoint selection are about.
+
+    Prompts use their random streams as in :func:`evaluation_replies`; of several ranks each samples its share.
+    """
+    sequences: list[list[int]] = []
+    rollouts, weights = [], []
+    for rows, weight in passes(list(range(len(prompts))), batch_size):
+        ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
+        rollouts.append(generate(model, ids, philox_uniforms(seed, rows, sampling.max_new_tokens), sampling))
+        weights.append(weight)
+        if weight:
+            sequences += rollouts[-1].replies()
+    replies = generated_replies(tokenizer, distributed.gather_items(sequences))
+    return OnPolicyReplies(replies, rollouts, weights, sampling)

@@ -1,0 +1,31 @@
+"""The gold judge: the true preference of the synthetic world, for evaluation only.
+
+Nothing that trains, selects checkpoints or monitors health may import this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhf_core.data.schema import Message
+from rlhf_core.evaluation.reply import Reply
+from rlhf_core.world import gold
+
+# The smallest step of a gold score is one word too many, .02 / 1.4 = .014: a difference below it is rounding.
+GOLD_TIE_MARGIN = 0.01
+
+
+class GoldJudge:
+    """Scores replies by the true preference of the synthetic world."""
+
+    name = "gold"
+    absolute_tie: float | None = GOLD_TIE_MARGIN
+
+    def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
+        """Return gold scores in [-1.8, 1].
+
+        Raises:
+            DataError: A prompt is not one of the synthetic world.
+        """
+        pairs = zip(prompts, replies, strict=True)
+        return [gold.score(prompt[-1].content, reply.text, reply.finished) for prompt, reply in pairs]

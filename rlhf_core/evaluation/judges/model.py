@@ -1,0 +1,61 @@
+"""A reward model or referee as a judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from rlhf_core import distributed
+from rlhf_core.data.chat import encode_prompt, encode_reply, pad_id, right_pad, vocabulary_id
+from rlhf_core.data.schema import Message
+from rlhf_core.data.sharding import passes
+from rlhf_core.evaluation.reply import Reply
+from rlhf_core.models.base import load_tokenizer
+from rlhf_core.models.heads import LastTokenModel, ScalarModel
+
+
+class ModelJudge:
+    """Reads a scalar model at the last token: the end marker of a finished reply, the last token of an unfinished one.
+
+    Args:
+        folder: The saved model; its tokenizer encodes the prompts.
+        name: See :class:`~rlhf_core.evaluation.judges.judge.Judge`.
+        batch_size: Replies scored at once.
+        model: The model of ``folder`` where it is loaded already: a second copy of a large one may not fit.
+    """
+
+    absolute_tie: float | None = None
+
+    def __init__(self, folder: Path, name: str, batch_size: int = 64, model: LastTokenModel | None = None) -> None:
+        self.name, self.batch_size = name, batch_size
+        self.tokenizer = load_tokenizer(folder)
+        self.vocabulary = vocabulary_id(self.tokenizer)
+        self.model: LastTokenModel = model if model is not None else ScalarModel.load(folder).eval()
+
+    def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
+        """Return scores in the model's own unit. Ranks share the work; batching and padding change no score."""
+        sequences = [self._encode(prompt, reply) for prompt, reply in zip(prompts, replies, strict=True)]
+        by_length = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+        scores = torch.zeros(len(sequences), dtype=torch.float64)
+        for rows, weight in passes(by_length, self.batch_size):
+            ids, mask = right_pad([sequences[i] for i in rows], pad_id(self.tokenizer))
+            device = distributed.device()
+            with torch.inference_mode():
+                values = self.model.last_token_scores(ids.to(device), mask.to(device)).float()
+            if weight:
+                scores[rows] = values.double().cpu()
+        # Each rank holds the scores of its own rows and zeros elsewhere.
+        return distributed.all_reduce_sum(scores).tolist()
+
+    def _encode(self, prompt: Sequence[Message], reply: Reply) -> list[int]:
+        """Token ids of prompt and reply: those that the policy generated, as they are.
+
+        Ids of another vocabulary (a champion of an older tokenizer) mean nothing to this model; it gets the visible
+        text in its own tokens, with an end marker only if the reply has one.
+        """
+        token_ids: Sequence[int] = reply.token_ids
+        if reply.vocabulary != self.vocabulary:
+            token_ids = encode_reply(self.tokenizer, reply.text, reply.finished)
+        return [*encode_prompt(self.tokenizer, prompt), *token_ids]

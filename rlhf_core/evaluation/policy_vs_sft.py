@@ -1,0 +1,130 @@
+"""SFT and policy side by side: every judge, every category, the regression set, as one nested dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.data.schema import Prompt
+from rlhf_core.evaluation.comparison import Comparison, outcomes
+from rlhf_core.evaluation.drift import Drift
+from rlhf_core.evaluation.judges.judge import Judge
+from rlhf_core.evaluation.regression import pass_rates
+from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.text_metrics import measure_text
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """One model under evaluation.
+
+    Attributes:
+        replies: Replies to the evaluation prompts.
+        regression_replies: Replies to the regression set.
+        drift: Distance from SFT, on replies from the training distribution.
+        scores: Scores of ``replies`` by judge.
+    """
+
+    replies: list[Reply]
+    regression_replies: list[Reply]
+    drift: Drift
+    scores: dict[str, list[float]] = field(default_factory=dict)
+
+    def scored_by(self, judge: Judge, prompts: Sequence[Prompt]) -> EvaluatedModel:
+        """Return the same model with this judge's scores added."""
+        scores = judge.score([row.prompt for row in prompts], self.replies)
+        return replace(self, scores={**self.scores, judge.name: scores})
+
+    def metrics(self) -> dict[str, float]:
+        """Mean score by each judge, text metrics, and perplexity of the replies under SFT."""
+        return {
+            **{judge: float(np.mean(scores)) for judge, scores in self.scores.items()},
+            **measure_text(self.replies).as_dict(),
+            "perplexity_reference": self.drift.perplexity,
+        }
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """SFT and policy side by side on the same prompts, with one comparison per judge."""
+
+    prompts: list[Prompt]
+    regression_prompts: list[Prompt]
+    sft: EvaluatedModel
+    policy: EvaluatedModel
+    comparisons: Mapping[str, Comparison]
+
+    def metrics(self, world: bool) -> dict[str, Any]:
+        """Return the content of ``metrics/evaluation.json``; see docs/metrics.md.
+
+        Args:
+            world: Whether the prompts are of the synthetic world, which adds checks to the regression set.
+        """
+        categories = [row.category for row in self.regression_prompts]
+        sft_rates = pass_rates(categories, self.sft.regression_replies, world)
+        policy_rates = pass_rates(categories, self.policy.regression_replies, world)
+        drift = self.policy.drift
+        return {
+            "sft": {**self.sft.metrics(), "regression": sft_rates["passed"]},
+            "policy": {**self.policy.metrics(), "regression": policy_rates["passed"]},
+            "kl": drift.kl,
+            "kl_low95": drift.kl - 1.96 * drift.kl_error,
+            "kl_high95": drift.kl + 1.96 * drift.kl_error,
+            "prompts": len(self.prompts),
+            "comparison": {judge: comparison.as_dict() for judge, comparison in self.comparisons.items()},
+            "category": self.by_category(),
+            "regression": {**policy_rates, "prompts": len(self.regression_prompts)},
+            "regression_sft": sft_rates,
+        }
+
+    def by_category(self) -> dict[str, dict[str, float]]:
+        """Per category: number of prompts, and by each judge the mean score of both models and the win rate."""
+        table: dict[str, dict[str, float]] = {}
+        for category in sorted({row.category for row in self.prompts}):
+            rows = [i for i, row in enumerate(self.prompts) if row.category == category]
+            table[category] = {"prompts": len(rows)}
+            for judge, comparison in self.comparisons.items():
+                policy = np.asarray(self.policy.scores[judge])[rows]
+                sft = np.asarray(self.sft.scores[judge])[rows]
+                table[category] |= {
+                    f"sft_{judge}": float(sft.mean()),
+                    f"policy_{judge}": float(policy.mean()),
+                    f"win_rate_{judge}": float(outcomes(policy - sft, comparison.tie_margin).mean()),
+                }
+        return table
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row per prompt for ``samples/comparisons.parquet``."""
+        return [
+            {
+                "id": prompt.id,
+                "category": prompt.category,
+                "prompt": "\n".join(f"{message.role}: {message.content}" for message in prompt.prompt),
+                "sft_reply": self.sft.replies[i].text,
+                "policy_reply": self.policy.replies[i].text,
+                "sft_finished": self.sft.replies[i].finished,
+                "policy_finished": self.policy.replies[i].finished,
+                **{f"sft_{judge}": scores[i] for judge, scores in self.sft.scores.items()},
+                **{f"policy_{judge}": scores[i] for judge, scores in self.policy.scores.items()},
+            }
+            for i, prompt in enumerate(self.prompts)
+        ]
+
+    def bad_cases(self, judge: str, limit: int) -> list[dict[str, Any]]:
+        """Return prompts where the reward model prefers the policy and ``judge`` prefers SFT, worst first.
+
+        Disagreement is the reward's gain minus the judge's, each in standard deviations of that judge's differences.
+        Such prompts are what the next round of preference data should be about.
+        """
+        gains = {
+            name: np.asarray(self.policy.scores[name]) - np.asarray(self.sft.scores[name]) for name in ("reward", judge)
+        }
+        spread = {name: float(values.std()) or 1.0 for name, values in gains.items()}
+        disagreement = gains["reward"] / spread["reward"] - gains[judge] / spread[judge]
+        wrong = (gains["reward"] > 0) & (gains[judge] < -self.comparisons[judge].tie_margin)
+        order = sorted(np.flatnonzero(wrong), key=lambda i: -disagreement[i])[:limit]
+        rows = self.rows()
+        return [rows[i] | {"judge": judge, "disagreement": float(disagreement[i])} for i in order]

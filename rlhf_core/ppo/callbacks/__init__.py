@@ -1,0 +1,1 @@
+"""What happens around a PPO iteration: checkpoint selection, health monitoring and rollback."""

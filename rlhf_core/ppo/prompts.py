@@ -1,0 +1,57 @@
+"""The prompts that PPO and critic pre-training sample replies to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.data.batching import batch_at
+from rlhf_core.data.chat import encode_prompt
+from rlhf_core.data.schema import Message
+from rlhf_core.errors import DataError
+from rlhf_core.sampling.local import PromptBatch
+
+
+@dataclass(frozen=True)
+class TrainingPrompts:
+    """Prompts as messages and as tokens.
+
+    Attributes:
+        messages: The turns of each prompt, the last one the user's.
+        ids: Their token ids, up to where the reply begins.
+    """
+
+    messages: Sequence[Sequence[Message]]
+    ids: Sequence[Sequence[int]]
+
+    @classmethod
+    def encode(cls, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Sequence[Message]]) -> TrainingPrompts:
+        """Encode prompts with the tokenizer's chat template."""
+        return cls(messages, [encode_prompt(tokenizer, turns) for turns in messages])
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows(self, size: int, seed: int, iteration: int) -> list[int]:
+        """Row numbers of an iteration's batch (from 0), a function of ``seed`` and ``iteration`` alone."""
+        return batch_at(len(self), size, seed, iteration)
+
+    def batch(self, rows: Sequence[int], iteration: int, seed: int) -> PromptBatch:
+        """The prompts of ``rows``; every reply of every iteration has a random stream of its own."""
+        streams = range(iteration * len(rows), (iteration + 1) * len(rows))
+        return PromptBatch([self.ids[row] for row in rows], streams, seed)
+
+    def require_room(self, max_new_tokens: int, positions: int | None) -> None:
+        """Check that prompts and replies fit the model, because they are never cut.
+
+        Raises:
+            DataError: The longest prompt and reply exceed the model's positions.
+        """
+        longest = max(len(ids) for ids in self.ids)
+        if positions is not None and longest + max_new_tokens > positions:
+            raise DataError(
+                f"the longest prompt has {longest} tokens; with ppo.max_new_tokens {max_new_tokens} that exceeds the "
+                f"model's {positions} positions; shorten prompts (validate.max_prompt_chars) or max_new_tokens"
+            )

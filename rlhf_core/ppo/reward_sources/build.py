@@ -1,0 +1,181 @@
+"""Builds the reward function of ``ppo.reward.sources``: every source is loaded, checked and tried before training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.config.reward_sources import (
+    OWN_MODEL,
+    ClassifierSource,
+    EnsembleSource,
+    FunctionSource,
+    HttpSource,
+    ModelSource,
+    RewardSource,
+    RewardSources,
+    source_names,
+)
+from rlhf_core.data.chat import encode_reply, left_pad, pad_id, right_pad
+from rlhf_core.errors import ConfigError
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.io import is_local
+from rlhf_core.ppo.prompts import TrainingPrompts
+from rlhf_core.ppo.reward_sources.mixture import RewardMixture, WeightedSource
+from rlhf_core.ppo.reward_sources.rank_shared import RankShared
+from rlhf_core.ppo.reward_sources.reward_models import (
+    EnsembleRewards,
+    RewardModelSource,
+    require_same_tokens,
+    reward_origin,
+)
+from rlhf_core.ppo.reward_sources.source import PromptReader, Source
+from rlhf_core.ppo.rewards import RewardFn, reward_model_fn
+from rlhf_core.sampling.token_scoring import Tokens
+from rlhf_core.training.engine.frozen import FrozenModels
+
+PROBES = ("Yes.", "I do not know.")
+
+
+@dataclass(frozen=True)
+class SourceContext:
+    """What reward sources are built from.
+
+    Attributes:
+        reward: Folder of the pipeline's own reward model.
+        clean: Folder of the clean data.
+        tokenizer: The policy's tokenizer.
+        prompts: The prompts that rollouts begin with.
+        micro_batch_size: Sequences of one pass of a reward model; None for the default.
+        device: Where the policy is.
+        frozen: The frozen models of the run.
+    """
+
+    reward: Path
+    clean: Path
+    tokenizer: PreTrainedTokenizerBase
+    prompts: TrainingPrompts
+    micro_batch_size: int | None
+    device: torch.device
+    frozen: FrozenModels = field(default_factory=FrozenModels)
+
+    @property
+    def workspace(self) -> Path:
+        """The folder that relative paths start from."""
+        return self.reward.parents[1]
+
+
+def build_reward_fn(sources: RewardSources, context: SourceContext) -> RewardMixture:
+    """Build the weighted sum of ``sources``, and have each of them reward two made-up replies.
+
+    So what is wrong shows at the start of a stage rather than after hours.
+
+    Raises:
+        ConfigError, ModelError, DataError: A source cannot be had, names what does not exist, or breaks its contract.
+    """
+    weighted = [
+        WeightedSource(name, source.weight, build_source(source, name, context))
+        for name, source in zip(source_names(sources), sources, strict=True)
+    ]
+    mixture = RewardMixture(weighted, PromptReader(context.prompts), context.tokenizer)
+    with context.frozen.on_device():
+        mixture(probe(context))
+    return mixture
+
+
+def build_source(source: RewardSource, name: str, context: SourceContext) -> Source:
+    """Build one source, for use by several ranks together.
+
+    Reward models share the rows of a batch among the ranks themselves. Sources with libraries of their own are imported
+    only where they are used.
+    """
+    who = f"reward source '{name}'"
+    if isinstance(source, ModelSource):
+        if _is_own(source.path, context):
+            own = context.frozen.scalar(context.reward)
+            return RewardModelSource(reward_model_fn(own, context.micro_batch_size))
+        return RewardModelSource(_reward_fn(_reward_model(source.path, who, context), context))
+    if isinstance(source, EnsembleSource):
+        return _ensemble(source, who, context)
+    if isinstance(source, ClassifierSource):
+        from rlhf_core.ppo.reward_sources.classifier import load_classifier
+
+        folder = _model_source(source.model, who, context.workspace)
+        classifier = load_classifier(folder, source, context.device, who)
+        context.frozen.place_whole(classifier.model)
+        return RankShared(classifier)
+    if isinstance(source, FunctionSource):
+        from rlhf_core.ppo.reward_sources.python_function import PythonFunction, load_function
+
+        function = load_function(source.target, context.workspace, who)
+        return RankShared(PythonFunction(function, f"{who} ({source.target})"))
+    assert isinstance(source, HttpSource)
+    from rlhf_core.ppo.reward_sources.http_scorer import HttpScorer
+
+    return RankShared(HttpScorer(source, f"{who} ({source.url})"))
+
+
+def probe(context: SourceContext) -> Tokens:
+    """The first prompts with made-up replies, as a rollout would hold them."""
+    prompts = context.prompts.ids[: len(PROBES)]
+    ids, mask = left_pad(prompts, pad_id(context.tokenizer))
+    replies = [encode_reply(context.tokenizer, text) for text in PROBES[: len(prompts)]]
+    reply_ids, reply_mask = right_pad(replies, pad_id(context.tokenizer))
+    tokens, attention = torch.cat([ids, reply_ids], dim=1), torch.cat([mask, reply_mask], dim=1)
+    return Tokens(tokens.to(context.device), attention.to(context.device), reply_mask.bool().to(context.device))
+
+
+def _ensemble(source: EnsembleSource, who: str, context: SourceContext) -> EnsembleRewards:
+    models = [_reward_model(path, who, context) for path in source.paths]
+    origins = [reward_origin(model, context.clean, context.tokenizer) if source.center else 0.0 for model in models]
+    return EnsembleRewards([_reward_fn(model, context) for model in models], origins, source.k)
+
+
+def _reward_fn(model: ScalarModel, context: SourceContext) -> RewardFn:
+    return reward_model_fn(context.frozen.place(model), context.micro_batch_size)
+
+
+def _reward_model(path: str, who: str, context: SourceContext) -> ScalarModel:
+    """Load a frozen reward model that reads the policy's tokens."""
+    folder = _folder(path, context.workspace)
+    if not _is_own(path, context):
+        _refuse_own(folder, who, context.workspace)
+    model = ScalarModel.load(folder)
+    if not _is_own(path, context):
+        require_same_tokens(folder, context.tokenizer)
+    return model.eval().requires_grad_(False).to(context.device)
+
+
+def _model_source(model: str, who: str, workspace: Path) -> str | Path:
+    """The folder of the workspace where there is one, else what may be a hub id."""
+    folder = _folder(model, workspace)
+    if not folder.is_dir() and not is_local(model):
+        return model
+    if folder.resolve() != (workspace / OWN_MODEL).resolve():
+        _refuse_own(folder, who, workspace)
+    return folder
+
+
+def _is_own(path: str, context: SourceContext) -> bool:
+    """Whether ``path`` is the reward model that the pipeline trained."""
+    return _folder(path, context.workspace).resolve() == context.reward.resolve()
+
+
+def _folder(path: str, workspace: Path) -> Path:
+    return workspace / Path(path).expanduser()
+
+
+def _refuse_own(folder: Path, who: str, workspace: Path) -> None:
+    """Refuse the pipeline's other models, above all the referee, by which the policy is selected.
+
+    Raises:
+        ConfigError: ``folder`` is one of them.
+    """
+    if folder.resolve().is_relative_to((workspace / OWN_MODEL).parent.resolve()):
+        raise ConfigError(
+            f"{who}: {folder} is one of the pipeline's own models, of which only {OWN_MODEL} may score: the policy "
+            "must not be trained on what selects and judges it; keep other reward models in a folder of their own"
+        )

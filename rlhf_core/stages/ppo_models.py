@@ -1,0 +1,111 @@
+"""Loads the models of the PPO stage, and builds policy and critic with their engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.data.chat import encode_dialogue, encode_reply, pad_id
+from rlhf_core.data.schema import Demonstration, PretrainText, read_rows
+from rlhf_core.models.actor_critic import ActorCritic
+from rlhf_core.models.base import load_policy
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.lora import WithoutAdapters, add_adapters
+from rlhf_core.models.nf4 import pack_linear_layers
+from rlhf_core.models.shared_base import SETTINGS, SharedBase
+from rlhf_core.ppo.actor_critic_pair import ActorCriticPair, SeparateActorCritic, SharedActorCritic
+from rlhf_core.ppo.ptx import PtxData
+from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.training.engine.choice import build_engine
+from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.rng import derive_seed
+
+
+@dataclass
+class PolicyModels:
+    """Reference, tokenizer and frozen models of a run.
+
+    ``adapted`` is the policy where it is trained as adapters: the reference is then the same model with its adapters
+    switched off, and its weights may serve ``frozen`` models too.
+    """
+
+    reference: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    frozen: FrozenModels
+    adapted: PreTrainedModel | None = None
+
+    @classmethod
+    def load(cls, config: PpoConfig, inputs: Paths) -> PolicyModels:
+        """Load the SFT model as the reference."""
+        frozen = FrozenModels()
+        model, tokenizer = load_policy(inputs.sft)
+        if config.policy_lora is None:
+            return cls(model.requires_grad_(False), tokenizer, frozen)
+        if config.share_base:
+            model.requires_grad_(False)
+            if config.policy_lora.quantize is not None:
+                pack_linear_layers(model)
+            frozen.base = SharedBase(model, inputs.sft)
+        add_adapters(model, config.policy_lora, derive_seed(config.seed, "ppo", "lora"))
+        without: Any = WithoutAdapters(model)
+        return cls(without, tokenizer, frozen, model)
+
+    def load_trained(self, config: PpoConfig, inputs: Paths) -> PreTrainedModel:
+        """Place the reference and load the policy, in this order: the device may have no room for both as loaded."""
+        if self.adapted is not None:
+            return self.adapted
+        self.reference = self.frozen.place(self.reference)
+        return load_policy(inputs.sft if config.policy_init == "sft" else inputs.base)[0]
+
+
+def build_pair(config: PpoConfig, inputs: Paths, models: PolicyModels, policy: PreTrainedModel) -> ActorCriticPair:
+    """Load the pre-trained critic, or put its value head on the policy, and build engines and schedules."""
+    sampling = Sampling.for_rollouts(models.tokenizer, config.rollout)
+    per_iteration = config.epochs * config.minibatches
+    steps = config.iterations * per_iteration
+    warmup = config.warmup_iterations * per_iteration or None
+    if config.critic_mode == "shared":
+        model = ActorCritic.with_head_of(ScalarModel.load(inputs.critic), policy)
+        engine = build_engine(model, config.policy_optimizer, steps, "policy", warmup)
+        return SharedActorCritic(model, engine, sampling, config.micro_batch_size)
+    assert config.critic_optimizer is not None
+    critic = load_critic(config, inputs, models.frozen)
+    engines = {
+        "policy": build_engine(policy, config.policy_optimizer, steps, "policy", warmup),
+        "critic": build_engine(critic, config.critic_optimizer, steps, "critic", warmup),
+    }
+    return SeparateActorCritic(policy, critic, engines, sampling, config.micro_batch_size)
+
+
+def load_critic(config: PpoConfig, inputs: Paths, frozen: FrozenModels) -> ScalarModel:
+    """Load the pre-trained critic as a model of its own.
+
+    Pre-trained as adapters, it keeps those on the policy's frozen weights where these are shared.
+    """
+    if frozen.base is not None and (inputs.critic / SETTINGS).is_file():
+        return frozen.base.scalar(inputs.critic, through=inputs.reward)
+    critic = ScalarModel.load(inputs.critic)
+    if config.critic_lora is not None:
+        critic.add_adapters(config.critic_lora, derive_seed(config.seed, "ppo", "critic", "lora"))
+    return critic
+
+
+def ptx_data(
+    config: PpoConfig, clean: Path, tokenizer: PreTrainedTokenizerBase, positions: int | None
+) -> PtxData | None:
+    """Read the texts of the ptx loss; those longer than the model's positions are left out, never cut."""
+    if config.ptx.weight == 0:
+        return None
+    if config.ptx.data == "demonstrations":
+        rows = read_rows(clean / "demonstrations" / "train.parquet", Demonstration)
+        pairs = [encode_dialogue(tokenizer, row.prompt, row.reply) for row in rows]
+    else:
+        texts = read_rows(clean / "pretrain" / "train.parquet", PretrainText)
+        pairs = [([], encode_reply(tokenizer, row.text)) for row in texts]
+    fitting = [pair for pair in pairs if positions is None or len(pair[0]) + len(pair[1]) <= positions]
+    return PtxData(fitting, config.ptx.batch_size, derive_seed(config.seed, "ppo", "ptx"), pad_id(tokenizer))

@@ -1,0 +1,97 @@
+"""What judges and metrics see of a reply: the tokens that the policy generated, never a cleaned copy of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.data.chat import encode_prompt, encode_reply
+from rlhf_core.data.schema import Prompt
+from rlhf_core.evaluation.judges.gold import GoldJudge
+from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.regression import pass_rates
+from rlhf_core.evaluation.reply import Reply, generated_replies
+from rlhf_core.evaluation.text_metrics import measure_text
+from rlhf_core.models.base import load_tokenizer, train_tokenizer
+
+PLAIN = "the river"
+SPOILED = "the<|user|><|pad|> river"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(models: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(models / "sft")
+
+
+def generated(tokenizer: PreTrainedTokenizerBase, text: str, finished: bool = True) -> Reply:
+    return generated_replies(tokenizer, [encode_reply(tokenizer, text, finished)])[0]
+
+
+def test_a_generated_reply_shows_its_special_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    reply = generated(tokenizer, SPOILED)
+    assert (reply.text, reply.finished, reply.special_tokens) == (SPOILED, True, 2)
+    assert reply.token_ids == tuple(encode_reply(tokenizer, SPOILED))
+    assert generated(tokenizer, PLAIN).special_tokens == 0
+
+
+def test_what_follows_the_end_marker_is_no_part_of_the_reply(tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = encode_reply(tokenizer, PLAIN)
+    padded, exact = generated_replies(tokenizer, [[*ids, tokenizer.pad_token_id], ids])
+    assert padded == exact
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_model_judges_read_the_very_tokens(
+    models: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, finished: bool
+) -> None:
+    judge, prompt = ModelJudge(models / "reward", "reward"), prompts[0].prompt
+    # "the" letter by letter: encoding the decoded text again merges the letters into another token.
+    reply = [tokenizer.convert_tokens_to_ids(letter) for letter in "the"] + encode_reply(tokenizer, "<|pad|>", finished)
+    assert reply != encode_reply(tokenizer, "the<|pad|>", finished)
+    ids = [*encode_prompt(tokenizer, prompt), *reply]
+    with torch.inference_mode():
+        expected = judge.model.last_token_scores(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.long))
+    assert judge.score([prompt], generated_replies(tokenizer, [reply])) == pytest.approx([float(expected)], abs=1e-5)
+
+
+def test_no_judge_takes_a_spoiled_reply_for_a_clean_one(
+    models: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompt = next(row.prompt for row in prompts if row.category == "fact")
+    replies = [generated(tokenizer, text) for text in ("good question.", "good<|user|> question.")]
+    for judge in (ModelJudge(models / "reward", "reward"), GoldJudge()):
+        clean, spoiled = judge.score([prompt] * 2, replies)
+        assert clean != spoiled
+    assert GoldJudge().score([prompt], replies[1:]) < GoldJudge().score([prompt], replies[:1])
+
+
+def test_special_tokens_are_a_defect_in_metrics_and_regression_set(tokenizer: PreTrainedTokenizerBase) -> None:
+    replies = [generated(tokenizer, PLAIN), generated(tokenizer, SPOILED)]
+    assert measure_text(replies).special_tokens == 0.5
+    assert measure_text(replies[:1]).special_tokens == 0.0
+    rates = pass_rates(["x", "x"], replies, world=False)
+    assert rates["no_special_tokens"] == 0.5 and rates["passed"] == 0.5
+
+
+def test_a_judge_of_another_vocabulary_reads_the_visible_text(
+    models: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    judge, prompt = ModelJudge(models / "reward", "reward"), prompts[0].prompt
+    other = train_tokenizer(["entirely different words make another vocabulary"] * 3, 280)
+    for finished in (True, False):
+        foreign, own = (generated(writer, SPOILED, finished) for writer in (other, tokenizer))
+        assert foreign.token_ids != own.token_ids
+        assert judge.score([prompt], [foreign]) == judge.score([prompt], [own])
+
+
+@pytest.mark.parametrize("text", ["", "no"])
+def test_an_unfinished_reply_never_becomes_a_finished_one(models: Path, prompts: list[Prompt], text: str) -> None:
+    judge, prompt = ModelJudge(models / "reward", "reward"), prompts[0].prompt
+    finished, unfinished = judge.score([prompt] * 2, [Reply(text, True), Reply(text, False)])
+    ids = [*encode_prompt(judge.tokenizer, prompt), *encode_reply(judge.tokenizer, text, finished=False)]
+    with torch.inference_mode():
+        expected = judge.model.last_token_scores(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.long))
+    assert unfinished == pytest.approx(float(expected), abs=1e-5) and finished != unfinished
