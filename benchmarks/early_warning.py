@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from rlhf_core.tracking import NullTracker
+from rlhf_core.training.run_context import RunContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +93,7 @@ def watch(folder: Path) -> Watcher:
     config = load_section(folder, "ppo", PpoConfig)
     inputs = Paths({key: folder / path for key, path in ppo.STAGE.inputs.items()})
     watcher = Watcher()
-    run = watcher.run = ppo.assemble(config, inputs, folder / "work" / "early-warning", watcher)
+    run = watcher.run = ppo.assemble(config, inputs, RunContext(folder / "work" / "early-warning", watcher))
     rows = sorted(read_rows(inputs.clean / "prompts" / "validation.parquet", Prompt), key=lambda row: row.id)[:PROMPTS]
     prompts, seed = [row.prompt for row in rows], derive_seed(config.seed, "early", "warning")
 

@@ -27,8 +27,8 @@ from rlhf_core.memory.estimate import make_plan
 from rlhf_core.memory.shapes import Shape
 from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.stages.runtime.names import stage_module
-from rlhf_core.tracking import NullTracker
+from rlhf_core.stages.runtime.names import load_stage
+from rlhf_core.training.run_context import RunContext
 
 MIB = 1 << 20
 STAGES = ("sft", "reward", "critic", "ppo")
@@ -89,20 +89,20 @@ def _of_workspace(workspace: Path) -> list[tuple[str, int, int]]:
 
 def _run(name: str, workspace: Path) -> int:
     """The peak of a few steps of a stage, its outputs in a folder that is thrown away."""
-    stage: Any = stage_module(name)
-    config = load_section(workspace, name, stage.STAGE.config).model_copy(update=FEW[name])
+    stage = load_stage(name)
+    config = load_section(workspace, name, stage.config).model_copy(update=FEW[name])
     if name == "ppo":
         config = config.model_copy(update={"selection": config.selection.model_copy(update={"every": 3})})
     meter: Any = CudaMemory() if torch.cuda.is_available() else TensorMemory()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        inputs = Paths({key: workspace / path for key, path in stage.STAGE.inputs.items()})
-        outputs = {key: Path(folder) / path for key, path in stage.STAGE.outputs.items()}
+        inputs = Paths({key: workspace / path for key, path in stage.inputs.items()})
+        outputs = {key: Path(folder) / path for key, path in stage.outputs.items()}
         for path in outputs.values():
             path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(meter, TensorMemory):
             stack.enter_context(meter)
         with meter.phase(name):
-            stage.run(config, inputs, Paths(outputs | {"work": Path(folder) / "work"}), NullTracker())
+            stage.run(config, inputs, Paths(outputs), RunContext(Path(folder) / "work"))
     return int(meter.peaks[name])
 
 

@@ -42,9 +42,10 @@ from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.local import PromptBatch, sample_replies
 from rlhf_core.sampling.token_scoring import Tokens
 from rlhf_core.training.engine import Engine, joint_step
-from rlhf_core.training.engine.choice import build_engine, placed
+from rlhf_core.training.engine.factory import build_engine
 from rlhf_core.training.examples import Example
 from rlhf_core.training.reward.trainer import RewardTask
+from rlhf_core.training.run_context import RunContext
 from rlhf_core.training.sft import SftTask
 
 EOS, PAD = 3, 0
@@ -132,15 +133,15 @@ def measure(subject: Subject, stages: tuple[str, ...]) -> dict[str, dict[str, in
     for stage in stages:
         meter: Any = CudaMemory() if torch.cuda.is_available() else TensorMemory()
         launch = {str(name): one for name, one in subject.params.compute.launch.items()}.get(stage, LaunchConfig())
-        with nullcontext() if torch.cuda.is_available() else meter, placed(launch, Path()):
-            RUNS[stage](subject, meter)
+        with nullcontext() if torch.cuda.is_available() else meter:
+            RUNS[stage](subject, meter, RunContext(Path("work"), launch=launch))
         found[stage] = meter.peaks
     return found
 
 
-def warmed(model: torch.nn.Module, config: OptimizerConfig, name: str) -> Engine:
+def warmed(model: torch.nn.Module, config: OptimizerConfig, name: str, context: RunContext) -> Engine:
     """The engine that the stage would build, after a step of zero gradients: its optimiser's moments exist."""
-    engine = build_engine(model, config, 10, name)
+    engine = build_engine(model, config, 10, name, context)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -158,21 +159,21 @@ def _measure(task: SftTask | RewardTask, engine: Engine, meter: Meter) -> None:
         task.evaluate()
 
 
-def run_sft(subject: Subject, meter: Meter) -> None:
+def run_sft(subject: Subject, meter: Meter, context: RunContext) -> None:
     """The heaviest step; a full held-out batch."""
     config = subject.params.sft
     model = new_policy(subject)
-    engine = warmed(model, config.optimizer, "sft")
+    engine = warmed(model, config.optimizer, "sft", context)
     rows = [Example(subject.ids(i, subject.prompt), subject.ragged(i, subject.reply)) for i in range(64)]
     task = SftTask(engine, model, rows[: config.batch_size], rows, config, PAD)
     _measure(task, engine, meter)
 
 
-def run_reward(subject: Subject, meter: Meter) -> None:
+def run_reward(subject: Subject, meter: Meter, context: RunContext) -> None:
     """The heaviest batch of pairs; a full held-out batch."""
     config = subject.params.reward
     model = new_scalar(subject, unembedding=not subject.shape.tied)
-    engine = warmed(model, config.optimizer, "reward")
+    engine = warmed(model, config.optimizer, "reward", context)
     pairs = [
         TokenisedPair(
             i,
@@ -188,13 +189,13 @@ def run_reward(subject: Subject, meter: Meter) -> None:
     _measure(task, engine, meter)
 
 
-def run_critic(subject: Subject, meter: Meter) -> None:
+def run_critic(subject: Subject, meter: Meter, context: RunContext) -> None:
     """A rollout of the frozen policy and the critic's steps on it."""
     config, size = subject.params.critic, subject.params.ppo.micro_batch_size
     policy, critic, reward = new_policy(subject), new_scalar(subject), new_scalar(subject)
     policy.requires_grad_(False)
     reward.requires_grad_(False)
-    engine = warmed(critic, config.optimizer, "critic")
+    engine = warmed(critic, config.optimizer, "critic", context)
     pair = SeparateActorCritic(policy, critic, {"critic": engine}, _sampling(subject), size)
     experience = _experience(subject, pair, policy, reward_model_fn(reward, size), config.batch_size, meter)
     for minibatch in experience.minibatches(config.minibatches, 0, 0):
@@ -204,7 +205,7 @@ def run_critic(subject: Subject, meter: Meter) -> None:
             engine.step()
 
 
-def run_ppo(subject: Subject, meter: Meter) -> None:
+def run_ppo(subject: Subject, meter: Meter, context: RunContext) -> None:
     """One iteration, with the models that stages/ppo.py keeps."""
     config = subject.params.ppo
     policy, critic = new_policy(subject), new_scalar(subject)
@@ -213,8 +214,8 @@ def run_ppo(subject: Subject, meter: Meter) -> None:
     reference = _reference(policy, config)
     reward, referee = (new_scalar(subject).requires_grad_(False) for _ in range(2))
     engines = {
-        "policy": warmed(policy, config.policy_optimizer, "policy"),
-        "critic": warmed(critic, config.critic_optimizer or config.policy_optimizer, "critic"),
+        "policy": warmed(policy, config.policy_optimizer, "policy", context),
+        "critic": warmed(critic, config.critic_optimizer or config.policy_optimizer, "critic", context),
     }
     size = config.micro_batch_size
     pair = SeparateActorCritic(policy, critic, engines, _sampling(subject), size)

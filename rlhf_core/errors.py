@@ -19,6 +19,12 @@ class RlhfError(Exception):
 
     exit_code = EXIT_USER_ERROR
 
+    def __init__(self, message: str = "", exit_code: int | None = None) -> None:
+        """``exit_code`` replaces that of the class."""
+        super().__init__(message)
+        if exit_code is not None:
+            self.exit_code = exit_code
+
 
 class ConfigError(RlhfError):
     """A parameter is unknown, of the wrong type or out of range."""
@@ -43,12 +49,12 @@ class GateFailed(RlhfError):
 
 
 class TrainingPaused(RlhfError):
-    """A health rule or repeated non-finite steps stopped training in good order."""
+    """A health rule or repeated non-finite steps stopped training, with its state saved."""
 
     exit_code = EXIT_TRAINING_PAUSED
 
 
 class Preempted(RlhfError):
-    """The stage was asked to give its place up (SIGTERM) and did so; run again, it goes on from what it has saved."""
+    """SIGTERM stopped the stage; run again, it goes on from its last checkpoint."""
 
     exit_code = EXIT_PREEMPTED

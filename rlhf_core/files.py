@@ -1,16 +1,18 @@
-"""Atomic writes and content hashes: a reader sees the old file or the new one, never half of either."""
+"""Files: atomic writes (a reader sees the old content or the new, never half of either), hashes, locks, JSON."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any
 
 from rlhf_core.errors import DataError, RlhfError
 
@@ -81,6 +83,50 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path} does not exist; run the stage that writes it") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not valid JSON ({error}); delete it and run its stage again") from error
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; every key gets ``prefix`` before it."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+class LockFile:
+    """An advisory lock on a file (flock). The kernel releases it when the process dies, however it dies.
+
+    Entering opens the file and leaves it unlocked; closing releases it. A child that inherits the descriptor holds the
+    lock too.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> LockFile:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.stream: IO[str] = self.path.open("a+", encoding="utf-8")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stream.close()
+
+    def acquire(self, *, shared: bool = False) -> None:
+        """Wait until the lock is held: alone, or together with other ``shared`` holders."""
+        fcntl.flock(self.stream, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+
+    def try_acquire(self, *, shared: bool = False) -> bool:
+        """Take the lock if that needs no waiting; whether it is held now."""
+        try:
+            fcntl.flock(self.stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 def sha256_file(path: Path) -> str:

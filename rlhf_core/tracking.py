@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf_core.errors import Preempted
+from rlhf_core.files import LockFile
 from rlhf_core.preemption import StopNow
 
 PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
@@ -32,19 +33,19 @@ class Tracker(Protocol):
 
 
 class NullTracker:
-    """Records nothing: for library use and for runs with tracking switched off."""
+    """Discards everything: for library use and for runs with tracking switched off."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Accept and forget."""
+        """Discard."""
 
     def log_params(self, params: Mapping[str, Any]) -> None:
-        """Accept and forget."""
+        """Discard."""
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
-        """Accept and forget."""
+        """Discard."""
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Accept and forget."""
+        """Discard."""
 
 
 class MlflowTracker:
@@ -85,13 +86,13 @@ def experiment_id(client: Any, workspace: Path, name: str) -> str:
     """Id of the experiment ``name``, made on first use. Artifacts go to ``mlartifacts/`` unless a server decides."""
     from mlflow.exceptions import MlflowException
 
-    found = client.get_experiment_by_name(name)
-    if found is not None:
-        return str(found.experiment_id)
+    experiment = client.get_experiment_by_name(name)
+    if experiment is not None:
+        return str(experiment.experiment_id)
     local = tracking_uri(workspace).startswith("sqlite:")
     try:
-        place = (workspace / "mlartifacts").as_uri() if local else None
-        return str(client.create_experiment(name, artifact_location=place))
+        location = (workspace / "mlartifacts").as_uri() if local else None
+        return str(client.create_experiment(name, artifact_location=location))
     except MlflowException:
         return str(client.get_experiment_by_name(name).experiment_id)
 
@@ -108,15 +109,11 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
         return
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("DO_NOT_TRACK", "1")
-    import fcntl
-
     from mlflow import MlflowClient
 
-    lock = workspace / ".rlhf" / "mlflow.lock"
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with open(lock, "w") as held:
+    with LockFile(workspace / ".rlhf" / "mlflow.lock") as lock:
         # Two processes that create the schema at once fail with "duplicate column name".
-        fcntl.flock(held, fcntl.LOCK_EX)
+        lock.acquire()
         client = MlflowClient(tracking_uri(workspace))
         experiment_key = experiment_id(client, workspace, experiment)
     tags = {"mlflow.runName": stage, "rlhf.stage": stage}

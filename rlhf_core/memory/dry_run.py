@@ -33,9 +33,10 @@ from rlhf_core.memory.setting import Recipe, Setting
 from rlhf_core.memory.shapes import Shape
 from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.ppo.importance_sampling import ratios
 from rlhf_core.ppo.kl import full_kl
 from rlhf_core.ppo.loss_reduction import StepSize, aggregate
-from rlhf_core.ppo.policy_loss import ratios, surrogate
+from rlhf_core.ppo.policy_loss import surrogate
 from rlhf_core.ppo.value_loss import value_loss
 from rlhf_core.sampling.distribution import Sampling, inverse_cdf, log_distribution
 from rlhf_core.sampling.token_scoring import (
@@ -45,7 +46,7 @@ from rlhf_core.sampling.token_scoring import (
     response_log_distribution,
     response_values,
 )
-from rlhf_core.training.engine.checkpointing import recomputing
+from rlhf_core.training.engine.gradient_checkpointing import recomputing
 from rlhf_core.training.optim import build_adamw
 
 

@@ -1,4 +1,4 @@
-"""Causal language models: a tokenizer and a tiny Llama made from nothing, or any folder or hub id loaded."""
+"""Causal language models: a new tokenizer and tiny Llama, or any model from a folder or the hub."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int = 512) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of at most ``vocab_size`` entries: any text can be written, and comes back unchanged.
+    """Train a byte-level BPE tokenizer with at most ``vocab_size`` entries. The same texts give the same tokenizer.
 
-    The same texts give the same tokenizer. ``ConfigError`` when ``vocab_size`` has no room for the bytes.
+    Raises:
+        ConfigError: ``vocab_size`` has no room for all bytes and special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -65,9 +66,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int = 512
 
 
 def new_model(config: BaseConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
-    """A tied Llama with random weights, a function of ``config``, the vocabulary's size and ``seed`` alone.
+    """Create a tied Llama with random weights that depend on ``config``, the vocabulary's size and ``seed`` alone.
 
-    The process's own random state is left as it was.
+    The process's random state is left unchanged.
     """
     if config.hidden_size % (2 * config.heads):
         raise ConfigError(f"base.hidden_size {config.hidden_size} must be a multiple of 2 * heads = {2 * config.heads}")
@@ -86,11 +87,12 @@ def new_model(config: BaseConfig, tokenizer: PreTrainedTokenizerBase, seed: int)
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(shape).to(getattr(torch, config.dtype))
+        model: LlamaForCausalLM = LlamaForCausalLM(shape).to(getattr(torch, config.dtype))
+    return model
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id; it pads on the left, as generation needs."""
+    """Load the tokenizer of a folder or hub id. It pads on the left, as generation needs."""
     with reading(path):
         return AutoTokenizer.from_pretrained(str(path), revision=revision, padding_side="left", trust_remote_code=False)
 
@@ -98,10 +100,14 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
 def load_policy(
     path: str | Path, dtype: torch.dtype | None = None, revision: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model in evaluation mode, and its tokenizer.
+    """Load a causal language model in evaluation mode, and its tokenizer. Only safetensors, never remote code.
 
-    ``dtype`` is the one it was saved in unless given. Safetensors only, never remote code. ``ModelError`` says what is
-    missing or broken.
+    Args:
+        path: A folder or a hub id.
+        dtype: Precision of the weights; None keeps that of the files.
+
+    Raises:
+        ModelError: Something is missing or damaged.
     """
     tokenizer = load_tokenizer(path, revision)
     model = load_model(AutoModelForCausalLM, path, dtype, revision)
@@ -117,9 +123,13 @@ def save_policy(
     tokenizer: PreTrainedTokenizerBase,
     weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Save a causal language model as a Hugging Face folder, reload it, and publish it only if it computes the same.
+    """Save a causal language model as a Hugging Face folder, after checking that the saved copy computes the same.
 
-    ``weights`` are an engine's gathered ones; with them the comparison is of the saved weights instead of logits.
+    Args:
+        weights: Weights gathered by an engine, in place of the model's own. They are then compared instead of logits.
+
+    Raises:
+        ModelError: The saved copy differs; nothing is published.
     """
     ids = probe_ids(len(tokenizer))
 
@@ -138,8 +148,8 @@ def save_policy(
 
 @torch.no_grad()
 def _probe(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Logits on the probe, without drop-out."""
+    """Logits of the probe tokens, without drop-out."""
     training = model.training
-    logits = model.eval()(input_ids=ids.to(model.device), use_cache=False).logits.cpu()
+    logits: Tensor = model.eval()(input_ids=ids.to(model.device), use_cache=False).logits.cpu()
     model.train(training)
     return logits

@@ -1,12 +1,12 @@
-"""Forward passes that do no more than is asked: positions from masks, and the unembedding at chosen positions only."""
+"""Forward passes: positions from masks, and logits at selected positions only."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-# Settings by which some architectures change logits after the unembedding; with one of them the model's own forward
-# is the only true one.
+# Settings by which some architectures change logits after the unembedding: with one of them only the model's own
+# forward gives the right logits.
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
@@ -33,7 +33,8 @@ def hidden_states(
     if position_ids is None:
         position_ids = position_ids_from_mask(attention_mask)
     output = backbone(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
-    return output.last_hidden_state
+    hidden: Tensor = output.last_hidden_state
+    return hidden
 
 
 def has_plain_head(model: PreTrainedModel) -> bool:
@@ -54,4 +55,5 @@ def selected_logits(model: PreTrainedModel, input_ids: Tensor, attention_mask: T
             input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
         ).logits
         return logits[select]
-    return model.get_output_embeddings()(hidden_states(model.base_model, input_ids, attention_mask)[select])
+    selected: Tensor = model.get_output_embeddings()(hidden_states(model.base_model, input_ids, attention_mask)[select])
+    return selected

@@ -1,4 +1,7 @@
-"""A backbone with one scalar per position: reward model, referee, critic. On disk a plain HF classification folder."""
+"""Scalar models (reward model, referee, critic): a backbone with a head of one output per position.
+
+On disk they are plain Hugging Face sequence-classification folders.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,14 @@ class LastTokenModel(Protocol):
 
 
 class ScalarModel(nn.Module):
-    """``model`` is an HF sequence-classification model with one label. Shapes: B sequences, L positions, H hidden.
+    """A Hugging Face sequence-classification model with one label.
 
-    ``unembedding`` (V, H) is kept for the imitation loss where the language model it came from had one of its own; with
-    tied embeddings the input embedding serves. It is trained and checkpointed, but not part of the saved folder.
+    Shapes: B sequences, L positions, H hidden, V vocabulary.
+
+    Attributes:
+        model: The sequence-classification model.
+        unembedding: Output embedding (V, H) of the language model it was made from, for the imitation loss. None with
+            tied embeddings, where the input embedding serves. It is trained and checkpointed, but not saved.
     """
 
     def __init__(self, model: PreTrainedModel, unembedding: Tensor | None = None) -> None:
@@ -44,7 +51,7 @@ class ScalarModel(nn.Module):
 
     @classmethod
     def from_causal_lm(cls, path: str | Path, seed: int, dtype: torch.dtype | None = None) -> ScalarModel:
-        """The backbone of a causal LM and a small random head (std 1/sqrt(H + 1), a function of ``seed``)."""
+        """Put a small random head (std 1/sqrt(H + 1), a function of ``seed``) on the backbone of a causal LM."""
         source = load_model(AutoModelForCausalLM, path, dtype)
         with reading(path):
             source.config.num_labels = 1
@@ -64,14 +71,14 @@ class ScalarModel(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path, dtype: torch.dtype | None = None) -> ScalarModel:
-        """A folder written by :meth:`save`, or any HF sequence-classification folder with one label."""
+        """Load a folder written by :meth:`save`, or any sequence-classification folder with one label."""
         model = load_model(AutoModelForSequenceClassification, path, dtype)
         if model.config.num_labels != 1 or not hasattr(model, "score"):
             raise ModelError(f"{path} is not a scalar model ({model.config.num_labels} labels); exactly one is needed")
         return cls(model)
 
     def add_adapters(self, config: LoraConfig, seed: int) -> None:
-        """Train adapters and the head in place of all weights; see ``models.lora``."""
+        """Make adapters (see ``models.lora``) and the head trainable in place of all weights."""
         self.requires_grad_(False)
         add_adapters(self.model, config, seed)
         self.model.get_submodule("score").requires_grad_(True)
@@ -110,8 +117,15 @@ class ScalarModel(nn.Module):
         json_files: dict[str, Any] | None = None,
         tensor_files: dict[str, dict[str, Tensor]] | None = None,
     ) -> None:
-        """Write the folder, reload it, and publish it only if it computes the same. ``json_files``: name -> value,
-        ``tensor_files``: name -> tensors."""
+        """Save the folder, after checking that the saved copy computes the same.
+
+        Args:
+            json_files: Further files by name, written as JSON.
+            tensor_files: Further files by name, written as safetensors.
+
+        Raises:
+            ModelError: The saved copy differs; nothing is published.
+        """
         self.model.config.pad_token_id = tokenizer.pad_token_id
         ids = probe_ids(len(tokenizer)).to(self.model.device)
         expected = _probe(self, ids)
@@ -130,7 +144,7 @@ def last_hidden(hidden: Tensor, attention_mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _probe(model: ScalarModel, ids: Tensor) -> Tensor:
-    """Scores on the probe, without drop-out."""
+    """Scores of the probe tokens, without drop-out."""
     training = model.training
     scores = model.eval().token_scores(ids, torch.ones_like(ids)).cpu()
     model.train(training)

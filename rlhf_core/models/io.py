@@ -1,4 +1,4 @@
-"""Hugging Face folders on disk: read with clear refusals, written whole or not at all, and compared after writing."""
+"""Hugging Face folders: checked when read, written atomically and compared with the model after writing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rlhf_core import distributed
 from rlhf_core.errors import ModelError
 from rlhf_core.files import atomic_dir, atomic_write_json
 
-# What a tokenizer may be kept in; a folder needs one of them.
+# Files of a tokenizer; a model folder needs one of them.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 REPAIR = "run the stage that writes it again, or point to a complete Hugging Face folder"
 
 
 def check_folder(path: Path) -> None:
-    """``ModelError`` unless ``path`` is a folder with config.json, readable safetensors weights and a tokenizer."""
+    """Raise ``ModelError`` unless ``path`` has config.json, readable safetensors weights and a tokenizer."""
     path = Path(path)
     if not path.is_dir():
         raise ModelError(f"no model folder at {path}; {REPAIR}")
@@ -43,7 +43,7 @@ def check_folder(path: Path) -> None:
 
 
 def _check_safetensors(file: Path) -> None:
-    """Reading the header finds truncated and foreign files before a slow load does."""
+    """Read the header, which finds truncated and foreign files before a slow load does."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -62,7 +62,7 @@ def is_local(source: str | Path) -> bool:
 
 @contextmanager
 def reading(source: str | Path) -> Iterator[None]:
-    """Check a local folder first, silence progress bars, and turn what loading raises into ``ModelError``."""
+    """Check a local folder, silence libraries, and turn errors of loading into ``ModelError``."""
     if is_local(source):
         check_folder(Path(source))
     try:
@@ -81,11 +81,14 @@ def load_model(
     revision: str | None = None,
     attention: str | None = "sdpa",
 ) -> Any:
-    """``auto_class.from_pretrained`` on this process's device: safetensors only, no remote code, ``dtype`` as saved
-    unless given.
+    """Load a model on this process's device by ``auto_class.from_pretrained``. Only safetensors, never remote code.
 
-    ``attention`` names the implementation; None takes the best that the architecture has, for models from elsewhere.
-    ``ModelError`` when the weights do not fill the model: the library would draw the missing ones at random.
+    Args:
+        dtype: Precision of the weights; None keeps that of the files.
+        attention: Attention implementation; None takes the best that the architecture has.
+
+    Raises:
+        ModelError: The folder lacks weights of the model, which the library would fill at random.
     """
     with reading(source):
         model, info = auto_class.from_pretrained(
@@ -107,7 +110,7 @@ def load_model(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No loading bars and no warnings of libraries inside the block; the settings before it are restored."""
+    """Silence progress bars and warnings of libraries inside the block."""
     disabled = logging.root.manager.disable
     bars = transformers_logging.is_progress_bar_enabled()
     logging.disable(logging.WARNING)
@@ -129,11 +132,13 @@ def save_folder(
     verify: Callable[[Path], None] | None = None,
     tensor_files: Mapping[str, dict[str, Tensor]] | None = None,
 ) -> None:
-    """Write model, tokenizer, ``json_files`` (name -> value) and ``tensor_files`` (name -> tensors, as safetensors) as
-    one Hugging Face folder that appears when complete.
+    """Write a Hugging Face folder atomically.
 
-    ``weights`` replaces the model's own (an engine that shards them hands over the gathered ones). ``verify`` sees the
-    folder before it takes the place of ``path``; what it raises leaves the old folder as it was.
+    Args:
+        json_files: Further files by name, written as JSON.
+        weights: Weights in place of the model's own, such as those that a sharding engine gathered.
+        verify: Called with the new folder before it replaces ``path``; if it raises, the old folder stays.
+        tensor_files: Further files by name, written as safetensors.
     """
     with atomic_dir(Path(path)) as folder:
         with quiet():
@@ -149,7 +154,7 @@ def save_folder(
 
 
 def _flush(folder: Path) -> None:
-    """On disk before the rename: after a power cut a folder that exists is a folder that is complete."""
+    """Flush all files before the rename, so that a folder that exists after a power cut is complete."""
     for file in (*folder.rglob("*"), folder):
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -159,14 +164,14 @@ def _flush(folder: Path) -> None:
 
 
 def probe_ids(vocabulary: int, rows: int = 2, width: int = 8) -> Tensor:
-    """Fixed token ids (rows, width) spread over the vocabulary, for comparing a model with its saved copy."""
+    """Fixed token ids (rows, width), spread over the vocabulary, to compare a model with its saved copy."""
     return (torch.arange(rows * width) * 7919 % vocabulary).view(rows, width)
 
 
 def require_equal(path: Path, saved: Tensor, expected: Tensor) -> None:
-    """``ModelError`` unless what the saved model computes is what the model in memory computed."""
+    """Raise ``ModelError`` unless the outputs of the saved model are those of the model in memory."""
     if saved.shape != expected.shape or not torch.allclose(saved.float(), expected.float(), atol=1e-5, rtol=1e-4):
         raise ModelError(
-            f"the model saved at {path} does not compute what the trained one did; "
+            f"the model saved at {path} does not compute the same as the trained one; "
             "nothing was published: check free disk space and, for sharded training, how weights are gathered"
         )

@@ -1,4 +1,4 @@
-"""Low-rank adapters (peft) inside a model: put in, switched off, and merged into the weights they belong to."""
+"""Low-rank adapters (peft): adding them to a model, switching them off, and merging them into its weights."""
 
 from __future__ import annotations
 
@@ -19,10 +19,16 @@ MISSING = "lora is set, but peft is not installed: pip install 'rlhf-pipeline[lo
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
-    """Freeze ``model`` and put adapters into its linear layers, in place. They compute nothing until they are trained.
+    """Freeze ``model`` and add adapters to its linear layers, in place. Untrained adapters change no output.
 
-    Their random halves are a function of ``seed``. With ``config.quantize`` the frozen linear layers are held in 4 bits
-    from then on. ``ModelError`` when ``config.targets`` name no linear layer.
+    With ``config.quantize`` the frozen linear layers are held in 4 bits from then on.
+
+    Args:
+        seed: Determines the random half of every adapter.
+
+    Raises:
+        ModelError: ``config.targets`` names something that is not a linear layer.
+        RlhfError: peft is not installed.
     """
     try:
         with quiet():
@@ -42,13 +48,13 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, model)
     if config.quantize is not None:
-        # peft gives adapters the precision of a layer's weight, and a packed one has none to be seen.
+        # peft gives adapters the precision of a layer's weight, which a packed layer does not have.
         nn.Module.to(model, model.dtype)
     model.eval()
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Add the adapters to the weights they belong to, unpacked if they were packed, and take them out, in place."""
+    """Merge the adapters into their weights, unpacked if they were packed, and remove them, in place."""
     unpack_linear_layers(model)
     for name, layer in list(_adapted(model)):
         layer.merge()
@@ -62,7 +68,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside it the model computes what it did before it had adapters."""
+    """Switch the adapters off inside the block: the model computes as it did without them."""
     layers = [layer for _, layer in _adapted(model)]
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
@@ -77,13 +83,13 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class WithoutAdapters:
-    """The reference of a policy that trains adapters: the same model with them off, at no memory of its own."""
+    """The reference of a policy that trains adapters: the same model with the adapters off, sharing its memory."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
     def __call__(self, **inputs: Any) -> Any:
-        """The model's own forward."""
+        """Run the model's forward with the adapters off."""
         with adapters_off(self.model):
             return self.model(**inputs)
 

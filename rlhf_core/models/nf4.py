@@ -1,8 +1,8 @@
-"""4-bit weights under adapters, QLoRA's NF4 (Dettmers et al. 2023): frozen linear layers packed, and whole again.
+"""4-bit weights under adapters, QLoRA's NF4 (Dettmers et al. 2023): packing and unpacking frozen linear layers.
 
-bitsandbytes packs and unpacks. Its own layer is not used: on a CPU that one repacks its weights in place at the first
-pass without gradient, and on a GPU it multiplies single tokens by other kernels than sequences, where the sampler and
-the trainer of PPO have to agree.
+bitsandbytes packs and unpacks. Its own layer is not used: on a CPU it repacks its weights in place at the first pass
+without gradient, and on a GPU it multiplies single tokens by other kernels than sequences, while PPO's sampler and
+trainer have to agree.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ MISSING = "quantize: nf4 is set, but bitsandbytes is not installed: pip install 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A matrix as 4-bit codes; its scales, one for each 64 values, are in 8 bits themselves (double quantisation)."""
+    """A matrix in 4-bit codes, with one 8-bit scale for every 64 values (double quantisation)."""
 
     codes: Tensor
     scales: Any
 
     def unpacked(self) -> Tensor:
-        """The matrix (out, in) that the codes stand for, in the precision it had."""
+        """The dequantised matrix (out, in) in its original precision."""
         import bitsandbytes.functional as bnb
 
         matrix: Tensor = bnb.dequantize_4bit(self.codes, self.scales)
         return matrix
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
-        """Itself: nothing ever changes it."""
+        """Return itself, since it is immutable."""
         return self
 
 
 class NF4Linear(nn.Linear):
-    """A frozen linear layer that unpacks its weight in every pass, forward and backward; it has no ``weight``."""
+    """A frozen linear layer without ``weight`` that unpacks its matrix in every forward and backward pass."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
@@ -52,16 +52,16 @@ class NF4Linear(nn.Linear):
 
     @property
     def qweight(self) -> Tensor:
-        """The codes, under the name by which peft finds the device of a layer that has no ``weight``."""
+        """The codes; peft reads the device of a layer without ``weight`` from this attribute."""
         return self.packed.codes
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        product: Tensor = _Product.apply(input, self.packed)
+        product: Tensor = _Product.apply(input, self.packed)  # type: ignore[no-untyped-call]
         return product if self.bias is None else product + self.bias
 
     def unpacked(self) -> nn.Linear:
-        """The plain layer that computes the same."""
+        """Return the plain layer that computes the same."""
         layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         layer.weight = nn.Parameter(self.packed.unpacked(), requires_grad=False)
         layer.bias = self.bias
@@ -69,7 +69,7 @@ class NF4Linear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """``x W^T`` with W unpacked when it is needed and never kept."""
+    """``x W^T`` with W unpacked on demand and not stored."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: PackedWeight) -> Tensor:
@@ -82,7 +82,7 @@ class _Product(torch.autograd.Function):
 
 
 def packed(weight: Tensor) -> PackedWeight:
-    """``weight`` (out, in) in NF4, on its device. ``RlhfError`` where bitsandbytes is missing."""
+    """Quantise ``weight`` (out, in) to NF4, on its device. ``RlhfError`` if bitsandbytes is not installed."""
     try:
         with quiet():
             import bitsandbytes.functional as bnb
@@ -94,12 +94,12 @@ def packed(weight: Tensor) -> PackedWeight:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is a plain linear layer or a packed one, and nothing built upon them."""
+    """Whether ``module`` is a plain or a packed linear layer, and not a subclass of them."""
     return type(module) in (nn.Linear, NF4Linear)
 
 
 def pack_linear_layers(model: PreTrainedModel) -> None:
-    """Pack every linear layer below the head of ``model``, one after the other, in place."""
+    """Pack every linear layer below the head of ``model``, in place."""
     backbone = model.base_model
     for name, layer in list(backbone.named_modules()):
         if type(layer) is nn.Linear:
@@ -107,7 +107,7 @@ def pack_linear_layers(model: PreTrainedModel) -> None:
 
 
 def unpack_linear_layers(model: nn.Module) -> None:
-    """Turn packed layers into plain ones, in place; the model computes what it did."""
+    """Turn packed layers into plain ones that compute the same, in place."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, NF4Linear):
             _replace(model, name, layer.unpacked())

@@ -1,7 +1,7 @@
-"""One copy of the base weights for all models that were trained as adapters on it, from the policy to the referee.
+"""One copy of the base weights for all models trained as adapters on it: policy, critic, reward model and referee.
 
-Each is a tree of modules of its own whose frozen parameters are the same tensors. A scalar model that was trained with
-adapters keeps them beside its merged weights, with the hash of what they belong to.
+Each model is a module tree of its own whose frozen parameters are the same tensors. A scalar model trained with
+adapters saves them beside its merged weights, with the hash of the weights they belong to.
 """
 
 from __future__ import annotations
@@ -29,25 +29,31 @@ LORA_A, LORA_B = "lora_A", "lora_B"
 
 @dataclass(frozen=True)
 class Adapters:
-    """What was trained of a scalar model, adapters and head, by parameter name; ``base`` is the hash of the rest."""
+    """The trained part of a scalar model.
+
+    Attributes:
+        tensors: Adapters and head, by parameter name.
+        lora: Settings of the adapters.
+        base: Hash of the weights that the adapters belong to.
+    """
 
     tensors: dict[str, Tensor]
     lora: LoraConfig
     base: str
 
     def settings(self) -> dict[str, Any]:
-        """As JSON."""
+        """Everything but the tensors, as JSON."""
         return {"base": self.base, "lora": self.lora.model_dump(mode="json")}
 
 
 def base_hash(folder: Path) -> str:
-    """A hash of a model folder's weights."""
+    """Hash of the weights in a model folder."""
     names = sorted(folder.glob("model*.safetensors"))
     return hashlib.sha256("".join(sha256_file(name) for name in names).encode()).hexdigest()
 
 
 def read_adapters(folder: Path) -> Adapters:
-    """What :func:`adapters_of` found, from the folder it was saved in; ``ModelError`` when there is nothing of it."""
+    """Read the adapters that a stage saved in ``folder``; ``ModelError`` when there are none."""
     if not (folder / SETTINGS).is_file():
         raise ModelError(
             f"{folder} has no adapters ({SETTINGS}), so it cannot share the policy's weights: train it with lora, or "
@@ -57,10 +63,11 @@ def read_adapters(folder: Path) -> Adapters:
     return Adapters(load_file(folder / TENSORS), LoraConfig.model_validate(settings["lora"]), settings["base"])
 
 
-def joined(first: Adapters, second: Adapters) -> Adapters:
-    """Adapters that do what ``first`` does and, on weights into which that was merged, ``second``; its is the head.
+def stacked(first: Adapters, second: Adapters) -> Adapters:
+    """Combine two sets of adapters into one that computes their sum; the head is that of ``second``.
 
-    ``B1 A1 x + B2 A2 x`` is one product of the stacked matrices; scales go into B, so that what remains is 1.
+    ``second`` was trained on weights into which ``first`` had been merged. ``B1 A1 x + B2 A2 x`` is one product of the
+    stacked matrices; the scales alpha / rank go into B, so that the combined scale is 1.
     """
     names = sorted({name for name in (*first.tensors, *second.tensors) if LORA_A in name})
     rank = first.lora.rank + second.lora.rank
@@ -87,15 +94,15 @@ def _scaled(adapters: Adapters, a: str, b: str) -> tuple[Tensor, Tensor] | None:
 
 
 def adapters_of(model: ScalarModel, lora: LoraConfig, base: Path) -> Adapters:
-    """The adapters and the head of a model trained on the weights in the folder ``base``, before they are merged."""
+    """Copy the adapters and the head of a model, before merging; it was trained on the weights in folder ``base``."""
     trained = {name: p.detach().cpu().clone() for name, p in model.model.named_parameters() if p.requires_grad}
     return Adapters(trained, lora, base_hash(base))
 
 
 class SharedBase:
-    """The weights of the causal LM in ``folder``, as ``model`` holds them: in 4 bits if that has been packed.
+    """The weights of the causal LM in ``folder``, held by ``model`` (in 4 bits if it was packed).
 
-    To be made before ``model`` gets adapters of its own.
+    It has to be created before ``model`` gets adapters of its own.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
@@ -103,14 +110,17 @@ class SharedBase:
         self.hash = base_hash(folder)
 
     def scalar(self, folder: Path, through: Path | None = None) -> ScalarModel:
-        """The scalar model of ``folder``, its adapters on these weights; they and the head can be trained.
+        """Build the scalar model of ``folder`` from its adapters on these weights. Adapters and head are trainable.
 
-        Adapters on the model of the folder ``through``, itself adapters on these weights, come with that one's.
-        ``ModelError`` when there are no adapters, or of other weights.
+        Args:
+            through: Folder of the scalar model that it was trained on, itself adapters on these weights.
+
+        Raises:
+            ModelError: The folder has no adapters, or they belong to other weights.
         """
         adapters = read_adapters(folder)
         if through is not None and adapters.base == base_hash(through):
-            adapters = joined(read_adapters(through), adapters)
+            adapters = stacked(read_adapters(through), adapters)
         if adapters.base != self.hash:
             raise ModelError(
                 f"the adapters of {folder} belong to other weights than those of {self.folder}: train it again on "
@@ -131,7 +141,7 @@ class SharedBase:
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """The same modules once more, with the same parameters."""
+    """Copy the module tree but share its parameters."""
     return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 

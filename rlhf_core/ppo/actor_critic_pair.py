@@ -27,7 +27,7 @@ from rlhf_core.sampling.token_scoring import (
     response_values,
 )
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.engine.choice import finish
+from rlhf_core.training.engine.factory import finish
 
 Metrics = TypeVar("Metrics", bound=MetricRecord)
 PolicyMetricsT = TypeVar("PolicyMetricsT", bound=MetricRecord)
@@ -85,7 +85,7 @@ class ActorCriticPair(Protocol):
         """The policy's weights by its own names, on the CPU of the first rank."""
 
     def release_policy(self) -> PreTrainedModel:
-        """The trained policy as a plain model, on the first rank, which goes on alone; see ``engine.choice.finish``."""
+        """Return the trained policy as a plain model on the first rank, where alone the stage continues."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,7 @@ paper, section 5.3.3.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from rlhf_core import preemption
 from rlhf_core.config.critic import CriticConfig
 from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.ppo.actor_critic_pair import SeparateActorCritic, gathered_parameters
@@ -26,9 +24,9 @@ from rlhf_core.ppo.run_checkpoint import JsonLines, RunCheckpoints
 from rlhf_core.ppo.value_loss import ValueObjective
 from rlhf_core.progress import progress
 from rlhf_core.sampling.local import sample_replies
-from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
+from rlhf_core.training.run_context import RunContext
 
 FALLS_BY = 0.99  # a value loss counts as fallen when it is below this share of the best one
 
@@ -75,8 +73,7 @@ class CriticTrainer:
         pair: The frozen policy, which is its own reference (so that every KL is zero), and the critic with its engine.
         reward_fn: Raw rewards of replies.
         prompts: The prompts.
-        tracker: Where metrics are logged.
-        work: Folder of the partial state.
+        context: Where metrics are logged and the partial state is kept.
         moments: Running moments of raw rewards.
         frozen: The models that are only read.
     """
@@ -86,21 +83,21 @@ class CriticTrainer:
     pair: SeparateActorCritic
     reward_fn: RewardFn
     prompts: TrainingPrompts
-    tracker: Tracker
-    work: Path
+    context: RunContext
     moments: RunningMeanStd = field(default_factory=RunningMeanStd)
     frozen: FrozenModels = field(default_factory=FrozenModels)
 
     def __post_init__(self) -> None:
         config = self.config
         self.stop_rule = StopRule(config.explained_variance, config.patience, config.plateau)
-        self.history = JsonLines(self.work / "history.jsonl")
+        self.history = JsonLines(self.context.work / "history.jsonl")
         self.checkpoints = RunCheckpoints(
-            self.work / "checkpoints",
+            self.context.work / "checkpoints",
             self.pair.engines,
             {"history": self.history},
-            RollbackJournal(self.work / "rollbacks.json"),  # always empty: no rule watches this run
+            RollbackJournal(self.context.work / "rollbacks.json"),  # always empty: no rule watches this run
             config.checkpoint.keep,
+            self.context.store,
         )
         self.done, self.stopped, self.explained_variance = 0, "", 0.0
 
@@ -114,11 +111,11 @@ class CriticTrainer:
             Preempted: SIGTERM came; the rollout was finished and the state saved.
         """
         self.restore()
-        total = self.config.max_rollouts
-        with progress(total, "critic") as bar, preemption.at_safe_points():
+        total, preemption = self.config.max_rollouts, self.context.preemption
+        with progress(total, "critic") as bar, preemption.deferred():
             if self.done:
                 bar.advance(self.done)
-            while not (preempted := preemption.wanted()) and not self.stopped and self.done < total:
+            while not (preempted := preemption.requested()) and not self.stopped and self.done < total:
                 row = self.iterate()
                 bar.advance(1, explained_variance=self.explained_variance, value_loss=row["value_loss"])
                 if self.done % self.config.checkpoint.every == 0 or self.stopped:
@@ -126,7 +123,7 @@ class CriticTrainer:
             if preempted:
                 if self.done and not self.checkpoints.holds(self.done):
                     self.save(extra=True)
-                preemption.leave(f"critic made rollout {self.done} of {total}", saved=self.done > 0)
+                preemption.raise_preempted(f"critic made rollout {self.done} of {total}", saved=self.done > 0)
         return {
             "rollouts": self.done,
             "explained_variance": self.explained_variance,
@@ -167,7 +164,7 @@ class CriticTrainer:
             **clock.seconds,
         }
         self.history.append(row)
-        self.tracker.log_metrics(row, step=self.done)
+        self.context.tracker.log_metrics(row, step=self.done)
         return row
 
     def _update(self, experience: Experience) -> ValueUpdateMetrics:

@@ -17,6 +17,7 @@ from rlhf_core import distributed
 from rlhf_core.files import atomic_dir
 from rlhf_core.ppo.rollback_journal import RollbackJournal
 from rlhf_core.training.checkpoints import checkpoint
+from rlhf_core.training.checkpoints.store import CheckpointStore
 from rlhf_core.training.engine import Engine, EngineState
 from rlhf_core.training.rng import rng_state, set_rng_state
 
@@ -75,6 +76,7 @@ class RunCheckpoints:
         lines: Its line files by name.
         journal: Its rollbacks.
         keep: How many of the newest checkpoints are kept.
+        store: Receives a copy of the partial state after every checkpoint.
         keep_from: From which iteration on older ones are kept too, for a coming rollback.
     """
 
@@ -83,6 +85,7 @@ class RunCheckpoints:
     lines: Mapping[str, JsonLines]
     journal: RollbackJournal
     keep: int
+    store: CheckpointStore | None = None
     keep_from: int | None = None
 
     def save(self, iteration: int, meta: Mapping[str, Any], extra: bool = False) -> None:
@@ -110,7 +113,7 @@ class RunCheckpoints:
         earlier = checkpoint.saved_metas(self.directory)
         spare = {step for step, meta in earlier.items() if meta["extra"] and not extra}
         keep = len(earlier) + 1 if extra else self.keep
-        checkpoint.save(self.directory, iteration, tensors, content, keep, self.keep_from, spare)
+        checkpoint.save(self.directory, iteration, tensors, content, keep, self.keep_from, spare, self.store)
 
     def metas(self) -> dict[int, dict[str, Any]]:
         """``meta`` of every readable regular checkpoint by its iteration. The first rank's folder counts."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from rlhf_core import distributed, preemption
+from rlhf_core import distributed
 from rlhf_core.ppo.actor_critic_pair import gathered_parameters
 from rlhf_core.ppo.callbacks.callback import IterationRecord, TrainerCallback
 from rlhf_core.ppo.experience import Experience
@@ -25,9 +24,9 @@ from rlhf_core.ppo.run_checkpoint import JsonLines, RunCheckpoints
 from rlhf_core.ppo.update import Learner, UpdateMetrics, update
 from rlhf_core.progress import progress
 from rlhf_core.sampling.local import sample_replies
-from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
+from rlhf_core.training.run_context import RunContext
 
 
 @dataclass
@@ -40,8 +39,7 @@ class Trainer:
         prompts: The prompts.
         decode: Text of a reply's tokens, without its end marker.
         moments: Running moments of raw rewards from critic pre-training; they go on being updated.
-        tracker: Where metrics are logged.
-        work: Folder of the partial state.
+        context: Where metrics are logged and the partial state is kept.
         callbacks: What happens around an iteration, in this order: selection, health.
         referee: A second reward function, for metrics only.
         frozen: The models that are only read.
@@ -52,22 +50,22 @@ class Trainer:
     prompts: TrainingPrompts
     decode: Callable[[list[int]], str]
     moments: RunningMeanStd
-    tracker: Tracker
-    work: Path
+    context: RunContext
     callbacks: Sequence[TrainerCallback] = ()
     referee: RewardFn | None = None
     frozen: FrozenModels = field(default_factory=FrozenModels)
 
     def __post_init__(self) -> None:
-        self.config = self.learner.config
+        self.config, work = self.learner.config, self.context.work
         self.kl_controller = KlController(self.config.kl)
-        self.history, self.samples = JsonLines(self.work / "history.jsonl"), JsonLines(self.work / "samples.jsonl")
+        self.history, self.samples = JsonLines(work / "history.jsonl"), JsonLines(work / "samples.jsonl")
         self.checkpoints = RunCheckpoints(
-            self.work / "checkpoints",
+            work / "checkpoints",
             self.learner.pair.engines,
             {"history": self.history, "samples": self.samples},
-            RollbackJournal(self.work / "rollbacks.json"),
+            RollbackJournal(work / "rollbacks.json"),
             self.config.checkpoint.keep,
+            self.context.store,
         )
         self.done = 0  # iterations
 
@@ -82,11 +80,11 @@ class Trainer:
         self.restore()
         for callback in self.callbacks:
             callback.on_start(self)
-        total = self.config.iterations
-        with progress(total, "ppo") as bar, preemption.at_safe_points():
+        total, preemption = self.config.iterations, self.context.preemption
+        with progress(total, "ppo") as bar, preemption.deferred():
             if self.done:
                 bar.advance(self.done)
-            while not (preempted := preemption.wanted()) and self.done < total:
+            while not (preempted := preemption.requested()) and self.done < total:
                 before, record = self.done, self.iterate()
                 shown = {"reward": "reward_mean", "kl": "kl", "length": "length"}
                 bar.advance(self.done - before, **{label: record.metrics[name] for label, name in shown.items()})
@@ -94,7 +92,7 @@ class Trainer:
                 # After a rollback the state is that of a checkpoint and the journal.
                 if self.done and not self.checkpoints.holds(self.done):
                     self.save(extra=True)
-                preemption.leave(f"ppo made iteration {self.done} of {total}", saved=self.done > 0)
+                preemption.raise_preempted(f"ppo made iteration {self.done} of {total}", saved=self.done > 0)
 
     def iterate(self) -> IterationRecord:
         """Make one PPO iteration: collect, rewards, advantages, update, log."""
@@ -127,7 +125,7 @@ class Trainer:
         )
         for callback in self.callbacks:
             callback.after_update(self, record)
-        self.tracker.log_metrics(record.metrics | record.seconds, step=self.done)
+        self.context.tracker.log_metrics(record.metrics | record.seconds, step=self.done)
         self.history.append({"iteration": self.done} | record.metrics | record.seconds | record.notes)
         for callback in self.callbacks:
             callback.after_log(self, record)

@@ -1,1 +1,1 @@
-"""One file per stage, thin: read files, call the core, write files."""
+"""The stages of the pipeline, one file each: read files, call the core, write files."""

@@ -1,4 +1,4 @@
-"""Base: the starting model. A tokenizer and a tiny Llama made from the clean training text, or any model loaded."""
+"""Base: the starting model, a new tokenizer and tiny Llama or any model from a folder or the hub."""
 
 from __future__ import annotations
 
@@ -13,14 +13,10 @@ from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainTe
 from rlhf_core.errors import ModelError
 from rlhf_core.models.base import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.tracking import Tracker
 from rlhf_core.training.rng import derive_seed
+from rlhf_core.training.run_context import RunContext
 
-STAGE = Stage(
-    name="base", section="base", config=BaseConfig, inputs={"clean": "data/clean"}, outputs={"model": "models/base"}
-)
-
-# For loaded models that were never tuned for chat: plain roles, the reply closed by end-of-sequence.
+# For loaded models without a chat template: plain role names, and end-of-sequence after each reply.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
@@ -28,8 +24,8 @@ PLAIN_TEMPLATE = (
 )
 
 
-def run(config: BaseConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, float]:
-    """Write ``models/base``. ``ModelError`` when a given source cannot be loaded."""
+def run(config: BaseConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
+    """Write ``models/base``; ``ModelError`` when ``base.source`` cannot be loaded."""
     if config.source == "scratch":
         tokenizer: PreTrainedTokenizerBase = train_tokenizer(
             training_texts(inputs.clean), config.vocab_size, config.max_positions
@@ -42,13 +38,23 @@ def run(config: BaseConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> 
     return {"parameters": float(sum(p.numel() for p in model.parameters())), "vocabulary": float(len(tokenizer))}
 
 
+STAGE = Stage(
+    name="base",
+    section="base",
+    config=BaseConfig,
+    run=run,
+    inputs={"clean": "data/clean"},
+    outputs={"model": "models/base"},
+)
+
+
 def _source(source: str) -> str:
     expanded = Path(source).expanduser()
     return str(expanded) if expanded.exists() else source
 
 
 def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Give a loaded tokenizer a plain chat template where it has none; ``ModelError`` without end-of-sequence."""
+    """Add a plain chat template where a loaded tokenizer has none; ``ModelError`` without an end-of-sequence token."""
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of {source} has no end-of-sequence token; a reply could never end")
     if not tokenizer.chat_template:
@@ -56,9 +62,9 @@ def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
 
 
 def training_texts(clean: Path) -> Iterator[str]:
-    """Text of the train splits only: a tokenizer that had seen test text would flatter perplexity there.
+    """Yield the texts of the train splits; a tokenizer trained on test text would lower perplexity there.
 
-    A whole dialogue is given turn by turn, as the tokenizer will meet it between special tokens.
+    Dialogues are split into turns, as the tokenizer sees them between special tokens.
     """
     for row in read_rows(clean / "demonstrations" / "train.parquet", Demonstration):
         yield from _contents(row.prompt)

@@ -14,15 +14,14 @@ from rlhf_core.errors import DataError
 from rlhf_core.files import atomic_dir, atomic_write_json, sha256_file
 from rlhf_core.progress import progress
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.tracking import Tracker
+from rlhf_core.training.run_context import RunContext
 from rlhf_core.world import corpus
 
-STAGE = Stage(name="collect", section="collect", config=CollectConfig, outputs={"raw": "data/raw"})
 KINDS = tuple(ROW_TYPES)
 Rows = dict[str, list[dict[str, Any]]]
 
 
-def run(config: CollectConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, float]:
+def run(config: CollectConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
     """Write ``data/raw/KIND/data.parquet``, the rows that readers refused, and a manifest of all sources.
 
     Relative paths of sources start at the workspace.
@@ -46,6 +45,9 @@ def run(config: CollectConfig, inputs: Paths, outputs: Paths, tracker: Tracker) 
         write_refused(folder / "refused.parquet", refused)
         atomic_write_json(folder / "manifest.json", _manifest(config, rows, derived, files, folder))
     return {**{f"{kind}_rows": float(len(rows[kind])) for kind in KINDS}, "refused_rows": float(len(refused))}
+
+
+STAGE = Stage(name="collect", section="collect", config=CollectConfig, run=run, outputs={"raw": "data/raw"})
 
 
 def _from_world(config: CollectConfig) -> Rows:

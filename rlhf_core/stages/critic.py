@@ -22,28 +22,13 @@ from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.stages.training_prompts import read_training_prompts
-from rlhf_core.tracking import Tracker
-from rlhf_core.training.engine.choice import build_engine, finish
+from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed, seed_everything
-
-STAGE = Stage(
-    name="critic",
-    section="critic",
-    config=CriticStageConfig,
-    inputs={
-        "clean": "data/clean",
-        "sft": "models/sft",
-        "reward": "models/reward",
-        "pass_": "gates/reward.pass",
-        "reward_sources": tracked_files.FILE,
-    },
-    outputs={"model": "models/critic", "metrics": "metrics/critic.json", "history": "history/critic.jsonl"},
-    optional_inputs=frozenset({"reward_sources"}),
-)
+from rlhf_core.training.run_context import RunContext
 
 
-def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, float]:
+def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
     """Roll out the frozen SFT policy and regress values on returns until explained variance holds."""
     seed_everything(config.seed)
     rollout = config.ppo.rollout
@@ -51,13 +36,13 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
     policy.requires_grad_(False)
     critic = initial_critic(config, inputs)
     prompts = read_training_prompts(inputs.clean, tokenizer, policy, rollout.max_new_tokens)
-    frozen = FrozenModels()
+    frozen = FrozenModels(context.launch)
     sources = SourceContext(
         inputs.reward, inputs.clean, tokenizer, prompts, rollout.micro_batch_size, policy.device, frozen
     )
     reward_fn = build_reward_fn(rollout.reward.sources, sources)
     steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
-    engine = build_engine(critic, config.optimizer, steps, "critic")
+    engine = build_engine(critic, config.optimizer, steps, "critic", context)
     trainer = CriticTrainer(
         config=config,
         rollout=rollout,
@@ -66,8 +51,7 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
         ),
         reward_fn=reward_fn,
         prompts=prompts,
-        tracker=tracker,
-        work=outputs.work,
+        context=context,
         frozen=frozen,
     )
     metrics = trainer.run()
@@ -81,6 +65,23 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, tracker: Track
     critic.save(outputs.model, tokenizer, files, tensors)
     shutil.copyfile(trainer.history.path, outputs.history)
     return metrics
+
+
+STAGE = Stage(
+    name="critic",
+    section="critic",
+    config=CriticStageConfig,
+    run=run,
+    inputs={
+        "clean": "data/clean",
+        "sft": "models/sft",
+        "reward": "models/reward",
+        "pass_": "gates/reward.pass",
+        "reward_sources": tracked_files.FILE,
+    },
+    outputs={"model": "models/critic", "metrics": "metrics/critic.json", "history": "history/critic.jsonl"},
+    optional_inputs=frozenset({"reward_sources"}),
+)
 
 
 def initial_critic(config: CriticStageConfig, inputs: Paths) -> ScalarModel:

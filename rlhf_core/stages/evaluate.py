@@ -31,31 +31,13 @@ from rlhf_core.models.base import load_policy
 from rlhf_core.progress import Progress, progress
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.tracking import Tracker
+from rlhf_core.training.run_context import RunContext
 from rlhf_core.world.grammar import is_world
 
 WORLD_SOURCE = "world"
 
-STAGE = Stage(
-    name="evaluate",
-    section="evaluate",
-    config=EvaluateStageConfig,
-    inputs={
-        "clean": "data/clean",
-        "sft": "models/sft",
-        "policy": "models/policy",
-        "reward": "models/reward",
-        "referee": "models/referee",
-    },
-    outputs={
-        "metrics": "metrics/evaluation.json",
-        "comparisons": "samples/comparisons.parquet",
-        "bad_cases": "samples/bad_cases.jsonl",
-    },
-)
 
-
-def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
+def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
     """Generate, judge, compare; write metrics, all rows, and the cases where reward and judge disagree.
 
     The gold judge scores only prompts of the synthetic world. Evaluation sampling makes the replies that are judged,
@@ -93,9 +75,29 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, tracker: Tra
     bad_cases = evaluation.bad_cases(names[-1], config.bad_cases)
     atomic_write_text(outputs.bad_cases, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad_cases))
     atomic_write_json(outputs.metrics, metrics)
-    tracker.log_artifact(outputs.comparisons, "samples")
-    tracker.log_artifact(outputs.bad_cases, "samples")
+    context.tracker.log_artifact(outputs.comparisons, "samples")
+    context.tracker.log_artifact(outputs.bad_cases, "samples")
     return metrics
+
+
+STAGE = Stage(
+    name="evaluate",
+    section="evaluate",
+    config=EvaluateStageConfig,
+    run=run,
+    inputs={
+        "clean": "data/clean",
+        "sft": "models/sft",
+        "policy": "models/policy",
+        "reward": "models/reward",
+        "referee": "models/referee",
+    },
+    outputs={
+        "metrics": "metrics/evaluation.json",
+        "comparisons": "samples/comparisons.parquet",
+        "bad_cases": "samples/bad_cases.jsonl",
+    },
+)
 
 
 def all_of_the_world(prompts: Sequence[Prompt]) -> bool:

@@ -7,18 +7,10 @@ from typing import Any
 from rlhf_core.config.gates import GatesConfig
 from rlhf_core.gates import decide, load_metrics, settle
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.tracking import Tracker
-
-STAGE = Stage(
-    name="gate-policy",
-    section="gates",
-    config=GatesConfig,
-    inputs={"metrics": "metrics/evaluation.json", "ppo_metrics": "metrics/ppo.json"},
-    outputs={"evidence": "gates/policy.json", "pass_": "gates/policy.pass"},
-)
+from rlhf_core.training.run_context import RunContext
 
 
-def run(config: GatesConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
+def run(config: GatesConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
     """Check ``gates.policy`` against the evaluation's metrics; ``ppo.NAME`` is a metric of the PPO run.
 
     Raises:
@@ -27,5 +19,15 @@ def run(config: GatesConfig, inputs: Paths, outputs: Paths, tracker: Tracker) ->
     metrics, evidence = load_metrics(inputs.metrics, ppo=inputs.ppo_metrics)
     decision = decide("policy", config.policy, metrics, mode=config.mode, evidence=evidence)
     settle(decision, outputs.evidence, outputs.pass_)
-    tracker.set_tags({"rlhf.gate.policy": "passed" if decision.passed else "failed"})
+    context.tracker.set_tags({"rlhf.gate.policy": "passed" if decision.passed else "failed"})
     return {"passed": float(decision.passed), "conditions": float(len(decision.conditions))}
+
+
+STAGE = Stage(
+    name="gate-policy",
+    section="gates",
+    config=GatesConfig,
+    run=run,
+    inputs={"metrics": "metrics/evaluation.json", "ppo_metrics": "metrics/ppo.json"},
+    outputs={"evidence": "gates/policy.json", "pass_": "gates/policy.pass"},
+)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,13 +33,48 @@ from rlhf_core.stages.ppo_models import PolicyModels, build_pair, ptx_data
 from rlhf_core.stages.ppo_selection import CheckpointSelector, make_selector
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.stages.training_prompts import read_training_prompts
-from rlhf_core.tracking import Tracker
 from rlhf_core.training.rng import seed_everything
+from rlhf_core.training.run_context import RunContext
+
+
+@dataclass(frozen=True)
+class PpoRun:
+    """A run ready to start: the trainer, and those of its parts that the stage reads afterwards."""
+
+    trainer: Trainer
+    selector: CheckpointSelector
+    health: HealthCallback
+    tokenizer: PreTrainedTokenizerBase
+
+
+def run(config: PpoConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
+    """Train, choose a checkpoint, save it, and describe the run."""
+    ppo = assemble(config, inputs, context)
+    try:
+        ppo.trainer.run()
+        choice = ppo.selector.choice()
+        require_admissible(choice, config)
+    except TrainingPaused:
+        publish_lines(ppo.trainer, outputs)  # the report of a paused run shows its curves
+        raise
+    policy = ppo.trainer.learner.pair.release_policy()
+    load_weights(policy, load_best(context.work / "best", choice.candidate.iteration))
+    if config.policy_lora is not None:
+        merge_adapters(policy)
+    save_policy(outputs.model, policy, ppo.tokenizer)
+    publish_lines(ppo.trainer, outputs)
+    context.tracker.log_artifact(outputs.samples, "samples")
+    context.tracker.set_tags({"rlhf.selection": choice.reason})
+    metrics = summary(ppo.trainer, ppo.health, choice)
+    atomic_write_json(outputs.metrics, metrics)
+    return metrics
+
 
 STAGE = Stage(
     name="ppo",
     section="ppo",
     config=PpoConfig,
+    run=run,
     inputs={
         "clean": "data/clean",
         "base": "models/base",
@@ -62,43 +96,10 @@ STAGE = Stage(
 )
 
 
-@dataclass(frozen=True)
-class PpoRun:
-    """A run ready to start: the trainer, and those of its parts that the stage reads afterwards."""
-
-    trainer: Trainer
-    selector: CheckpointSelector
-    health: HealthCallback
-    tokenizer: PreTrainedTokenizerBase
-
-
-def run(config: PpoConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
-    """Train, choose a checkpoint, save it, and describe the run."""
-    ppo = assemble(config, inputs, outputs.work, tracker)
-    try:
-        ppo.trainer.run()
-        choice = ppo.selector.choice()
-        require_admissible(choice, config)
-    except TrainingPaused:
-        publish_lines(ppo.trainer, outputs)  # the report of a paused run shows its curves
-        raise
-    policy = ppo.trainer.learner.pair.release_policy()
-    load_weights(policy, load_best(outputs.work / "best", choice.candidate.iteration))
-    if config.policy_lora is not None:
-        merge_adapters(policy)
-    save_policy(outputs.model, policy, ppo.tokenizer)
-    publish_lines(ppo.trainer, outputs)
-    tracker.log_artifact(outputs.samples, "samples")
-    tracker.set_tags({"rlhf.selection": choice.reason})
-    metrics = summary(ppo.trainer, ppo.health, choice)
-    atomic_write_json(outputs.metrics, metrics)
-    return metrics
-
-
-def assemble(config: PpoConfig, inputs: Paths, work: Path, tracker: Tracker) -> PpoRun:
-    """Build a run from the inputs of the stage; ``work`` keeps its partial state."""
+def assemble(config: PpoConfig, inputs: Paths, context: RunContext) -> PpoRun:
+    """Build a run from the inputs of the stage; ``context.work`` keeps its partial state."""
     seed_everything(config.seed)
-    models = PolicyModels.load(config, inputs)
+    models = PolicyModels.load(config, inputs, context)
     tokenizer, frozen = models.tokenizer, models.frozen
     selector = make_selector(config, inputs, models.reference, tokenizer, frozen)
     policy = models.load_trained(config, inputs)
@@ -108,7 +109,7 @@ def assemble(config: PpoConfig, inputs: Paths, work: Path, tracker: Tracker) -> 
     size = config.micro_batch_size
     sources = SourceContext(inputs.reward, inputs.clean, tokenizer, prompts, size, policy.device, frozen)
     reward_fn = build_reward_fn(config.reward.sources, sources)
-    pair = build_pair(config, inputs, models, policy)
+    pair = build_pair(config, inputs, models, policy, context)
     positions = getattr(policy.config, "max_position_embeddings", None)
     learner = Learner(config, pair, models.reference, ptx_data(config, inputs.clean, tokenizer, positions))
 
@@ -120,9 +121,8 @@ def assemble(config: PpoConfig, inputs: Paths, work: Path, tracker: Tracker) -> 
         prompts=prompts,
         decode=lambda ids: decode_reply(tokenizer, ids)[0],
         moments=RunningMeanStd.from_dict(read_json(inputs.critic / "reward_moments.json")),
-        tracker=tracker,
-        work=work,
-        callbacks=(SelectionCallback(selector, config.selection.every, work / "best"), health),
+        context=context,
+        callbacks=(SelectionCallback(selector, config.selection.every, context.work / "best"), health),
         referee=reward_model_fn(frozen.scalar(inputs.referee), size),
         frozen=frozen,
     )

@@ -21,9 +21,10 @@ from rlhf_core.ppo.actor_critic_pair import ActorCriticPair, SeparateActorCritic
 from rlhf_core.ppo.ptx import PtxData
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.training.engine.choice import build_engine
+from rlhf_core.training.engine.factory import build_engine
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
+from rlhf_core.training.run_context import RunContext
 
 
 @dataclass
@@ -40,9 +41,9 @@ class PolicyModels:
     adapted: PreTrainedModel | None = None
 
     @classmethod
-    def load(cls, config: PpoConfig, inputs: Paths) -> PolicyModels:
+    def load(cls, config: PpoConfig, inputs: Paths, context: RunContext) -> PolicyModels:
         """Load the SFT model as the reference."""
-        frozen = FrozenModels()
+        frozen = FrozenModels(context.launch)
         model, tokenizer = load_policy(inputs.sft)
         if config.policy_lora is None:
             return cls(model.requires_grad_(False), tokenizer, frozen)
@@ -63,7 +64,9 @@ class PolicyModels:
         return load_policy(inputs.sft if config.policy_init == "sft" else inputs.base)[0]
 
 
-def build_pair(config: PpoConfig, inputs: Paths, models: PolicyModels, policy: PreTrainedModel) -> ActorCriticPair:
+def build_pair(
+    config: PpoConfig, inputs: Paths, models: PolicyModels, policy: PreTrainedModel, context: RunContext
+) -> ActorCriticPair:
     """Load the pre-trained critic, or put its value head on the policy, and build engines and schedules."""
     sampling = Sampling.for_rollouts(models.tokenizer, config.rollout)
     per_iteration = config.epochs * config.minibatches
@@ -71,13 +74,13 @@ def build_pair(config: PpoConfig, inputs: Paths, models: PolicyModels, policy: P
     warmup = config.warmup_iterations * per_iteration or None
     if config.critic_mode == "shared":
         model = ActorCritic.with_head_of(ScalarModel.load(inputs.critic), policy)
-        engine = build_engine(model, config.policy_optimizer, steps, "policy", warmup)
+        engine = build_engine(model, config.policy_optimizer, steps, "policy", context, warmup)
         return SharedActorCritic(model, engine, sampling, config.micro_batch_size)
     assert config.critic_optimizer is not None
     critic = load_critic(config, inputs, models.frozen)
     engines = {
-        "policy": build_engine(policy, config.policy_optimizer, steps, "policy", warmup),
-        "critic": build_engine(critic, config.critic_optimizer, steps, "critic", warmup),
+        "policy": build_engine(policy, config.policy_optimizer, steps, "policy", context, warmup),
+        "critic": build_engine(critic, config.critic_optimizer, steps, "critic", context, warmup),
     }
     return SeparateActorCritic(policy, critic, engines, sampling, config.micro_batch_size)
 

@@ -10,7 +10,7 @@ from rlhf_core.evaluation.report.sources import load_sources
 from rlhf_core.evaluation.report.view import build_context
 from rlhf_core.files import atomic_write_text
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.tracking import Tracker
+from rlhf_core.training.run_context import RunContext
 
 _METRICS = {
     f"{name}_metrics": f"metrics/{name}.json"
@@ -25,17 +25,8 @@ _SAMPLES = {
 }
 _INPUTS = _METRICS | _GATES | _HISTORIES | _SAMPLES
 
-STAGE = Stage(
-    name="report",
-    section="report",
-    config=ReportConfig,
-    inputs=_INPUTS,
-    outputs={"report": "report.html"},
-    optional_inputs=frozenset(_INPUTS),
-)
 
-
-def run(config: ReportConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Any]:
+def run(config: ReportConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
     """Write ``report.html``.
 
     Missing parts are named. Files of stages behind a failed gate are from an earlier run and are left out. The
@@ -44,3 +35,14 @@ def run(config: ReportConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -
     sources = load_sources(inputs, outputs.report.parent / "params.yaml")
     atomic_write_text(outputs.report, render(build_context(sources, config.title, config.replies)))
     return {"missing_parts": float(len(sources.missing))}
+
+
+STAGE = Stage(
+    name="report",
+    section="report",
+    config=ReportConfig,
+    run=run,
+    inputs=_INPUTS,
+    outputs={"report": "report.html"},
+    optional_inputs=frozenset(_INPUTS),
+)

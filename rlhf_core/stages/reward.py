@@ -1,27 +1,89 @@
-"""Reward: the model of human preference that PPO optimises against, judged by more than accuracy."""
+"""Reward: the model of human preference that PPO optimises against, judged by more than accuracy.
+
+The referee's stage trains and evaluates its model by the same function, on other pairs.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.files import atomic_dir, atomic_write_json
 from rlhf_core.models.base import load_tokenizer
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.tracking import Tracker
 from rlhf_core.training.reward.baselines import bag_of_words_accuracy
 from rlhf_core.training.reward.plots import draw_reward_plots
 from rlhf_core.training.reward.run import (
-    evaluate_splits,
-    prefix,
+    RewardModelRun,
+    metric_prefix,
     read_split,
     train_scalar,
     write_history,
     write_scores,
 )
+from rlhf_core.training.run_context import RunContext
+
+# Further metrics of a finished run, and files that describe it.
+Describe = Callable[[RewardModelRun, Paths, RunContext], dict[str, float]]
+
+
+def train_reward_model(
+    config: RewardConfig,
+    inputs: Paths,
+    outputs: Paths,
+    context: RunContext,
+    *,
+    name: str,
+    pairs: str,
+    describe: Describe | None = None,
+) -> dict[str, object]:
+    """Train a scalar model on preference pairs and write its folder, history, test rewards and metrics.
+
+    Args:
+        name: The stage's name, which sets its random streams apart.
+        pairs: Folder of the clean data with the training and validation pairs. The test pairs are common to all models
+            (``preferences``), so that their rewards can be compared.
+        describe: Adds metrics and files of its own.
+
+    Returns:
+        Metrics of the validation split under plain names and of the test split after ``test_``.
+    """
+    init = inputs[config.init]
+    tokenizer = load_tokenizer(init)
+    folders = {"train": pairs, "validation": pairs, "test": "preferences"}
+    splits = {
+        split: read_split(inputs.clean / folder / f"{split}.parquet", tokenizer, config.max_tokens)
+        for split, folder in folders.items()
+    }
+    trained = train_scalar(config, name, init, splits["train"], splits["validation"], context)
+    trained.save(outputs.model)
+    write_history(outputs.history, trained)
+    run = RewardModelRun.evaluated(
+        trained, splits["train"], {"validation": splits["validation"], "test": splits["test"]}
+    )
+    write_scores(outputs.scores, run.scores["test"], splits["test"])
+    metrics = run.metrics() | (describe(run, outputs, context) if describe is not None else {})
+    atomic_write_json(outputs.metrics, metrics)
+    return metrics
+
+
+def plots_and_baseline(run: RewardModelRun, outputs: Paths, context: RunContext) -> dict[str, float]:
+    """Draw margins, calibration and curves; return what a bag of words reaches on the same pairs."""
+    with atomic_dir(outputs.plots) as plots:
+        margins = {name: scored.margins for name, scored in run.scores.items()}
+        draw_reward_plots(plots, margins, run.trained.result.history)
+    for plot in sorted(outputs.plots.glob("*.png")):
+        context.tracker.log_artifact(plot, "plots")
+    words = bag_of_words_accuracy(run.train.rows, {name: split.rows for name, split in run.held_out.items()})
+    return {f"{metric_prefix(name)}baseline_bow": accuracy for name, accuracy in words.items()}
+
 
 STAGE = Stage(
     name="reward",
     section="reward",
     config=RewardConfig,
+    run=partial(train_reward_model, name="reward", pairs="preferences", describe=plots_and_baseline),
     inputs={"clean": "data/clean", "sft": "models/sft", "base": "models/base"},
     outputs={
         "model": "models/reward",
@@ -31,27 +93,3 @@ STAGE = Stage(
         "scores": "samples/reward_scores.json",
     },
 )
-
-
-def run(config: RewardConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, object]:
-    """Write ``models/reward``, metrics of the validation (plain names) and test split (``test_``), history, plots."""
-    init = inputs[config.init]
-    tokenizer = load_tokenizer(init)
-    folder = inputs.clean / "preferences"
-    names = ("train", "validation", "test")
-    splits = {name: read_split(folder / f"{name}.parquet", tokenizer, config.max_tokens) for name in names}
-    trained = train_scalar(config, "reward", init, splits["train"], splits["validation"], outputs.work, tracker)
-    trained.save(outputs.model)
-    write_history(outputs.history, trained)
-
-    held_out = {name: splits[name] for name in names[1:]}
-    metrics, scores = evaluate_splits(trained, splits["train"], held_out)
-    words = bag_of_words_accuracy(splits["train"].rows, {name: split.rows for name, split in held_out.items()})
-    metrics |= {f"{prefix(name)}baseline_bow": accuracy for name, accuracy in words.items()}
-    write_scores(outputs.scores, scores["test"], held_out["test"])
-    with atomic_dir(outputs.plots) as plots:
-        draw_reward_plots(plots, {name: scored.margins for name, scored in scores.items()}, trained.result.history)
-    for plot in sorted(outputs.plots.glob("*.png")):
-        tracker.log_artifact(plot, "plots")
-    atomic_write_json(outputs.metrics, metrics)
-    return metrics

@@ -1,4 +1,4 @@
-"""SFT: demonstrations to imitate, judged by held-out perplexity."""
+"""SFT: supervised fine-tuning on demonstrations, measured by perplexity on held-out ones."""
 
 from __future__ import annotations
 
@@ -14,37 +14,24 @@ from rlhf_core.errors import DataError
 from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.models.base import load_policy, save_policy
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.tracking import Tracker
-from rlhf_core.training.engine.choice import build_engine, finish
+from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.examples import Example, tokenised_examples
 from rlhf_core.training.loop import Loop, LoopSettings
 from rlhf_core.training.rng import derive_seed
+from rlhf_core.training.run_context import RunContext
 from rlhf_core.training.sft import SftTask, sample_replies
 
-STAGE = Stage(
-    name="sft",
-    section="sft",
-    config=SftConfig,
-    inputs={"clean": "data/clean", "base": "models/base"},
-    outputs={
-        "model": "models/sft",
-        "metrics": "metrics/sft.json",
-        "history": "history/sft.jsonl",
-        "samples": "samples/sft.jsonl",
-    },
-)
 
-
-def run(config: SftConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, float]:
-    """Write ``models/sft``, its metrics, history and sample replies. A killed run goes on from its checkpoint."""
+def run(config: SftConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
+    """Write ``models/sft``, its metrics, history and sample replies. An interrupted run resumes from its checkpoint."""
     model, tokenizer = load_policy(inputs.base)
     folder = inputs.clean / "demonstrations"
     train, dropped = read_examples(folder / "train.parquet", tokenizer, config.max_tokens)
     validation, _ = read_examples(folder / "validation.parquet", tokenizer, config.max_tokens)
-    engine = build_engine(model, config.optimizer, config.steps, "sft")
+    engine = build_engine(model, config.optimizer, config.steps, "sft", context)
     task = SftTask(engine, model, train, validation, config, pad_id(tokenizer))
     settings = LoopSettings("sft", config.seed, config.steps, config.eval_every, config.checkpoint)
-    result = Loop(engine, task, settings, outputs.work, tracker).run()
+    result = Loop(engine, task, settings, context).run()
     model = finish(engine, model)
 
     save_policy(outputs.model, model, tokenizer)
@@ -69,8 +56,23 @@ def run(config: SftConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> d
     return metrics
 
 
+STAGE = Stage(
+    name="sft",
+    section="sft",
+    config=SftConfig,
+    run=run,
+    inputs={"clean": "data/clean", "base": "models/base"},
+    outputs={
+        "model": "models/sft",
+        "metrics": "metrics/sft.json",
+        "history": "history/sft.jsonl",
+        "samples": "samples/sft.jsonl",
+    },
+)
+
+
 def read_examples(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> tuple[list[Example], int]:
-    """Tokenised demonstrations of a file and how many were over-long; ``DataError`` when none is left."""
+    """Read and tokenise demonstrations, and count those over ``max_tokens``; ``DataError`` when none is left."""
     rows = read_rows(path, Demonstration)
     examples, dropped = tokenised_examples(tokenizer, rows, max_tokens)
     if not examples:

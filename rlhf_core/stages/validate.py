@@ -13,24 +13,10 @@ from rlhf_core.errors import DataError
 from rlhf_core.files import atomic_dir, atomic_write_json, sha256_file
 from rlhf_core.gates import GateDecision, decide
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.tracking import Tracker
-
-STAGE = Stage(
-    name="validate",
-    section="validate",
-    config=ValidateConfig,
-    inputs={"raw": "data/raw"},
-    outputs={
-        "clean": "data/clean",
-        "quarantine": "data/quarantine.parquet",
-        "docs": "data/docs",
-        "metrics": "metrics/data.json",
-        "gate": "gates/data.json",
-    },
-)
+from rlhf_core.training.run_context import RunContext
 
 
-def run(config: ValidateConfig, inputs: Paths, outputs: Paths, tracker: Tracker) -> dict[str, Numbers | float]:
+def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Numbers | float]:
     """Write clean splits, quarantine, data docs, metrics and the gate's evidence.
 
     Raises:
@@ -53,6 +39,22 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, tracker: Tracker)
     with atomic_dir(outputs.clean) as folder:
         write_splits(folder, files)
     return metrics
+
+
+STAGE = Stage(
+    name="validate",
+    section="validate",
+    config=ValidateConfig,
+    run=run,
+    inputs={"raw": "data/raw"},
+    outputs={
+        "clean": "data/clean",
+        "quarantine": "data/quarantine.parquet",
+        "docs": "data/docs",
+        "metrics": "metrics/data.json",
+        "gate": "gates/data.json",
+    },
+)
 
 
 def gate_conditions(config: ValidateConfig, files: Tables) -> list[Condition]:

@@ -1,7 +1,7 @@
-"""The resumable loop under supervised training: steps, records, evaluations and checkpoints, and nothing else.
+"""The resumable loop of supervised training: steps, records, evaluations and checkpoints.
 
-Everything that happens at a step is a function of the step number, the seed and the restored state, so a run killed at
-any moment and started again ends with the same weights and history, bit for bit on a CPU.
+A step is a function of its number, the seed and the restored state, so that a run killed at any moment and started
+again ends with the same weights and history, bit for bit on a CPU.
 """
 
 from __future__ import annotations
@@ -9,43 +9,47 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf_core import preemption
 from rlhf_core.config.model import CheckpointConfig
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.progress import Progress, progress
-from rlhf_core.tracking import Tracker
 from rlhf_core.training.checkpoints.checkpoint import load_latest, save
 from rlhf_core.training.engine import Engine, EngineState
 from rlhf_core.training.history import CLOCK_FIELDS, Block, History
 from rlhf_core.training.rng import derive_seed, rng_state, seed_everything, set_rng_state
+from rlhf_core.training.run_context import RunContext
 
 RECORD_EVERY = 10
 
 
 @dataclass(frozen=True)
-class StepFigures:
-    """What a task reports of one step: named ``figures`` to average over a block, and the tokens it trained on."""
+class StepReport:
+    """What a task reports of one step: ``metrics`` to average over a block, and the tokens it trained on."""
 
-    figures: dict[str, float]
+    metrics: dict[str, float]
     tokens: int
 
 
 class Task(Protocol):
-    """What is trained."""
+    """A supervised objective: its gradients and its evaluation."""
 
-    def train_step(self, step: int) -> StepFigures:
+    def train_step(self, step: int) -> StepReport:
         """Put the gradients of optimiser step ``step`` (from 0) into the engine."""
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out figures of the model as it is."""
+        """Metrics of the current model on held-out data."""
 
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """``name`` seeds the run's random streams and titles its progress; evaluations also come first and last."""
+    """Length and rhythm of a run.
+
+    Attributes:
+        name: Sets the run's random streams apart and titles its progress.
+        steps: Optimiser steps.
+        eval_every: Steps between evaluations; there is one before the first and one after the last step too.
+    """
 
     name: str
     seed: int
@@ -56,7 +60,7 @@ class LoopSettings:
 
 @dataclass(frozen=True)
 class LoopResult:
-    """The whole history (also of the part before a resume), and the speed over all training steps."""
+    """The whole history, that of the part before a resume included, and the cost of all training steps."""
 
     history: list[dict[str, Any]]
     tokens: int
@@ -64,46 +68,49 @@ class LoopResult:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens trained on per second of training; evaluations and checkpoints are not in it."""
+        """Tokens trained on per second, evaluations and checkpoints not counted."""
         return self.tokens / max(self.seconds, 1e-9)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """The records that carry held-out figures, first to last."""
+        """The records with metrics on held-out data, first to last."""
         return [record for record in self.history if any(name.startswith("validation_") for name in record)]
 
 
 class Loop:
-    """One run. ``work`` holds its checkpoints and history and may hold those of a killed run, which then goes on."""
+    """One run. Checkpoints and history of an interrupted run in ``context.work`` are resumed."""
 
-    def __init__(self, engine: Engine, task: Task, settings: LoopSettings, work: Path, tracker: Tracker) -> None:
-        self.engine, self.task, self.settings, self.tracker = engine, task, settings, tracker
-        self.checkpoints = work / "checkpoints"
-        self.history = History(work / "history.jsonl")
+    def __init__(self, engine: Engine, task: Task, settings: LoopSettings, context: RunContext) -> None:
+        self.engine, self.task, self.settings, self.context = engine, task, settings, context
+        self.checkpoints = context.work / "checkpoints"
+        self.history = History(context.work / "history.jsonl")
         self.block = Block()
         self.done = self.tokens = 0
         self.saved = 0  # the step that the newest checkpoint is of
         self.seconds = 0.0
 
     def run(self) -> LoopResult:
-        """Train to the last step. ``TrainingPaused`` after repeated non-finite steps, with the history written;
-        ``Preempted`` after the step in which SIGTERM came, with the state saved."""
+        """Train to the last step.
+
+        Raises:
+            TrainingPaused: Three steps in a row were not finite; the history is written.
+            Preempted: SIGTERM came; the step was finished and the state saved.
+        """
         self._restore()
         if self.done == 0:
             self._record(self._evaluation())
-        with progress(self.settings.steps, self.settings.name) as shown, preemption.at_safe_points():
-            shown.advance(self.done)
-            while not (stopping := preemption.wanted()) and self.done < self.settings.steps:
-                self._step(shown)
-            if stopping:
-                self._leave()
+        preemption = self.context.preemption
+        with progress(self.settings.steps, self.settings.name) as bar, preemption.deferred():
+            bar.advance(self.done)
+            while not (preempted := preemption.requested()) and self.done < self.settings.steps:
+                self._step(bar)
+            if preempted:
+                if self.done > self.saved:
+                    self._save()
+                steps = f"{self.settings.name} made step {self.done} of {self.settings.steps}"
+                preemption.raise_preempted(steps, saved=self.done > 0)
         return LoopResult(self.history.records, self.tokens, self.seconds)
 
-    def _leave(self) -> None:
-        if self.done > self.saved:
-            self._save()
-        preemption.leave(f"{self.settings.name} made step {self.done} of {self.settings.steps}", saved=self.done > 0)
-
-    def _step(self, shown: Progress) -> None:
+    def _step(self, bar: Progress) -> None:
         started = time.perf_counter()
         self.engine.model.train()
         report = self.task.train_step(self.done)
@@ -112,13 +119,13 @@ class Loop:
         except TrainingPaused as paused:
             self._record({"skipped_steps": self.engine.skipped_steps})
             raise TrainingPaused(f"{paused} ({self.history.path})") from paused
-        # Read before the optimiser changed anything, so that loss and norm belong to the same weights.
-        self.block.add(report.figures | {"grad_norm": result.grad_norm})
+        # Loss and norm belong to the same weights: both were taken before the update.
+        self.block.add(report.metrics | {"grad_norm": result.grad_norm})
         self.done += 1
         self.tokens += report.tokens
         self.seconds += time.perf_counter() - started
         self._after_step(result.lr)
-        shown.advance(loss=report.figures["loss"], tokens_s=self.tokens / self.seconds)
+        bar.advance(loss=report.metrics["loss"], tokens_s=self.tokens / self.seconds)
 
     def _after_step(self, rate: float) -> None:
         """Record, evaluate and save where the step number says so."""
@@ -126,9 +133,9 @@ class Loop:
         evaluating = last or self.done % self.settings.eval_every == 0
         saving = last or self.done % self.settings.checkpoint.every == 0
         if evaluating or saving or self.done % RECORD_EVERY == 0:
-            # A record closes its block, so only the checkpoint of a preempted run falls inside one.
-            figures = {"lr": rate, "skipped_steps": self.engine.skipped_steps}
-            self._record(figures | (self._evaluation() if evaluating else {}))
+            # A record closes its block, so that only the checkpoint of a preempted run falls inside one.
+            metrics = {"lr": rate, "skipped_steps": self.engine.skipped_steps}
+            self._record(metrics | (self._evaluation() if evaluating else {}))
         if saving:
             self._save()
 
@@ -137,15 +144,17 @@ class Loop:
         with self.engine.gathered_parameters():
             return {f"validation_{name}": value for name, value in self.task.evaluate().items()}
 
-    def _record(self, figures: Mapping[str, float]) -> None:
-        record: dict[str, Any] = {"step": self.done, **self.block.means(), **figures, "tokens": self.tokens}
+    def _record(self, metrics: Mapping[str, float]) -> None:
+        record: dict[str, Any] = {"step": self.done, **self.block.means(), **metrics, "tokens": self.tokens}
         if self.seconds:
             record |= dict(zip(CLOCK_FIELDS, (self.seconds, self.tokens / self.seconds), strict=True))
         self.history.append(record)
         self._track(self.history.records[-1])
 
     def _track(self, record: Mapping[str, Any]) -> None:
-        self.tracker.log_metrics({k: float(v) for k, v in record.items() if k != "step"}, step=int(record["step"]))
+        self.context.tracker.log_metrics(
+            {k: float(v) for k, v in record.items() if k != "step"}, step=int(record["step"])
+        )
 
     def _save(self) -> None:
         state = self.engine.state()
@@ -153,22 +162,27 @@ class Loop:
         meta = {"engine": state.meta, "rng": random_meta, "tokens": self.tokens, "seconds": self.seconds}
         meta["block"] = self.block.state()
         tensors = {f"engine.{name}": tensor for name, tensor in state.tensors.items()} | random_tensors
-        save(self.checkpoints, self.done, tensors, meta, self.settings.checkpoint.keep)
+        keep = self.settings.checkpoint.keep
+        save(self.checkpoints, self.done, tensors, meta, keep, store=self.context.store)
         self.saved = self.done
 
     def _restore(self) -> None:
         """Continue from the newest sound checkpoint, or start from step 0."""
-        found = load_latest(self.checkpoints)
-        self.history.resume_at(found.step if found else None)
-        if found is None:
+        checkpoint = load_latest(self.checkpoints)
+        self.history.resume_at(checkpoint.step if checkpoint else None)
+        if checkpoint is None:
             seed_everything(derive_seed(self.settings.seed, self.settings.name, "process"))
             return
-        weights = {k.removeprefix("engine."): v for k, v in found.tensors.items() if k.startswith("engine.")}
-        self.engine.load_state(EngineState(weights, found.meta["engine"]))
-        set_rng_state(found.tensors, found.meta["rng"])
-        self.done, self.tokens, self.seconds = found.step, int(found.meta["tokens"]), float(found.meta["seconds"])
-        self.saved = found.step
-        self.block.load_state(found.meta["block"])
-        # The tracked run is a new one; it gets the whole history.
+        weights = {k.removeprefix("engine."): v for k, v in checkpoint.tensors.items() if k.startswith("engine.")}
+        self.engine.load_state(EngineState(weights, checkpoint.meta["engine"]))
+        set_rng_state(checkpoint.tensors, checkpoint.meta["rng"])
+        self.done, self.tokens, self.seconds = (
+            checkpoint.step,
+            int(checkpoint.meta["tokens"]),
+            float(checkpoint.meta["seconds"]),
+        )
+        self.saved = checkpoint.step
+        self.block.load_state(checkpoint.meta["block"])
+        # The tracked run is a new one, so that it gets the whole history.
         for record in self.history.records:
             self._track(record)

@@ -1,7 +1,7 @@
 """Losses of supervised fine-tuning and of the reward model (algorithms.md §1 and 2).
 
-Each takes the ``total`` of the whole optimiser step to divide by, so that the losses of its micro-batches add up to the
-loss of the full batch. Shapes: N tokens, V vocabulary, B pairs.
+Each divides by the ``total`` of the whole optimiser step, so that the losses of its micro-batches add up to the loss of
+the full batch. Shapes: N tokens, V vocabulary, B pairs.
 """
 
 from __future__ import annotations
@@ -26,6 +26,6 @@ def pairwise_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None, total
     return -functional.logsigmoid(difference).sum() / total
 
 
-def centring_loss(chosen: Tensor, rejected: Tensor, total: int) -> Tensor:
-    """``(r_w + r_l)^2`` summed over pairs, divided by ``total``: keeps rewards around zero without touching margins."""
+def centering_loss(chosen: Tensor, rejected: Tensor, total: int) -> Tensor:
+    """``(r_w + r_l)^2`` summed over pairs, divided by ``total``: keeps rewards near zero and margins unchanged."""
     return (chosen + rejected).square().sum() / total

@@ -36,7 +36,7 @@ def lr_at(step: int, total_steps: int, config: OptimizerConfig, warmup_steps: in
 def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over the trainable parameters; norms and biases (fewer than two dimensions) do not decay.
 
-    The fused form does one pass per parameter on CPU and GPU alike: for a tiny model that is a tenth of the step.
+    The fused form makes one pass per parameter on CPU and GPU, a tenth of the step's time for a tiny model.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [

@@ -1,4 +1,4 @@
-"""Random state: independent streams derived from one seed, and saving and restoring the generators of the process."""
+"""Random state: independent streams derived from one seed, and the state of the process's generators."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from rlhf_core import distributed
 
 
 def derive_seed(seed: int, *names: str | int) -> int:
-    """A seed in [0, 2^63) for a named stream, such as ``derive_seed(1, "sft", "order")``; streams are independent."""
+    """Derive the seed, in [0, 2^63), of a named stream such as ``derive_seed(1, "sft", "order")``.
+
+    Streams of different names are independent.
+    """
     text = "|".join(str(part) for part in (seed, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def seed_everything(seed: int) -> None:
-    """Seed python, numpy and torch (all devices) of this process."""
+    """Seed Python's, NumPy's and torch's generators (on all devices) of this process."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """State of python's, numpy's and torch's generators, as ``(tensors, JSON values)``."""
+    """State of Python's, NumPy's and torch's generators, as ``(tensors, JSON values)``."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors = {
@@ -45,7 +48,7 @@ def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def set_rng_state(tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-    """Restore what :func:`rng_state` returned, on every rank that of the first.
+    """Restore what :func:`rng_state` returned on rank 0, on every rank.
 
     GPU generators are restored where the number of GPUs is the same.
     """

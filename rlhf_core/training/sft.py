@@ -18,8 +18,8 @@ from rlhf_core.data.schema import Demonstration
 from rlhf_core.data.sharding import passes
 from rlhf_core.models.forward import position_ids_from_mask, selected_logits
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.examples import BatchPlan, Example, ReplyBatch, by_length, collate
-from rlhf_core.training.loop import StepFigures
+from rlhf_core.training.examples import Example, LengthBucketedBatches, ReplyBatch, by_length, collate
+from rlhf_core.training.loop import StepReport
 from rlhf_core.training.losses import token_cross_entropy
 from rlhf_core.training.rng import derive_seed
 
@@ -27,7 +27,7 @@ EVALUATION_ROWS = 64
 
 
 class SftTask:
-    """Demonstrations to imitate, and held-out ones to measure perplexity on."""
+    """Supervised fine-tuning on demonstrations, evaluated by perplexity on held-out ones."""
 
     def __init__(
         self,
@@ -42,11 +42,15 @@ class SftTask:
         self.micro = config.micro_batch_size or config.batch_size
         self.held_out_rows = config.micro_batch_size or EVALUATION_ROWS
         order = derive_seed(config.seed, "sft", "order")
-        self.plan = BatchPlan([example.length for example in train], config.batch_size, order)
+        lengths = [example.length for example in train]
+        self.batches = LengthBucketedBatches(lengths, config.batch_size, order)
 
-    def train_step(self, step: int) -> StepFigures:
-        """One optimiser step: the sum over reply tokens divided by their number in all micro-batches of all ranks."""
-        rows = self.plan.at(step)
+    def train_step(self, step: int) -> StepReport:
+        """Compute the gradients of one optimiser step.
+
+        The loss is a sum over reply tokens divided by their number in all micro-batches of all ranks.
+        """
+        rows = self.batches.at(step)
         total = sum(len(self.train[row].reply) for row in rows)
         loss = 0.0
         for part, weight in passes(rows, self.micro):
@@ -54,7 +58,7 @@ class SftTask:
             share = self.engine.forward(partial(reply_loss, self.model, batch, total))
             self.engine.backward(weight * share)
             loss += weight * float(share.detach())
-        return StepFigures(distributed.reduce_metrics({"loss": loss}), sum(self.train[row].length for row in rows))
+        return StepReport(distributed.reduce_metrics({"loss": loss}), sum(self.train[row].length for row in rows))
 
     def evaluate(self) -> dict[str, float]:
         """``loss`` per token and ``perplexity`` on the held-out demonstrations."""
@@ -66,13 +70,13 @@ class SftTask:
 
 
 def example_batch(examples: Sequence[Example], pad: int, device: torch.device) -> ReplyBatch:
-    """Examples as one padded batch on ``device``."""
+    """Collate examples into one padded batch on ``device``."""
     batch = collate([e.prompt for e in examples], [e.reply for e in examples], pad)
     return ReplyBatch(*(tensor.to(device) for tensor in vars(batch).values()))
 
 
 def reply_loss(model: PreTrainedModel, batch: ReplyBatch, total: int) -> Tensor:
-    """Cross-entropy of the batch's reply tokens, summed and divided by ``total``: a scalar with gradient."""
+    """Cross-entropy of a batch's reply tokens, summed and divided by ``total``: a scalar with gradient."""
     logits = selected_logits(model, batch.input_ids, batch.attention_mask, batch.select)
     return token_cross_entropy(logits, batch.targets, total)
 
@@ -81,7 +85,7 @@ def reply_loss(model: PreTrainedModel, batch: ReplyBatch, total: int) -> Tensor:
 def mean_reply_loss(
     model: PreTrainedModel, examples: Sequence[Example], pad: int, size: int = EVALUATION_ROWS
 ) -> float:
-    """Nats per reply token over all examples, in batches of ``size`` rows of similar length."""
+    """Mean cross-entropy in nats per reply token, computed in batches of ``size`` rows of similar length."""
     order = by_length([example.length for example in examples])
     nats = 0.0
     for part, weight in passes(order, size):
@@ -98,9 +102,10 @@ def sample_replies(
     sampling: SamplingConfig,
     seed: int,
 ) -> list[dict[str, object]]:
-    """Replies to the prompts of ``rows`` for a reader's eye: ``prompt, reply, finished, reference, category``.
+    """Sample a reply to the prompt of each row, for people to read. The process's random state is left unchanged.
 
-    The process's own random state is left as it was.
+    Returns:
+        One mapping per row with ``prompt``, ``reply``, ``finished``, ``reference`` and ``category``.
     """
     ids, mask = left_pad([encode_prompt(tokenizer, row.prompt) for row in rows], pad_id(tokenizer))
     ids, mask = ids.to(model.device), mask.to(model.device)

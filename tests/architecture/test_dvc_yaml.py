@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.ppo import RolloutConfig
-from rlhf_core.stages.runtime.names import STAGES, stage_module
+from rlhf_core.stages.runtime.names import STAGES, load_stage
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,7 +28,7 @@ def test_every_stage_is_listed_in_order() -> None:
 
 @pytest.mark.parametrize("name", STAGES)
 def test_files_and_parameters_agree(name: str) -> None:
-    listed, declared = stages()[name], stage_module(name).STAGE
+    listed, declared = stages()[name], load_stage(name)
     assert listed["cmd"] == f"rlhf stage {name}"
     deps = set(listed["deps"])
     assert f".fingerprints/{name}.txt" in deps

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
-from commands import ROOT, SmokeRun, run
+from commands import SmokeRun, run
 
 pytestmark = pytest.mark.services
 
@@ -67,37 +66,6 @@ def test_a_clone_is_restored_from_a_remote(smoke_copy: Path, tmp_path: Path) -> 
     for name in ("models/policy/model.safetensors", "metrics/evaluation.json", "report.html"):
         assert (clone / name).read_bytes() == (smoke_copy / name).read_bytes()
     assert ran(repro(clone)) == []
-
-
-@pytest.fixture
-def package_copy(tmp_path: Path) -> Path:
-    shutil.copytree(
-        ROOT / "rlhf_core", tmp_path / "package" / "rlhf_core", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    return tmp_path / "package"
-
-
-def prints(workspace: Path, package: Path) -> dict[str, str]:
-    code = "from pathlib import Path; from rlhf_core.fingerprint import write_fingerprints as w; "
-    code += "from rlhf_core.stages.runtime.names import STAGES; w(Path('.'), list(STAGES))"
-    done = run("python", "-c", code, cwd=workspace, PYTHONPATH=str(package))
-    assert done.returncode == 0, done.stderr
-    return {path.stem: path.read_text() for path in (workspace / ".fingerprints").glob("*.txt")}
-
-
-def test_a_comment_anywhere_makes_nothing_stale(package_copy: Path, tmp_path: Path) -> None:
-    before = prints(tmp_path, package_copy)
-    for path in (package_copy / "rlhf_core").rglob("*.py"):
-        path.write_text(path.read_text() + "\n# a comment\n")
-    assert prints(tmp_path, package_copy) == before
-
-
-def test_a_line_of_the_ppo_objectives_makes_ppo_stale_and_nothing_else(package_copy: Path, tmp_path: Path) -> None:
-    before = prints(tmp_path, package_copy)
-    path = package_copy / "rlhf_core/ppo/policy_loss.py"
-    path.write_text(path.read_text() + "\nCHANGED = 1\n")
-    after = prints(tmp_path, package_copy)
-    assert {name for name in after if after[name] != before[name]} == {"ppo"}
 
 
 def test_smoke_left_no_partial_state(smoke: SmokeRun) -> None:

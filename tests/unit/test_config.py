@@ -112,7 +112,7 @@ def test_a_shared_backbone_can_be_had_by_overrides_alone(profile: str) -> None:
     overlay = (profile, (ROOT / f"profiles/{profile}.yaml").read_text())
     sets = ["ppo.critic_mode=shared", "ppo.critic_optimizer=null"]
     text = merge((ROOT / "params.yaml").read_text(), [overlay], sets)
-    assert check_params(yaml_text.parse(text, "params.yaml")).ppo.units.critic_mode == "shared"
+    assert check_params(yaml_text.parse(text, "params.yaml")).ppo.rollout.critic_mode == "shared"
 
 
 def test_a_gate_that_files_can_never_pass_is_refused_before_anything_is_trained() -> None:

@@ -16,7 +16,7 @@ from rlhf_core.files import sha256_file
 from rlhf_core.gates import check, decide, load_metrics, lookup, settle
 from rlhf_core.stages import gate_policy, gate_reward
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.tracking import NullTracker
+from rlhf_core.training.run_context import RunContext
 
 NESTED = {"kl": 2.5, "policy": {"repetition": 0.03}, "sft": {"repetition": 0.01}, "comparison": {"gold": {"win": 0.7}}}
 
@@ -119,10 +119,10 @@ def test_reward_stage_reads_both_models(tmp_path: Path) -> None:
     inputs.referee_scores.write_text('{"ids": ["c", "a", "d"], "chosen": [1.0, 3.0, 0.0], "rejected": [2.0, 1.0, 0.0]}')
     config = GatesConfig(reward=(condition("accuracy", at_least=0.6), condition("referee.accuracy", at_least=0.6)))
     with pytest.raises(GateFailed, match=r"referee\.accuracy"):
-        gate_reward.run(config, inputs, outputs, NullTracker())
+        gate_reward.run(config, inputs, outputs, RunContext(tmp_path / "work"))
     assert outputs.evidence.exists() and not outputs.pass_.exists()
     inputs.referee_metrics.write_text('{"accuracy": 0.7}')
-    assert gate_reward.run(config, inputs, outputs, NullTracker())["passed"] == 1.0
+    assert gate_reward.run(config, inputs, outputs, RunContext(tmp_path / "work"))["passed"] == 1.0
     assert outputs.pass_.exists()
     # Common pairs are a (both prefer it) and c (they differ).
     agreement = json.loads(outputs.metrics.read_text())
@@ -134,7 +134,7 @@ def test_policy_stage_reads_evaluation_and_ppo(tmp_path: Path) -> None:
     inputs.metrics.write_text(json.dumps(NESTED))
     inputs.ppo_metrics.write_text('{"kl": 3.0}')
     config = GatesConfig(policy=(condition("kl", at_most=2.6), condition("ppo.kl", at_least=2.9)))
-    assert gate_policy.run(config, inputs, outputs, NullTracker())["passed"] == 1.0
+    assert gate_policy.run(config, inputs, outputs, RunContext(tmp_path / "work"))["passed"] == 1.0
 
 
 def test_missing_metrics_file_is_one_clear_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What SIGTERM does to a stage: at once, at the next safe point, or passed on."""
+"""What SIGTERM does to a stage: it stops at once, at the next safe point, or the request is forwarded."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import pytest
 
 from rlhf_core import preemption
 from rlhf_core.errors import EXIT_PREEMPTED, Preempted
+from rlhf_core.preemption import PreemptionSignal
 
 
 def sigterm() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_stage_without_safe_points_stops_at_once_and_handlers_are_given_back() -> None:
+def test_a_stage_without_safe_points_stops_at_once_and_the_handler_is_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Preempted, match="validate was stopped by SIGTERM") as raised, preemption.heeded("validate"):
+    handled = PreemptionSignal().handled("validate")
+    with pytest.raises(Preempted, match="validate was stopped by SIGTERM") as raised, handled:
         try:
             sigterm()
         except Exception:
@@ -26,32 +28,33 @@ def test_a_stage_without_safe_points_stops_at_once_and_handlers_are_given_back()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_training_goes_on_to_its_safe_point_however_many_pass_the_one_wish_on() -> None:
-    done = 0
+def test_training_continues_to_its_safe_point_however_many_forward_the_request() -> None:
+    done, stop = 0, PreemptionSignal()
     message = "sft made step 3 of 9 .* its state is saved"
-    with pytest.raises(Preempted, match=message), preemption.heeded("sft"), preemption.at_safe_points():
-        while not preemption.wanted():
+    with pytest.raises(Preempted, match=message), stop.handled("sft"), stop.deferred():
+        while not stop.requested():
             done += 1
             if done == 3:
                 sigterm()
                 sigterm()
-        preemption.leave(f"sft made step {done} of 9", saved=True)
+        stop.raise_preempted(f"sft made step {done} of 9", saved=True)
     assert done == 3
 
 
-def test_a_second_wish_stops_training_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preemption, "SAME_WISH_SECONDS", 0.0)
-    with pytest.raises(Preempted, match="before it was done"), preemption.heeded("sft"), preemption.at_safe_points():
+def test_a_second_request_stops_training_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "SAME_REQUEST_SECONDS", 0.0)
+    stop = PreemptionSignal()
+    with pytest.raises(Preempted, match="before it was done"), stop.handled("sft"), stop.deferred():
         sigterm()
-        assert preemption.heard()
+        assert stop.received
         sigterm()
         pytest.fail("training went on")
 
 
-def test_who_is_on_the_way_out_is_left_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preemption, "SAME_WISH_SECONDS", 0.0)
+def test_a_stage_that_is_already_stopping_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "SAME_REQUEST_SECONDS", 0.0)
     cleaned = []
-    with pytest.raises(Preempted), preemption.heeded("sft"):
+    with pytest.raises(Preempted), PreemptionSignal().handled("sft"):
         try:
             sigterm()
         finally:
@@ -60,27 +63,30 @@ def test_who_is_on_the_way_out_is_left_in_peace(monkeypatch: pytest.MonkeyPatch)
     assert cleaned == [True]
 
 
-def test_a_launcher_passes_it_on_unless_nobody_is_there_yet() -> None:
-    ranks: list[int] = []
-    told: list[int] = []
+def test_a_launcher_forwards_the_request_to_its_ranks() -> None:
+    reached: list[int] = []
 
-    def relay() -> bool:
-        told.extend(ranks)
-        return bool(ranks)
+    def forward() -> bool:
+        reached.append(7)
+        return True
 
-    with pytest.raises(Preempted), preemption.heeded("ppo"), preemption.relayed(relay):
-        ranks.append(7)
+    stop = PreemptionSignal()
+    with stop.handled("ppo"), stop.forwarded(forward):
         sigterm()
-        assert told == [7]
-        ranks.clear()
-        preemption._state.heard = None
-        sigterm()
-        pytest.fail("nobody was there to hear it")
+        assert reached == [7] and stop.received
 
 
-def test_one_stage_does_not_answer_for_the_one_before() -> None:
-    with pytest.raises(Preempted), preemption.heeded("sft"):
+def test_a_launcher_without_ranks_stops_itself() -> None:
+    stop = PreemptionSignal()
+    with pytest.raises(Preempted), stop.handled("ppo"), stop.forwarded(lambda: False):
         sigterm()
-    assert not preemption.heard()
-    with preemption.heeded("reward"):
-        assert not preemption.heard() and not preemption.wanted()
+        pytest.fail("nothing was there to forward it to")
+
+
+def test_a_request_to_one_stage_is_none_to_the_next() -> None:
+    first, second = PreemptionSignal(), PreemptionSignal()
+    with pytest.raises(Preempted), first.handled("sft"):
+        sigterm()
+    assert first.received
+    with second.handled("reward"):
+        assert not second.received and not second.requested()

@@ -76,7 +76,7 @@ def test_names_are_kinds_and_numbers_unless_given() -> None:
 
 
 def test_the_default_is_the_own_reward_model_for_both_stages() -> None:
-    assert PpoConfig().reward.sources == PpoConfig().units.reward.sources == DEFAULT_SOURCES
+    assert PpoConfig().reward.sources == PpoConfig().rollout.reward.sources == DEFAULT_SOURCES
     assert [(s.kind, s.path, s.weight) for s in DEFAULT_SOURCES if s.kind == "model"] == [("model", "models/reward", 1)]
 
 
@@ -85,7 +85,7 @@ def test_sources_are_units_that_critic_and_ppo_share(tmp_path: Path) -> None:
 
     (tmp_path / "params.yaml").write_text(f"ppo: {{reward: {{sources: [{{kind: http, url: '{URL}'}}]}}}}\n")
     critic = load_section(tmp_path, "critic", CriticStageConfig)
-    assert critic.ppo.units.reward.sources == load_section(tmp_path, "ppo", PpoConfig).reward.sources != DEFAULT_SOURCES
+    assert critic.ppo.rollout.reward.sources == load_section(tmp_path, "ppo", PpoConfig).reward.sources != DEFAULT_SOURCES
 
 
 def test_a_change_of_the_sources_makes_critic_and_ppo_stale() -> None:

@@ -11,8 +11,8 @@ from rlhf_core.errors import TrainingPaused
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.run_checkpoint import JsonLines, RunCheckpoints
 from rlhf_core.ppo.update import Learner
-from rlhf_core.tracking import Tracker
 from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.run_context import RunContext
 
 
 @dataclass
@@ -47,7 +47,7 @@ class TrainerContext(Protocol):
     config: PpoConfig
     learner: Learner
     frozen: FrozenModels
-    tracker: Tracker
+    context: RunContext
     checkpoints: RunCheckpoints
     history: JsonLines
     samples: JsonLines

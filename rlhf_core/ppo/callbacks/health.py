@@ -115,7 +115,7 @@ class HealthCallback(TrainerCallback):
         )
         if distributed.is_rank_zero():
             logger.warning("ppo goes back from iteration %d to %d: %s", iteration, target, finding)
-        trainer.tracker.log_metrics({"rollback_to": target}, step=iteration)
+        trainer.context.tracker.log_metrics({"rollback_to": target}, step=iteration)
         trainer.checkpoints.journal.add(Rollback(iteration, target, finding.as_dict(), rows, samples))
         trainer.restore()
 

@@ -1,1 +1,1 @@
-"""How a stage is run: its contract, names, launcher over ranks, and runner."""
+"""Running a stage: its contract and name, the runner, and the launcher of several ranks."""

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from rlhf_core.config.model import StageConfig
+from rlhf_core.training.run_context import RunContext
 
-
-@dataclass(frozen=True)
-class Stage:
-    """A stage's name, its section of params.yaml with the model that checks it, and its files.
-
-    ``inputs`` and ``outputs`` map the names used by ``run`` to paths relative to the workspace. An optional input may
-    be missing on disk. dvc.yaml lists the same paths; a contract test compares the two.
-    """
-
-    name: str
-    section: str
-    config: type[StageConfig]
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    outputs: Mapping[str, str] = field(default_factory=dict)
-    optional_inputs: frozenset[str] = frozenset()
+Config = TypeVar("Config", bound=StageConfig)
 
 
 class Paths(Mapping[str, Path]):
@@ -32,10 +20,10 @@ class Paths(Mapping[str, Path]):
         self._paths = dict(paths)
 
     def __getattr__(self, name: str) -> Path:
-        try:
-            return self.__dict__["_paths"][name]
-        except KeyError:
-            raise AttributeError(f"no path named {name!r}; there are {', '.join(self._paths)}") from None
+        paths: dict[str, Path] = self.__dict__["_paths"]
+        if name not in paths:
+            raise AttributeError(f"no path named {name!r}; there are {', '.join(paths)}")
+        return paths[name]
 
     def __getitem__(self, name: str) -> Path:
         return self._paths[name]
@@ -45,3 +33,26 @@ class Paths(Mapping[str, Path]):
 
     def __len__(self) -> int:
         return len(self._paths)
+
+
+@dataclass(frozen=True)
+class Stage(Generic[Config]):
+    """One stage of the pipeline. dvc.yaml lists the same paths; a contract test compares the two.
+
+    Attributes:
+        section: Its section of params.yaml.
+        config: The model that checks this section.
+        run: Called with the parameters, input paths, output paths and the run's context; returns metrics. It writes
+            the outputs.
+        inputs: Paths relative to the workspace, by the names that ``run`` uses.
+        outputs: The same of what ``run`` writes.
+        optional_inputs: Names of inputs that may be missing on disk.
+    """
+
+    name: str
+    section: str
+    config: type[Config]
+    run: Callable[[Config, Paths, Paths, RunContext], Mapping[str, Any]]
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    optional_inputs: frozenset[str] = frozenset()

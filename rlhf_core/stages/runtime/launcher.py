@@ -1,6 +1,6 @@
-"""Starts the ranks of a stage, watches them and tells what went wrong: torchrun's agent, inside the stage's process.
+"""Starts the ranks of a stage and reports their failures: torchrun's agent inside the stage's process.
 
-The ranks are children of this process, so whoever stops it (a guard, Ctrl-C) stops them too.
+The ranks are children of this process, so that stopping it stops them too.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 import psutil
 
-from rlhf_core import preemption
 from rlhf_core.config.launch import LaunchConfig
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, Preempted, RlhfError
-from rlhf_core.files import read_json
+from rlhf_core.errors import Preempted, RlhfError
+from rlhf_core.preemption import PreemptionSignal
+from rlhf_core.stages.runtime.outcome import StageExit, outcome_path
 
-# The agent takes these over and does not give them back. Not SIGTERM: at that it would give the ranks half a minute.
+# The agent installs handlers for these and does not restore them. Not SIGTERM: it would grant the ranks 30 seconds.
 HANDLED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 RANK = ("-m", "rlhf_core.stages.runtime.rank")
 
@@ -37,17 +37,14 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def rank_outcome(folder: Path, name: str, number: int) -> Path:
-    """Where rank ``number`` of stage ``name`` leaves its outcome."""
-    return folder / f"{name}.rank-{number}.json"
+def launch(name: str, workspace: Path, config: LaunchConfig, outcomes: Path, preemption: PreemptionSignal) -> None:
+    """Run the stage on ``config.processes`` ranks here, together with those of other machines.
 
+    SIGTERM is forwarded to the ranks, which stop together at their next safe point. Every machine runs the same command
+    on the same (shared) workspace.
 
-def launch(name: str, workspace: Path, config: LaunchConfig, outcomes: Path) -> None:
-    """Run the stage on ``config.processes`` ranks here, together with other machines if there are to be any.
-
-    ``RlhfError`` with the cause and its exit code when a rank fails; the others are stopped first. SIGTERM is passed on
-    to the ranks, which end together at their next safe point. Every machine runs the same command on the same (shared)
-    workspace.
+    Raises:
+        RlhfError: A rank failed, with the cause and its exit code. The other ranks are stopped first.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -55,16 +52,16 @@ def launch(name: str, workspace: Path, config: LaunchConfig, outcomes: Path) -> 
 
     for old in outcomes.glob(f"{name}.rank-*.json"):
         old.unlink(missing_ok=True)
-    # Ranks that each take all cores for themselves bring one another to a halt.
+    # Without a cap the ranks oversubscribe the CPU.
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // config.processes, 1)))
     logs = workspace / ".rlhf" / "ranks" / uuid.uuid4().hex
-    words = (*RANK, name, str(workspace), str(os.getpid()))
+    command = (*RANK, name, str(workspace), str(os.getpid()))
     handlers = {number: signal.getsignal(number) for number in HANDLED}
     try:
-        with preemption.relayed(_tell_ranks):
-            elastic_launch(_agent(name, config, logs), sys.executable)(*words)
+        with preemption.forwarded(_terminate_ranks):
+            elastic_launch(_agent(name, config, logs), sys.executable)(*command)
     except ChildFailedError as error:
-        raise _failure(name, config, error.failures, outcomes) from error
+        raise _failure(name, config, error.failures, outcomes, preemption.received) from error
     except SignalException as error:
         raise KeyboardInterrupt from error
     finally:
@@ -95,8 +92,8 @@ def _agent(name: str, config: LaunchConfig, logs: Path) -> Any:
     )
 
 
-def _tell_ranks() -> bool:
-    """Pass SIGTERM on; False when no rank has been started yet."""
+def _terminate_ranks() -> bool:
+    """Send SIGTERM to the ranks; False when none has been started yet."""
     ranks = [child for child in psutil.Process().children() if _is_rank_process(child)]
     for child in ranks:
         with contextlib.suppress(psutil.Error):
@@ -111,37 +108,30 @@ def _is_rank_process(process: psutil.Process) -> bool:
         return False
 
 
-def _failure(name: str, config: LaunchConfig, failures: Mapping[int, Any], outcomes: Path) -> RlhfError:
-    """What to tell of the failed ranks: of one that was killed, else of the one that ended first."""
-    told = {number: _told(rank_outcome(outcomes, name, number)) for number in failures}
-    if preemption.heard() and not any(told.values()):
+def _failure(
+    name: str, config: LaunchConfig, failures: Mapping[int, Any], outcomes: Path, preempted: bool
+) -> RlhfError:
+    """The cause of a launch's failure: a rank that was killed, else the one that failed first."""
+    reported: dict[int, StageExit] = {}
+    for number in failures:
+        outcome = StageExit.load(outcome_path(outcomes, name, number))
+        if outcome is not None and outcome.explains:
+            reported[number] = outcome
+    if preempted and not reported:
         return Preempted(f"{name} was stopped by SIGTERM before its ranks had begun; the same command starts it")
     for number, failure in failures.items():
-        if told[number] is None and failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-            return _error(
+        if number not in reported and failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            return RlhfError(
                 f"{name}: rank {number} of {config.ranks} was killed by {failure.signal_name()} (process "
                 f"{failure.pid}), so the others were stopped. SIGKILL mostly means that memory ran out. Run the stage "
                 "again: it goes on from its last checkpoint",
-                1,
+                exit_code=1,
             )
-    ended = [(float(outcome["ended"]), number) for number, outcome in told.items() if outcome is not None]
-    number = min(ended)[1] if ended else min(failures)
-    outcome = told[number]
-    if outcome is not None and outcome["exit_code"] != 1:
-        return _error(str(outcome["message"]), int(outcome["exit_code"]))
-    why = outcome["message"] if outcome is not None else f"exit code {failures[number].exitcode} without a word"
-    return _error(f"{name}: rank {number} of {config.ranks} failed: {why}", 1)
-
-
-def _error(message: str, exit_code: int) -> RlhfError:
-    error = RlhfError(message)
-    error.exit_code = exit_code
-    return error
-
-
-def _told(path: Path) -> dict[str, Any] | None:
-    """The outcome a rank left, unless it has none or only says that it was stopped."""
-    if not path.is_file():
-        return None
-    outcome: dict[str, Any] = read_json(path)
-    return None if outcome["exit_code"] in (EXIT_OK, EXIT_INTERRUPTED) else outcome
+    first = min(reported, key=lambda number: (reported[number].ended, number)) if reported else min(failures)
+    if first not in reported:
+        why = f"exit code {failures[first].exitcode}, and it exited without reporting an outcome"
+    elif reported[first].exit_code != 1:
+        return RlhfError(reported[first].message, reported[first].exit_code)
+    else:
+        why = reported[first].message
+    return RlhfError(f"{name}: rank {first} of {config.ranks} failed: {why}", exit_code=1)

@@ -7,6 +7,8 @@ from typing import Any
 
 from rlhf_core.config.loading.problems import nearest
 from rlhf_core.errors import ConfigError
+from rlhf_core.fingerprint import stage_module_name
+from rlhf_core.stages.runtime.contract import Stage
 
 STAGES = (
     "collect",
@@ -24,8 +26,9 @@ STAGES = (
 )
 
 
-def stage_module(name: str) -> Any:
-    """The module of stage ``name``; ``ConfigError`` with the nearest name when there is none."""
+def load_stage(name: str) -> Stage[Any]:
+    """The stage called ``name``; ``ConfigError`` with the nearest name when there is none."""
     if name not in STAGES:
         raise ConfigError(f"no stage '{name}'; {nearest(name, STAGES)}")
-    return importlib.import_module(f"rlhf_core.stages.{name.replace('-', '_')}")
+    stage: Stage[Any] = importlib.import_module(stage_module_name(name)).STAGE
+    return stage

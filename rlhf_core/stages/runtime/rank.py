@@ -1,4 +1,4 @@
-"""One rank of a stage that runs on several: started by the launcher, never by a user."""
+"""One rank of a stage that runs on several. The launcher starts it, never a user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(name: str, workspace: str, parent: str) -> int:
-    """Run stage ``name`` as the rank that the environment describes; its exit code. Dies with process ``parent``."""
+    """Run stage ``name`` as the rank that the environment describes, and return its exit code.
+
+    The process is killed when process ``parent`` dies.
+    """
     _die_with(int(parent))
     from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
     from rlhf_core.stages.runtime.runner import run_stage
@@ -21,7 +24,7 @@ def main(name: str, workspace: str, parent: str) -> int:
     try:
         run_stage(name, Path(workspace))
     except RlhfError as error:
-        # The launcher tells the user; a line of each rank would tell the same.
+        # The launcher reports it once for all ranks.
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

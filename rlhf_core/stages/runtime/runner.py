@@ -1,4 +1,4 @@
-"""Runs one stage in a workspace: checks parameters and inputs, gives it paths and a tracker, records the outcome."""
+"""Runs one stage in a workspace: checks parameters and inputs, gives it paths and a context, records the outcome."""
 
 from __future__ import annotations
 
@@ -13,83 +13,93 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from rlhf_core import preemption
 from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.loading.load import Params, load_params, load_section
 from rlhf_core.config.model import StageConfig
 from rlhf_core.config.operations import Trained
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, RlhfError
-from rlhf_core.files import atomic_write_json, sha256_tree
+from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.files import atomic_write_json, flatten, sha256_tree
 from rlhf_core.fingerprint import fingerprint
 from rlhf_core.ppo.reward_sources import tracked_files
+from rlhf_core.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import launcher
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.stages.runtime.names import stage_module
-from rlhf_core.tracking import NullTracker, Tracker, stage_tracker
+from rlhf_core.stages.runtime.names import load_stage
+from rlhf_core.stages.runtime.outcome import OUTCOMES, StageExit, outcome_path
+from rlhf_core.tracking import Tracker, stage_tracker
+from rlhf_core.training.checkpoints.store import CheckpointStore
+from rlhf_core.training.run_context import RunContext
 
 logger = logging.getLogger(__name__)
 
 AFTER_FULL_DISK = "make room and run the stage again: a training goes on from its last checkpoint"
-OUTCOMES = Path(".rlhf") / "outcomes"
 
 
 def run_stage(name: str, workspace: Path) -> dict[str, Any]:
     """Run stage ``name`` in ``workspace`` and return its metrics.
 
-    The outcome (exit code, message, seconds) is left in ``.rlhf/outcomes/NAME.json`` for whoever started the stage
-    through DVC, which keeps neither. A stage that ``compute.launch`` gives several processes is run by them; there are
-    no metrics to return then, only those in its files.
+    The outcome is left in ``.rlhf/outcomes/NAME.json``. A stage that ``compute.launch`` gives several processes is run
+    by them; its metrics are then in its files alone, and none are returned.
     """
     started = time.time()
-    outcome: dict[str, Any] = {"exit_code": 1, "message": "the stage ended without a word"}
+    preemption = PreemptionSignal()
+    failure: BaseException | None = None
     try:
-        with _interruptible(), preemption.heeded(name):
-            metrics = _run(name, workspace)
-        outcome = {"exit_code": EXIT_OK, "message": "done"}
-        return metrics
-    except RlhfError as error:
-        outcome = {"exit_code": error.exit_code, "message": str(error)}
-        raise
-    except KeyboardInterrupt:
-        outcome = {"exit_code": EXIT_INTERRUPTED, "message": "interrupted"}
-        raise
-    except Exception as error:
+        with _interruptible(), preemption.handled(name):
+            return _run(name, workspace, preemption)
+    except BaseException as error:
+        failure = error
         if _is_full_disk(error):
-            full = RlhfError(f"{name}: {error}; {AFTER_FULL_DISK}")
-            outcome = {"exit_code": full.exit_code, "message": str(full)}
-            raise full from error
-        outcome = {"exit_code": 1, "message": f"{type(error).__name__}: {error}"}
+            failure = RlhfError(f"{name}: {error}; {AFTER_FULL_DISK}")
+            raise failure from error
         raise
     finally:
         ended = time.time()
-        outcome |= {"stage": name, "seconds": round(ended - started, 3), "started": started, "ended": ended}
-        _leave_outcome(workspace / OUTCOMES, name, outcome)
+        outcome = StageExit.done(name, started, ended)
+        if failure is not None:
+            outcome = StageExit.failed(name, failure, started, ended)
+        _save_outcome(workspace / OUTCOMES, outcome)
 
 
-def _is_full_disk(error: Exception) -> bool:
-    """Libraries written in other languages only say so in words."""
+def _is_full_disk(error: BaseException) -> bool:
+    """Whether the device is full. Libraries in other languages only say so in the message."""
+    if not isinstance(error, Exception) or isinstance(error, RlhfError):
+        return False
     return (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left on device" in str(error)
 
 
-def _leave_outcome(folder: Path, name: str, outcome: Mapping[str, Any]) -> None:
+def _save_outcome(folder: Path, outcome: StageExit) -> None:
     try:
         if launcher.is_rank():
-            atomic_write_json(launcher.rank_outcome(folder, name, launcher.rank()), outcome)
+            outcome.save(outcome_path(folder, outcome.stage, launcher.rank()))
         if launcher.rank() == 0:
-            atomic_write_json(folder / f"{name}.json", outcome)
+            outcome.save(outcome_path(folder, outcome.stage))
     except (OSError, RlhfError) as error:
-        # The end of the stage itself must be heard, also where the disk is too full to note it.
-        logger.warning("the outcome of %s could not be written: %s", name, error)
+        # The stage's own end must still be reported where the disk is too full to note it.
+        logger.warning("the outcome of %s could not be written: %s", outcome.stage, error)
 
 
-def _run(name: str, workspace: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _StageRun:
+    """A stage with its checked parameters and inputs, ready to run."""
+
+    stage: Stage[Any]
+    config: StageConfig
+    inputs: Paths
+    workspace: Path
+    params: Params
+    launch: LaunchConfig
+    preemption: PreemptionSignal
+
+
+def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, Any]:
     params = load_params(workspace)
     _limit_threads(params.compute.threads)
-    stage_file = stage_module(name)
-    stage: Stage = stage_file.STAGE
+    stage = load_stage(name)
     config = load_section(workspace, stage.section, stage.config)
     if tracked_files.FILE in stage.inputs.values() and launcher.rank() == 0:
         # What was edited since DVC last looked must not go on from partial state of before.
@@ -98,67 +108,61 @@ def _run(name: str, workspace: Path) -> dict[str, Any]:
     launches: dict[str, LaunchConfig] = {str(key): value for key, value in params.compute.launch.items()}
     launch = launches.get(name, LaunchConfig())
     if launch.ranks > 1 and not launcher.is_rank():
-        launcher.launch(name, workspace, launch, workspace / OUTCOMES)
+        launcher.launch(name, workspace, launch, workspace / OUTCOMES, preemption)
         return {}
+    run = _StageRun(stage, config, inputs, workspace, params, launch, preemption)
     if name not in launches and not launcher.is_rank():
-        return _run_here(stage_file, config, inputs, workspace, params)
+        return _run_on_rank_zero(run)
     from rlhf_core import distributed
-    from rlhf_core.training.engine.choice import placed
 
-    with distributed.process_group(), placed(launch, workspace):
-        if distributed.is_rank_zero():
-            return _run_here(stage_file, config, inputs, workspace, params)
-        return _run_beside(stage_file, config, inputs)
+    with distributed.process_group():
+        return _run_on_rank_zero(run) if distributed.is_rank_zero() else _run_on_other_rank(run)
 
 
-def _run_here(stage_file: Any, config: StageConfig, inputs: Paths, workspace: Path, params: Params) -> dict[str, Any]:
-    """The stage with its real outputs. Partial state that the store has and this machine lacks is fetched first."""
-    stage: Stage = stage_file.STAGE
-    key = work_key(stage, config, inputs)
-    work = workspace / "work" / stage.name / key
-    outputs = Paths({name: workspace / path for name, path in stage.outputs.items()} | {"work": work})
-    for path in outputs.values():
+def _run_on_rank_zero(run: _StageRun) -> dict[str, Any]:
+    """Run the stage with its real outputs and remove its partial state afterwards."""
+    stage, workspace = run.stage, run.workspace
+    work = workspace / "work" / stage.name / work_key(stage, run.config, run.inputs)
+    outputs = Paths({name: workspace / path for name, path in stage.outputs.items()})
+    for path in (*outputs.values(), work):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        _stored(params.checkpoints.store, workspace, work),
-        stage_tracker(stage.name, workspace, params.tracking.experiment) as tracker,
-    ):
-        tracker.log_params(flatten(config.model_dump(mode="json")))
-        metrics: dict[str, Any] = stage_file.run(config, inputs, outputs, tracker)
+    store = _checkpoint_store(run, work)
+    with stage_tracker(stage.name, workspace, run.params.tracking.experiment) as tracker:
+        context = RunContext(work, tracker, run.preemption, store, run.launch, workspace)
+        tracker.log_params(flatten(run.config.model_dump(mode="json")))
+        metrics = dict(stage.run(run.config, run.inputs, outputs, context))
         _record(metrics, outputs, tracker)
+    if store is not None:
+        store.clear()
     shutil.rmtree(work.parent, ignore_errors=True)
     return metrics
 
 
-@contextmanager
-def _stored(url: str | None, workspace: Path, work: Path) -> Iterator[None]:
-    """The checkpoints of a training stage go to the store at ``url``, from which they go when the block succeeds."""
-    stage, key = work.parts[-2:]
-    if url is None or stage not in get_args(Trained):
-        yield
-        return
-    from rlhf_core.training.checkpoints import checkpoint
-    from rlhf_core.training.checkpoints import store as checkpoint_store
+def _checkpoint_store(run: _StageRun, work: Path) -> CheckpointStore | None:
+    """The store for a training stage's checkpoints, if there is one. Partial state that only it has is fetched."""
+    url = run.params.checkpoints.store
+    if url is None or run.stage.name not in get_args(Trained):
+        return None
+    from rlhf_core.training.checkpoints.checkpoint import sound_step
+    from rlhf_core.training.checkpoints.store import open_store
 
-    store = checkpoint_store.open_store(url, workspace, stage, key)
-    store.fetch(work, beyond=checkpoint.sound_step(work / "checkpoints"))
-    with checkpoint_store.used(store):
-        yield
-    store.clear()
+    store = open_store(url, run.workspace, run.stage.name, work.name)
+    store.fetch(work, beyond=sound_step(work / "checkpoints"))
+    return store
 
 
-def _run_beside(stage_file: Any, config: StageConfig, inputs: Paths) -> dict[str, Any]:
-    """The stage on a rank other than the first: it computes its share, and what it writes is thrown away."""
+def _run_on_other_rank(run: _StageRun) -> dict[str, Any]:
+    """Run the stage on a non-zero rank; its outputs are discarded."""
     from rlhf_core.distributed import NonzeroRankReleased
 
-    stage: Stage = stage_file.STAGE
+    stage = run.stage
     with tempfile.TemporaryDirectory(prefix=f"rlhf-{stage.name}-") as scratch:
-        paths = {key: Path(scratch, path) for key, path in stage.outputs.items()}
-        outputs = Paths(paths | {"work": Path(scratch, "work")})
+        outputs = Paths({key: Path(scratch, path) for key, path in stage.outputs.items()})
         for path in outputs.values():
             path.parent.mkdir(parents=True, exist_ok=True)
+        context = RunContext(Path(scratch, "work"), preemption=run.preemption, launch=run.launch, folder=run.workspace)
         try:
-            return dict(stage_file.run(config, inputs, outputs, NullTracker()))
+            return dict(stage.run(run.config, run.inputs, outputs, context))
         except NonzeroRankReleased:
             return {}
 
@@ -171,7 +175,7 @@ def _limit_threads(threads: int | None) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
-def _inputs(stage: Stage, workspace: Path) -> Paths:
+def _inputs(stage: Stage[Any], workspace: Path) -> Paths:
     for key, path in stage.inputs.items():
         if key not in stage.optional_inputs and not (workspace / path).exists():
             raise DataError(
@@ -181,7 +185,7 @@ def _inputs(stage: Stage, workspace: Path) -> Paths:
     return Paths({key: workspace / path for key, path in stage.inputs.items()})
 
 
-def work_key(stage: Stage, config: StageConfig, inputs: Mapping[str, Path]) -> str:
+def work_key(stage: Stage[Any], config: StageConfig, inputs: Mapping[str, Path]) -> str:
     """Key of a stage's partial state: a hash of its parameters, its inputs' contents and its code."""
     parts = {
         "config": config.model_dump(mode="json"),
@@ -192,7 +196,7 @@ def work_key(stage: Stage, config: StageConfig, inputs: Mapping[str, Path]) -> s
 
 
 def _record(metrics: Mapping[str, Any], outputs: Paths, tracker: Tracker) -> None:
-    """The stage's summary in the run; a metrics file that the stage left to us is written here."""
+    """Log the stage's metrics and files; a metrics file that the stage has not written is written here."""
     if "metrics" in outputs and not outputs["metrics"].exists():
         atomic_write_json(outputs["metrics"], metrics)
     numbers = {k: v for k, v in flatten(metrics).items() if isinstance(v, int | float) and not isinstance(v, bool)}
@@ -202,21 +206,12 @@ def _record(metrics: Mapping[str, Any], outputs: Paths, tracker: Tracker) -> Non
             tracker.log_artifact(outputs[key])
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C unwinds, so that temporary files go and the tracked run is closed; also where a shell's ``&`` had it
-    ignored."""
+    """Make Ctrl-C raise ``KeyboardInterrupt``, also where a shell's ``&`` had it ignored.
+
+    So temporary files are removed and the tracked run is closed.
+    """
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt

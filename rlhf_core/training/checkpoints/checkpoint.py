@@ -1,7 +1,7 @@
-"""The partial state of a training run: whole folders, verified by hash on load, the newest sound one wins.
+"""Checkpoints of a training run: folders that are written atomically and verified by hash on load.
 
 A checkpoint is ``step-000123/`` with ``state.safetensors``, ``meta.json`` and, written last, ``manifest.json`` with the
-sha256 of the other two. The folder appears under its name only when complete.
+sha256 of the other two. The folder gets its name only when it is complete. A run resumes from the newest valid one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from rlhf_core import distributed
 from rlhf_core.errors import CheckpointError
 from rlhf_core.files import sha256_file
-from rlhf_core.training.checkpoints import store as checkpoint_store
+from rlhf_core.training.checkpoints.store import CheckpointStore
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +34,12 @@ NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``step`` optimiser steps are done. ``tensors`` and ``meta`` are what was given to :func:`save`.
+    """The state of a run after ``step`` optimiser steps.
 
-    Of several ranks only the first has the tensors.
+    Attributes:
+        tensors: What was given to :func:`save`; empty on non-zero ranks.
+        meta: What was given to :func:`save`.
+        path: The checkpoint's folder.
     """
 
     step: int
@@ -53,13 +56,26 @@ def save(
     keep: int,
     keep_from: int | None = None,
     spare: Collection[int] = (),
+    store: CheckpointStore | None = None,
 ) -> Path:
-    """Write the state after ``step`` steps and drop all but the newest ``keep`` and those from ``keep_from`` on.
+    """Write the state after ``step`` steps and delete older checkpoints.
 
-    Those of the steps ``spare`` go in any case. ``meta`` is JSON with finite numbers. A checkpoint of the same or a
-    later step is of a run that was abandoned (this one resumed from before it) and goes. The whole partial state then
-    travels to the store that is in force, if any. Returns the new folder; ``CheckpointError`` when it cannot be written
-    (a full disk), which leaves the others as they are.
+    Checkpoints of the same or a later step are deleted too: they are of an abandoned run, from before which this one
+    resumed.
+
+    Args:
+        directory: Folder of the run's checkpoints.
+        meta: JSON with finite numbers.
+        keep: The newest checkpoints that stay.
+        keep_from: All checkpoints from this step on stay.
+        spare: Steps whose checkpoints are deleted in any case.
+        store: Receives a copy of the whole partial state.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        CheckpointError: It cannot be written (a full disk); the others stay as they are.
     """
     target = directory / f"step-{step:06d}"
     building = directory / f"{BUILDING}{step:06d}"
@@ -77,7 +93,8 @@ def save(
     for number, path in _saved(directory)[:-keep]:
         if keep_from is None or number < keep_from:
             shutil.rmtree(path)
-    checkpoint_store.publish(directory.parent, step, keep)
+    if store is not None:
+        store.publish(directory.parent, step, keep)
     return target
 
 
@@ -99,12 +116,12 @@ def _unwritten(directory: Path, step: int, error: Exception) -> str:
     return (
         f"the checkpoint of step {step} could not be written to {directory}: "
         f"{'no space left on the device' if full else error}; "
-        f"{'make room' if full else 'mend that'} and run the stage again: it {where}"
+        f"{'make room' if full else 'resolve that'} and run the stage again: it {where}"
     )
 
 
 def saved_metas(directory: Path) -> dict[int, dict[str, Any]]:
-    """``meta`` of every checkpoint that can be read, by step; broken ones are left to :func:`load_latest`."""
+    """``meta`` of every readable checkpoint, by step; damaged ones are left to :func:`load_latest`."""
     metas = {}
     for step, path in _saved(directory):
         try:
@@ -115,7 +132,7 @@ def saved_metas(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def sound_step(directory: Path) -> int:
-    """The step of the newest checkpoint whose hashes hold; -1 when there is none."""
+    """The step of the newest checkpoint with valid hashes; -1 when there is none."""
     for step, path in reversed(_saved(directory)):
         try:
             _verify(path)
@@ -126,7 +143,7 @@ def sound_step(directory: Path) -> int:
 
 
 def drop(directory: Path, step: int) -> None:
-    """Remove the checkpoint of ``step``, in one move as far as readers can tell."""
+    """Delete the checkpoint of ``step``; readers see all of it or nothing."""
     path = directory / f"step-{step:06d}"
     aside = directory / f".dropped-{step:06d}"
     shutil.rmtree(aside, ignore_errors=True)
@@ -135,19 +152,21 @@ def drop(directory: Path, step: int) -> None:
 
 
 def load_latest(directory: Path) -> Checkpoint | None:
-    """The newest checkpoint whose hashes hold; ``None`` when there is none at all. The first rank's folder counts.
+    """Load the newest checkpoint with valid hashes from rank 0's folder; None when there is no checkpoint.
 
-    A broken one is reported, moved aside (``broken-step-…``) and the one before it is tried. ``CheckpointError`` when
-    all are broken: starting over silently would hide a failing disk.
+    A damaged one is reported and renamed (``broken-step-…``), and the one before it is tried.
+
+    Raises:
+        CheckpointError: All checkpoints are damaged; starting over silently would hide a failing disk.
     """
-    found = _newest_sound(directory) if distributed.is_rank_zero() else None
-    header = distributed.broadcast_from_rank0([found.step, found.meta] if found else None)
-    if header is None or found is not None:
-        return found
+    loaded = _newest_valid(directory) if distributed.is_rank_zero() else None
+    header = distributed.broadcast_from_rank0([loaded.step, loaded.meta] if loaded else None)
+    if header is None or loaded is not None:
+        return loaded
     return Checkpoint(header[0], {}, header[1], directory)
 
 
-def _newest_sound(directory: Path) -> Checkpoint | None:
+def _newest_valid(directory: Path) -> Checkpoint | None:
     problems = []
     for _, path in reversed(_saved(directory)):
         try:

@@ -1,4 +1,4 @@
-"""A folder of a checkpoint store, local or remote, with the few operations that a store needs."""
+"""A folder of a checkpoint store, local or remote, with the operations that a store needs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from typing import Any
 
 from rlhf_core.errors import CheckpointError
 
-# File systems with folders that must be made. Object stores have none, and would make a bucket.
+# File systems whose folders must be created. Object stores have none, and would create a bucket.
 WITH_FOLDERS = frozenset({"file", "local", "memory", "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs", "dir"})
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
 @dataclass(frozen=True)
-class Place:
+class StoreLocation:
     """``root`` on the fsspec file system ``fs``. Names are relative to it, with slashes."""
 
     fs: Any
     root: str
 
     @classmethod
-    def at(cls, url: str, workspace: Path, *parts: str) -> Place:
-        """The folder ``parts`` under ``url``; ``CheckpointError`` for a scheme that cannot be used here."""
+    def at(cls, url: str, workspace: Path, *parts: str) -> StoreLocation:
+        """Locate the folder ``parts`` under ``url``.
+
+        Raises:
+            CheckpointError: The scheme is unknown, or needs a package that is not installed.
+        """
         from fsspec.core import url_to_fs
 
         try:
@@ -49,7 +53,7 @@ class Place:
         return {self.fs.protocol} if isinstance(self.fs.protocol, str) else set(self.fs.protocol)
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Size by name of the files right in ``folder``."""
+        """Sizes by name of the files directly in ``folder``."""
         self.fs.invalidate_cache()
         try:
             entries = self.fs.ls(self._path(folder).rstrip("/"), detail=True)
@@ -58,7 +62,7 @@ class Place:
         return {posixpath.basename(e["name"]): int(e["size"]) for e in entries if e["type"] == "file"}
 
     def put(self, path: Path, name: str) -> None:
-        """Copy a local file here. ``OSError`` unless all of it arrived."""
+        """Upload a local file; ``OSError`` unless all bytes arrived."""
         with self._replacing(name) as target:
             self.fs.put_file(str(path), target)
             arrived = self.fs.info(target)["size"]
@@ -66,13 +70,13 @@ class Place:
                 raise OSError(f"{arrived} of {path.stat().st_size} bytes of {path.name} arrived")
 
     def write(self, name: str, content: bytes) -> None:
-        """A small file, whole or not at all."""
+        """Write a small file atomically."""
         with self._replacing(name) as target:
             self.fs.pipe_file(target, content)
 
     @contextlib.contextmanager
     def _replacing(self, name: str) -> Any:
-        """Where to write ``name``. An object appears when it is complete; a file is renamed to its place."""
+        """Yield the path to write ``name`` to. An object appears when it is complete; a file is renamed then."""
         path = self._path(name)
         if not self._protocols & WITH_FOLDERS:
             yield path
@@ -94,20 +98,20 @@ class Place:
             self.fs.mv(part, path)
 
     def get(self, name: str, target: Path) -> None:
-        """Copy a file from here; ``FileNotFoundError`` if there is none."""
+        """Download a file; ``FileNotFoundError`` if there is none."""
         self.fs.get_file(self._path(name), str(target))
 
     def read(self, name: str) -> bytes:
-        """The content of a small file; ``FileNotFoundError`` if there is none."""
+        """Read a small file; ``FileNotFoundError`` if there is none."""
         content: bytes = self.fs.cat_file(self._path(name))
         return content
 
     def remove(self, name: str) -> None:
-        """Remove one file; that it has gone already is no error."""
+        """Delete one file, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm_file(self._path(name))
 
     def remove_all(self) -> None:
-        """Remove everything here."""
+        """Delete the folder and everything in it."""
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm(self.root, recursive=True)

@@ -1,4 +1,4 @@
-"""Engines: what trainers know of them (``base``), plain torch on one or several ranks (``local``), and who chooses."""
+"""Engines: their interface (``base``), plain torch (``local``), DeepSpeed, and the choice of one (``factory``)."""
 
 from rlhf_core.training.engine.base import (
     Engine,

@@ -1,8 +1,8 @@
-"""What trainers know of an engine: it owns a model, its optimiser and its schedule, on one process or on many.
+"""The interface of engines: an engine owns a model, its optimiser and its schedule, on one process or many.
 
 Losses handed to ``backward`` are already divided by the totals of the whole optimiser step over all ranks
-(algorithms.md §6), so the gradients of several calls and of several ranks simply add up, and neither micro-batches nor
-the number of ranks ever change the result.
+(algorithms.md §6), so that gradients of several calls and of several ranks add up, and neither micro-batches nor the
+number of ranks change the result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ OptimizerBuilder = Callable[[nn.Module, OptimizerConfig], optim.Optimizer]
 
 @dataclass(frozen=True)
 class StepResult:
-    """``grad_norm`` is the global norm before clipping, non-finite in a skipped step. ``lr`` is that step's rate."""
+    """The outcome of one optimiser step.
+
+    Attributes:
+        grad_norm: Global norm before clipping; not finite in a skipped step.
+        skipped: Whether the step was skipped because its gradient was not finite.
+        lr: Learning rate of the step.
+    """
 
     grad_norm: float
     skipped: bool
@@ -36,11 +42,12 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EngineState:
-    """All that a resumed run needs: ``tensors`` under flat names, ``meta`` of plain JSON values.
+    """All that a resumed run needs, in a form that is the same for every engine and number of ranks.
 
-    The names are the same for every engine and number of ranks: weights (``weights.NAME``) and AdamW moments
-    (``optimizer.NAME.SLOT``), whole and in float32 where the engine keeps them so. Ranks other than the first hold no
-    tensors.
+    Attributes:
+        tensors: Whole weights (``weights.NAME``) and AdamW moments (``optimizer.NAME.SLOT``), in float32 where the
+            engine keeps them so. Empty on non-zero ranks.
+        meta: Counters, as JSON.
     """
 
     tensors: dict[str, Tensor]
@@ -48,12 +55,15 @@ class EngineState:
 
 
 class Engine(Protocol):
-    """What trainers know. ``steps`` is the schedule's position: steps that were made, skipped or passed over.
+    """Trains one model.
 
-    ``skipped_steps`` counts those that were skipped because they were not finite.
-
-    ``lr_factor`` multiplies the scheduled rate; the trainer sets it, and it is no part of the state.
-    ``forward_context`` is entered for every forward pass (for gradient checkpointing).
+    Attributes:
+        name: Names the model in messages.
+        steps: Position in the schedule: optimiser steps that were made, skipped or passed over.
+        skipped_steps: Those that were skipped because they were not finite.
+        max_grad_norm: Bound of the global gradient norm; None for none.
+        lr_factor: Multiplies the scheduled learning rate. The trainer sets it; it is not part of the state.
+        forward_context: Entered for every forward pass (gradient checkpointing).
     """
 
     model: nn.Module
@@ -65,14 +75,13 @@ class Engine(Protocol):
     forward_context: Callable[[], AbstractContextManager[None]]
 
     def forward(self, compute: Callable[[], Result]) -> Result:
-        """What ``compute`` returns: a pass of the model, of which a loss may be differentiated. The same number of
-        passes on every rank."""
+        """Run ``compute``, a forward pass of the model, and return its result. Every rank makes the same number."""
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss`` (a scalar). A non-finite loss condemns the step instead."""
+        """Add the gradient of ``loss`` (a scalar). If the loss is not finite, this step is skipped."""
 
     def grad_norm(self) -> float:
-        """Global gradient norm over all parameters and ranks; NaN when the step is condemned."""
+        """Global gradient norm over all parameters and ranks; NaN if the step will be skipped."""
 
     def apply(self, grad_norm: float, scale: float) -> StepResult:
         """Step with gradients times ``scale``, or skip it when ``grad_norm`` is not finite; gradients are cleared."""
@@ -84,23 +93,23 @@ class Engine(Protocol):
         """Advance the schedule past a planned step that is not made."""
 
     def gathered_parameters(self) -> AbstractContextManager[None]:
-        """Inside it every rank holds all weights and may run the model without gradient as often as it likes."""
+        """Gather full parameters on every rank for no-grad forwards."""
 
     def state(self) -> EngineState:
         """Weights, optimiser state and counters."""
 
     def load_state(self, state: EngineState) -> None:
-        """The inverse of :meth:`state`; gradients are cleared."""
+        """Restore :meth:`state`; gradients are cleared."""
 
     def full_weights(self) -> dict[str, Tensor]:
-        """All parameters by name, gathered from all ranks, on the CPU of the first rank; nothing on the others."""
+        """All parameters by name, gathered from all ranks, on the CPU of rank 0; empty on the others."""
 
     def release(self) -> nn.Module:
-        """The trained model as a plain module of one process; the engine is of no use afterwards."""
+        """Return the trained model as a plain module of one process; the engine cannot be used afterwards."""
 
 
 class StepCount:
-    """Counters and schedule that every engine has in common."""
+    """Step counters and learning-rate schedule, common to all engines."""
 
     name: str
     model: nn.Module
@@ -117,7 +126,7 @@ class StepCount:
         return self.lr_factor * lr_at(self.steps, self.total_steps, self.config, self.warmup_steps)
 
     def count(self, finite: bool) -> None:
-        """Take in one step. A skipped one counts in the schedule: the rate stays a function of the step's number."""
+        """Count one step. A skipped one counts in the schedule too: the rate is a function of the step's number."""
         self.steps += 1
         self.skipped_steps += not finite
         self.nonfinite_in_a_row = 0 if finite else self.nonfinite_in_a_row + 1
@@ -132,11 +141,17 @@ class StepCount:
         """Steps that changed the weights."""
         return self.steps - self.skipped_steps - self.passed_over_steps
 
-    def pause_if_ruined(self, reason: str, rate: float, broken: Sequence[str]) -> None:
-        """``TrainingPaused`` after three skipped steps in a row; ``broken`` are parameters that are not finite."""
+    def pause_after_repeated_skips(self, reason: str, rate: float, nonfinite: Sequence[str]) -> None:
+        """Raise ``TrainingPaused`` after three skipped steps in a row.
+
+        Args:
+            reason: Why the last one was skipped.
+            rate: Its learning rate.
+            nonfinite: Names of parameters that are not finite.
+        """
         if self.nonfinite_in_a_row < MAX_NONFINITE_IN_A_ROW:
             return
-        weights = f"weights already non-finite, first in {broken[0]}" if broken else "weights are still finite"
+        weights = f"weights already non-finite, first in {nonfinite[0]}" if nonfinite else "weights are still finite"
         raise TrainingPaused(
             f"{self.name}: {MAX_NONFINITE_IN_A_ROW} steps in a row were not finite (last: {reason}, at step "
             f"{self.steps}, learning rate {rate:.3g}; {weights}). Likely cause: exploding gradients or a bad row. "
@@ -144,7 +159,7 @@ class StepCount:
         )
 
     def counters(self) -> dict[str, int]:
-        """As JSON."""
+        """The counters as JSON."""
         return {
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
@@ -153,7 +168,7 @@ class StepCount:
         }
 
     def load_counters(self, meta: dict[str, Any]) -> None:
-        """The inverse of :meth:`counters`."""
+        """Restore :meth:`counters`."""
         self.steps = int(meta["steps"])
         self.skipped_steps = int(meta["skipped_steps"])
         self.passed_over_steps = int(meta["passed_over_steps"])
@@ -161,7 +176,7 @@ class StepCount:
 
 
 def clip_scale(norm: float, max_norm: float | None) -> float:
-    """Factor that brings gradients of global norm ``norm`` down to ``max_norm``: ``min(1, max / (norm + 1e-6))``."""
+    """Factor that scales gradients of global norm ``norm`` to ``max_norm``: ``min(1, max_norm / (norm + 1e-6))``."""
     if max_norm is None or not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))

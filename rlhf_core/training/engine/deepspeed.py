@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO: optimiser state, gradients and weights sharded over the ranks, or offloaded to CPU memory.
+"""The DeepSpeed engine (ZeRO): optimiser state, gradients and weights sharded over ranks, or offloaded to CPU memory.
 
-DeepSpeed averages gradients over ranks where ours add up, so losses are multiplied by the number of ranks. It lets the
-caller decide when a step ends (``managed_gradient_accumulation: false``), so a step may have any number of passes.
+DeepSpeed averages gradients over ranks where this project sums them, so losses are multiplied by the number of ranks.
+The engine decides when a step ends (``managed_gradient_accumulation: false``), so a step may have any number of passes.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ MISSING = (
 
 
 def load_deepspeed() -> Any:
-    """The deepspeed package, joined to this process's group; ``RlhfError`` with one clear line where it is missing."""
+    """Import DeepSpeed and join it to this process's group; ``RlhfError`` with one line where it is not installed."""
     os.environ.setdefault("DS_ACCELERATOR", distributed.device().type)
-    os.environ.setdefault("LOCAL_RANK", "0")  # it asks for that even of a process that no launcher has started
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it even without a launcher
     try:
         import deepspeed
     except ImportError as error:
         raise RlhfError(MISSING) from error
     deepspeed.logger.setLevel("WARNING")
-    # It calls collectives by names that torch is about to change; nobody here can act on that.
+    # DeepSpeed uses names of collectives that torch deprecates; a user cannot act on that.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     distributed.require_group()
     deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
@@ -60,7 +60,7 @@ def load_deepspeed() -> Any:
 
 @torch.no_grad()
 def probe(model: nn.Module) -> Tensor:
-    """What a language model or a scalar model computes of fixed tokens, on the CPU in float32."""
+    """Outputs of a language model or a scalar model on fixed tokens, on the CPU in float32."""
     embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
     ids = probe_ids(embedding.num_embeddings).to(distributed.device())
     training = model.training
@@ -70,14 +70,14 @@ def probe(model: nn.Module) -> Tensor:
 
 
 class Root(nn.Module):
-    """What DeepSpeed wraps: every pass goes through its ``forward``, whatever part of the model it runs."""
+    """The module that DeepSpeed wraps: every pass goes through its ``forward``, whatever part of the model it runs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, compute: Callable[[], Result]) -> Result:
-        """The result of ``compute``, which runs the model."""
+        """Return the result of ``compute``, which runs the model."""
         return compute()
 
 
@@ -95,7 +95,7 @@ class DeepSpeedEngine(StepCount):
         folder: Path,
         build: OptimizerBuilder = build_adamw,
     ) -> None:
-        """``folder`` is where a relative ``launch.deepspeed`` lies."""
+        """Wrap ``model``. A relative file named by ``launch.deepspeed`` lies in ``folder``."""
         super().__init__(config, total_steps, warmup_steps)
         package = load_deepspeed()
         self.model, self.name = model, name
@@ -113,31 +113,35 @@ class DeepSpeedEngine(StepCount):
             self.ds.optimizer.register_step_pre_hook(self._clip)
 
     def forward(self, compute: Callable[[], Result]) -> Result:
-        """What ``compute`` returns, with sharded weights gathered where it needs them."""
+        """Run ``compute``, with sharded weights gathered where it needs them, and return its result."""
         with self.forward_context():
             result: Result = self.ds(compute)
         return result
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss`` (a scalar). A non-finite loss condemns the step instead."""
-        # All ranks make every pass, so a bad loss takes part as NaN, which DeepSpeed's own check then finds.
+        """Add the gradient of ``loss`` (a scalar). If the loss is not finite, this step is skipped."""
+        # Every rank makes every pass, so a non-finite loss is passed on as NaN, which DeepSpeed's own check finds.
         scale = distributed.world_size() if math.isfinite(float(loss.detach())) else math.nan
         self.ds.backward(loss * scale)
         self.pending = True
 
     def grad_norm(self) -> float:
-        """Refused: DeepSpeed clips inside its step."""
+        """Not supported, because DeepSpeed clips inside its step."""
         raise ConfigError(
-            f"{self.name}: a gradient norm common to two models is only known to engine local; set "
-            "ppo.gradient_norm to separate, or the launch engine to local"
+            f"{self.name}: engine deepspeed has no gradient norm common to two models; set ppo.gradient_norm to "
+            "separate, or the launch engine to local"
         )
 
     def apply(self, grad_norm: float, scale: float) -> StepResult:
-        """Refused, like :meth:`grad_norm`."""
-        raise ConfigError(f"{self.name}: engine deepspeed steps as a whole")
+        """Not supported, like :meth:`grad_norm`."""
+        raise ConfigError(f"{self.name}: engine deepspeed cannot scale gradients before its step")
 
     def step(self) -> StepResult:
-        """Clip by the global norm and step; a step that is not finite is skipped. ``TrainingPaused`` after three."""
+        """Clip by the global norm and step; a step whose gradient is not finite is skipped.
+
+        Raises:
+            TrainingPaused: Three steps in a row were skipped.
+        """
         rate = self.rate()
         for group in self.ds.optimizer.param_groups:
             group["lr"] = rate
@@ -148,7 +152,7 @@ class DeepSpeedEngine(StepCount):
         self.count(finite)
         if not finite:
             norm = math.nan
-            self.pause_if_ruined(f"gradient norm {norm}", rate, [])
+            self.pause_after_repeated_skips(f"gradient norm {norm}", rate, [])
         return StepResult(norm, not finite, rate)
 
     def _clip(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
@@ -161,12 +165,12 @@ class DeepSpeedEngine(StepCount):
 
     @contextmanager
     def gathered_parameters(self) -> Iterator[None]:
-        """All weights gathered on every rank, and DeepSpeed's hooks out of the way."""
+        """Gather full parameters on every rank for no-grad forwards, with DeepSpeed's hooks removed."""
         with self.shards.gathered(self.model):
             yield
 
     def state(self) -> EngineState:
-        """Whole float32 weights and moments, under the names that every engine uses."""
+        """Whole float32 weights and moments, under the names common to all engines."""
         tensors = {}
         for name, parameter in self.model.named_parameters():
             for key, value in self.shards.read(parameter, self.optimizer_steps).items():
@@ -175,13 +179,13 @@ class DeepSpeedEngine(StepCount):
         return EngineState(tensors, self.counters())
 
     def load_state(self, state: EngineState) -> None:
-        """The inverse of :meth:`state`, whatever engine and number of ranks it is of; gradients are cleared."""
+        """Restore :meth:`state` of any engine and number of ranks; gradients are cleared."""
         parameters = dict(self.model.named_parameters())
         saved = set(distributed.broadcast_from_rank0(sorted(state.tensors)))
         require_same_model(saved, set(parameters), self.name)
         self.load_counters(state.meta)
         if self.pending:
-            # Only a step clears the gradients that DeepSpeed has put away. All that it changes is overwritten here.
+            # Only a step clears the gradients that DeepSpeed has stored. All that it changes is overwritten below.
             self.ds.step()
             self.pending = False
         for name, parameter in parameters.items():
@@ -193,7 +197,7 @@ class DeepSpeedEngine(StepCount):
             self.shards.write(parameter, tensors[f"weights.{name}"], moments)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """All parameters by name as they compute, gathered one at a time, on the CPU of the first rank."""
+        """All parameters by name in their computing precision, gathered one at a time, on the CPU of rank 0."""
         weights = {}
         for name, parameter in self.model.named_parameters():
             value = self.shards.weight(parameter)
@@ -202,9 +206,10 @@ class DeepSpeedEngine(StepCount):
         return weights
 
     def release(self) -> nn.Module:
-        """A plain copy of the model with the gathered weights on the first rank; the shards are freed.
+        """Return a plain copy of the model with the gathered weights on rank 0; the shards are freed.
 
-        ``ModelError`` unless it computes what the sharded model did.
+        Raises:
+            ModelError: It does not compute what the sharded model did.
         """
         with self.gathered_parameters():
             expected = probe(self.model)

@@ -1,4 +1,4 @@
-"""Models that are only read (reference, reward model, referee): on the device, waiting in CPU memory, or sharded."""
+"""Frozen models (reference, reward model, referee): on the device, in CPU memory while unused, or sharded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -14,24 +14,28 @@ from rlhf_core import distributed
 from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.shared_base import SharedBase
-from rlhf_core.training.engine.choice import placement
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass
 class FrozenModels:
-    """The frozen models of a run. ``waiting`` in CPU memory while they have nothing to do are none by default; ``base``
-    is what reward model and referee share with the policy, if they do."""
+    """The frozen models of a run, placed as ``launch.frozen`` says.
 
+    Attributes:
+        waiting: Models that are kept in CPU memory while nothing uses them.
+        base: Weights that reward model and referee share with the policy, if they do.
+    """
+
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     waiting: list[nn.Module] = field(default_factory=list)
     base: SharedBase | None = None
     _scalars: dict[Path, Any] = field(default_factory=dict)
 
     def scalar(self, folder: Path) -> Any:
-        """The reward model or referee of ``folder``, placed: loaded once, however many ask for it.
+        """Load and place the reward model or referee in ``folder``; later calls return the same model.
 
-        With a ``base`` it is adapters on that, and stays where that is.
+        With a ``base`` it is made of adapters on those weights, and stays on their device.
         """
         key = folder.resolve()
         if key not in self._scalars:
@@ -42,22 +46,20 @@ class FrozenModels:
         return self._scalars[key]
 
     def place(self, model: Model) -> Model:
-        """``model`` where the launch settings want it; a sharded one is called in the same way."""
-        launch = placement().launch
-        if launch.frozen == "sharded":
-            sharded: Any = ShardedModel(model, launch)
-            return sharded
+        """Place ``model`` as the launch settings say and return it; a sharded one is called in the same way."""
+        if self.launch.frozen == "sharded":
+            return cast("Model", ShardedModel(model, self.launch))
         return self.place_whole(model)
 
     def place_whole(self, model: Model) -> Model:
-        """:meth:`place` without sharding, for a model of which ranks make passes of their own."""
-        if placement().launch.frozen == "offload":
+        """Place ``model`` without sharding, for models that ranks run independently of each other."""
+        if self.launch.frozen == "offload":
             self.waiting.append(model.to("cpu"))
         return model
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Waiting models are on the device inside the block."""
+        """Move waiting models to the device for the block."""
         for model in self.waiting:
             model.to(distributed.device())
         try:
@@ -70,7 +72,7 @@ class FrozenModels:
 class ShardedModel:
     """A frozen model whose weights are sharded over the ranks and gathered layer by layer.
 
-    All ranks make the same number of passes. What is no pass is asked of the model itself.
+    All ranks make the same number of passes. Other attributes are those of the model itself.
     """
 
     def __init__(self, model: nn.Module, launch: LaunchConfig) -> None:
@@ -86,7 +88,7 @@ class ShardedModel:
         return self.ds(lambda: self.model(**inputs))
 
     def last_token_scores(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Of a scalar model: the scalar at each row's last real token, (B, L) twice -> (B,)."""
+        """The scalar of a scalar model at each row's last real token: (B, L) twice -> (B,)."""
         scores: Tensor = self.ds(lambda: self.model.last_token_scores(input_ids, attention_mask))  # type: ignore[operator]
         return scores
 

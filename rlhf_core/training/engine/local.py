@@ -1,4 +1,4 @@
-"""Plain torch. On several ranks each holds the whole model, and gradients are added up once per step."""
+"""The local engine: plain torch. On several ranks each holds the whole model, and gradients are summed once a step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,13 @@ class LocalEngine(StepCount):
         warmup_steps: int | None = None,
         build: OptimizerBuilder = build_adamw,
     ) -> None:
-        """``warmup_steps`` takes the place of the configured share. ``name`` appears in messages."""
+        """Build the optimiser.
+
+        Args:
+            name: Names the model in messages.
+            warmup_steps: Takes the place of the share of steps that ``config`` sets.
+            build: Makes the optimiser.
+        """
         super().__init__(config, total_steps, warmup_steps)
         self.model, self.name = model.to(distributed.device()), name
         self.optimizer = build(model, config)
@@ -45,12 +51,12 @@ class LocalEngine(StepCount):
         self.grads_reduced = False
 
     def forward(self, compute: Callable[[], Result]) -> Result:
-        """What ``compute`` returns."""
+        """Run ``compute`` and return its result."""
         with self.forward_context():
             return compute()
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss`` (a scalar). A non-finite loss condemns the step instead."""
+        """Add the gradient of ``loss`` (a scalar). If the loss is not finite, this step is skipped."""
         if not math.isfinite(value := float(loss.detach())):
             self.skip_reason = f"loss {value}"
         elif self.skip_reason is None:
@@ -70,7 +76,8 @@ class LocalEngine(StepCount):
     def apply(self, grad_norm: float, scale: float) -> StepResult:
         """Step with gradients times ``scale``, or skip it when ``grad_norm`` is not finite; gradients are cleared.
 
-        ``TrainingPaused`` after three skipped steps in a row.
+        Raises:
+            TrainingPaused: Three steps in a row were skipped.
         """
         rate, finite = self.rate(), math.isfinite(grad_norm)
         if finite:
@@ -79,8 +86,8 @@ class LocalEngine(StepCount):
         reason = self.skip_reason or f"gradient norm {grad_norm}"
         self._clear()
         if not finite:
-            broken = [name for name, p in self.model.named_parameters() if not bool(p.isfinite().all())]
-            self.pause_if_ruined(reason, rate, broken)
+            nonfinite = [name for name, p in self.model.named_parameters() if not bool(p.isfinite().all())]
+            self.pause_after_repeated_skips(reason, rate, nonfinite)
         return StepResult(grad_norm, not finite, rate)
 
     def _clear(self) -> None:
@@ -117,7 +124,7 @@ class LocalEngine(StepCount):
         return EngineState(tensors, self.counters())
 
     def load_state(self, state: EngineState) -> None:
-        """The inverse of :meth:`state`; gradients are cleared. ``CheckpointError`` when it is of another model."""
+        """Restore :meth:`state`; gradients are cleared. ``CheckpointError`` if it is of another model."""
         self._clear()
         parameters = dict(self.model.named_parameters())
         saved = set(distributed.broadcast_from_rank0(sorted(state.tensors)))
@@ -137,19 +144,19 @@ class LocalEngine(StepCount):
         self.load_counters(state.meta)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """All parameters by name (tied ones once), as copies on the CPU of the first rank."""
+        """All parameters by name (tied ones once), as copies on the CPU of rank 0."""
         if not distributed.is_rank_zero():
             return {}
         return {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
 
     def release(self) -> nn.Module:
-        """The model itself, without gradients."""
+        """Return the model itself, without gradients."""
         self.optimizer.zero_grad(set_to_none=True)
         return self.model
 
 
 def require_same_model(saved: set[str], parameters: set[str], name: str) -> None:
-    """``CheckpointError`` unless the saved tensors (``saved``: their keys) are of a model with these ``parameters``."""
+    """Raise ``CheckpointError`` unless the saved tensors, given by their keys, are of a model with ``parameters``."""
     weights = {key.removeprefix("weights.") for key in saved if key.startswith("weights.")}
     if weights != parameters:
         wrong = sorted(weights.symmetric_difference(parameters))[0]

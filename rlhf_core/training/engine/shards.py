@@ -1,4 +1,4 @@
-"""Whole parameters and optimiser moments of a DeepSpeed engine: reading, writing, and weights gathered for a while."""
+"""Whole parameters and optimiser moments of a DeepSpeed engine: reading, writing and temporary gathering."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Shards:
-    """Access to one engine's shards. Every call is made by all ranks together."""
+    """Access to the shards of one engine. Every method is a collective operation of all ranks."""
 
     def __init__(self, engine: Any, stage: int, package: Any) -> None:
         self.engine, self.stage, self.package = engine, stage, package
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
-        """A copy of the whole parameter as it computes."""
+        """A copy of the whole parameter in its computing precision."""
         with self._gather([parameter]):
             return parameter.detach().clone()
 
     def read(self, parameter: nn.Parameter, steps: int) -> dict[str, Tensor]:
-        """The float32 weight and, after ``steps`` > 0 updates, the moments: CPU tensors by key, NAME to fill in."""
+        """Read a parameter's float32 weight and, after ``steps`` > 0 updates, its moments.
+
+        Returns:
+            CPU tensors under the keys of ``EngineState``, with NAME in place of the parameter's name.
+        """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         if self.stage == 0 or not parameter.requires_grad:
@@ -42,7 +46,7 @@ class Shards:
         return tensors
 
     def write(self, parameter: nn.Parameter, weight: Tensor, moments: Mapping[str, Tensor]) -> None:
-        """The inverse of :meth:`read`, from CPU tensors that every rank holds."""
+        """Write what :meth:`read` returned, from CPU tensors that every rank holds."""
         with torch.no_grad(), self._gather([parameter], modified=True):
             parameter.copy_(weight)
         if self.stage == 0:
@@ -54,14 +58,14 @@ class Shards:
         elif parameter.requires_grad:
             self._write_master(parameter, weight)
             if moments or self._has_moments():
-                # A state from before the first step takes an optimiser that has made steps back to zero.
+                # A state from before the first step resets the moments of an optimiser that has made steps.
                 self._start_moments(float(moments["step"]) if moments else 0.0)
                 for slot in MOMENTS:
                     self._write_master(parameter, moments.get(slot, torch.zeros_like(weight)), slot)
 
     @contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Weights whole on every rank, and the hooks that would gather and drop them off: ranks need not keep step."""
+        """Gather all weights on every rank and remove the hooks that would drop them, so that ranks may run freely."""
         if self.stage < 3:
             yield
             return
@@ -90,12 +94,12 @@ class Shards:
             return
         optimizer = self.engine.optimizer
         part, _ = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=slot)
-        # The last rank's part is filled up, which DeepSpeed's own setter for whole tensors does not expect.
+        # The last rank's part is padded, which DeepSpeed's own setter for whole tensors does not expect.
         flat = torch.nn.functional.pad(value.flatten(), (0, part.numel() * distributed.world_size() - value.numel()))
         optimizer.set_local_hp_param(flat.narrow(0, part.numel() * distributed.rank(), part.numel()), parameter, slot)
 
     def _flat(self) -> list[Tensor]:
-        """The flat float32 parts that the inner optimiser steps."""
+        """The flat float32 partitions that the inner optimiser updates."""
         if self.stage == 3:
             return list(self.engine.optimizer.fp32_partitioned_groups_flat)
         return list(self.engine.optimizer.single_partition_of_fp32_groups)
@@ -104,7 +108,7 @@ class Shards:
         return all("exp_avg" in self.engine.optimizer.optimizer.state.get(part, {}) for part in self._flat())
 
     def _start_moments(self, steps: float) -> None:
-        """The optimiser makes its moments in its first step; a resumed one needs them before."""
+        """Create the moments, which the optimiser itself makes in its first step and a resumed run needs earlier."""
         inner = self.engine.optimizer.optimizer
         for part in self._flat():
             if "exp_avg" not in inner.state.get(part, {}):
@@ -113,8 +117,10 @@ class Shards:
         self._link_moments()
 
     def _link_moments(self) -> None:
-        """Point parameters to their moments. DeepSpeed does so once, after the first of several parameter groups has
-        been stepped, when the others have no moments yet."""
+        """Point parameters to their moments.
+
+        DeepSpeed does so once, after the first of several parameter groups was stepped, when the others have none yet.
+        """
         if self.stage < 3:
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()

@@ -1,4 +1,4 @@
-"""A model's structure without its weights, to be filled again once an engine that sharded them is done."""
+"""A model's structure without weights, filled again when an engine that sharded them has finished."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ class Skeleton:
         self.model = copy.deepcopy(model, dict(empty))
 
     def filled(self, weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:
-        """The model with ``weights`` (by parameter name) on ``device``; without weights it stays empty.
+        """Return the model with ``weights`` (by parameter name) on ``device``; parameters without a weight stay empty.
 
-        ``ModelError`` for a weight of another shape, such as a shard.
+        Raises:
+            ModelError: A weight has another shape, as a shard has.
         """
         full = {}
         for name, parameter in self.model.named_parameters():
             if name not in weights:
                 continue
             if weights[name].shape != parameter.shape:
-                found, wanted = tuple(weights[name].shape), tuple(parameter.shape)
-                raise ModelError(f"the weight {name} was gathered with shape {found} instead of {wanted}")
+                gathered, expected = tuple(weights[name].shape), tuple(parameter.shape)
+                raise ModelError(f"the weight {name} was gathered with shape {gathered} instead of {expected}")
             full[id(parameter)] = nn.Parameter(weights[name].to(device), requires_grad=parameter.requires_grad)
         for module in self.model.modules():
             for name, empty in module._parameters.items():

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration from the launch settings: what the engine owns is set here and may not be set elsewhere."""
+"""DeepSpeed's configuration from the launch settings. Keys that the engine owns are set here and refused in files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.files import read_json
 
-# Set by the engine from the stage's own parameters; a file that says something else would change the numbers.
+# Set from the stage's own parameters; other values in a file would change the numbers.
 OWNED = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -30,9 +30,13 @@ OWNED = (
 
 
 def zero_config(launch: LaunchConfig, dtype: torch.dtype, max_grad_norm: float | None, folder: Path) -> dict[str, Any]:
-    """A fresh DeepSpeed configuration. A file named by ``launch.deepspeed`` is relative to ``folder``.
+    """DeepSpeed's configuration for a trained model.
 
-    ``ConfigError`` for a file that sets what the engine owns, and for a dtype that the ZeRO stage cannot train.
+    Args:
+        folder: Folder that a file named by ``launch.deepspeed`` is relative to.
+
+    Raises:
+        ConfigError: The file sets what the engine owns, or the ZeRO stage cannot train ``dtype``.
     """
     given = _from_file(launch.deepspeed, folder) if launch.deepspeed is not None else _from_settings(launch)
     config = copy.deepcopy(given)
@@ -46,7 +50,7 @@ def zero_config(launch: LaunchConfig, dtype: torch.dtype, max_grad_norm: float |
     return config | {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        # Losses are already divided by the totals of the step, and only the trainer knows when it ends.
+        # Losses are already divided by the totals of the step, and the trainer decides when it ends.
         "managed_gradient_accumulation": False,
         "gradient_clipping": max_grad_norm if max_grad_norm is not None and stage > 0 else 0.0,
         "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},
@@ -57,7 +61,7 @@ def zero_config(launch: LaunchConfig, dtype: torch.dtype, max_grad_norm: float |
 
 
 def frozen_config(launch: LaunchConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The configuration of a model that is never trained: its weights sharded, offloaded where parameters are."""
+    """DeepSpeed's configuration for a frozen model: weights sharded, and offloaded where parameters are."""
     zero: dict[str, Any] = {"stage": 3}
     if launch.offload == "parameters":
         zero["offload_param"] = {"device": "cpu"}

@@ -1,4 +1,4 @@
-"""How far two reward models agree on the same pairs, from the rewards that each has left behind."""
+"""Agreement of two reward models on the same pairs, from the rewards that their stages wrote."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from rlhf_core.files import read_json
 from rlhf_core.training.reward.evaluation import agreement
 
 
-def agreement_figures(first: Path, second: Path) -> dict[str, float]:
-    """How far two models agree on the pairs that both have scored: ``share`` ranked alike, and correlations.
+def agreement_metrics(first: Path, second: Path) -> dict[str, float]:
+    """Compare the rewards of two models on the pairs that both have scored.
 
-    ``DataError`` when they have no pair in common.
+    Returns:
+        ``share`` is the share of pairs that both rank alike; the others are correlations of rewards and of margins.
+
+    Raises:
+        DataError: They have no pair in common.
     """
     tables = [_read_scores(path) for path in (first, second)]
     common = sorted(tables[0].keys() & tables[1].keys())

@@ -1,8 +1,9 @@
-"""What a reward model has to beat: a bag of words on the same pairs (prefer-the-longer needs no training)."""
+"""Baseline of a reward model: a bag of words on the same pairs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ def bag_of_words_accuracy(
 ) -> dict[str, float]:
     """Accuracy on each held-out split of a logistic regression on word-count differences of the two replies.
 
-    Trained on at most 20,000 pairs. It reads replies alone, so what it reaches is style, not answers to prompts.
+    It is trained on at most 20,000 pairs and reads replies alone: it can learn style, but not answers to prompts.
     """
     from scipy.sparse import vstack
     from sklearn.feature_extraction.text import CountVectorizer
@@ -29,10 +30,11 @@ def bag_of_words_accuracy(
     try:
         words.fit([text for pair in pairs for text in (pair.chosen, pair.rejected)])
     except ValueError:
-        # No words at all, such as replies of spaces: the regression has nothing to go by.
+        # Replies without any word give the regression no feature.
         return dict.fromkeys(held_out, 0.5)
 
-    def differences(rows: Sequence[Preference]) -> np.ndarray:
+    def differences(rows: Sequence[Preference]) -> Any:
+        """Sparse (pairs, words)."""
         return words.transform([p.chosen for p in rows]) - words.transform([p.rejected for p in rows])
 
     features = differences(pairs)

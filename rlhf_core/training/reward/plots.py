@@ -1,4 +1,4 @@
-"""Pictures of a reward model: margins, calibration, training curves. Drawn without a display."""
+"""Plots of a reward model: margins, calibration and training curves. No display is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training of a scalar model on preference pairs, from files to scored splits: the reward model and the referee."""
+"""Training a scalar model on preference pairs, from files to scored splits: the reward model and the referee."""
 
 from __future__ import annotations
 
@@ -21,17 +21,23 @@ from rlhf_core.models.base import load_tokenizer
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import merge_adapters
 from rlhf_core.models.shared_base import Adapters, adapters_of
-from rlhf_core.tracking import Tracker
-from rlhf_core.training.engine.choice import build_engine, finish
+from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.loop import Loop, LoopResult, LoopSettings
 from rlhf_core.training.reward.evaluation import accuracy_by_category, evaluate_scores
 from rlhf_core.training.reward.trainer import PairScores, RewardTask, score_pairs
 from rlhf_core.training.rng import derive_seed
+from rlhf_core.training.run_context import RunContext
 
 
 @dataclass(frozen=True)
 class Split:
-    """The usable pairs of one file: rows and their tokens, in the same order, and how many were dropped and why."""
+    """The usable pairs of one file.
+
+    Attributes:
+        rows: Rows, one for each pair.
+        pairs: Their tokens, in the same order.
+        dropped: Number of unusable rows by reason.
+    """
 
     rows: list[Preference]
     pairs: list[TokenisedPair]
@@ -40,7 +46,7 @@ class Split:
 
 @dataclass(frozen=True)
 class TrainedScalar:
-    """A trained model with its tokenizer and the course of its training."""
+    """A trained scalar model with its tokenizer and the record of its training."""
 
     model: ScalarModel
     tokenizer: PreTrainedTokenizerBase
@@ -49,7 +55,7 @@ class TrainedScalar:
     adapters: Adapters | None = None
 
     def save(self, path: Path) -> None:
-        """The model's folder, with its adapters where it was trained by them."""
+        """Write the model's folder, with its adapters where only those were trained."""
         if self.adapters is None:
             self.model.save(path, self.tokenizer)
             return
@@ -58,7 +64,7 @@ class TrainedScalar:
 
 
 def read_split(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Split:
-    """Pairs of a parquet file as tokens; ``DataError`` when none is usable."""
+    """Read and tokenise the pairs of a parquet file; ``DataError`` when none is usable."""
     rows = read_rows(path, Preference)
     pairs, dropped = tokenised_pairs(tokenizer, rows, max_tokens)
     if not pairs:
@@ -70,21 +76,22 @@ def read_split(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) 
 
 
 def train_scalar(
-    config: RewardConfig, name: str, init: Path, train: Split, validation: Split, work: Path, tracker: Tracker
+    config: RewardConfig, name: str, init: Path, train: Split, validation: Split, context: RunContext
 ) -> TrainedScalar:
-    """Train a scalar model from the causal LM at ``init``. ``name`` sets its random streams apart.
+    """Train a scalar model from the causal LM at ``init``. Of several ranks only rank 0 returns.
 
-    Of several ranks only the first returns.
+    Args:
+        name: Sets the random streams of this model apart from those of others.
     """
     tokenizer = load_tokenizer(init)
     model = ScalarModel.from_causal_lm(init, derive_seed(config.seed, name, "head"))
     if config.lora is not None:
         model.add_adapters(config.lora, derive_seed(config.seed, name, "lora"))
-    engine = build_engine(model, config.optimizer, config.steps, name)
+    engine = build_engine(model, config.optimizer, config.steps, name, context)
     margins = [row.margin or 0.0 for row in train.rows] if config.use_margin else None
     task = RewardTask(engine, model, train.pairs, validation.pairs, config, pad_id(tokenizer), name, margins)
     settings = LoopSettings(name, config.seed, config.steps, config.eval_every, config.checkpoint)
-    result = Loop(engine, task, settings, work, tracker).run()
+    result = Loop(engine, task, settings, context).run()
     model = finish(engine, model)
     adapters = None
     if config.lora is not None:
@@ -93,41 +100,50 @@ def train_scalar(
     return TrainedScalar(model, tokenizer, result, engine.skipped_steps, adapters)
 
 
-def evaluate_splits(
-    trained: TrainedScalar, train: Split, held_out: Mapping[str, Split]
-) -> tuple[dict[str, object], dict[str, PairScores]]:
-    """Figures of the training and of each held-out split, and the rewards behind them by split.
+@dataclass(frozen=True)
+class RewardModelRun:
+    """A trained scalar model with the rewards that it gives to held-out splits, by split name."""
 
-    Those of ``test`` have that word before their names.
-    """
-    metrics: dict[str, object] = dict(training_figures(trained, train))
-    scores = {}
-    for name, split in held_out.items():
-        found = scores[name] = score_pairs(trained.model, split.pairs, pad_id(trained.tokenizer))
-        figures = evaluate_scores(found.chosen, found.rejected, *reply_lengths(split.pairs))
-        metrics |= {f"{prefix(name)}{key}": value for key, value in figures.items()}
-        categories = accuracy_by_category(found.margins, [row.category for row in split.rows])
-        metrics[f"{prefix(name)}category"] = categories
-    return metrics, scores
+    trained: TrainedScalar
+    train: Split
+    held_out: Mapping[str, Split]
+    scores: Mapping[str, PairScores]
+
+    @classmethod
+    def evaluated(cls, trained: TrainedScalar, train: Split, held_out: Mapping[str, Split]) -> RewardModelRun:
+        """The run with all held-out pairs scored."""
+        pad = pad_id(trained.tokenizer)
+        scores = {name: score_pairs(trained.model, split.pairs, pad) for name, split in held_out.items()}
+        return cls(trained, train, held_out, scores)
+
+    def metrics(self) -> dict[str, object]:
+        """Size and speed of training, and the quality on each held-out split; names of ``test`` begin with that."""
+        metrics: dict[str, object] = dict(training_metrics(self.trained, self.train))
+        for name, split in self.held_out.items():
+            scores, prefix = self.scores[name], metric_prefix(name)
+            quality = evaluate_scores(scores.chosen, scores.rejected, *reply_lengths(split.pairs))
+            metrics |= {f"{prefix}{key}": value for key, value in quality.items()}
+            metrics[f"{prefix}category"] = accuracy_by_category(scores.margins, [row.category for row in split.rows])
+        return metrics
 
 
-def prefix(split: str) -> str:
-    """What stands before the names of a held-out split's figures."""
+def metric_prefix(split: str) -> str:
+    """What the names of a held-out split's metrics begin with."""
     return "test_" if split == "test" else ""
 
 
 def write_history(path: Path, trained: TrainedScalar) -> None:
-    """One line of JSON for each record of the training's course."""
+    """Write the training history as JSON lines."""
     atomic_write_text(path, "".join(json.dumps(record) + "\n" for record in trained.result.history))
 
 
 def reply_lengths(pairs: Sequence[TokenisedPair]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of the chosen and of the rejected replies, end-of-sequence included."""
+    """Lengths in tokens of the chosen and of the rejected replies, end-of-sequence included."""
     return np.array([len(pair.chosen) for pair in pairs]), np.array([len(pair.rejected) for pair in pairs])
 
 
-def training_figures(trained: TrainedScalar, train: Split) -> dict[str, float]:
-    """Size, speed and losses of rows of a training run."""
+def training_metrics(trained: TrainedScalar, train: Split) -> dict[str, float]:
+    """Size and speed of a training run, and how many pairs it could not use."""
     return {
         "train_pairs": float(len(train.pairs)),
         "dropped_over_long": float(train.dropped["over_long"]),
@@ -138,6 +154,6 @@ def training_figures(trained: TrainedScalar, train: Split) -> dict[str, float]:
 
 
 def write_scores(path: Path, scores: PairScores, split: Split) -> None:
-    """Rewards of a split's pairs by row id, for comparison with another model."""
+    """Write the rewards of a split's pairs by row id, for comparison with another model."""
     ids = [row.id for row in split.rows]
     atomic_write_json(path, {"ids": ids, "chosen": scores.chosen.tolist(), "rejected": scores.rejected.tolist()})

@@ -1,4 +1,4 @@
-"""The reward model: pairwise ranking with an imitation and a centring term, in dynamic batches (algorithms.md §2).
+"""The reward model's objective: pairwise ranking, imitation and centering, in dynamic batches (algorithms.md §2).
 
 Shapes: B pairs, L positions, H hidden. Chosen and rejected replies go through the backbone together, as 2B rows.
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,10 +21,11 @@ from rlhf_core.data.sharding import passes
 from rlhf_core.models.heads import ScalarModel, last_hidden
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.examples import ReplyBatch, by_length, collate
-from rlhf_core.training.loop import StepFigures
-from rlhf_core.training.losses import centring_loss, pairwise_loss, token_cross_entropy
+from rlhf_core.training.loop import StepReport
+from rlhf_core.training.losses import centering_loss, pairwise_loss, token_cross_entropy
 from rlhf_core.training.rng import derive_seed
 
+Rewards = npt.NDArray[np.float64]
 SCORING_ROWS = 128
 CURVE_PAIRS = 512
 
@@ -32,25 +34,25 @@ CURVE_PAIRS = 512
 class PairScores:
     """Rewards of the chosen and the rejected reply of each pair, float64 (B,)."""
 
-    chosen: np.ndarray
-    rejected: np.ndarray
+    chosen: Rewards
+    rejected: Rewards
 
     @property
-    def margins(self) -> np.ndarray:
+    def margins(self) -> Rewards:
         """``r_w - r_l`` (B,)."""
         return self.chosen - self.rejected
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What the losses of one optimiser step are divided by: pairs, and tokens of chosen replies."""
+    """The divisors of the losses of one optimiser step: pairs, and tokens of chosen replies."""
 
     pairs: int
     tokens: int
 
 
-class PairPlan:
-    """Token-budget batches of endless epochs; a batch is a function of (seed, step)."""
+class TokenBudgetBatches:
+    """Batches of pairs within a token budget (paper, section 4.2); a batch is a function of the seed and the step."""
 
     def __init__(self, lengths: Sequence[int], batch: PairBatchConfig, seed: int) -> None:
         self.lengths, self.batch, self.seed = lengths, batch, seed
@@ -62,7 +64,7 @@ class PairPlan:
         if step < self._first:
             self._epoch, self._first, self._batches = -1, 0, []
         while step >= self._first + len(self._batches):
-            # How many batches an epoch has is known only by making it.
+            # The number of batches of an epoch is known only once it is made.
             self._first += len(self._batches)
             self._epoch += 1
             limits = (self.batch.token_budget, self.batch.min_pairs, self.batch.max_pairs)
@@ -71,7 +73,10 @@ class PairPlan:
 
 
 class RewardTask:
-    """Pairs to rank, and held-out ones to measure accuracy on. ``margins`` (one per training pair) may be None."""
+    """Pairwise ranking of preference pairs, evaluated by accuracy on held-out ones.
+
+    ``margins``, one per training pair, may be None.
+    """
 
     def __init__(
         self,
@@ -86,19 +91,21 @@ class RewardTask:
     ) -> None:
         self.engine, self.model, self.train, self.config, self.pad = engine, model, train, config, pad
         self.validation, self.margins = validation[:CURVE_PAIRS], margins
-        self.plan = PairPlan([pair.length for pair in train], config.batch, derive_seed(config.seed, name, "order"))
+        self.batches = TokenBudgetBatches(
+            [pair.length for pair in train], config.batch, derive_seed(config.seed, name, "order")
+        )
 
-    def train_step(self, step: int) -> StepFigures:
-        """One optimiser step on one dynamic batch."""
-        rows = self.plan.at(step)
+    def train_step(self, step: int) -> StepReport:
+        """Compute the gradients of one optimiser step on one dynamic batch."""
+        rows = self.batches.at(step)
         pairs = [self.train[row] for row in rows]
         totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
         # Each rank takes its share of the batch in one pass.
         ((part, weight),) = passes(rows, len(rows))
-        loss, figures = self.engine.forward(lambda: self._loss(part, totals))
+        loss, metrics = self.engine.forward(lambda: self._loss(part, totals))
         self.engine.backward(weight * loss)
-        figures = distributed.reduce_metrics({name: weight * value for name, value in figures.items()})
-        return StepFigures(figures | {"pairs": float(len(pairs))}, sum(real_tokens(pair) for pair in pairs))
+        metrics = distributed.reduce_metrics({name: weight * value for name, value in metrics.items()})
+        return StepReport(metrics | {"pairs": float(len(pairs))}, sum(real_tokens(pair) for pair in pairs))
 
     def _loss(self, rows: Sequence[int], totals: StepTotals) -> tuple[Tensor, dict[str, float]]:
         margins = torch.tensor([self.margins[row] for row in rows]) if self.margins is not None else None
@@ -131,16 +138,21 @@ def pair_loss(
     pad: int,
     totals: StepTotals,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Ranking loss + ``imitation`` * CE(y_w) + ``centering`` * mean((r_w + r_l)^2), and its parts as figures.
+    """Ranking loss + ``imitation`` * CE(y_w) + ``centering`` * mean((r_w + r_l)^2).
 
-    ``pairs`` may be a share of the step's pairs: loss and figures are then its shares of theirs.
+    Args:
+        pairs: All pairs of the optimiser step, or a rank's shard of them.
+        totals: Sizes of the whole step.
+
+    Returns:
+        The shard's part of the step's loss, and its part of each metric.
     """
     batch = pair_batch(pairs, pad, next(model.parameters()).device)
     hidden = model.hidden(batch.input_ids, batch.attention_mask)
     chosen, rejected = model.scores(last_hidden(hidden, batch.attention_mask)).chunk(2)
     loss = pairwise_loss(chosen, rejected, margins.to(chosen) if margins is not None else None, totals.pairs)
     share = len(pairs) / totals.pairs
-    figures = {
+    metrics = {
         "ranking_loss": float(loss.detach()),
         "accuracy": share * float((chosen > rejected).float().mean()),
         "margin": share * float((chosen - rejected).detach().mean()),
@@ -148,14 +160,14 @@ def pair_loss(
     if config.imitation > 0:
         imitation = imitation_loss(model, hidden[: len(pairs)], batch, totals.tokens)
         loss = loss + config.imitation * imitation
-        figures["imitation_loss"] = float(imitation.detach())
+        metrics["imitation_loss"] = float(imitation.detach())
     if config.centering > 0:
-        loss = loss + config.centering * centring_loss(chosen, rejected, totals.pairs)
-    return loss, figures | {"loss": float(loss.detach())}
+        loss = loss + config.centering * centering_loss(chosen, rejected, totals.pairs)
+    return loss, metrics | {"loss": float(loss.detach())}
 
 
 def imitation_loss(model: ScalarModel, hidden: Tensor, batch: ReplyBatch, total: int) -> Tensor:
-    """Language-model loss on the *chosen* replies alone: their hidden states (B, L, H) -> ()."""
+    """Language-model loss on the *chosen* replies alone, from their hidden states: (B, L, H) -> ()."""
     select = batch.select[: hidden.shape[0]]
     targets = batch.targets[: int(select.sum())]
     return token_cross_entropy(model.lm_logits(hidden[select]), targets, total)
@@ -163,7 +175,7 @@ def imitation_loss(model: ScalarModel, hidden: Tensor, batch: ReplyBatch, total:
 
 @torch.no_grad()
 def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int) -> PairScores:
-    """Rewards of all pairs, in batches of similar length; the order of ``pairs`` is kept."""
+    """Score all pairs, in batches of similar length; the rewards are in the order of ``pairs``."""
     was_training = model.training
     model.eval()
     chosen, rejected = np.zeros(len(pairs)), np.zeros(len(pairs))
@@ -174,6 +186,6 @@ def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int) ->
         if weight:
             chosen[rows], rejected[rows] = scores[: len(rows)], scores[len(rows) :]
     model.train(was_training)
-    # Every rank has scored its own pairs and left zeros at the others.
+    # Each rank has scored its own pairs and left zeros at the others.
     both = distributed.all_reduce_sum(torch.from_numpy(np.stack([chosen, rejected]))).numpy()
     return PairScores(both[0], both[1])

@@ -124,13 +124,13 @@ def with_unembedding(tiny: Tiny) -> ScalarModel:
 
 
 def _steps(engine: Engine, task: Any, steps: int) -> dict[str, float]:
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for step in range(steps):
         engine.model.train()
         report = task.train_step(step)
-        figures = report.figures | {"tokens": report.tokens, "grad_norm": engine.step().grad_norm}
+        metrics = report.metrics | {"tokens": report.tokens, "grad_norm": engine.step().grad_norm}
     with engine.gathered_parameters():
-        return figures | task.evaluate()
+        return metrics | task.evaluate()
 
 
 def _sft(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> tuple[list[Engine], dict[str, float]]:

@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
-from rlhf_core import preemption
 from rlhf_core.stages.runtime import rank
 from rlhf_core.training.engine import LocalEngine, StepResult
 
@@ -18,7 +18,8 @@ _original = LocalEngine.step
 def tell_and_step(engine: LocalEngine) -> StepResult:
     if engine.steps == STEP and os.environ["RANK"] == "1":
         os.kill(os.getppid(), signal.SIGTERM)
-        while not preemption.heard():  # the launcher has passed it on
+        preemption: Any = signal.getsignal(signal.SIGTERM)
+        while not preemption.__self__.received:  # until the launcher has forwarded it
             time.sleep(0.01)
     return _original(engine)
 

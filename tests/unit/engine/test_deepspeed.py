@@ -23,9 +23,8 @@ from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.training.engine import Engine, EngineState, LocalEngine
 from rlhf_core.training.engine.base import OptimizerBuilder
-from rlhf_core.training.engine.checkpointing import recomputing
-from rlhf_core.training.engine.choice import placed
 from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.engine.gradient_checkpointing import recomputing
 from rlhf_core.training.engine.zero_config import zero_config
 from rlhf_core.training.optim import build_adamw
 
@@ -87,9 +86,8 @@ def with_bfloat16(make: cases.MakeEngine) -> None:
 
 def with_frozen(folder: Path) -> None:
     """Frozen models sharded over the ranks."""
-    tiny, frozen = make_tiny(), FrozenModels()
-    with placed(LaunchConfig(engine="deepspeed", frozen="sharded"), folder):
-        tiny.reward, tiny.reference = frozen.place(tiny.reward), frozen.place(tiny.reference)
+    tiny, frozen = make_tiny(), FrozenModels(LaunchConfig(engine="deepspeed", frozen="sharded"))
+    tiny.reward, tiny.reference = frozen.place(tiny.reward), frozen.place(tiny.reference)
     with frozen.on_device():
         experience = cases.rollout(tiny)
     cases.write_result(folder, "frozen", {"rewards": experience.rewards, "reference": experience.ref_logprobs}, {})

@@ -14,9 +14,15 @@ from unit.ppo.tiny import make_tiny
 from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.training.engine import LocalEngine
-from rlhf_core.training.engine.choice import build_engine, finish, placed
+from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.engine.skeleton import Skeleton
+from rlhf_core.training.run_context import RunContext
+
+
+def launched(launch: LaunchConfig) -> RunContext:
+    """A run that is placed as ``launch`` says."""
+    return RunContext(Path("work"), launch=launch)
 
 
 def test_layers_recompute_in_evaluation_mode_and_change_no_gradient() -> None:
@@ -24,8 +30,8 @@ def test_layers_recompute_in_evaluation_mode_and_change_no_gradient() -> None:
     gradients, calls = [], []
     for checkpointing in (False, True):
         model = make_tiny().policy
-        with placed(LaunchConfig(gradient_checkpointing=checkpointing), Path()):
-            engine = build_engine(model, cases.optimizer(0.1), 1, "policy")
+        launch = LaunchConfig(gradient_checkpointing=checkpointing)
+        engine = build_engine(model, cases.optimizer(0.1), 1, "policy", launched(launch))
         count: list[int] = []
         model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, count=count: count.append(1))
         engine.backward(engine.forward(lambda model=model: model(input_ids=ids).logits.square().mean()))
@@ -37,8 +43,9 @@ def test_layers_recompute_in_evaluation_mode_and_change_no_gradient() -> None:
 
 
 def test_a_model_without_such_layers_is_refused() -> None:
-    with placed(LaunchConfig(gradient_checkpointing=True), Path()), pytest.raises(ModelError, match="switch it off"):
-        build_engine(nn.Linear(2, 2), cases.optimizer(0.1), 1, "policy")
+    context = launched(LaunchConfig(gradient_checkpointing=True))
+    with pytest.raises(ModelError, match="switch it off"):
+        build_engine(nn.Linear(2, 2), cases.optimizer(0.1), 1, "policy", context)
 
 
 def test_a_skeleton_holds_no_weights_until_it_is_filled_and_keeps_ties() -> None:
@@ -61,16 +68,15 @@ def test_weights_of_another_shape_do_not_fill_a_skeleton() -> None:
 
 def test_without_settings_the_engine_is_local_and_hands_back_its_model() -> None:
     model = make_tiny().policy
-    engine = build_engine(model, cases.optimizer(0.1), 1, "policy")
+    engine = build_engine(model, cases.optimizer(0.1), 1, "policy", launched(LaunchConfig()))
     assert isinstance(engine, LocalEngine)
     assert finish(engine, model) is model
     assert FrozenModels().place(model) is model
 
 
 def test_offloaded_models_wait_on_the_cpu() -> None:
-    with placed(LaunchConfig(frozen="offload"), Path()):
-        frozen = FrozenModels()
-        model = frozen.place(make_tiny().reward)
+    frozen = FrozenModels(LaunchConfig(frozen="offload"))
+    model = frozen.place(make_tiny().reward)
     with frozen.on_device():
         assert frozen.waiting == [model]
     assert {p.device.type for p in model.parameters()} == {"cpu"}
@@ -79,16 +85,15 @@ def test_offloaded_models_wait_on_the_cpu() -> None:
 def test_a_scoring_model_is_loaded_once_however_many_ask_for_it(tmp_path: Path) -> None:
     make_tiny().reward.model.save_pretrained(tmp_path / "reward")
     (tmp_path / "reward" / "tokenizer.json").write_text("{}")
-    with placed(LaunchConfig(frozen="offload"), Path()):
-        frozen = FrozenModels()
-        model = frozen.scalar(tmp_path / "reward")
-        assert frozen.scalar(tmp_path / "other" / ".." / "reward") is model
+    frozen = FrozenModels(LaunchConfig(frozen="offload"))
+    model = frozen.scalar(tmp_path / "reward")
+    assert frozen.scalar(tmp_path / "other" / ".." / "reward") is model
     assert frozen.waiting == [model]
     assert not model.training and not any(p.requires_grad for p in model.parameters())
 
 
 def test_a_missing_deepspeed_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    launch = LaunchConfig(engine="deepspeed")
-    with placed(launch, Path()), pytest.raises(RlhfError, match=r"pip install 'rlhf-pipeline\[gpu\]'"):
-        build_engine(make_tiny().policy, cases.optimizer(0.1), 1, "policy")
+    context = launched(LaunchConfig(engine="deepspeed"))
+    with pytest.raises(RlhfError, match=r"pip install 'rlhf-pipeline\[gpu\]'"):
+        build_engine(make_tiny().policy, cases.optimizer(0.1), 1, "policy", context)

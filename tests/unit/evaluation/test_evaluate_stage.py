@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from traced import missed
 
 from rlhf_core.config.evaluate import EvaluateStageConfig
 from rlhf_core.config.model import SamplingConfig
@@ -20,7 +21,7 @@ from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.tracking import NullTracker
+from rlhf_core.training.run_context import RunContext
 
 from .conftest import made_prompt
 
@@ -35,7 +36,7 @@ def run_stage(
     write_rows(root / "data/clean/prompts/test.parquet", rows)
     inputs = {key: models / Path(path).name for key, path in evaluate.STAGE.inputs.items()}
     outputs = Paths({key: root / path for key, path in evaluate.STAGE.outputs.items()})
-    evaluate.run(config, Paths(inputs | {"clean": root / "data/clean"}), outputs, NullTracker())
+    evaluate.STAGE.run(config, Paths(inputs | {"clean": root / "data/clean"}), outputs, RunContext(root / "work"))
     return json.loads(outputs.metrics.read_text()), outputs
 
 
@@ -109,3 +110,7 @@ def test_bad_cases_are_where_reward_and_judge_disagree() -> None:
     cases = Evaluation(rows, [], sft, policy, versus).bad_cases("referee", 10)
     assert [case["prompt"] for case in cases] == ["user: 1", "user: 0"]
     assert cases[0]["disagreement"] > cases[1]["disagreement"] > 0
+
+
+def test_what_the_stage_executes_counts_in_its_fingerprint(tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
+    assert missed("evaluate", lambda: run_stage(tmp_path, models, prompts[:4])) == set()

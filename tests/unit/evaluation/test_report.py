@@ -19,7 +19,7 @@ from rlhf_core.evaluation.report.view import flatten, format_number, spread_over
 from rlhf_core.gates import decide
 from rlhf_core.stages import report
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.tracking import NullTracker
+from rlhf_core.training.run_context import RunContext
 
 ATTACK = "<script>alert('x')</script>"
 VOID = {"meta", "img", "br", "path", "rect", "circle", "line"}
@@ -52,7 +52,7 @@ def write(path: Path, text: str) -> None:
 
 def render(root: Path) -> str:
     inputs = Paths({key: root / path for key, path in report.STAGE.inputs.items()})
-    report.run(ReportConfig(replies=4), inputs, Paths({"report": root / "report.html"}), NullTracker())
+    report.run(ReportConfig(replies=4), inputs, Paths({"report": root / "report.html"}), RunContext(root / "work"))
     page = (root / "report.html").read_text()
     parser = Balanced()
     parser.feed(page)

@@ -12,8 +12,8 @@ from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.ppo.actor_critic_pair import SeparateActorCritic
 from rlhf_core.ppo.critic_pretraining import CriticTrainer, StopRule
 from rlhf_core.ppo.prompts import TrainingPrompts
-from rlhf_core.tracking import NullTracker
 from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.run_context import RunContext
 
 
 def make(tiny: Tiny, work: Path, **changes: object) -> CriticTrainer:
@@ -29,8 +29,7 @@ def make(tiny: Tiny, work: Path, **changes: object) -> CriticTrainer:
         ),
         reward_fn=tiny.reward_fn,
         prompts=TrainingPrompts([], tiny.prompts),
-        tracker=NullTracker(),
-        work=work,
+        context=RunContext(work),
     )
 
 

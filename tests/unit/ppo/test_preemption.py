@@ -12,27 +12,29 @@ from unit.ppo.rollback_runs import ITERATIONS, config_with, rule
 from unit.ppo.test_trainer import best, equal, history, weights
 from unit.ppo.tiny import Tiny, make_tiny, make_trainer
 
-from rlhf_core import preemption
 from rlhf_core.config.health.rule import Check
 from rlhf_core.errors import Preempted
 from rlhf_core.ppo.callbacks.callback import IterationRecord
 from rlhf_core.ppo.trainer import Trainer
+from rlhf_core.preemption import PreemptionSignal
 from rlhf_core.training.rng import seed_everything
+from rlhf_core.training.run_context import RunContext
 
 
-def trainer_in(work: Path, tiny: Tiny) -> Trainer:
+def trainer_in(work: Path, tiny: Tiny, preemption: PreemptionSignal) -> Trainer:
     """A run that goes back at 3 (to the start) and at 5 (to 2), with checkpoints every two iterations."""
     seed_everything(1)
     rules = [
         rule(Check("kl_coefficient", "<", 0.07, window=1), after=3),
         rule(Check("kl_coefficient", "<", 0.15, window=1), after=5, name="later"),
     ]
-    return make_trainer(tiny, config_with(ITERATIONS, keep=1), work, rules=rules)
+    context = RunContext(work, preemption=preemption)
+    return make_trainer(tiny, config_with(ITERATIONS, keep=1), work, rules=rules, context=context)
 
 
 def test_a_run_that_is_preempted_after_every_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     straight = make_tiny()
-    trainer_in(tmp_path / "straight", straight).run()
+    trainer_in(tmp_path / "straight", straight, PreemptionSignal()).run()
 
     original, starts = Trainer.iterate, list[int]()
 
@@ -44,8 +46,9 @@ def test_a_run_that_is_preempted_after_every_iteration(tmp_path: Path, monkeypat
     monkeypatch.setattr(Trainer, "iterate", iterate_and_be_told_to_stop)
     while True:
         pieces = make_tiny()
-        trainer = trainer_in(tmp_path / "pieces", pieces)
-        with pytest.raises(Preempted, match=r"iteration \d of 6 and was stopped there"), preemption.heeded("ppo"):
+        preemption = PreemptionSignal()
+        trainer = trainer_in(tmp_path / "pieces", pieces, preemption)
+        with pytest.raises(Preempted, match=r"iteration \d of 6 and was stopped there"), preemption.handled("ppo"):
             trainer.run()
         if trainer.done == ITERATIONS:
             break

@@ -28,6 +28,7 @@ from rlhf_core.ppo.run_checkpoint import load_best
 from rlhf_core.ppo.update import Learner, accumulate_gradients, measure_minibatch
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.tracking import NullTracker
+from rlhf_core.training.run_context import RunContext
 
 WEIGHT, HIDDEN = 0.4, 4
 SHARED = {"critic_mode": "shared", "vf_loss_weight": WEIGHT}
@@ -168,7 +169,9 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> No
     straight = make_trainer(whole, config, tmp_path / "straight")
     straight.run()
     with pytest.raises(KeyboardInterrupt):
-        make_trainer(make_tiny(), config, tmp_path / "stopped", tracker=Interrupting()).run()
+        make_trainer(
+            make_tiny(), config, tmp_path / "stopped", context=RunContext(tmp_path / "stopped", Interrupting())
+        ).run()
     resumed = make_trainer(models, config, tmp_path / "stopped")
     resumed.run()
     ends = [list(trainer.learner.pair.engines["policy"].full_weights().values()) for trainer in (straight, resumed)]

@@ -34,8 +34,8 @@ from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.local import PromptBatch, sample_replies
-from rlhf_core.tracking import NullTracker
 from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.run_context import RunContext
 
 EOS, PAD, VOCABULARY = 3, 0, 23
 BASE = {
@@ -180,8 +180,7 @@ def make_trainer(
         "prompts": TrainingPrompts([[Message("user", str(prompt))] for prompt in tiny.prompts], tiny.prompts),
         "decode": lambda ids: " ".join(str(i) for i in ids if i != EOS),
         "moments": RunningMeanStd(),
-        "tracker": NullTracker(),
-        "work": work,
+        "context": RunContext(work),
         "callbacks": (selection, HealthCallback(HealthMonitor(limits, rules), config.health)),
         "referee": reward_model_fn(tiny.reward, None),
     }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from traced import missed
 
 from rlhf_core.config.collect import CollectConfig, FileSources, WorldConfig
 from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_rows
@@ -15,14 +17,14 @@ from rlhf_core.errors import DataError
 from rlhf_core.files import sha256_file, sha256_tree
 from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.tracking import NullTracker
+from rlhf_core.training.run_context import RunContext
 
 WORLD = CollectConfig(world=WorldConfig(demonstrations=30, preferences=40, pretrain=20))
 
 
-def run(config: CollectConfig, workspace: Path) -> tuple[Path, dict[str, float]]:
+def run(config: CollectConfig, workspace: Path) -> tuple[Path, Mapping[str, Any]]:
     raw = workspace / "data" / "raw"
-    return raw, collect.run(config, Paths({}), Paths({"raw": raw}), NullTracker())
+    return raw, collect.STAGE.run(config, Paths({}), Paths({"raw": raw}), RunContext(workspace / "work"))
 
 
 def pair(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
@@ -107,3 +109,7 @@ def test_a_failure_leaves_the_old_data_and_nothing_half_written(tmp_path: Path) 
 def test_files_without_preferences_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"collect\.files\.preferences is empty"):
         run(CollectConfig(source="files"), tmp_path)
+
+
+def test_what_the_stage_executes_counts_in_its_fingerprint(tmp_path: Path) -> None:
+    assert missed("collect", lambda: run(WORLD, tmp_path)) == set()

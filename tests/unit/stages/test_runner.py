@@ -11,10 +11,11 @@ from typing import Any, NoReturn
 import pytest
 
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
+from rlhf_core.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import runner
 
 
-def full(name: str, workspace: Path) -> NoReturn:
+def full(name: str, workspace: Path, preemption: PreemptionSignal) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "history.jsonl")
 
 

@@ -21,7 +21,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.gates import decide
 from rlhf_core.stages import validate
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.tracking import NullTracker
+from rlhf_core.training.run_context import RunContext
 
 Rows = dict[str, list[dict[str, Any]]]
 REFUSED = {"kind": "preferences", "source": "x.jsonl", "position": 9, "reason": "no prompt", "row": "{}"}
@@ -54,7 +54,9 @@ def run(rows: Rows, workspace: Path, refused: bool = False, **settings: Any) -> 
         write_dicts(raw / kind / "data.parquet", kind, [{name: row[name] for name in names} for row in listed])
     write_refused(raw / "refused.parquet", [REFUSED] if refused else [])
     outputs = Paths({key: workspace / path for key, path in validate.STAGE.outputs.items()})
-    return validate.run(ValidateConfig(**settings), Paths({"raw": raw}), outputs, NullTracker()), outputs
+    return validate.run(
+        ValidateConfig(**settings), Paths({"raw": raw}), outputs, RunContext(workspace / "work")
+    ), outputs
 
 
 def test_bad_rows_are_quarantined_with_every_reason(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ def test_raw_data_of_another_shape_is_a_users_error(tmp_path: Path) -> None:
             ValidateConfig(),
             Paths({"raw": raw}),
             Paths({k: tmp_path / p for k, p in validate.STAGE.outputs.items()}),
-            NullTracker(),
+            RunContext(tmp_path / "work"),
         )
 
 

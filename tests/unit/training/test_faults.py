@@ -21,9 +21,9 @@ import pytest
 from unit.training import tiny as ready
 from unit.training.test_resume import without_clock
 
-from rlhf_core import preemption
 from rlhf_core.errors import EXIT_PREEMPTED, CheckpointError, Preempted
 from rlhf_core.files import sha256_file
+from rlhf_core.preemption import PreemptionSignal
 from rlhf_core.stages.runtime.runner import run_stage
 from rlhf_core.training.checkpoints.checkpoint import load_latest
 from rlhf_core.training.engine import LocalEngine, StepResult
@@ -71,8 +71,9 @@ def test_a_stage_that_loses_its_place_saves_its_step_and_goes_on_from_there(
         # The fifth step is between two checkpoints, and so is the critic's third rollout, which begins with its ninth.
         patch.setattr(LocalEngine, "step", told_to_stop_at(8 if name == "critic" else 4))
         message = rf"{name} made \w+ \d of \d .* goes on from there"
-        with pytest.raises(Preempted, match=message) as raised, preemption.heeded(name):
-            tiny.run_stage(name, workspace, out)
+        preemption = PreemptionSignal()
+        with pytest.raises(Preempted, match=message) as raised, preemption.handled(name):
+            tiny.run_stage(name, workspace, out, preemption)
     assert raised.value.exit_code == EXIT_PREEMPTED
     saved = load_latest(workspace / out / "work/checkpoints")
     assert saved is not None and saved.step == (3 if name == "critic" else 5)

@@ -16,9 +16,9 @@ from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.models.base import new_model, train_tokenizer
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.training.examples import BatchPlan, Example, collate
-from rlhf_core.training.losses import centring_loss, pairwise_loss, token_cross_entropy
-from rlhf_core.training.reward.trainer import PairPlan, StepTotals, pair_loss, score_pairs
+from rlhf_core.training.examples import Example, LengthBucketedBatches, collate
+from rlhf_core.training.losses import centering_loss, pairwise_loss, token_cross_entropy
+from rlhf_core.training.reward.trainer import StepTotals, TokenBudgetBatches, pair_loss, score_pairs
 from rlhf_core.training.sft import example_batch, mean_reply_loss, reply_loss
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_pairwise_and_centring_by_hand() -> None:
     assert pairwise_loss(chosen, rejected, None, 2).item() == pytest.approx(expected)
     with_margin = pairwise_loss(chosen[:1], rejected[:1], torch.tensor([1.0]), 1)
     assert with_margin.item() == pytest.approx(math.log(2))
-    assert centring_loss(torch.tensor([2.0, 1.0]), torch.tensor([1.0, -1.0]), 2).item() == pytest.approx(4.5)
+    assert centering_loss(torch.tensor([2.0, 1.0]), torch.tensor([1.0, -1.0]), 2).item() == pytest.approx(4.5)
     assert math.isfinite(pairwise_loss(torch.tensor([-1e4]), torch.tensor([1e4]), None, 1).item())
 
 
@@ -124,13 +124,13 @@ def test_the_imitation_term_reads_chosen_replies_only(scalar) -> None:  # type: 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(2, 60), min_size=1, max_size=80), st.integers(1, 16), st.integers(0, 2**63 - 1))
 def test_batches_are_a_function_of_seed_and_step(lengths: list[int], size: int, seed: int) -> None:
-    plan = BatchPlan(lengths, size, seed)
+    plan = LengthBucketedBatches(lengths, size, seed)
     steps = [plan.at(step) for step in range(2 * plan.per_epoch)]
     epoch = [row for batch in steps[: plan.per_epoch] for row in batch]
     assert len(set(epoch)) == len(epoch) == plan.per_epoch * plan.size
     last = 2 * plan.per_epoch - 1
-    assert BatchPlan(lengths, size, seed).at(last) == steps[last]
-    pairs = PairPlan(lengths, PairBatchConfig(token_budget=300), seed)
+    assert LengthBucketedBatches(lengths, size, seed).at(last) == steps[last]
+    pairs = TokenBudgetBatches(lengths, PairBatchConfig(token_budget=300), seed)
     walked = [pairs.at(step) for step in range(12)]
-    assert PairPlan(lengths, PairBatchConfig(token_budget=300), seed).at(11) == walked[11]
+    assert TokenBudgetBatches(lengths, PairBatchConfig(token_budget=300), seed).at(11) == walked[11]
     assert pairs.at(0) == walked[0]

@@ -22,7 +22,8 @@ from rlhf_core.ppo.prompts import TrainingPrompts
 from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.ppo_models import ptx_data
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.tracking import NullTracker
+from rlhf_core.tracking import NullTracker, Tracker
+from rlhf_core.training.run_context import RunContext
 
 SETTINGS: dict[str, Any] = {
     "iterations": 3, "batch_size": 8, "max_new_tokens": 6, "warmup_iterations": 1, "ptx": {"batch_size": 2},
@@ -50,15 +51,19 @@ def paths(stage: Any, root: Path, out: Path) -> tuple[Paths, Paths]:
     outputs = {key: out / path for key, path in stage.STAGE.outputs.items()}
     for path in outputs.values():
         path.parent.mkdir(parents=True, exist_ok=True)
-    return Paths(inputs), Paths(outputs | {"work": out / "work" / stage.STAGE.name})
+    return Paths(inputs), Paths(outputs)
 
 
-def pretrain(root: Path, out: Path, config: PpoConfig, tracker: Any = None) -> dict[str, float]:
+def context(stage: Any, out: Path, tracker: Tracker | None = None) -> RunContext:
+    return RunContext(out / "work" / stage.STAGE.name, tracker or NullTracker())
+
+
+def pretrain(root: Path, out: Path, config: PpoConfig, tracker: Tracker | None = None) -> dict[str, float]:
     settings = CriticStageConfig(
         max_rollouts=4, batch_size=8, explained_variance=1.0, optimizer=OptimizerConfig(lr=1e-2),
         checkpoint=CheckpointConfig(every=2), ppo=config,
     )  # fmt: skip
-    return critic.run(settings, *paths(critic, root, out), tracker or NullTracker())
+    return critic.run(settings, *paths(critic, root, out), context(critic, out, tracker))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +72,7 @@ def shared(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("shared")
     config = PpoConfig.model_validate(SETTINGS | SHARED)
     pretrain(workspace, out, config)
-    ppo.run(config, *paths(ppo, workspace, out), NullTracker())
+    ppo.run(config, *paths(ppo, workspace, out), context(ppo, out))
     return out
 
 
@@ -118,7 +123,7 @@ def test_a_run_that_rolls_back_and_pauses_leaves_its_story(workspace: Path, tmp_
     config = PpoConfig.model_validate(settings)
     pretrain(workspace, tmp_path, config)
     with pytest.raises(TrainingPaused, match=r"kl_runaway at iteration 3.*1 rollbacks were made"):
-        ppo.run(config, *paths(ppo, workspace, tmp_path), NullTracker())
+        ppo.run(config, *paths(ppo, workspace, tmp_path), context(ppo, tmp_path))
     files = {
         name: [json.loads(line) for line in (tmp_path / f"history/{name}.jsonl").read_text().splitlines()]
         for name in ("ppo", "ppo_abandoned")

@@ -23,13 +23,13 @@ from rlhf_core.models.base import load_policy, load_tokenizer
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import add_adapters, merge_adapters
 from rlhf_core.models.nf4 import pack_linear_layers
-from rlhf_core.models.shared_base import Adapters, SharedBase, adapters_of, joined
+from rlhf_core.models.shared_base import Adapters, SharedBase, adapters_of, stacked
 from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.tracking import NullTracker
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.loop import LoopResult
 from rlhf_core.training.reward.run import TrainedScalar
+from rlhf_core.training.run_context import RunContext
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 needs_bitsandbytes = pytest.mark.skipif(
@@ -123,7 +123,7 @@ def test_ppo_on_one_copy_is_ppo_on_several(
         for seed, folder in enumerate(judges.values(), 1):
             make_scalar(workspace / "models/sft", folder, seed, quantize)
         inputs, outputs = stage_paths(ppo, workspace, out)
-        ppo.run(config, Paths({**inputs, **judges}), outputs, NullTracker())
+        ppo.run(config, Paths({**inputs, **judges}), outputs, RunContext(out / "work/ppo"))
         rows[share] = [json.loads(line) for line in (out / "history/ppo.jsonl").read_text().splitlines()]
     assert len(rows[True]) == 3
     for one, several in zip(rows[True], rows[False], strict=True):
@@ -149,7 +149,7 @@ def test_a_critic_of_adapters_goes_on_with_them_on_the_one_copy(
         {"init": init, "max_rollouts": 3, "batch_size": 8, "explained_variance": 1.0, "lora": own, "ppo": settings}
     )
     inputs, outputs = stage_paths(critic, workspace, tmp_path)
-    critic.run(pretraining, Paths({**inputs, **judges}), outputs, NullTracker())
+    critic.run(pretraining, Paths({**inputs, **judges}), outputs, RunContext(tmp_path / "work/critic"))
 
     policy, _ = load_policy(sft)
     if quantize:
@@ -163,7 +163,7 @@ def test_a_critic_of_adapters_goes_on_with_them_on_the_one_copy(
     for share in (True, False):
         inputs, outputs = stage_paths(ppo, workspace, tmp_path)
         config = PpoConfig.model_validate(settings | {"share_base": share})
-        ppo.run(config, Paths({**inputs, **judges}), Paths({**outputs, "work": tmp_path / str(share)}), NullTracker())
+        ppo.run(config, Paths({**inputs, **judges}), outputs, RunContext(tmp_path / str(share)))
         rows = [json.loads(line) for line in (tmp_path / "history/ppo.jsonl").read_text().splitlines()]
         assert len(rows) == 3 and rows[-1]["critic_grad_norm"] > 0
         first[share] = {name: rows[0][name] for name in ("explained_variance", "reward_mean", "kl")}
@@ -181,11 +181,11 @@ def test_adapters_on_adapters_are_one_product_of_stacked_matrices() -> None:
         return b @ a * (one.lora.alpha / one.lora.rank)
 
     first, second = adapters(2, 4, "model.q_proj", "sft", 1.0), adapters(3, 3, "model.q_proj", "reward", 2.0)
-    both = joined(first, second)
+    both = stacked(first, second)
     assert (both.lora.rank, both.lora.alpha, both.lora.targets, both.base) == (5, 5, ("q_proj",), "sft")
     assert torch.equal(product(both, "model.q_proj"), product(first, "model.q_proj") + product(second, "model.q_proj"))
     assert both.tensors["score.weight"].item() == 2.0
-    apart = joined(first, adapters(1, 1, "model.k_proj", "reward", 0.0))
+    apart = stacked(first, adapters(1, 1, "model.k_proj", "reward", 0.0))
     assert torch.equal(product(apart, "model.q_proj"), product(first, "model.q_proj"))
     assert apart.tensors["model.k_proj.lora_A.default.weight"].shape == (3, 4) and len(apart.lora.targets) == 2
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.critic import CriticStageConfig
@@ -16,9 +17,10 @@ from rlhf_core.config.sft import SftConfig
 from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt, write_rows
 from rlhf_core.models.base import new_model, save_policy, train_tokenizer
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.preemption import PreemptionSignal
 from rlhf_core.stages import critic, reward, sft
-from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.tracking import NullTracker
+from rlhf_core.stages.runtime.contract import Paths, Stage
+from rlhf_core.training.run_context import RunContext
 
 WORDS = ("red", "blue", "green", "the sky", "a tree", "very", "is", "big", "small", "near")
 SHAPE = BaseConfig(vocab_size=300, hidden_size=16, intermediate_size=24, layers=1, heads=2, max_positions=128)
@@ -67,38 +69,39 @@ def make_workspace(root: Path) -> None:
     ScalarModel.from_causal_lm(root / "models/base", seed=2).save(root / "models/reward", tokenizer)
 
 
-def run_stage(name: str, root: Path, out: str) -> dict[str, object]:
+def run_stage(name: str, root: Path, out: str, preemption: PreemptionSignal | None = None) -> dict[str, object]:
     """Run a training stage on the workspace, its outputs under ``root/out`` and its partial state beside them."""
     optimizer = OptimizerConfig(lr=1e-2)
-    stage, config = {
+    cases: dict[str, tuple[Stage[Any], Any]] = {
         "sft": (
-            sft,
+            sft.STAGE,
             SftConfig(
                 steps=STEPS, batch_size=8, micro_batch_size=3, eval_every=4, samples=2, optimizer=optimizer,
                 checkpoint=CHECKPOINT,
             ),
         ),
         "reward": (
-            reward,
+            reward.STAGE,
             RewardConfig(
                 init="base", steps=STEPS, batch=PairBatchConfig(token_budget=200), eval_every=4, optimizer=optimizer,
                 checkpoint=CHECKPOINT,
             ),
         ),
         "critic": (
-            critic,
+            critic.STAGE,
             CriticStageConfig(
                 max_rollouts=5, batch_size=8, explained_variance=1.0, optimizer=optimizer,
                 checkpoint=CheckpointConfig(every=2), ppo=PpoConfig(max_new_tokens=6),
             ),
         ),
-    }[name]  # fmt: skip
-    inputs = Paths({key: root / path for key, path in stage.STAGE.inputs.items()})
-    outputs = {key: root / out / path for key, path in stage.STAGE.outputs.items()}
+    }  # fmt: skip
+    stage, config = cases[name]
+    inputs = Paths({key: root / path for key, path in stage.inputs.items()})
+    outputs = {key: root / out / path for key, path in stage.outputs.items()}
     for path in outputs.values():
         path.parent.mkdir(parents=True, exist_ok=True)
-    result: dict[str, object] = stage.run(config, inputs, Paths(outputs | {"work": root / out / "work"}), NullTracker())
-    return result
+    context = RunContext(root / out / "work", preemption=preemption or PreemptionSignal())
+    return dict(stage.run(config, inputs, Paths(outputs), context))
 
 
 def kill_after(step: int) -> None:

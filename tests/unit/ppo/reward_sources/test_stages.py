@@ -13,7 +13,7 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import DataError
 from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.tracking import NullTracker
+from rlhf_core.training.run_context import RunContext
 
 from .conftest import Place, Scorer
 
@@ -36,18 +36,19 @@ def config(*sources: dict[str, Any]) -> PpoConfig:
 
 def run_critic(place: Place, root: Path, settings: PpoConfig) -> Paths:
     inputs = Paths({key: place.root / path for key, path in critic.STAGE.inputs.items()})
-    outputs = Paths({key: root / path for key, path in critic.STAGE.outputs.items()} | {"work": root / "work/critic"})
+    outputs = Paths({key: root / path for key, path in critic.STAGE.outputs.items()})
     prepare(outputs)
-    critic.run(CriticStageConfig.model_validate(CRITIC | {"ppo": settings}), inputs, outputs, NullTracker())
+    context = RunContext(root / "work/critic")
+    critic.run(CriticStageConfig.model_validate(CRITIC | {"ppo": settings}), inputs, outputs, context)
     return outputs
 
 
 def run_ppo(place: Place, root: Path, settings: PpoConfig) -> Paths:
     """PPO from the critic under ``root``."""
     inputs = {key: place.root / path for key, path in ppo.STAGE.inputs.items()} | {"critic": root / "models/critic"}
-    outputs = Paths({key: root / path for key, path in ppo.STAGE.outputs.items()} | {"work": root / "work/ppo"})
+    outputs = Paths({key: root / path for key, path in ppo.STAGE.outputs.items()})
     prepare(outputs)
-    ppo.run(settings, Paths(inputs), outputs, NullTracker())
+    ppo.run(settings, Paths(inputs), outputs, RunContext(root / "work/ppo"))
     return outputs
 
 

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: activations inside a layer are computed again in the backward pass instead of kept."""
+"""Gradient checkpointing: activations inside a layer are recomputed in the backward pass instead of stored."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from rlhf_core.errors import ModelError
 
 
 def recomputing(model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
-    """A context in which the layers of ``model`` recompute their activations; ``ModelError`` if it has no such layers.
+    """Return a context in which the layers of ``model`` recompute their activations.
 
-    A layer does so only in training mode, which PPO never enters (drop-out would make the trainer's probabilities
-    differ from the sampler's). So inside the context the layer itself counts as training, and its parts do not.
+    Layers of transformers do so only in training mode, which PPO never enters (drop-out would make the trainer's
+    probabilities differ from the sampler's). So the context sets the training flag of the layer itself and leaves its
+    submodules in evaluation mode.
+
+    Raises:
+        ModelError: The model has no layers that support it.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

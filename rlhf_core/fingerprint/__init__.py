@@ -1,0 +1,20 @@
+"""Code as a dependency: a hash of the definitions that a stage reaches, blind to comments, docstrings and layout.
+
+A stage's code dependency in dvc.yaml is `.fingerprints/STAGE.txt`. It changes when a function, class or module-level
+assignment changes that the stage reaches by name, and not when unreached code in the same file does. How names are
+followed is said in ``reach``, what of a definition counts in ``definitions``.
+"""
+
+from rlhf_core.fingerprint.sources import write_sources
+from rlhf_core.fingerprint.stages import FOLDER, fingerprint, reached, stage_module_name, write_fingerprints
+from rlhf_core.fingerprint.syntax import bare_code
+
+__all__ = [
+    "FOLDER",
+    "bare_code",
+    "fingerprint",
+    "reached",
+    "stage_module_name",
+    "write_fingerprints",
+    "write_sources",
+]

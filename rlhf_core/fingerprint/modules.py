@@ -1,0 +1,159 @@
+"""A module's source as definitions: which top-level statement binds which name, and what importing it executes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib.util import resolve_name
+from pathlib import Path
+
+from rlhf_core.fingerprint.syntax import dotted_name, drop_docstrings, is_string
+
+Compound = (ast.If, ast.Try, ast.With, ast.For, ast.While, ast.Match)
+Assignment = (ast.Assign, ast.AnnAssign, ast.AugAssign)
+
+
+@dataclass(frozen=True)
+class Import:
+    """What an import statement binds a name to: a module, or ``name`` of a module."""
+
+    module: str
+    name: str | None = None
+
+
+@dataclass(eq=False)
+class Definition:
+    """The top-level statements of a module that bind ``name``; as ``<import>`` those that act when it is imported."""
+
+    module: str
+    name: str
+    statements: list[ast.stmt] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class Module:
+    """The definitions of one source file.
+
+    ``effects`` are the statements that act when the module is imported (a call that registers something, a changed
+    table, a condition): they count for every stage that imports the module. ``imported`` are the imports executed then.
+    Whether a definition acts too, by a decorator or a call in its default values, depends on what it calls.
+    """
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+        self.is_package = path.name == "__init__.py"
+        self.definitions: dict[str, Definition] = {}
+        self.imports: dict[str, list[Import]] = {}
+        self.stars: list[str] = []
+        self.imported: list[Import] = []
+        self.effects: list[ast.stmt] = []
+        tree = ast.parse(path.read_bytes())
+        drop_docstrings(tree)
+        for statement in tree.body:
+            self._add(statement)
+
+    def _add(self, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            self._bind_imports([statement], executed=True)
+        elif is_for_type_checkers(statement):
+            self._bind_imports(imports_in(statement), executed=False)
+        elif is_main_guard(statement):
+            return
+        elif isinstance(statement, Compound):
+            self._bind_imports(imports_in(statement), executed=True)
+            self._define(statement, bound_names(statement))
+            self.effects.append(statement)
+        elif isinstance(statement, (*Assignment, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names = bound_names(statement)
+            self._define(statement, names)
+            # What is added to may be another module's; an assignment that binds nothing changes a table or an object.
+            if not names or isinstance(statement, ast.AugAssign):
+                self.effects.append(statement)
+        elif type(statement).__name__ == "TypeAlias":  # new in Python 3.12
+            self._define(statement, bound_names(statement))
+        elif not isinstance(statement, ast.Pass) and not is_string(statement):
+            self.effects.append(statement)
+
+    def _define(self, statement: ast.stmt, names: Iterable[str]) -> None:
+        for name in names:
+            self.definitions.setdefault(name, Definition(self.name, name)).statements.append(statement)
+
+    def _bind_imports(self, statements: Iterable[ast.Import | ast.ImportFrom], *, executed: bool) -> None:
+        for statement in statements:
+            for name, target in self.targets_of(statement):
+                if name == "*":
+                    self.stars.append(target.module)
+                else:
+                    self.imports.setdefault(name, []).append(target)
+            if executed:
+                self.imported += targets_executed(self, statement)
+
+    def targets_of(self, statement: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, Import]]:
+        """The names that an import statement in this module binds, each with what it stands for."""
+        for alias in statement.names:
+            if isinstance(statement, ast.ImportFrom):
+                yield alias.asname or alias.name, Import(self.origin(statement), alias.name)
+            elif alias.asname:
+                yield alias.asname, Import(alias.name)
+            else:
+                root = alias.name.partition(".")[0]
+                yield root, Import(root)
+
+    def origin(self, statement: ast.ImportFrom) -> str:
+        """The absolute name of the module that a ``from`` import takes names from."""
+        if not statement.level:
+            return statement.module or ""
+        package = self.name if self.is_package else self.name.rpartition(".")[0]
+        return resolve_name("." * statement.level + (statement.module or ""), package)
+
+
+def is_for_type_checkers(statement: ast.stmt) -> bool:
+    """Whether this is ``if TYPE_CHECKING:`` without an ``else``, which binds names for annotations alone."""
+    return (
+        isinstance(statement, ast.If)
+        and dotted_name(statement.test)[-1:] == ("TYPE_CHECKING",)
+        and not statement.orelse
+    )
+
+
+def is_main_guard(statement: ast.stmt) -> bool:
+    """Whether this is ``if __name__ == "__main__":`` without an ``else``, which no import executes."""
+    if not isinstance(statement, ast.If) or statement.orelse:
+        return False
+    return ast.dump(statement.test) == ast.dump(ast.parse('__name__ == "__main__"', mode="eval").body)
+
+
+def targets_executed(module: Module, statement: ast.Import | ast.ImportFrom) -> list[Import]:
+    """What an import statement executes: each module named, and each name that may itself be a module."""
+    if isinstance(statement, ast.Import):
+        return [Import(alias.name) for alias in statement.names]
+    return [Import(module.origin(statement), alias.name) for alias in statement.names]
+
+
+def imports_in(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """All import statements inside ``tree``."""
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+
+
+def bound_names(statement: ast.stmt) -> list[str]:
+    """The names that a top-level statement binds in its module, imports apart.
+
+    Of a compound statement also those that only functions inside it bind: too many names do no harm.
+    """
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [statement.name]
+    if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        targets = [*targets, *(node.target for node in ast.walk(statement) if isinstance(node, ast.NamedExpr))]
+        parts = [part for target in targets for part in ast.walk(target)]
+        return [part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)]
+    names = []
+    for node in ast.walk(statement):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append(node.id)
+    return list(dict.fromkeys(names))

@@ -1,0 +1,32 @@
+"""What surrounds a run: where it reports, keeps partial state, and with which processes and engine it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlhf_core.config.launch import LaunchConfig
+from rlhf_core.preemption import PreemptionSignal
+from rlhf_core.tracking import NullTracker, Tracker
+from rlhf_core.training.checkpoints.store import CheckpointStore
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Everything a stage or trainer is given besides its parameters and data. Nothing here changes its numbers.
+
+    Attributes:
+        work: Folder of the run's partial state. What an interrupted run left there is resumed.
+        tracker: Receives metrics, parameters and files.
+        preemption: Says at safe points whether SIGTERM asks the run to stop.
+        store: Receives a copy of the partial state after every checkpoint; None keeps it in ``work`` alone.
+        launch: Engine and placement of models.
+        folder: Folder that relative files named in ``launch`` lie in: the workspace.
+    """
+
+    work: Path
+    tracker: Tracker = field(default_factory=NullTracker)
+    preemption: PreemptionSignal = field(default_factory=PreemptionSignal)
+    store: CheckpointStore | None = None
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    folder: Path = field(default_factory=Path)

@@ -1,0 +1,104 @@
+"""Which code of the real package makes which stage stale."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.fingerprint.reach import Package
+from rlhf_core.fingerprint.stages import NEUTRAL, PACKAGE, ROOTS, reached, stage_module_name
+from rlhf_core.stages.runtime.names import STAGES
+
+ROOT = Path(__file__).resolve().parents[2]
+# Modules whose imports are computed: the stages themselves, and a user's reward function.
+COMPUTED_IMPORTS = {"stages/runtime/names.py", "ppo/reward_sources/python_function.py"}
+
+
+def digests(root: Path) -> dict[str, str]:
+    package = Package(root, PACKAGE, NEUTRAL)
+    return {stage: package.digest(stage_module_name(stage), *ROOTS) for stage in STAGES}
+
+
+def stale(before: dict[str, str], after: dict[str, str]) -> set[str]:
+    return {stage for stage in STAGES if after[stage] != before[stage]}
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the package that a test may change."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    return Path(shutil.copytree(ROOT / PACKAGE, tmp_path / PACKAGE, ignore=ignored))
+
+
+def change_functions(path: Path) -> None:
+    """Add a statement to every function and method of a module."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.body.append(ast.parse("1 + 1").body[0])
+    path.write_text(ast.unparse(ast.fix_missing_locations(tree)))
+
+
+def test_a_comment_anywhere_makes_nothing_stale(copy: Path) -> None:
+    before = digests(copy.parent)
+    for path in copy.rglob("*.py"):
+        path.write_text(path.read_text() + "\n# a comment\n")
+    assert digests(copy.parent) == before
+
+
+@pytest.mark.parametrize(
+    ("module", "stages"),
+    [
+        ("ppo/policy_loss.py", {"ppo"}),
+        ("ppo/value_loss.py", {"critic", "ppo"}),
+        ("training/sft.py", {"sft"}),
+        ("stages/validate.py", {"validate"}),
+        ("world/gold.py", {"collect", "evaluate"}),
+        ("tracking.py", set()),
+        ("memory/estimate.py", set()),
+    ],
+)
+def test_a_changed_module_makes_its_own_stages_stale_and_no_other(copy: Path, module: str, stages: set[str]) -> None:
+    before = digests(copy.parent)
+    change_functions(copy / module)
+    assert stale(before, digests(copy.parent)) == stages
+
+
+def test_a_changed_health_rule_makes_ppo_and_the_report_stale(copy: Path) -> None:
+    before = digests(copy.parent)
+    path = copy / "config/health/default_rules.py"
+    text = path.read_text()
+    changed = re.sub(r'(Rule\("gradient_growing", \(Check\("policy_grad_norm", ">", )10\.0', r"\g<1>11.0", text)
+    assert changed != text
+    path.write_text(changed)
+    assert stale(before, digests(copy.parent)) == {"ppo", "report"}
+
+
+def test_a_changed_template_makes_the_report_stale(copy: Path) -> None:
+    before = digests(copy.parent)
+    template = next(copy.rglob("*.j2"))
+    template.write_text(template.read_text() + "<p>more</p>\n")
+    assert stale(before, digests(copy.parent)) == {"report"}
+
+
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage not in ("ppo", "report")])
+def test_default_health_rules_concern_ppo_and_the_report_alone(stage: str) -> None:
+    assert not any(name.startswith("rlhf_core.config.health.default_rules.") for name in reached(stage))
+
+
+def test_modules_imported_by_a_computed_name_are_known() -> None:
+    """Such a call cannot be followed; one more needs a look at what it may import."""
+    computed = set()
+    for path in (ROOT / PACKAGE).rglob("*.py"):
+        names = {
+            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call) and not all(isinstance(argument, ast.Constant) for argument in node.args)
+        }
+        if names & {"import_module", "__import__", "resolve_name"}:
+            computed.add(path.relative_to(ROOT / PACKAGE).as_posix())
+    assert computed - {"fingerprint/modules.py"} == COMPUTED_IMPORTS

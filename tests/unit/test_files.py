@@ -1,0 +1,39 @@
+"""Locks that end with their process, and nested values as flat ones."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rlhf_core.files import LockFile, flatten
+
+
+def test_a_lock_excludes_others_until_it_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "lock"
+    with LockFile(path) as first:
+        first.acquire()
+        with LockFile(path) as second:
+            assert not second.try_acquire() and not second.try_acquire(shared=True)
+    with LockFile(path) as second:
+        assert second.try_acquire()
+
+
+def test_shared_holders_exclude_only_who_wants_the_lock_alone(tmp_path: Path) -> None:
+    with LockFile(tmp_path / "lock") as first, LockFile(tmp_path / "lock") as second:
+        first.acquire(shared=True)
+        assert second.try_acquire(shared=True)
+        assert not second.try_acquire()
+
+
+def test_a_lock_is_released_with_its_process(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        LockFile(tmp_path / "lock").__enter__().acquire()
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    with LockFile(tmp_path / "lock") as lock:
+        assert lock.try_acquire()
+
+
+def test_nested_values_become_dotted_names() -> None:
+    assert flatten({"a": {"b": 1, "c": {"d": [2]}}, "e": None}, "x.") == {"x.a.b": 1, "x.a.c.d": [2], "x.e": None}
