@@ -85,7 +85,9 @@ def test_sources_are_units_that_critic_and_ppo_share(tmp_path: Path) -> None:
 
     (tmp_path / "params.yaml").write_text(f"ppo: {{reward: {{sources: [{{kind: http, url: '{URL}'}}]}}}}\n")
     critic = load_section(tmp_path, "critic", CriticStageConfig)
-    assert critic.ppo.rollout.reward.sources == load_section(tmp_path, "ppo", PpoConfig).reward.sources != DEFAULT_SOURCES
+    assert (
+        critic.ppo.rollout.reward.sources == load_section(tmp_path, "ppo", PpoConfig).reward.sources != DEFAULT_SOURCES
+    )
 
 
 def test_a_change_of_the_sources_makes_critic_and_ppo_stale() -> None:
