@@ -20,16 +20,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from benchmarks.memory_phases import CudaMemory, Subject, measure
-from rlhf_core.config.loading.load import load_params, load_section
-from rlhf_core.memory.assign import assigned
-from rlhf_core.memory.command import Request, plan_of
-from rlhf_core.memory.estimate import make_plan
-from rlhf_core.memory.shapes import Shape
+from rlhf_core.config.loading.load import check_params, load_params, load_section
+from rlhf_core.config.loading.overlay import overridden
+from rlhf_core.memory.architecture import Architecture, starting_architecture
+from rlhf_core.memory.command import PlanRequest, estimate_of
+from rlhf_core.memory.stages import estimate_memory
 from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.stages.runtime.names import load_stage
 from rlhf_core.training.run_context import RunContext
 
+ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
 STAGES = ("sft", "reward", "critic", "ppo")
 FEW = {
@@ -43,8 +44,8 @@ FEW = {
 
 def subjects() -> Iterator[Subject]:
     """The demo's model and batches with its longest rows, and a model of 100 million parameters on short ones."""
-    params = load_params(Path(__file__).resolve().parents[1])
-    yield Subject("demo", Shape(1024, 96, 256, 3, 4, 4, 24, True, 512), params, prompt=26, reply=55)
+    params = load_params(ROOT)
+    yield Subject("demo", starting_architecture(params.base, ROOT), params, prompt=26, reply=55)
     small = {
         "base.dtype": "bfloat16",
         "sft.batch_size": 8,
@@ -58,8 +59,14 @@ def subjects() -> Iterator[Subject]:
         "ppo.ptx.batch_size": 4,
         "ppo.selection.batch_size": 8,
     }
-    shape = Shape(32000, 768, 2048, 12, 12, 4, 64, True, 512)
-    yield Subject("100 M, bfloat16", shape, assigned(params, small), prompt=16, reply=16)
+    config = {
+        "model_type": "llama", "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048,
+        "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4, "tie_word_embeddings": True,
+        "max_position_embeddings": 512,
+    }  # fmt: skip
+    document = params.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    changed = check_params(overridden(document, small))
+    yield Subject("100 M, bfloat16", Architecture.of(config, "100 M"), changed, prompt=16, reply=16)
 
 
 def main() -> int:
@@ -74,7 +81,7 @@ def main() -> int:
         measured = measure(subject, STAGES)
         rows = [
             (f"{stage.stage}: {phase.name}", phase.use.total, measured[stage.stage][phase.name])
-            for stage in make_plan(subject.recipe, STAGES).stages
+            for stage in estimate_memory(subject.inputs, STAGES).stages
             for phase in stage.phases
             if phase.name in measured[stage.stage]
         ]
@@ -83,7 +90,7 @@ def main() -> int:
 
 
 def _of_workspace(workspace: Path) -> list[tuple[str, int, int]]:
-    plan = plan_of(Request(workspace.resolve(), stages=tuple(FEW)))
+    plan = estimate_of(PlanRequest(workspace.resolve(), stages=tuple(FEW)))
     return [(stage.stage, stage.peak.use.total, _run(stage.stage, workspace)) for stage in plan.stages]
 
 

@@ -20,10 +20,9 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.evaluation.drift import measure_drift
 from rlhf_core.evaluation.generation import OnPolicyReplies
-from rlhf_core.memory.dry_run import llama_config
-from rlhf_core.memory.lengths import Lengths, Longest
-from rlhf_core.memory.setting import Recipe
-from rlhf_core.memory.shapes import Shape
+from rlhf_core.memory.architecture import Architecture
+from rlhf_core.memory.inputs import EstimateInputs
+from rlhf_core.memory.sequence_lengths import LongestSequences, SequenceLengths
 from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import WithoutAdapters, add_adapters
@@ -80,18 +79,17 @@ class Subject:
     """A shape with settings, and sequences of the longest kind: ``prompt`` and ``reply`` tokens of every row."""
 
     name: str
-    shape: Shape
+    architecture: Architecture
     params: Params
     prompt: int
     reply: int
 
     @property
-    def recipe(self) -> Recipe:
-        """What the plan is told: exactly what is run."""
-        total = self.prompt + self.reply
-        same = Longest(((total, self.reply),))
-        lengths = Lengths(self.prompt, same, same, same, "the rows that are run")
-        return Recipe(self.params, self.shape, lengths, Path())
+    def inputs(self) -> EstimateInputs:
+        """The inputs of the estimate: exactly what is run."""
+        longest = LongestSequences(((self.prompt + self.reply, self.reply),))
+        lengths = SequenceLengths(self.prompt, longest, longest, longest, "the rows that are run")
+        return EstimateInputs(self.params, self.architecture, lengths, Path())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,7 +99,7 @@ class Subject:
 
     def ids(self, row: int, length: int) -> list[int]:
         """Token ids that are neither padding nor the end marker."""
-        return [4 + (7 * row + 3 * i) % (self.shape.vocabulary - 4) for i in range(length)]
+        return [4 + (7 * row + 3 * i) % (self.architecture.vocabulary - 4) for i in range(length)]
 
     def ragged(self, row: int, length: int) -> list[int]:
         """The same, one row in four a token shorter, so that batches are padded as real ones are."""
@@ -112,18 +110,20 @@ def new_policy(subject: Subject) -> PreTrainedModel:
     """Random weights in the planned precision, on the GPU where there is one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model: Any = AutoModelForCausalLM.from_config(llama_config(subject.shape), dtype=subject.dtype)
+        model: Any = AutoModelForCausalLM.from_config(
+            subject.architecture.config(None), dtype=subject.dtype, attn_implementation="sdpa"
+        )
     placed: PreTrainedModel = model.to(distributed.device()).eval()
     return placed
 
 
 def new_scalar(subject: Subject, unembedding: bool = False) -> ScalarModel:
     """A scalar model, with the unembedding that a reward model in training keeps where it is not tied."""
-    shape = subject.shape
+    config = subject.architecture.config(None)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
-        model = AutoModelForSequenceClassification.from_config(llama_config(shape), dtype=subject.dtype)
-        table = torch.randn(shape.vocabulary, shape.hidden, dtype=subject.dtype) if unembedding else None
+        model = AutoModelForSequenceClassification.from_config(config, dtype=subject.dtype, attn_implementation="sdpa")
+        table = torch.randn(config.vocab_size, config.hidden_size, dtype=subject.dtype) if unembedding else None
     return ScalarModel(model, table).to(distributed.device()).eval()
 
 
@@ -172,7 +172,7 @@ def run_sft(subject: Subject, meter: Meter, context: RunContext) -> None:
 def run_reward(subject: Subject, meter: Meter, context: RunContext) -> None:
     """The heaviest batch of pairs; a full held-out batch."""
     config = subject.params.reward
-    model = new_scalar(subject, unembedding=not subject.shape.tied)
+    model = new_scalar(subject, unembedding=not subject.architecture.config(None).tie_word_embeddings)
     engine = warmed(model, config.optimizer, "reward", context)
     pairs = [
         TokenisedPair(
@@ -184,7 +184,7 @@ def run_reward(subject: Subject, meter: Meter, context: RunContext) -> None:
         for i in range(128)
     ]
     limits = config.batch
-    _, count = subject.recipe.lengths.pairs.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
+    _, count = subject.inputs.lengths.pairs.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
     task = RewardTask(engine, model, pairs[:count], pairs, config, PAD, "reward")
     _measure(task, engine, meter)
 
@@ -255,7 +255,7 @@ def _update(learner: Learner, pair: SeparateActorCritic, minibatch: Experience, 
 def _sampling(subject: Subject) -> Sampling:
     """No token is the end marker: the longest rollout that the settings allow."""
     config = subject.params.ppo
-    return Sampling(-1, PAD, config.max_new_tokens, config.temperature)
+    return Sampling(-1, PAD, config.max_new_tokens, config.temperature, forbidden_ids=(PAD,))
 
 
 def _ptx(subject: Subject) -> PtxData | None:

@@ -66,31 +66,36 @@ def plan(
     lora_rank: Annotated[int | None, typer.Option(help="Adapters of this rank instead of all weights.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt of rollouts.")] = None,
     config: Annotated[Path | None, typer.Option(help="config.json in place of the starting model's.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Run PPO's passes on shapes and compare.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Has no effect: every estimate is a dry run.")] = False,
     check: Annotated[bool, typer.Option("--check", help="One line; refuse what cannot fit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
 ) -> None:
-    """Estimate memory per GPU by role and phase of every training stage, and what to change when it does not fit.
+    """Estimate memory per GPU by model and phase of every training stage, and what to change when it does not fit.
 
-    Options stand for settings of every stage that is planned; those left out are as in params.yaml. Lengths come from
-    the workspace's data, else from the limits of the settings. Nothing is loaded.
+    The passes of each stage run on shapes alone: no weights are downloaded or loaded. Options stand for settings of
+    every stage that is planned; those left out are as in params.yaml. Lengths come from the workspace's data, else from
+    the limits of the settings.
 
-    Exit codes: 0 it fits or nothing is known against it, 2 it does not fit.
+    Exit codes: 0 it fits or nothing is known against it, 2 it does not fit, or the settings are wrong.
 
     Example: rlhf plan --profile paper-7b --gpus 8 --gpu-memory 80
     """
-    from rlhf_core.memory.command import Request, describe, plan_of, recipe_root
-    from rlhf_core.memory.command import check as check_fit
-    from rlhf_core.memory.options import Options
+    from rlhf_core.stages.runtime.runner import workspace_root
 
-    options = Options(gpus, gpu_memory, zero, offload, frozen, gradient_checkpointing, bf16, lora_rank, prompt_tokens)
-    request = Request(recipe_root(workspace), profile, sets or (), options, stages or (), config)
+    root = workspace_root(workspace)
+    from rlhf_core.memory.command import PlanOptions, PlanRequest, describe, estimate_of
+    from rlhf_core.memory.command import check as check_fit
+
+    options = PlanOptions(
+        gpus, gpu_memory, zero, offload, frozen, gradient_checkpointing, bf16, lora_rank, prompt_tokens
+    )
+    request = PlanRequest(root, profile, sets or (), options, stages or (), config)
     if check:
         typer.echo(check_fit(request))
         return
-    found = plan_of(request)
-    typer.echo(describe(found, as_json_text=as_json, dry_run=dry_run))
-    raise typer.Exit(EXIT_OK if found.fits else EXIT_USER_ERROR)
+    estimate = estimate_of(request)
+    typer.echo(describe(estimate, as_json=as_json))
+    raise typer.Exit(EXIT_OK if estimate.fits else EXIT_USER_ERROR)
 
 
 @app.command()

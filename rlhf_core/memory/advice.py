@@ -2,119 +2,184 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.config.loading.load import Params
-from rlhf_core.errors import ConfigError
-from rlhf_core.memory.assign import assigned
-from rlhf_core.memory.estimate import STAGES, Plan
-from rlhf_core.memory.setting import Recipe, StagePlan
-from rlhf_core.memory.trials import KINDS
+from rlhf_core.errors import RlhfError
+from rlhf_core.memory.estimate import MemoryEstimate, StageEstimate
+from rlhf_core.memory.inputs import EstimateInputs
+from rlhf_core.memory.sharding import launch_of
+from rlhf_core.memory.stages import estimate_stage
+from rlhf_core.sampling.token_scoring import MICRO_BATCH
 
 # A change that takes away less than this share of a phase's peak is not worth advising.
 WORTHWHILE = 0.02
+LORA_RANK = 16
+ADAPTERS = {
+    "reward": ("reward.lora",),
+    "referee": ("referee.lora",),
+    "critic": ("critic.lora",),
+    "ppo": ("ppo.policy_lora", "ppo.critic_lora"),
+}
+Changes = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Step:
+class AdviceStep:
     """``changes`` are settings by path, and ``after`` the stage with them and those of every step before."""
 
-    changes: dict[str, Any]
-    after: StagePlan
+    changes: Changes
+    after: StageEstimate
 
     @property
-    def words(self) -> str:
+    def assignments(self) -> str:
         """As ``--set`` takes them."""
-        return " ".join(f"{path}={_yaml(value)}" for path, value in self.changes.items())
+        return " ".join(
+            f"{path}={str(value).lower() if isinstance(value, bool) else value}" for path, value in self.changes.items()
+        )
 
 
 @dataclass(frozen=True)
-class Advice:
-    """What to change for one stage. ``fits``: the last step does."""
+class MemoryAdvice:
+    """What to change for one stage. ``fits``: it does after the last step."""
 
     stage: str
-    steps: tuple[Step, ...]
+    steps: tuple[AdviceStep, ...]
     fits: bool
 
 
-def advise(plan: Plan) -> tuple[Advice, ...]:
+def advise(estimate: MemoryEstimate) -> tuple[MemoryAdvice, ...]:
     """For every stage that does not fit, the settings that make it fit, or come nearest.
 
     Smaller batches of sampling and of passes change no result; gradient checkpointing costs time; sharding and
-    offloading cost communication; adapters and smaller optimiser steps change what is learned and come last. A change
+    offloading cost communication; smaller optimiser steps and adapters change what is learned and come last. A change
     that turns out not to lower the peak, or not to be needed, is left out again, dear ones first.
     """
-    limit = plan.limit
+    limit = estimate.limit
     if limit is None:
         return ()
-    return tuple(_for_stage(plan.recipe, stage, limit) for stage in plan.stages if stage.peak.use.total > limit)
+    too_large = [stage for stage in estimate.stages if stage.peak.use.total > limit]
+    return tuple(_advise_stage(estimate.inputs, stage, limit) for stage in too_large)
 
 
-def _for_stage(recipe: Recipe, stage: StagePlan, limit: int) -> Advice:
-    taken: list[dict[str, Any]] = []
-    current, params = stage, recipe.params
-    for kind in KINDS:
-        while current.peak.use.total > limit:
-            found = _first_that_helps(recipe, params, current, limit, kind(params, stage.stage))
-            if found is None:
+def _advise_stage(inputs: EstimateInputs, stage: StageEstimate, limit: int) -> MemoryAdvice:
+    taken: list[Changes] = []
+    current, before = inputs, stage
+    for kind in range(len(_candidates(inputs.params, stage))):
+        while before.peak.use.total > limit:
+            helpful = _first_that_helps(current, before, limit, _candidates(current.params, before)[kind])
+            if helpful is None:
                 break
-            params, current, changes = found
-            taken.append(changes)
-    reached = current.peak.use.total
-    needed = _needed(recipe, stage.stage, max(limit, reached), taken)
-    return Advice(stage.stage, tuple(_steps(recipe, stage.stage, needed)), reached <= limit)
+            taken.append(helpful.changes)
+            current, before = current.with_changes(helpful.changes), helpful.after
+    reached = before.peak.use.total
+    needed = _needed(inputs, stage.stage, max(limit, reached), taken)
+    return MemoryAdvice(stage.stage, _steps(inputs, stage.stage, needed), reached <= limit)
 
 
 def _first_that_helps(
-    recipe: Recipe, params: Params, current: StagePlan, limit: int, trials: Iterator[dict[str, Any]]
-) -> tuple[Params, StagePlan, dict[str, Any]] | None:
-    for changes in trials:
-        after = _planned(recipe, params, current.stage, changes)
-        if after is not None and _helps(current, after[1], limit):
-            return (*after, changes)
+    inputs: EstimateInputs, before: StageEstimate, limit: int, candidates: Sequence[Changes]
+) -> AdviceStep | None:
+    """The first change after which a phase that is too large is smaller, and none of those larger."""
+    for changes in candidates:
+        try:
+            after = estimate_stage(inputs.with_changes(changes), before.stage)
+        except RlhfError:
+            continue  # it contradicts other settings, or needs a package that is not installed
+        uses = {phase.name: phase.use.total for phase in after.phases}
+        pairs = [(phase.use.total, uses.get(phase.name, 0)) for phase in before.phases if phase.use.total > limit]
+        if any(new <= old * (1 - WORTHWHILE) for old, new in pairs) and all(new <= old for old, new in pairs):
+            return AdviceStep(changes, after)
     return None
 
 
-def _planned(recipe: Recipe, params: Params, stage: str, changes: dict[str, Any]) -> tuple[Params, StagePlan] | None:
-    """The stage with ``changes``; None where they contradict other settings."""
-    try:
-        changed = assigned(params, changes)
-    except ConfigError:
-        return None
-    return changed, STAGES[stage](replace(recipe, params=changed).setting(stage))
-
-
-def _helps(before: StagePlan, after: StagePlan, limit: int) -> bool:
-    """Whether a phase that is too large becomes smaller, and none of those larger."""
-    uses = {phase.name: phase.use.total for phase in after.phases}
-    pairs = [(phase.use.total, uses.get(phase.name, 0)) for phase in before.phases if phase.use.total > limit]
-    return any(new <= old * (1 - WORTHWHILE) for old, new in pairs) and all(new <= old for old, new in pairs)
-
-
-def _needed(recipe: Recipe, stage: str, goal: int, taken: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``taken`` without what the peak keeps to ``goal`` without. Of repeated changes to the same settings the last one
-    stands."""
+def _needed(inputs: EstimateInputs, stage: str, goal: int, taken: Sequence[Changes]) -> list[Changes]:
+    """``taken`` without what the peak stays within ``goal`` without. Of repeated changes to the same settings the last
+    one stands."""
     kept = list({tuple(changes): changes for changes in taken}.values())
     for changes in reversed(kept):
         rest = [other for other in kept if other is not changes]
-        found = _planned(recipe, recipe.params, stage, {})
-        for other in rest:
-            found = _planned(recipe, found[0], stage, other) if found is not None else None
-        if found is not None and found[1].peak.use.total <= goal:
+        try:
+            steps = _steps(inputs, stage, rest)
+            after = steps[-1].after if steps else estimate_stage(inputs, stage)
+        except RlhfError:
+            continue
+        if after.peak.use.total <= goal:
             kept = rest
     return kept
 
 
-def _steps(recipe: Recipe, stage: str, taken: Sequence[dict[str, Any]]) -> Iterator[Step]:
-    params = recipe.params
+def _steps(inputs: EstimateInputs, stage: str, taken: Sequence[Changes]) -> tuple[AdviceStep, ...]:
+    steps = []
     for changes in taken:
-        planned = _planned(recipe, params, stage, changes)
-        assert planned is not None, "it was tried before"
-        params = planned[0]
-        yield Step(changes, planned[1])
+        inputs = inputs.with_changes(changes)
+        steps.append(AdviceStep(changes, estimate_stage(inputs, stage)))
+    return tuple(steps)
 
 
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _candidates(params: Params, before: StageEstimate) -> tuple[list[Changes], ...]:
+    """Changes that may save memory, by what they do; those that cost least come first."""
+    stage, layout, ppo = before.stage, before.layout, params.ppo
+    launch, rolls_out, trains = f"compute.launch.{stage}", stage in ("critic", "ppo"), stage != "evaluate"
+    shardable = trains and launch_of(params, stage).deepspeed is None
+    fewer_replies: list[Changes] = []
+    micro_batches: list[Changes] = []
+    sharding: list[Changes] = []
+    offloading: list[Changes] = []
+    fewer_pairs: list[Changes] = []
+    if stage == "ppo":
+        rows = min(ppo.selection.batch_size, layout.share(ppo.selection.prompts))
+        fewer_replies += _half("ppo.selection.batch_size", rows)
+    if rolls_out:
+        rows = layout.share(params.critic.batch_size if stage == "critic" else ppo.batch_size)
+        fewer_replies += _half("ppo.sampling_batch_size", min(ppo.sampling_batch_size or rows, rows))
+        rows = layout.share(max(ppo.batch_size // ppo.minibatches, ppo.ptx.batch_size))
+        unset = max(MICRO_BATCH, ppo.ptx.batch_size)
+        micro_batches += _half("ppo.micro_batch_size", min(ppo.micro_batch_size or unset, rows))
+    if stage == "evaluate":
+        fewer_replies += _half("evaluate.batch_size", min(params.evaluate.batch_size, params.evaluate.prompts))
+    if stage == "sft":
+        rows = layout.share(params.sft.batch_size)
+        micro_batches += _half("sft.micro_batch_size", min(params.sft.micro_batch_size or rows, rows))
+    if stage in ("reward", "referee"):
+        fewer_pairs += _half(f"{stage}.batch.token_budget", getattr(params, stage).batch.token_budget)
+    if shardable and layout.gpus > 1:
+        # Training state is sharded before frozen models: that costs less communication.
+        sharding += [_deepspeed(launch, zero=zero) for zero in range(layout.zero + 1, 3)]
+        if rolls_out and layout.frozen == "device":
+            sharding.append(_deepspeed(launch, zero=max(layout.zero, 1), frozen="sharded"))
+        if layout.zero < 3:
+            offloading.append(_deepspeed(launch, zero=3))
+    if shardable and not layout.offload_optimizer:
+        offloading.append(_deepspeed(launch, zero=max(layout.zero, 2), offload="optimizer"))
+    if shardable and not layout.offload_parameters:
+        offloading.append(_deepspeed(launch, zero=3, offload="parameters"))
+    # Plain torch would lose small steps in bfloat16; ZeRO keeps float32 copies of what is trained.
+    half_precision = params.base.dtype == "float32" and (not trains or layout.zero > 0)
+    unadapted = [path for path in ADAPTERS.get(stage, ()) if _setting(params, path) is None]
+    return (
+        fewer_replies,
+        micro_batches,
+        [{f"{launch}.gradient_checkpointing": True}] if trains and not layout.gradient_checkpointing else [],
+        sharding,
+        [{f"{launch}.frozen": "offload"}] if rolls_out and layout.frozen != "offload" else [],
+        [{"base.dtype": "bfloat16"}] if half_precision else [],
+        offloading,
+        fewer_pairs,
+        [{f"{path}.rank": LORA_RANK for path in unadapted}] if unadapted else [],
+    )
+
+
+def _half(path: str, value: int) -> list[Changes]:
+    return [{path: value // 2}] if value > 1 else []
+
+
+def _deepspeed(launch: str, **settings: Any) -> Changes:
+    return {f"{launch}.{name}": value for name, value in {"engine": "deepspeed", **settings}.items()}
+
+
+def _setting(params: Params, path: str) -> Any:
+    section, name = path.split(".")
+    return getattr(getattr(params, section), name)

@@ -1,4 +1,4 @@
-"""``rlhf plan``: from a recipe and the command line's options to a plan, and to what is printed of it."""
+"""``rlhf plan``: from a recipe and the command line's options to an estimate, and to what is printed of it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import PARAMS_FILE, Params, check_params, load_params
-from rlhf_core.config.loading.overlay import merge, profile_text
-from rlhf_core.config.loading.recipe import profiles_of, recipe_folder
-from rlhf_core.errors import ModelError, RlhfError
-from rlhf_core.memory.advice import advise
-from rlhf_core.memory.assign import assigned
-from rlhf_core.memory.estimate import STAGES, Plan, make_plan
-from rlhf_core.memory.lengths import lengths_from_limits
-from rlhf_core.memory.options import Options
-from rlhf_core.memory.setting import Recipe
-from rlhf_core.memory.shape_sources import starting_shape
-from rlhf_core.memory.table import as_json, one_line, text
-from rlhf_core.stages.runtime.runner import workspace_root
+from rlhf_core.config.loading.overlay import merge, overridden, profile_text
+from rlhf_core.config.loading.recipe import profiles_of
+from rlhf_core.config.operations import Trained
+from rlhf_core.errors import ConfigError, RlhfError
+from rlhf_core.memory.advice import ADAPTERS, advise
+from rlhf_core.memory.architecture import starting_architecture
+from rlhf_core.memory.estimate import MemoryEstimate
+from rlhf_core.memory.inputs import EstimateInputs
+from rlhf_core.memory.report import estimate_json, estimate_text, refusal_line
+from rlhf_core.memory.sequence_lengths import lengths_from_limits, lengths_of_workspace
+from rlhf_core.memory.stages import STAGES, estimate_memory
 
 
 class MemoryExceeded(RlhfError):
@@ -29,86 +28,110 @@ class MemoryExceeded(RlhfError):
 
 
 @dataclass(frozen=True)
-class Request:
-    """``root`` is a workspace or the project's own recipe; ``options`` are those of the command line, None where not
-    given; ``config`` a config.json in place of the starting model's."""
+class PlanOptions:
+    """The command line's options, None where not given. ``bf16``: weights in bfloat16, or (False) float32."""
+
+    gpus: int | None = None
+    gpu_memory: float | None = None
+    zero: int | None = None
+    offload: str | None = None
+    frozen: str | None = None
+    gradient_checkpointing: bool | None = None
+    bf16: bool | None = None
+    lora_rank: int | None = None
+    prompt_tokens: int | None = None
+
+    def settings(self, stages: Sequence[str]) -> dict[str, Any]:
+        """The same as settings of ``stages`` by path. ZeRO, offloading and sharding imply DeepSpeed."""
+        sharding = self.zero is not None or self.offload is not None or self.frozen == "sharded"
+        launch = {
+            "engine": "deepspeed" if sharding else None,
+            "processes": self.gpus,
+            "zero": self.zero,
+            "offload": self.offload,
+            "frozen": self.frozen,
+            "gradient_checkpointing": self.gradient_checkpointing,
+        }
+        settings: dict[str, Any] = {
+            "plan.gpu_memory_gb": self.gpu_memory,
+            "plan.prompt_tokens": self.prompt_tokens,
+            "base.dtype": None if self.bf16 is None else "bfloat16" if self.bf16 else "float32",
+        }
+        for stage in stages:
+            if stage in get_args(Trained):
+                settings |= {f"compute.launch.{stage}.{name}": value for name, value in launch.items()}
+            settings |= {f"{path}.rank": self.lora_rank for path in ADAPTERS.get(stage, ())}
+        return {path: value for path, value in settings.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What to estimate.
+
+    Attributes:
+        root: The workspace.
+        profile: An overlay on its params.yaml.
+        sets: Assignments ``section.key=value`` over that.
+        options: Those of the command line, which stand for settings too.
+        stages: Only these; all where empty.
+        config: A config.json in place of the starting model's.
+    """
 
     root: Path
     profile: str | None = None
     sets: Sequence[str] = ()
-    options: Options = field(default_factory=Options)
+    options: PlanOptions = field(default_factory=PlanOptions)
     stages: Sequence[str] = ()
     config: Path | None = None
 
 
-def recipe_root(given: Path | None) -> Path:
-    """The workspace that ``given`` or the current folder lies in, else the project's own recipe."""
-    try:
-        return workspace_root(given)
-    except RlhfError:
-        if given is not None:
-            raise
-        return recipe_folder()
-
-
-def plan_of(request: Request) -> Plan:
+def estimate_of(request: PlanRequest) -> MemoryEstimate:
     """Estimate what ``request`` asks for. Lengths come from the workspace's data, unless a profile or override may
     have changed what that data would be."""
     params = _params(request)
-    shape = starting_shape(params.base, request.root, request.config)
-    lengths = lengths_from_limits(params, shape.positions)
+    architecture = starting_architecture(params.base, request.root, request.config)
+    lengths = None
     if not (request.profile or request.sets or request.config):
-        from rlhf_core.memory.measured_lengths import lengths_of_workspace
-
-        lengths = lengths_of_workspace(request.root, params, shape.positions) or lengths
-    return make_plan(Recipe(params, shape, lengths, request.root), request.stages or tuple(STAGES))
-
-
-def describe(plan: Plan, *, as_json_text: bool = False, dry_run: bool = False) -> str:
-    """The whole plan with its advice, as a table or as JSON, and what a dry run counted."""
-    advice = advise(plan)
-    run = _dry_run(plan) if dry_run else None
-    if as_json_text:
-        document = as_json(plan, advice) | ({"dry_run": run.as_json()} if run else {})
-        return json.dumps(document, indent=2)
-    return "\n\n".join([text(plan, advice), *([run.text()] if run else [])])
+        lengths = lengths_of_workspace(request.root, params, architecture.positions)
+    lengths = lengths or lengths_from_limits(params, architecture.positions)
+    inputs = EstimateInputs(params, architecture, lengths, request.root)
+    return estimate_memory(inputs, request.stages or tuple(STAGES))
 
 
-def check(request: Request) -> str:
+def describe(estimate: MemoryEstimate, *, as_json: bool = False) -> str:
+    """The whole estimate with advice, as a table or as JSON."""
+    advice = advise(estimate)
+    return json.dumps(estimate_json(estimate, advice), indent=2) if as_json else estimate_text(estimate, advice)
+
+
+def check(request: PlanRequest) -> str:
     """One line that says that the stages fit, or that nothing is known against it; ``MemoryExceeded`` when they do not.
 
-    Only what is known to be too large is refused: a stage that trains nothing, a GPU of unknown memory or a model of
-    unknown shape passes.
+    Only what is known to be too large is refused: a stage that runs no model, a GPU of unknown memory or a model of
+    unknown sizes passes.
     """
     stages = [stage for stage in request.stages if stage in STAGES]
     if request.stages and not stages:
         return f"not checked: no memory is planned for {', '.join(request.stages)}"
-    try:
-        plan = plan_of(replace(request, stages=stages))
-    except ModelError as error:
-        return f"not checked: {error}"
-    if plan.limit is None:
+    if _params(request).plan.gpu_memory_gb is None:
         return "not checked: plan.gpu_memory_gb is not set"
-    if not plan.fits:
-        raise MemoryExceeded(one_line(plan, advise(plan)))
-    names = ", ".join(stage.stage for stage in plan.stages)
-    return f"{names}: {plan.peak / plan.limit:.0%} of what tensors may take of a GPU"
+    try:
+        estimate = estimate_of(replace(request, stages=stages))
+    except ConfigError:
+        raise
+    except RlhfError as error:  # of an unknown model, or adapters without the package for them
+        return f"not checked: {error}"
+    if not estimate.fits:
+        raise MemoryExceeded(refusal_line(estimate, advise(estimate)))
+    names = ", ".join(stage.stage for stage in estimate.stages)
+    return f"{names}: {estimate.peak / (estimate.limit or 1):.0%} of what tensors may take of a GPU"
 
 
-def _params(request: Request) -> Params:
-    params = load_params(request.root)
-    if request.profile or request.sets:
-        overlays = []
-        if request.profile:
-            overlays.append((f"profile {request.profile}", profile_text(profiles_of(request.root), request.profile)))
-        recipe = merge((request.root / PARAMS_FILE).read_text(encoding="utf-8"), overlays, request.sets)
-        params = check_params(yaml_text.parse(recipe, "parameters"), "parameters")
-    return assigned(params, request.options.settings(request.stages or tuple(STAGES)))
-
-
-def _dry_run(plan: Plan) -> Any:
-    from rlhf_core.memory.dry_run import dry_run
-    from rlhf_core.models.io import quiet
-
-    with quiet():
-        return dry_run(plan.recipe)
+def _params(request: PlanRequest) -> Params:
+    load_params(request.root)  # what is wrong with the file itself is reported by its path
+    overlays = []
+    if request.profile:
+        overlays.append((f"profile {request.profile}", profile_text(profiles_of(request.root), request.profile)))
+    recipe = merge((request.root / PARAMS_FILE).read_text(encoding="utf-8"), overlays, request.sets)
+    document = yaml_text.plain(yaml_text.parse(recipe, PARAMS_FILE))
+    return check_params(overridden(document, request.options.settings(request.stages or tuple(STAGES))), "parameters")

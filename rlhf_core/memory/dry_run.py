@@ -1,255 +1,264 @@
-"""The passes of PPO run on shapes alone: models, optimisers and batches of any size, none of them with any storage.
+"""Passes of models run on shapes alone: the bytes that each moment of a pass allocates, at any size of model.
 
-Tensors live on torch's meta device behind a pretended CPU, so the real code takes the paths that it takes with data.
-The bytes that it would have allocated are counted and stand beside the plan's figures.
+Parameters and batches are fake tensors, which have a shape and a pretended device but no storage, so the pipeline's own
+modules and distributions run as they do with data, and :class:`TensorMemory` counts what they would have allocated.
+
+Decoder layers are alike, so a pass is run with three of them at most: what the layer in the middle leaves behind counts
+once for each layer between the first and the last. The most is held in the first or the last one, since from layer to
+layer bytes grow or shrink by the same amount.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache, partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    DynamicCache,
-    LlamaConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.memory.estimate import GIB
-from rlhf_core.memory.lengths import Batch
-from rlhf_core.memory.logits import policy_backward_copies
-from rlhf_core.memory.passes import SCALAR, Loss, sampling_pass, scoring_pass, training_pass
-from rlhf_core.memory.reinforcement import changes_logits, rollout_batch
-from rlhf_core.memory.roles import trained
-from rlhf_core.memory.setting import Recipe, Setting
-from rlhf_core.memory.shapes import Shape
-from rlhf_core.memory.tensor_memory import TensorMemory
+from rlhf_core.errors import ModelError
+from rlhf_core.memory.architecture import Architecture
+from rlhf_core.memory.tensor_memory import MemoryUse, TensorMemory
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.ppo.importance_sampling import ratios
-from rlhf_core.ppo.kl import full_kl
-from rlhf_core.ppo.loss_reduction import StepSize, aggregate
-from rlhf_core.ppo.policy_loss import surrogate
-from rlhf_core.ppo.value_loss import value_loss
-from rlhf_core.sampling.distribution import Sampling, inverse_cdf, log_distribution
-from rlhf_core.sampling.token_scoring import (
-    Tokens,
-    entropy,
-    gather_logprobs,
-    response_log_distribution,
-    response_values,
-)
+from rlhf_core.models.io import quiet
+from rlhf_core.models.lora import add_adapters
 from rlhf_core.training.engine.gradient_checkpointing import recomputing
 from rlhf_core.training.optim import build_adamw
 
+Head = Literal["causal_lm", "scalar", "reward"]
+# The layers that are built, and which of them stands for all between the first and the last.
+DEPTH, MIDDLE = 3, 1
+# Runs a pass of the fake models, its memory being the first argument; returns the loss, first of what is still held
+# while that is differentiated.
+PassFunction = Callable[..., Tensor | tuple[Tensor, ...] | None]
+# What a pass holds at each of its moments, beside the weights: every gradient whole and in the weights' precision.
+Moments = tuple[MemoryUse, ...]
+
 
 @dataclass(frozen=True)
-class Pass:
-    """``planned`` and ``counted`` bytes of one pass beyond what was there before it, and the shape of what it makes."""
+class ModelVariant:
+    """A model as a stage builds it.
 
-    name: str
-    planned: int
-    counted: int
-    shape: tuple[int, ...]
+    Attributes:
+        architecture: Of the language model that it is made from.
+        head: ``reward`` is the reward model in training, which keeps an untied unembedding for its imitation loss.
+        precision: Of its weights. What ``lora`` quantises is counted by :mod:`~rlhf_core.memory.sharding`.
+        trained: ``adapters`` are those of ``lora`` and the head of a scalar model.
+        lora: Its adapters.
+        gradient_checkpointing: Whether its layers recompute their activations.
+    """
+
+    architecture: Architecture
+    head: Head
+    precision: Literal["float32", "bfloat16"]
+    trained: Literal["nothing", "weights", "adapters", "value_head"] = "nothing"
+    lora: LoraConfig | None = None
+    gradient_checkpointing: bool = False
+
+    @property
+    def in_inference(self) -> ModelVariant:
+        """The model as a pass without gradient sees it."""
+        return replace(self, trained="nothing", gradient_checkpointing=False)
 
 
 @dataclass(frozen=True)
-class DryRun:
-    """Parameters of each model as built, and the passes."""
+class ModelSize:
+    """Counts of a model's parameters.
 
-    parameters: dict[str, int]
-    passes: tuple[Pass, ...]
+    Attributes:
+        parameters: All of them, adapters included.
+        trainable: Those with a gradient.
+        optimizer: Bytes of AdamW's state in plain torch.
+        linear: Parameters of the linear layers below the head, adapters not included.
+        matrices: Number of those layers.
+        largest: Parameters of the largest of them.
+    """
 
-    def as_json(self) -> dict[str, Any]:
-        """All figures in bytes."""
-        return {"parameters": self.parameters, "passes": {one.name: _described(one) for one in self.passes}}
-
-    def text(self) -> str:
-        """Each pass in a line: the shape of what it makes, and the plan's figure beside what was counted."""
-        built = ", ".join(f"{name} {count / 1e6:.1f} M" for name, count in self.parameters.items())
-        lines = [f"dry run on shapes alone; built {built} parameters"]
-        for one in self.passes:
-            shape = " x ".join(str(size) for size in one.shape)
-            figures = f"planned {one.planned / GIB:.2f}, counted {one.counted / GIB:.2f} GiB"
-            lines.append(f"  {one.name.ljust(14)} {figures} ({one.planned / one.counted - 1:+.1%}), makes {shape}")
-        return "\n".join(lines)
+    parameters: int
+    trainable: int = 0
+    optimizer: int = 0
+    linear: int = 0
+    matrices: int = 0
+    largest: int = 0
 
 
-def llama_config(shape: Shape) -> LlamaConfig:
-    """A Llama of these sizes."""
-    settings: dict[str, Any] = {"num_labels": 1, "attn_implementation": "sdpa"}
-    return LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=shape.positions or 2048,
-        attention_bias=shape.bias > 0,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
-        **settings,
+@cache
+def model_size(variant: ModelVariant) -> ModelSize:
+    """The size of a model as the pipeline builds it. ``ModelError`` where transformers has no such model."""
+    model: Any = _built(variant)
+    repeats = _repeats(variant, model)
+    backbone = (model.model if isinstance(model, ScalarModel) else model).base_model
+    matrices = [
+        layer.weight for name, layer in backbone.named_modules() if type(layer) is nn.Linear and "lora_" not in name
+    ]
+    parameters = list(model.parameters())
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    optimizer = 0
+    if trainable:
+        with _fake_mode():
+            adamw = build_adamw(model, OptimizerConfig(lr=1.0))
+            for parameter in trainable:
+                parameter.grad = torch.empty_like(parameter)
+            adamw.step()
+            adamw.zero_grad(set_to_none=True)
+            for parameter, state in adamw.state.items():
+                optimizer += repeats.get(id(parameter), 1) * sum(slot.nbytes for slot in state.values())
+    return ModelSize(
+        parameters=sum(repeats.get(id(one), 1) * one.numel() for one in parameters),
+        trainable=sum(repeats.get(id(one), 1) * one.numel() for one in trainable),
+        optimizer=optimizer,
+        linear=sum(repeats.get(id(one), 1) * one.numel() for one in matrices),
+        matrices=sum(repeats.get(id(one), 1) for one in matrices),
+        largest=max((one.numel() for one in matrices), default=0),
     )
 
 
-def dry_run(recipe: Recipe) -> DryRun:
-    """Build policy, reference, critic, reward model and optimisers, and run one GPU's share of a PPO iteration.
+def run_pass(run: PassFunction, variants: Sequence[ModelVariant], accumulated: bool = False) -> Moments:
+    """The peaks before, in and after the first and the last layer of a pass, and of its backward pass.
 
-    All weights are trained and whole here: adapters and sharding change what is held, not the passes that are counted.
+    Args:
+        run: The pass.
+        variants: Its models; the first one is differentiated.
+        accumulated: Whether the gradients of an earlier micro-batch exist already.
+
+    Raises:
+        ModelError: The architecture computes something that depends on values.
     """
-    setting = recipe.setting("ppo")
-    rollout = rollout_batch(setting, setting.params.ppo.batch_size)
-    whole = replace(setting.placement, engine="local", gpus=1, zero=0, frozen="device")
-    with FakeTensorMode(), TensorMemory() as memory:
-        run = _Run(replace(setting, placement=whole), rollout, memory)
-        passes = (run.sampling(), run.scoring(), run.policy_update(), *run.critic_update())
-        models = {"policy": run.policy, "reference": run.reference, "critic": run.critic, "reward": run.reward}
-        return DryRun({name: _size(model) for name, model in models.items()}, passes)
+    models = [_built(variant) for variant in variants]
+    trainable = [parameter for parameter in models[0].parameters() if parameter.requires_grad]
+    repeats = _repeats(variants[0], models[0])
+    with _fake_mode(), ExitStack() as stack:
+        memory = stack.enter_context(TensorMemory(*models, vocabulary=variants[0].architecture.vocabulary))
+        for variant, model in zip(variants, models, strict=True):
+            stack.enter_context(_segmented_by_layers(variant, model, memory))
+        if variants[0].gradient_checkpointing:
+            stack.enter_context(recomputing(models[0])())
+        for parameter in trainable:
+            if accumulated:
+                parameter.grad = torch.empty_like(parameter)
+                memory.recount(parameter.grad, "gradients", repeats.get(id(parameter), 1))
+            hook = parameter.register_post_accumulate_grad_hook(lambda one: memory.recount(one.grad, "gradients"))
+            stack.callback(hook.remove)
+            stack.callback(setattr, parameter, "grad", None)
+        memory.restart()
+        try:
+            held = run(memory, *models)
+            loss = held[0] if isinstance(held, tuple) else held
+            if loss is not None and loss.requires_grad:
+                torch.autograd.backward(loss)
+        except RuntimeError as error:  # what fake tensors cannot do, and whatever else a model's code objects to
+            kind = variants[0].architecture.config(None).model_type
+            raise ModelError(f"a model of type {kind!r} cannot be run on shapes alone ({first_line(error)})") from error
+        memory.begin_segment()
+    return tuple(replace(use, weights=0) for use in memory.segments)
 
 
-class _Run:
-    """The models, and each pass in turn. ``rollout``: one GPU's rows, and a micro-batch for scoring and updates."""
-
-    def __init__(self, setting: Setting, rollout: tuple[int, Batch], memory: TensorMemory) -> None:
-        self.setting, self.memory, self.config = setting, memory, setting.params.ppo
-        self.rows, self.batch = rollout
-        self.prompt, self.reply = setting.lengths.prompt, self.config.max_new_tokens
-        self.sampler = Sampling(-1, 0, self.reply, self.config.temperature, self.config.min_new_tokens)
-        place = setting.placement
-        self.policy = _built(AutoModelForCausalLM, setting.shape, place.precision)
-        self.reference = _built(AutoModelForCausalLM, setting.shape, place.precision).requires_grad_(False)
-        scalars = [_built(AutoModelForSequenceClassification, setting.shape, place.precision) for _ in range(2)]
-        self.critic, self.reward = ScalarModel(scalars[0]), ScalarModel(scalars[1]).requires_grad_(False)
-
-    def sampling(self) -> Pass:
-        """Read the prompts, then sample the last token of replies of full length."""
-        before = self._start()
-        with torch.inference_mode():
-            logits = self._decode(self.prompt, 0)
-            del logits
-            logits = self._decode(1, self.prompt + self.reply - 1)
-            picked = inverse_cdf(log_distribution(logits, self.sampler).squeeze(1), torch.rand(self.rows).double())
-        planned = sampling_pass(self.setting.shape, self.rows, self.prompt, self.reply, self.setting.placement)
-        return Pass("generation", planned.total, self.memory.peak - before, tuple(picked.shape))
-
-    def _decode(self, width: int, cached: int) -> Tensor:
-        """Last logits of ``width`` tokens after ``cached`` ones, (rows, 1, V)."""
-        ids = torch.zeros(self.rows, width, dtype=torch.long)
-        cache = DynamicCache(config=self.policy.config)
-        shape = self.setting.shape
-        for layer in range(shape.layers if cached else 0):
-            keys = torch.zeros(self.rows, shape.kv_heads, cached, shape.head_dim, dtype=self.policy.dtype)
-            cache.update(keys, torch.zeros_like(keys), layer)
-            del keys
-        logits: Tensor = self.policy(
-            input_ids=ids,
-            attention_mask=torch.ones(self.rows, cached + width, dtype=torch.long),
-            position_ids=ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
-        return logits
-
-    def scoring(self) -> Pass:
-        """Policy, reference and critic over one micro-batch, and the reward model."""
-        part, before = self._part(), self._start()
-        with torch.inference_mode():
-            policy = response_log_distribution(self.policy, part, self.sampler)
-            reference = response_log_distribution(self.reference, part, self.sampler)
-            full_kl(policy, reference)
-            entropy(policy)
-            shape = tuple(policy.shape)
-            response_values(self.critic, part)
-            del policy, reference
-            self.reward.last_token_scores(part.tokens, part.attention_mask)
-        place, changed = self.setting.placement, changes_logits(self.config)
-        planned = scoring_pass(self.setting.shape, self.batch, place, same=False, changed=changed)
-        return Pass("scoring", planned.total, self.memory.peak - before, shape)
-
-    def policy_update(self) -> Pass:
-        """Surrogate loss, backward and optimiser step of the policy on one micro-batch."""
-        config = self.config
-
-        def compute(part: Tokens) -> tuple[Tensor, tuple[int, ...]]:
-            log_probabilities = response_log_distribution(self.policy, part, self.sampler)
-            logprobs = gather_logprobs(log_probabilities, part.response)
-            terms = surrogate(
-                ratios(logprobs, logprobs.detach(), part.response_mask), logprobs.detach(), config.surrogate
-            )
-            return self._mean(terms, part), tuple(log_probabilities.shape)
-
-        plain = config.model_copy(update={"entropy": type(config.entropy)(), "kl": type(config.kl)()})
-        loss = Loss(policy_backward_copies(plain), held=False, changed=changes_logits(config))
-        return self._update("update policy", self.policy, config.policy_optimizer, loss, compute)
-
-    def critic_update(self) -> Iterator[Pass]:
-        """Value loss, backward and optimiser step of the critic on one micro-batch; none where it has no optimiser,
-        since it shares the policy's backbone."""
-        optimizer = self.config.critic_optimizer
-        if optimizer is None:
-            return
-
-        def compute(part: Tokens) -> tuple[Tensor, tuple[int, ...]]:
-            values = response_values(self.critic, part)
-            return self._mean(value_loss(values, values.detach(), values.detach(), None), part), tuple(values.shape)
-
-        yield self._update("update critic", self.critic, optimizer, SCALAR, compute)
-
-    def _update(
-        self,
-        name: str,
-        model: nn.Module,
-        optimizer: OptimizerConfig,
-        loss: Loss,
-        compute: Callable[[Tokens], tuple[Tensor, tuple[int, ...]]],
-    ) -> Pass:
-        steps = build_adamw(model, optimizer)
-        checkpointing = recomputing(model) if self.setting.placement.gradient_checkpointing else nullcontext
-        part, before = self._part(), self._start()
-        with checkpointing():
-            value, shape = compute(part)
-            value.backward()
-        counted = self.memory.peak - before
-        steps.step()
-        steps.zero_grad(set_to_none=True)
-        batch = self.batch if loss.copies else replace(self.batch, scored=0)
-        role = trained(name, _size(model), self.setting.shape, self.setting.placement)
-        planned = training_pass(self.setting.shape, batch, role, loss, accumulated=False)
-        return Pass(name, planned.total, counted, shape)
-
-    def _mean(self, terms: Tensor, part: Tokens) -> Tensor:
-        size = StepSize(self.batch.rows * self.reply, self.batch.rows)
-        return aggregate(terms, part.response_mask, size, self.config.surrogate.aggregation)
-
-    def _part(self) -> Tokens:
-        ids = torch.zeros(self.batch.rows, self.batch.width, dtype=torch.long)
-        return Tokens(ids, torch.ones_like(ids), torch.ones(self.batch.rows, self.reply, dtype=torch.bool))
-
-    def _start(self) -> int:
-        self.memory.restart()
-        return self.memory.live
+def layer_repeats(architecture: Architecture) -> tuple[int, ...]:
+    """For each layer that is built the number of layers of the model that it stands for."""
+    layers = architecture.layers
+    return (1,) * layers if layers <= DEPTH else tuple(layers - DEPTH + 1 if n == MIDDLE else 1 for n in range(DEPTH))
 
 
-def _built(kind: Any, shape: Shape, precision: str) -> PreTrainedModel:
-    model: PreTrainedModel = kind.from_config(llama_config(shape), dtype=getattr(torch, precision))
-    return model.eval()
+def _repeats(variant: ModelVariant, model: nn.Module) -> dict[int, int]:
+    """How often each parameter of a layer counts, by its id."""
+    counts = zip(layer_repeats(variant.architecture), _layers(model), strict=True)
+    return {id(parameter): count for count, layer in counts for parameter in layer.parameters()}
 
 
-def _described(one: Pass) -> dict[str, Any]:
-    return {"planned": one.planned, "counted": one.counted, "shape": list(one.shape)}
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def _size(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+@contextmanager
+def _segmented_by_layers(variant: ModelVariant, model: nn.Module, memory: TensorMemory) -> Iterator[None]:
+    """Begin a segment of ``memory`` with each layer's forward and backward pass, and after the last layer.
+
+    Hidden states and their gradients belong to the layer that they enter.
+    """
+    repeats = layer_repeats(variant.architecture)
+
+    def enter(layer: int, entering: Tensor) -> None:
+        memory.begin_segment(repeats[layer])
+        memory.recount(entering, repeat=repeats[layer])
+        memory.restart()
+
+    def before_forward(layer: int, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        enter(layer, args[0] if args else kwargs["hidden_states"])
+
+    def after_forward(layer: int, module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        if hidden.requires_grad:
+            hidden.register_hook(partial(enter, layer))
+        if layer == len(repeats) - 1:
+            memory.begin_segment()
+
+    with ExitStack() as hooks:
+        for number, layer in enumerate(_layers(model)):
+            hooks.callback(layer.register_forward_pre_hook(partial(before_forward, number), with_kwargs=True).remove)
+            hooks.callback(layer.register_forward_hook(partial(after_forward, number)).remove)
+        yield
+
+
+@cache
+def _fake_mode() -> FakeTensorMode:
+    return FakeTensorMode()
+
+
+@cache
+def _built(variant: ModelVariant) -> nn.Module:
+    """The model with :data:`DEPTH` layers at most, its parameters and buffers fake tensors on the CPU."""
+    architecture, precision = variant.architecture, getattr(torch, variant.precision)
+    config = architecture.config(min(architecture.layers, DEPTH))
+    lora = variant.lora.model_copy(update={"quantize": None}) if variant.lora is not None else None
+    kind: Any = AutoModelForCausalLM if variant.head == "causal_lm" else AutoModelForSequenceClassification
+    with quiet(), torch.device("meta"):
+        try:
+            model = kind.from_config(config, dtype=precision, attn_implementation="sdpa")
+        except ValueError as error:
+            raise ModelError(f"transformers cannot build a {config.model_type} model ({first_line(error)})") from error
+        if len(_layers(model)) != config.num_hidden_layers:
+            raise ModelError(f"the decoder layers of a {config.model_type} model cannot be told from its other parts")
+        if variant.head != "causal_lm":
+            untied = variant.head == "reward" and not config.tie_word_embeddings
+            model = ScalarModel(model, torch.empty_like(model.get_input_embeddings().weight) if untied else None)
+        if lora is not None and isinstance(model, ScalarModel):
+            model.add_adapters(lora, seed=0)
+        elif lora is not None:
+            add_adapters(model, lora, seed=0)
+    if variant.trained in ("nothing", "value_head"):
+        model.requires_grad_(False)
+    if variant.trained == "value_head":
+        model.model.score.requires_grad_(True)
+    with _fake_mode():
+        _allocate(model, precision)
+    fake: nn.Module = model.eval()
+    return fake
+
+
+def _allocate(model: nn.Module, precision: torch.dtype) -> None:
+    """Replace parameters and buffers of the meta device by tensors of the device in force; tied ones stay tied.
+
+    On the meta device peft leaves adapters in float32, while it gives real ones the precision of their layer.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in made:
+                data = torch.empty(parameter.shape, dtype=precision)
+                made[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[id(parameter)])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return str(error).strip().partition("\n")[0]

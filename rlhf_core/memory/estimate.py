@@ -1,42 +1,57 @@
-"""The plan of a recipe: every stage's memory per GPU, and whether it fits."""
+"""The memory estimate: of each phase, of each stage, and of a whole recipe against its GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlhf_core.config.loading.problems import nearest
-from rlhf_core.errors import ConfigError
-from rlhf_core.memory.evaluation import evaluate_stage
-from rlhf_core.memory.reinforcement import critic_stage, ppo_stage
-from rlhf_core.memory.setting import Recipe, Setting, StagePlan
-from rlhf_core.memory.supervised import reward_stage, sft_stage
-
-GIB = 1 << 30
-# The CUDA context with its libraries' work space, and the share that the allocator loses to fragments.
-CONTEXT = 1 * GIB
-FRAGMENTS = 0.05
-
-STAGES: dict[str, Callable[[Setting], StagePlan]] = {
-    "sft": sft_stage,
-    "reward": lambda setting: reward_stage(setting, "reward"),
-    "referee": lambda setting: reward_stage(setting, "referee"),
-    "critic": critic_stage,
-    "ppo": ppo_stage,
-    "evaluate": evaluate_stage,
-}
+from rlhf_core.memory.inputs import EstimateInputs, ModelRole
+from rlhf_core.memory.sharding import DeviceBudget, ParallelLayout
+from rlhf_core.memory.tensor_memory import MemoryUse
 
 
 @dataclass(frozen=True)
-class Plan:
-    """``limit`` is what tensors may take of one GPU, in bytes; None where the GPU's memory is not known."""
+class PhaseEstimate:
+    """``use`` at the phase's peak, everything that the stage holds meanwhile included."""
 
-    recipe: Recipe
-    stages: tuple[StagePlan, ...]
-    limit: int | None
+    name: str
+    use: MemoryUse
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """One stage on one GPU."""
+
+    stage: str
+    layout: ParallelLayout
+    roles: tuple[ModelRole, ...]
+    phases: tuple[PhaseEstimate, ...]
 
     @property
-    def worst(self) -> StagePlan:
+    def peak(self) -> PhaseEstimate:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.use.total)
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory for offloaded models and optimiser state, for each GPU."""
+        return sum(role.footprint.host for role in self.roles)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """All stages that were asked for, and the inputs of their estimate."""
+
+    inputs: EstimateInputs
+    stages: tuple[StageEstimate, ...]
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes that tensors may take of one GPU; None where ``plan.gpu_memory_gb`` is not set."""
+        memory = self.inputs.params.plan.gpu_memory_gb
+        return DeviceBudget(memory).usable if memory is not None else None
+
+    @property
+    def worst(self) -> StageEstimate:
         """The stage with the highest peak."""
         return max(self.stages, key=lambda stage: stage.peak.use.total)
 
@@ -49,18 +64,3 @@ class Plan:
     def fits(self) -> bool:
         """Whether the peak keeps the limit; true where none is known."""
         return self.limit is None or self.peak <= self.limit
-
-
-def usable(gpu_memory_gib: float) -> int:
-    """Bytes that tensors may take of a GPU: its memory without context, divided by what fragments cost."""
-    return max(int((gpu_memory_gib * GIB - CONTEXT) / (1 + FRAGMENTS)), 0)
-
-
-def make_plan(recipe: Recipe, stages: Sequence[str] = tuple(STAGES)) -> Plan:
-    """Estimate ``stages`` against ``plan.gpu_memory_gb``. ``ConfigError`` for a stage that runs no model."""
-    for name in stages:
-        if name not in STAGES:
-            raise ConfigError(f"stage '{name}' is not one that memory is planned for; {nearest(name, STAGES)}")
-    memory = recipe.params.plan.gpu_memory_gb
-    plans = tuple(STAGES[name](recipe.setting(name)) for name in STAGES if name in stages)
-    return Plan(recipe, plans, usable(memory) if memory is not None else None)

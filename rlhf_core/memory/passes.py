@@ -1,138 +1,228 @@
-"""The peak of one pass of a model: each candidate moment is a place where this project's code holds most at a time."""
+"""The passes that the stages make, each run on shapes alone: the code that trains, with full-length rows of zeros.
+
+Losses are differentiated where a model is trained. Terms of them that are of the size of a batch, without vocabulary or
+hidden size, are left out. Passes are remembered, since advice tries many settings that change few of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
-from rlhf_core.memory import logits
-from rlhf_core.memory.activations import (
-    forward_working_set,
-    kept_by_last_norm,
-    kept_by_layer,
-    kept_by_layers,
-    norm_backward,
-    swiglu_backward,
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+
+from rlhf_core.memory.dry_run import ModelVariant, Moments, layer_repeats, run_pass
+from rlhf_core.memory.sequence_lengths import BatchShape
+from rlhf_core.memory.tensor_memory import TensorMemory
+from rlhf_core.models.forward import has_plain_head, hidden_states
+from rlhf_core.models.heads import ScalarModel, last_hidden
+from rlhf_core.ppo.kl import full_kl
+from rlhf_core.sampling.distribution import (
+    EvaluationSampling,
+    Sampling,
+    evaluation_distribution,
+    inverse_cdf,
+    log_distribution,
 )
-from rlhf_core.memory.kv_cache import growing_copy, kv_cache
-from rlhf_core.memory.lengths import Batch
-from rlhf_core.memory.placement import Placement
-from rlhf_core.memory.roles import Role
-from rlhf_core.memory.shapes import Shape
-from rlhf_core.memory.usage import Use, peak
+from rlhf_core.sampling.token_scoring import (
+    Tokens,
+    entropy,
+    gather_logprobs,
+    response_log_distribution,
+    response_values,
+)
+from rlhf_core.training.losses import pairwise_loss, token_cross_entropy
 
 
-@dataclass(frozen=True)
-class Loss:
-    """What the loss does with logits. ``copies``: float32 tensors at its backward peak, 0 for a scalar model.
+@cache
+def reply_loss(model: ModelVariant, batch: BatchShape, accumulated: bool = False) -> Moments:
+    """Cross-entropy at ``batch.scored`` positions, the only ones that are unembedded.
 
-    ``held``: the caller keeps one to the end. ``changed``: a temperature or a forbidden end makes another one.
+    ``accumulated`` says that the gradients of an earlier micro-batch exist already.
     """
 
-    copies: int = 0
-    held: bool = False
-    changed: bool = False
+    def run(memory: TensorMemory, policy: PreTrainedModel) -> Tensor:
+        ids, mask = _full_rows(batch.rows, batch.width)
+        if has_plain_head(policy):
+            hidden = hidden_states(policy.base_model, ids, mask)
+            logits = policy.get_output_embeddings()(_scored_positions(hidden, batch.scored))
+        else:
+            logits = _scored_positions(policy(input_ids=ids, attention_mask=mask, use_cache=False).logits, batch.scored)
+        return token_cross_entropy(logits, torch.zeros(batch.scored, dtype=torch.long), batch.scored)
+
+    return run_pass(run, [model], accumulated)
 
 
-CROSS_ENTROPY = Loss(copies=3)
-SCALAR = Loss()
+@cache
+def pair_loss(model: ModelVariant, batch: BatchShape) -> Moments:
+    """The reward model's loss on ``batch.rows / 2`` pairs, with imitation at ``batch.scored`` positions if any."""
+
+    def run(memory: TensorMemory, reward: ScalarModel) -> Tensor:
+        pairs, (ids, mask) = batch.rows // 2, _full_rows(batch.rows, batch.width)
+        hidden = reward.hidden(ids, mask)
+        chosen, rejected = reward.scores(last_hidden(hidden, mask)).chunk(2)
+        loss = pairwise_loss(chosen, rejected, None, pairs)
+        if batch.scored:
+            logits = reward.lm_logits(_scored_positions(hidden[:pairs], batch.scored))
+            loss = loss + token_cross_entropy(logits, torch.zeros(batch.scored, dtype=torch.long), batch.scored)
+        return loss
+
+    return run_pass(run, [model])
 
 
-def training_pass(shape: Shape, batch: Batch, model: Role, loss: Loss, accumulated: bool) -> Use:
-    """Forward and backward of one micro-batch. ``accumulated``: the gradients of an earlier one are there already.
+@cache
+def last_token_scores(model: ModelVariant, batch: BatchShape) -> Moments:
+    """Scores of a reward model, without gradient."""
 
-    The embedding's gradient is dense; with tied embeddings the unembedding's waits until the pass ends, and both stand
-    beside their sum.
+    def run(memory: TensorMemory, scorer: ScalarModel) -> Tensor:
+        return scorer.last_token_scores(*_full_rows(batch.rows, batch.width))
+
+    return run_pass(run, [model.in_inference])
+
+
+@cache
+def policy_loss(
+    model: ModelVariant, batch: BatchShape, sampling: Sampling, entropy_term: bool, exact_kl: bool, accumulated: bool
+) -> Moments:
+    """A policy loss on full-length replies, which may hold entropies and the exact KL to a reference."""
+
+    def run(memory: TensorMemory, policy: PreTrainedModel, *references: PreTrainedModel) -> tuple[Tensor, Tensor]:
+        tokens = _rollout_tokens(batch, sampling)
+        log_probabilities = response_log_distribution(policy, tokens, sampling)
+        loss = gather_logprobs(log_probabilities, tokens.response).sum()
+        for reference in references:
+            loss = loss + full_kl(log_probabilities, response_log_distribution(reference, tokens, sampling)).sum()
+        if entropy_term:
+            loss = loss + entropy(log_probabilities).sum()
+        return loss, log_probabilities
+
+    return run_pass(run, [model, *([_reference(model)] if exact_kl else [])], accumulated)
+
+
+@cache
+def value_loss(model: ModelVariant, batch: BatchShape, sampling: Sampling, accumulated: bool) -> Moments:
+    """A critic's loss on full-length replies."""
+
+    def run(memory: TensorMemory, critic: ScalarModel) -> Tensor:
+        return response_values(critic, _rollout_tokens(batch, sampling)).square().sum()
+
+    return run_pass(run, [model], accumulated)
+
+
+@cache
+def rollout_scores(
+    policy: ModelVariant, critic: ModelVariant | None, own_reference: bool, batch: BatchShape, sampling: Sampling
+) -> Moments:
+    """Policy, reference and critic over a micro-batch of full-length replies, without gradient.
+
+    The policy may be its own reference; without ``critic`` the values come from the policy's backbone.
     """
-    place, gradients = model.placement, model.gradients
-    one_layer = kept_by_layer(shape, batch, place, model.adapted)
-    layers = kept_by_layers(shape, batch, place, model.adapted)
-    last_norm = kept_by_last_norm(shape, batch, place)
-    again = one_layer if place.gradient_checkpointing else 0
-    before = gradients if accumulated else 0
-    held = logits.one_copy(shape, batch.scored) if loss.held else 0
-    table = 0 if model.adapted else shape.embedding * place.element
-    unembedding = table if loss.copies else 0
-    waiting = unembedding if shape.tied else 0
-    below = Use(logits=held, gradients=before, other=waiting if accumulated else unembedding)
-    swiglu = swiglu_backward(shape, batch, place)
-    of_a_layer = gradients // shape.layers if model.adapted else shape.layer * place.element
-    first_layer = Use(logits=held, other=waiting, activations=one_layer + swiglu)
-    return peak(
-        [
-            below + Use(activations=layers + last_norm + norm_backward(shape, batch)),
-            below + Use(activations=layers + again + swiglu),
-            first_layer.with_gradients(gradients if accumulated else max(gradients - table - of_a_layer, 0)),
-            Use(logits=held, gradients=gradients, other=(table if accumulated else 0) + 2 * waiting),
-            *_at_loss(shape, batch, place, loss, Use(activations=layers + last_norm, gradients=before), unembedding),
-        ]
-    )
+
+    def run(memory: TensorMemory, policy: PreTrainedModel, *others: Any) -> None:
+        tokens = _rollout_tokens(batch, sampling)
+        log_probabilities = response_log_distribution(policy, tokens, sampling)
+        if critic is not None:
+            response_values(others[-1], tokens)
+        reference = log_probabilities if own_reference else response_log_distribution(others[0], tokens, sampling)
+        gather_logprobs(reference, tokens.response)
+        full_kl(log_probabilities, reference)
+        entropy(log_probabilities)
+
+    references = [] if own_reference else [_reference(policy)]
+    return run_pass(run, [policy.in_inference, *references, *([critic.in_inference] if critic else [])])
 
 
-def _at_loss(
-    shape: Shape, batch: Batch, placement: Placement, loss: Loss, kept: Use, unembedding: int
-) -> Iterator[Use]:
-    """Moments of the unembedding: its forward pass, the loss's backward pass, and the gradient of its weights."""
-    if not loss.copies:
-        return
-    copy = logits.one_copy(shape, batch.scored)
-    gradient = batch.scored * shape.vocabulary * placement.element
-    yield kept + Use(logits=logits.forward_copies(shape, batch.scored, placement, loss.changed))
-    yield kept + Use(logits=loss.copies * copy)
-    yield kept + Use(logits=(copy if loss.held else 0) + gradient, other=unembedding)
+@cache
+def reply_logprobs(model: ModelVariant, batch: BatchShape, sampling: Sampling) -> Moments:
+    """Log-probabilities of full-length replies under one model, without gradient."""
+
+    def run(memory: TensorMemory, policy: PreTrainedModel) -> Tensor:
+        tokens = _rollout_tokens(batch, sampling)
+        return gather_logprobs(response_log_distribution(policy, tokens, sampling), tokens.response)
+
+    return run_pass(run, [model.in_inference])
 
 
-def plain_pass(shape: Shape, batch: Batch, placement: Placement, changed: bool = False) -> Use:
-    """A pass without gradient: layers at work, or logits where some are computed."""
-    hidden = batch.tokens * shape.hidden * placement.element
-    return peak(
-        [
-            Use(activations=forward_working_set(shape, batch, placement)),
-            Use(activations=hidden, logits=logits.forward_copies(shape, batch.scored, placement, changed)),
-        ]
-    )
+@cache
+def generation(model: ModelVariant, rows: int, prompt: int, sampling: Sampling | EvaluationSampling) -> Moments:
+    """Sampling ``rows`` replies at once: the pass over the prompts, then the last token of full-length replies.
+
+    With :class:`EvaluationSampling` the evaluation's filters apply.
+    """
+    reply = (sampling.base if isinstance(sampling, EvaluationSampling) else sampling).max_new_tokens
+
+    def run(memory: TensorMemory, policy: PreTrainedModel) -> tuple[Tensor, ...]:
+        response, logprobs = torch.zeros(rows, reply, dtype=torch.long), torch.zeros(rows, reply)
+        uniforms = torch.zeros(rows, reply, dtype=torch.float64)
+        tokens, mask = _full_rows(rows, prompt)
+        _decode(policy, tokens, mask, CountedCache(memory, policy.config))
+        tokens, mask = _full_rows(rows, prompt + reply - 1)
+        cache = CountedCache(memory, policy.config)
+        cache.fill(model, rows, prompt + reply - 1)
+        logits = _decode(policy, tokens[:, -1:], mask, cache)
+        if isinstance(sampling, EvaluationSampling):
+            log_probabilities = evaluation_distribution(logits, tokens[:, prompt:], sampling)
+        else:
+            log_probabilities = log_distribution(logits.unsqueeze(1), sampling, reply - 1).squeeze(1)
+        inverse_cdf(log_probabilities, uniforms[:, -1])
+        return response, logprobs
+
+    return run_pass(run, [model.in_inference])
 
 
-def sampling_pass(shape: Shape, rows: int, prompt: int, reply: int, placement: Placement) -> Use:
-    """Sampling ``rows`` replies at once: reading the prompts, or the last token of full-length replies."""
-    return _decoding(shape, rows, prompt, reply, placement, logits.sampler(shape, rows, placement))
+class CountedCache(DynamicCache):
+    """A key-value cache that ``memory`` counts as such."""
+
+    def __init__(self, memory: TensorMemory, config: PretrainedConfig) -> None:
+        super().__init__(config=config)
+        self.memory = memory
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values of a layer."""
+        keys, values = super().update(*args, **kwargs)
+        for tensor in (keys, values):
+            self.memory.recount(tensor, "kv_cache")
+        return keys, values
+
+    def fill(self, model: ModelVariant, rows: int, width: int) -> None:
+        """Hold ``width`` tokens of ``rows`` sequences; how they came there is not counted."""
+        config, dtype = model.architecture.config(None), getattr(torch, model.precision)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        for layer, repeat in enumerate(layer_repeats(model.architecture)):
+            keys = torch.zeros(rows, heads, width, head_dim, dtype=dtype)
+            for tensor in self.update(keys, torch.zeros_like(keys), layer):
+                self.memory.recount(tensor, repeat=repeat)
+        del keys, tensor
+        self.memory.restart()
 
 
-def filtered_sampling_pass(shape: Shape, rows: int, prompt: int, reply: int, placement: Placement) -> Use:
-    """The same with the evaluation filters, which sort the vocabulary."""
-    return _decoding(shape, rows, prompt, reply, placement, logits.filters(shape, rows, placement))
+def _decode(policy: PreTrainedModel, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
+    """Logits (B, V) after the last of ``ids``, whose positions may as well be the ids themselves here."""
+    logits: Tensor = policy(
+        input_ids=ids, attention_mask=mask, position_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1
+    ).logits
+    return logits[:, -1]
 
 
-def _decoding(shape: Shape, rows: int, prompt: int, reply: int, placement: Placement, sampler: int) -> Use:
-    width = prompt + reply
-    start = Use(
-        activations=forward_working_set(shape, Batch(rows, prompt), placement),
-        kv_cache=kv_cache(shape, rows, prompt, placement),
-    )
-    full = Use(
-        kv_cache=kv_cache(shape, rows, width, placement),
-        logits=sampler,
-        other=growing_copy(shape, rows, width, placement),
-    )
-    return peak([start, full])
+def _scored_positions(values: Tensor, count: int) -> Tensor:
+    """``count`` of all positions, (B, L, ...) -> (count, ...). Which ones makes no difference to memory."""
+    return values.flatten(0, 1)[torch.zeros(count, dtype=torch.long)]
 
 
-def scoring_pass(shape: Shape, batch: Batch, placement: Placement, same: bool, changed: bool) -> Use:
-    """Policy, reference and critic over one micro-batch of rollouts without gradient; ``same``: the policy is its own
-    reference. Log-probabilities of both are still there while the critic runs."""
-    copy = logits.one_copy(shape, batch.scored)
-    working = forward_working_set(shape, batch, placement)
-    found = 1 if same else 2
-    forward = logits.forward_copies(shape, batch.scored, placement, changed)
-    return peak(
-        [
-            Use(logits=logits.scoring_copies(same) * copy),
-            Use(logits=(found - 1) * copy + forward),
-            Use(activations=working, logits=found * copy),
-        ]
-    )
+def _full_rows(rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask without padding, which is treated as if there were some."""
+    ids = torch.zeros(rows, width, dtype=torch.long)
+    return ids, torch.ones_like(ids)
 
 
-def rollout_tensors(rows: int, prompt: int, reply: int) -> Use:
-    """Tokens and masks (int64, twice: the sampler's and the plain copy) and some twenty (B, T) float32 tensors."""
-    return Use(other=rows * ((prompt + reply) * 8 * 2 * 2 + reply * 4 * 20))
+def _rollout_tokens(batch: BatchShape, sampling: Sampling) -> Tokens:
+    ids, mask = _full_rows(batch.rows, batch.width)
+    return Tokens(ids, mask, torch.ones(batch.rows, sampling.max_new_tokens, dtype=torch.bool))
+
+
+def _reference(policy: ModelVariant) -> ModelVariant:
+    """The frozen model that ``policy`` started as."""
+    return ModelVariant(policy.architecture, "causal_lm", policy.precision)

@@ -70,10 +70,21 @@ def new_model(config: BaseConfig, tokenizer: PreTrainedTokenizerBase, seed: int)
 
     The process's random state is left unchanged.
     """
+    shape = scratch_config(config, len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: LlamaForCausalLM = LlamaForCausalLM(shape).to(getattr(torch, config.dtype))
+    return model
+
+
+def scratch_config(
+    config: BaseConfig, vocabulary: int, pad_id: int | None = None, eos_id: int | None = None
+) -> LlamaConfig:
+    """The configuration of a model made from nothing: a Llama with tied embeddings. ``ConfigError`` for odd heads."""
     if config.hidden_size % (2 * config.heads):
         raise ConfigError(f"base.hidden_size {config.hidden_size} must be a multiple of 2 * heads = {2 * config.heads}")
-    shape = LlamaConfig(
-        vocab_size=len(tokenizer),
+    return LlamaConfig(
+        vocab_size=vocabulary,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_hidden_layers=config.layers,
@@ -81,14 +92,10 @@ def new_model(config: BaseConfig, tokenizer: PreTrainedTokenizerBase, seed: int)
         num_key_value_heads=config.heads,
         max_position_embeddings=config.max_positions,
         tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=pad_id,
+        eos_token_id=eos_id,
         bos_token_id=None,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: LlamaForCausalLM = LlamaForCausalLM(shape).to(getattr(torch, config.dtype))
-    return model
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:

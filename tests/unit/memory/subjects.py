@@ -1,4 +1,4 @@
-"""Tiny recipes that exercise every formula of the plan."""
+"""Tiny recipes that exercise every phase of the estimate."""
 
 from __future__ import annotations
 
@@ -7,15 +7,27 @@ from typing import Any
 
 from benchmarks.memory_phases import Subject
 from rlhf_core.config.loading.load import Params, check_params
-from rlhf_core.memory.known_shapes import KNOWN
-from rlhf_core.memory.lengths import lengths_from_limits
-from rlhf_core.memory.setting import Recipe
-from rlhf_core.memory.shapes import Shape
+from rlhf_core.memory.architecture import Architecture, starting_architecture
+from rlhf_core.memory.inputs import EstimateInputs
+from rlhf_core.memory.sequence_lengths import lengths_from_limits
 
-TIED = Shape(512, 64, 176, 2, 4, 4, 16, True, 256)
-GROUPED = Shape(900, 64, 176, 2, 4, 2, 16, False, 256)
-DEEP = Shape(512, 64, 176, 6, 4, 4, 16, True, 256)
-WIDE = Shape(512, 256, 704, 4, 4, 2, 64, True, 256)
+
+def llama(
+    vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, tied: bool
+) -> Architecture:
+    """A Llama of these sizes with 256 positions."""
+    config = {
+        "model_type": "llama", "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": intermediate,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": tied, "max_position_embeddings": 256,
+    }  # fmt: skip
+    return Architecture.of(config, "a test")
+
+
+TIED = llama(512, 64, 176, 2, 4, 4, tied=True)
+GROUPED = llama(900, 64, 176, 2, 4, 2, tied=False)
+DEEP = llama(512, 64, 176, 6, 4, 4, tied=True)
+WIDE = llama(512, 256, 704, 4, 4, 2, tied=True)
 BATCHES: dict[str, Any] = {
     "sft": {"batch_size": 8, "micro_batch_size": 4},
     "reward": {"batch": {"token_budget": 512}},
@@ -63,10 +75,10 @@ def exact_kl() -> Subject:
         "kl": {"placement": "loss", "estimator": "full"},
         "sampling_batch_size": 8,
     }
-    return Subject("exact_kl", Shape(2048, 32, 48, 1, 2, 2, 16, True, 256), params(ppo=ppo), prompt=8, reply=16)
+    return Subject("exact_kl", llama(2048, 32, 48, 1, 2, 2, tied=True), params(ppo=ppo), prompt=8, reply=16)
 
 
-def large(gpu_memory: float, **sections: Any) -> Recipe:
+def large(gpu_memory: float, **sections: Any) -> EstimateInputs:
     """LLaMA-7B in bfloat16 against GPUs of a given memory, by the limits of the settings."""
     defaults: dict[str, Any] = {
         "base": {"source": "huggyllama/llama-7b", "dtype": "bfloat16"},
@@ -75,5 +87,5 @@ def large(gpu_memory: float, **sections: Any) -> Recipe:
     }
     merged = {name: {**defaults.get(name, {}), **sections.get(name, {})} for name in {*defaults, *sections}}
     checked = check_params(merged)
-    shape = KNOWN["huggyllama/llama-7b"]
-    return Recipe(checked, shape, lengths_from_limits(checked, shape.positions), Path())
+    architecture = starting_architecture(checked.base, Path())
+    return EstimateInputs(checked, architecture, lengths_from_limits(checked, architecture.positions), Path())

@@ -1,100 +1,115 @@
-"""What is advised makes a plan fit, and says what it costs."""
+"""What is advised makes a stage fit, and says what it costs."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
+import pytest
 from unit.memory import subjects
 
-from rlhf_core.memory.advice import advise
-from rlhf_core.memory.assign import assigned
-from rlhf_core.memory.estimate import make_plan
-from rlhf_core.memory.table import as_json, one_line, text
+from rlhf_core.memory.advice import AdviceStep, MemoryAdvice, advise
+from rlhf_core.memory.estimate import MemoryEstimate
+from rlhf_core.memory.inputs import EstimateInputs
+from rlhf_core.memory.report import estimate_json, estimate_text, refusal_line
+from rlhf_core.memory.stages import estimate_memory
 
 EIGHT = {"compute": {"launch": {stage: {"processes": 8} for stage in ("sft", "reward", "referee", "critic", "ppo")}}}
 
 
+def changed(inputs: EstimateInputs, advice: MemoryAdvice, left_out: AdviceStep | None = None) -> MemoryEstimate:
+    """The advised stage with all steps but one."""
+    for step in advice.steps:
+        inputs = inputs if step is left_out else inputs.with_changes(step.changes)
+    return estimate_memory(inputs, [advice.stage])
+
+
 def test_the_settings_advised_for_each_stage_make_it_fit() -> None:
-    plan = make_plan(subjects.large(80, **EIGHT))
-    assert not plan.fits
-    advice = advise(plan)
-    too_large = {stage.stage for stage in plan.stages if stage.peak.use.total > (plan.limit or 0)}
+    estimate = estimate_memory(subjects.large(80, **EIGHT))
+    assert not estimate.fits
+    advice = advise(estimate)
+    too_large = {stage.stage for stage in estimate.stages if stage.peak.use.total > (estimate.limit or 0)}
     assert {one.stage for one in advice} == too_large and "ppo" in too_large
     for one in advice:
         assert one.fits and one.steps
-        params = plan.recipe.params
-        for step in one.steps:
-            params = assigned(params, step.changes)
-            again = make_plan(replace(plan.recipe, params=params), [one.stage])
-            assert again.peak == step.after.peak.use.total
-        assert again.fits
+        for number, step in enumerate(one.steps, 1):
+            until_here = replace(one, steps=one.steps[:number])
+            assert changed(estimate.inputs, until_here).peak == step.after.peak.use.total
+        assert changed(estimate.inputs, one).fits
 
 
 def test_nothing_that_is_advised_can_be_left_out() -> None:
-    plan = make_plan(subjects.large(80, **EIGHT))
-    for one in advise(plan):
+    estimate = estimate_memory(subjects.large(80, **EIGHT))
+    for one in advise(estimate):
         for left_out in one.steps:
-            params = plan.recipe.params
-            for step in one.steps:
-                params = params if step is left_out else assigned(params, step.changes)
-            assert not make_plan(replace(plan.recipe, params=params), [one.stage]).fits
+            assert not changed(estimate.inputs, one, left_out).fits
 
 
 def test_on_one_gpu_nothing_is_sharded() -> None:
-    changes = {path for one in advise(make_plan(subjects.large(80))) for step in one.steps for path in step.changes}
-    assert not [path for path in changes if path.endswith("processes")]
-    frozen = [
-        step.changes.get("compute.launch.ppo.frozen")
-        for one in advise(make_plan(subjects.large(80)))
-        for step in one.steps
-    ]
-    assert "sharded" not in frozen
+    steps = [step for one in advise(estimate_memory(subjects.large(80), ["critic", "ppo"])) for step in one.steps]
+    assert steps and not [path for step in steps for path in step.changes if path.endswith("processes")]
+    assert "sharded" not in [step.changes.get("compute.launch.ppo.frozen") for step in steps]
 
 
 def test_no_advice_where_it_fits_or_nothing_is_known() -> None:
-    assert advise(make_plan(subjects.large(2000))) == ()
-    unknown = make_plan(replace(subjects.large(80), params=subjects.params()))
+    assert advise(estimate_memory(subjects.large(2000), ["ppo"])) == ()
+    unknown = estimate_memory(replace(subjects.large(80), params=subjects.params()), ["sft"])
     assert unknown.fits and unknown.limit is None and advise(unknown) == ()
 
 
 def test_what_cannot_fit_at_all_is_said_so() -> None:
-    plan = make_plan(subjects.large(8), ["ppo"])
-    (advice,) = advise(plan)
+    estimate = estimate_memory(subjects.large(8), ["ppo"])
+    (advice,) = advise(estimate)
     assert not advice.fits
-    assert "more or larger GPUs, or a smaller model" in text(plan, [advice])
-    line = one_line(plan, [advice])
+    assert "more or larger GPUs, or a smaller model" in estimate_text(estimate, [advice])
+    line = refusal_line(estimate, [advice])
     assert line.startswith("ppo does not fit: ") and line.endswith("smaller model") and "\n" not in line
 
 
 def test_where_it_cannot_fit_only_what_lowers_the_peak_is_advised() -> None:
-    plan = make_plan(subjects.large(30, **EIGHT))
-    short = [one for one in advise(plan) if not one.fits]
+    estimate = estimate_memory(subjects.large(30, **EIGHT))
+    short = [one for one in advise(estimate) if not one.fits]
     assert {one.stage for one in short} >= {"critic"}
     for one in short:
         reached = one.steps[-1].after.peak.use.total if one.steps else 0
         for left_out in one.steps:
-            params = plan.recipe.params
-            for step in one.steps:
-                params = params if step is left_out else assigned(params, step.changes)
-            assert make_plan(replace(plan.recipe, params=params), [one.stage]).peak > reached
+            assert changed(estimate.inputs, one, left_out).peak > reached
         paths = [tuple(step.changes) for step in one.steps]
         assert len(set(paths)) == len(paths)
 
 
+def test_adapters_are_advised_only_where_their_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    estimate = estimate_memory(subjects.large(8), ["critic"])
+    (advice,) = advise(estimate)
+    assert not [path for step in advice.steps for path in step.changes if "lora" in path]
+
+
+def test_a_shared_critic_can_be_advised_about() -> None:
+    """Defaults of other sections must not count as set: ``critic.init`` of a shared critic may only be left out."""
+    shared = {"critic_mode": "shared", "critic_optimizer": None, "max_new_tokens": 256}
+    (advice,) = advise(estimate_memory(subjects.large(80, ppo=shared), ["ppo"]))
+    assert advice.steps
+
+
 def test_table_and_json_say_the_same() -> None:
-    plan = make_plan(subjects.large(80, **EIGHT), ["critic", "ppo"])
-    advice = advise(plan)
-    shown, found = text(plan, advice), as_json(plan, advice)
-    assert found["stage"] == "ppo" and found["peak"] == plan.peak and not found["fits"]
-    assert found["stages"]["ppo"]["phases"]["step"]["total"] == next(
+    estimate = estimate_memory(subjects.large(80, **EIGHT), ["critic", "ppo"])
+    advice = advise(estimate)
+    text, document = estimate_text(estimate, advice), estimate_json(estimate, advice)
+    assert document["stage"] == "ppo" and document["peak"] == estimate.peak and not document["fits"]
+    assert document["stages"]["ppo"]["phases"]["step"]["total"] == next(
         phase.use.total
-        for stage in plan.stages
+        for stage in estimate.stages
         for phase in stage.phases
         if (stage.stage, phase.name) == ("ppo", "step")
     )
-    assert f"peak {plan.peak / 2**30:.1f} GiB per GPU: ppo, {found['phase']}. It DOES NOT FIT" in shown
+    assert f"peak {estimate.peak / 2**30:.1f} GiB per GPU: ppo, {document['phase']}. It DOES NOT FIT" in text
     for role in ("policy", "critic", "reference", "reward", "referee"):
-        assert f"\n  {role} " in shown
-    assert found["advice"]["ppo"]["fits"] and all(
-        path in shown for path in found["advice"]["ppo"]["steps"][0]["changes"]
+        assert f"\n  {role} " in text
+    assert document["advice"]["ppo"]["fits"] and all(
+        path in text for path in document["advice"]["ppo"]["steps"][0]["changes"]
     )
+    rows = [line.split()[-1] for line in text.splitlines() if line.startswith("  step")]
+    assert rows == [
+        f"{document['stages'][stage]['phases']['step']['total'] / 2**30:.2f}" for stage in ("critic", "ppo")
+    ]

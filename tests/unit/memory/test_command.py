@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,8 @@ from typer.testing import CliRunner
 from flows.pipeline.preflight import memory_refusal
 from rlhf_core.cli import app
 from rlhf_core.config.loading.recipe import recipe_folder
-from rlhf_core.errors import EXIT_USER_ERROR
-from rlhf_core.memory.command import MemoryExceeded, Request, check, plan_of
-from rlhf_core.memory.options import Options
+from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
+from rlhf_core.memory.command import MemoryExceeded, PlanOptions, PlanRequest, check, estimate_of
 
 ROOT = recipe_folder()
 
@@ -28,11 +28,13 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["smollm2-360m", "paper-7b", "paper-13b"])
 def test_the_large_profiles_fit_the_gpus_they_are_written_for(name: str) -> None:
-    plan = plan_of(Request(ROOT, name))
-    assert plan.limit is not None and plan.fits
+    estimate = estimate_of(PlanRequest(ROOT, name))
+    assert estimate.limit is not None and estimate.fits
     # And they are no smaller than they need be: half the memory would not do.
-    memory = plan.recipe.params.plan.gpu_memory_gb
-    assert memory is not None and not plan_of(Request(ROOT, name, options=Options(gpu_memory=memory / 2))).fits
+    memory = estimate.inputs.params.plan.gpu_memory_gb
+    assert (
+        memory is not None and not estimate_of(PlanRequest(ROOT, name, options=PlanOptions(gpu_memory=memory / 2))).fits
+    )
 
 
 def workspace(folder: Path, params: str) -> Path:
@@ -43,25 +45,53 @@ def workspace(folder: Path, params: str) -> Path:
 def test_the_command_prints_a_table_or_json_and_its_code_says_whether_it_fits(tmp_path: Path) -> None:
     place = str(workspace(tmp_path, "seed: 1\n"))
     runner = CliRunner()
-    fits = runner.invoke(app, ["plan", "--workspace", place, "--gpu-memory", "4"])
+    fits = runner.invoke(app, ["plan", "--workspace", place, "--gpu-memory", "4", "--stage", "sft"])
     assert fits.exit_code == 0 and "It fits" in fits.output
     options = ["--set", "base.source=huggyllama/llama-7b", "--bf16", "--gpus", "8", "--zero-stage", "3", "--json"]
     large = runner.invoke(app, ["plan", "--workspace", place, "--gpu-memory", "24", "--stage", "ppo", *options])
     assert large.exit_code == EXIT_USER_ERROR
-    found = json.loads(large.output)
-    placed = found["stages"]["ppo"]["placement"]
-    assert (placed["gpus"], placed["zero"], placed["precision"]) == (8, 3, "bfloat16") and not found["fits"]
+    document = json.loads(large.output)
+    layout = document["stages"]["ppo"]["placement"]
+    assert (layout["gpus"], layout["zero"], layout["precision"]) == (8, 3, "bfloat16") and not document["fits"]
+
+
+def test_a_folder_outside_of_a_workspace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RLHF_WORKSPACE", raising=False)
+    for options in ([], ["--profile", "paper-7b"], ["--workspace", str(tmp_path)]):
+        with pytest.raises(RlhfError, match="is not in a workspace") as refusal:
+            CliRunner().invoke(app, ["plan", *options], catch_exceptions=False)
+        assert refusal.value.exit_code == EXIT_USER_ERROR and "\n" not in str(refusal.value)
+
+
+def test_the_flag_of_the_former_dry_run_is_still_accepted(tmp_path: Path) -> None:
+    place = str(workspace(tmp_path, "seed: 1\n"))
+    runner = CliRunner()
+    plain, flagged = (
+        runner.invoke(app, ["plan", "--workspace", place, "--stage", "sft", *flag]) for flag in ([], ["--dry-run"])
+    )
+    assert flagged.exit_code == 0 and flagged.output == plain.output
 
 
 def test_the_check_refuses_only_what_it_knows_cannot_fit(tmp_path: Path) -> None:
     known = workspace(tmp_path, "plan: {gpu_memory_gb: 1.05}\n")
     with pytest.raises(MemoryExceeded, match=r"^ppo does not fit: 0\.4 GiB of tensors in .* on 1 GPU of 1.05 GiB"):
-        check(Request(known, stages=["ppo"]))
-    assert check(Request(known, stages=["report"])) == "not checked: no memory is planned for report"
-    assert "not checked" in check(Request(workspace(tmp_path, "seed: 1\n"), stages=["ppo"]))
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+        check(PlanRequest(known, stages=["ppo"]))
+    assert check(PlanRequest(known, stages=["report"])) == "not checked: no memory is planned for report"
+    assert "not checked" in check(PlanRequest(workspace(tmp_path, "seed: 1\n"), stages=["ppo"]))
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     other = workspace(tmp_path, f"plan: {{gpu_memory_gb: 1}}\nbase: {{source: {tmp_path}}}\n")
-    assert check(Request(other, stages=["ppo"])).startswith("not checked: ")
+    assert check(PlanRequest(other, stages=["ppo"])).startswith("not checked: ")
+
+
+def test_a_missing_package_for_adapters_is_no_reason_to_refuse_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    adapted = workspace(tmp_path, "plan: {gpu_memory_gb: 80}\nreward: {lora: {rank: 3}}\n")
+    assert check(PlanRequest(adapted, stages=["reward"])).startswith("not checked: lora is set, but peft is not")
+    with pytest.raises(RlhfError, match="peft is not installed"):
+        estimate_of(PlanRequest(adapted, stages=["reward"]))
 
 
 def test_a_job_that_cannot_fit_is_refused_before_it_is_submitted(tmp_path: Path) -> None:

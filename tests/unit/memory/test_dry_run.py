@@ -1,51 +1,125 @@
-"""The passes on shapes alone agree with the formulas at sizes that no test could allocate."""
+"""Passes on shapes alone: exact at any depth, and at widths that no test could allocate as counted by hand."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import json
+from collections.abc import Callable
 
 import pytest
 from unit.memory import subjects
 
-from rlhf_core.memory.dry_run import dry_run
-from rlhf_core.memory.setting import Recipe
+from rlhf_core.config.lora import LoraConfig
+from rlhf_core.errors import ModelError
+from rlhf_core.memory import dry_run, passes
+from rlhf_core.memory.architecture import PUBLISHED_CONFIGS, Architecture
+from rlhf_core.memory.dry_run import ModelVariant, Moments, model_size
+from rlhf_core.memory.sequence_lengths import BatchShape
+from rlhf_core.memory.tensor_memory import largest
+from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
+
+SAMPLING = Sampling(-1, 0, 16, forbidden_ids=(0,))
+BATCH = BatchShape(4, 40, 64)
+GROUPED = subjects.llama(900, 64, 176, 7, 4, 2, tied=False)
+GPT2 = Architecture.of({"model_type": "gpt2", "n_embd": 64, "n_layer": 7, "n_head": 4, "vocab_size": 500}, "a test")
 
 
-def wide(**sections: Any) -> Recipe:
-    """LLaMA-7B's widths, two layers deep."""
-    recipe = subjects.large(80, ppo={"batch_size": 16, "micro_batch_size": 4, "max_new_tokens": 512}, **sections)
-    lengths = replace(recipe.lengths, prompt=512)
-    return replace(recipe, shape=replace(recipe.shape, layers=2), lengths=lengths)
+def policy(architecture: Architecture, *, checkpointing: bool = False, lora: LoraConfig | None = None) -> ModelVariant:
+    trained = "weights" if lora is None else "adapters"
+    return ModelVariant(architecture, "causal_lm", "bfloat16", trained, lora, checkpointing)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_planned_and_counted_bytes_agree_at_the_widths_of_llama_7b(checkpointing: bool) -> None:
-    launch = {"ppo": {"gradient_checkpointing": checkpointing}}
-    recipe = wide(compute={"launch": launch})
-    found = dry_run(recipe)
-    shape = recipe.shape
-    assert found.parameters == {
-        "policy": shape.causal_lm, "reference": shape.causal_lm, "critic": shape.scalar, "reward": shape.scalar,
-    }  # fmt: skip
-    assert [(one.name, one.shape) for one in found.passes] == [
-        ("generation", (16,)),
-        ("scoring", (4, 512, 32000)),
-        ("update policy", (4, 512, 32000)),
-        ("update critic", (4, 512)),
-    ]
-    for one in found.passes:
-        assert one.planned == pytest.approx(one.counted, rel=0.1), one.name
-    assert "dry run on shapes alone" in found.text() and found.as_json()["passes"]["scoring"]["shape"] == [
-        4,
-        512,
-        32000,
-    ]
+def scalar(architecture: Architecture, *, reward: bool = False, checkpointing: bool = False) -> ModelVariant:
+    head = "reward" if reward else "scalar"
+    return ModelVariant(architecture, head, "bfloat16", "weights", None, checkpointing)  # type: ignore[arg-type]
 
 
-def test_a_critic_on_the_policys_backbone_has_no_update_of_its_own() -> None:
-    recipe = wide()
-    shared = recipe.params.ppo.model_copy(update={"critic_mode": "shared", "critic_optimizer": None})
-    small = replace(recipe.shape, hidden=64, intermediate=96, heads=4, kv_heads=4, head_dim=16, vocabulary=100)
-    found = dry_run(replace(recipe, shape=small, params=recipe.params.model_copy(update={"ppo": shared})))
-    assert [one.name for one in found.passes] == ["generation", "scoring", "update policy"]
+PASSES: dict[str, Callable[[Architecture, bool], Moments]] = {
+    "SFT": lambda a, c: passes.reply_loss(policy(a, checkpointing=c), BATCH),
+    "ptx": lambda a, c: passes.reply_loss(policy(a, checkpointing=c), BATCH, accumulated=True),
+    "SFT held out": lambda a, c: passes.reply_loss(policy(a).in_inference, BATCH),
+    "reward": lambda a, c: passes.pair_loss(scalar(a, reward=True, checkpointing=c), BATCH),
+    "reward held out": lambda a, c: passes.last_token_scores(scalar(a), BATCH),
+    "policy": lambda a, c: passes.policy_loss(policy(a, checkpointing=c), BATCH, SAMPLING, True, True, False),
+    "critic": lambda a, c: passes.value_loss(scalar(a, checkpointing=c), BATCH, SAMPLING, True),
+    "rollout": lambda a, c: passes.rollout_scores(policy(a), scalar(a), False, BATCH, SAMPLING),
+    "drift": lambda a, c: passes.reply_logprobs(policy(a), BATCH, SAMPLING),
+    "generation": lambda a, c: passes.generation(policy(a), 4, 24, SAMPLING),
+    "filtered": lambda a, c: passes.generation(policy(a), 4, 24, EvaluationSampling(SAMPLING, 0.9, 1.1)),
+}
+
+
+def built_whole(architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> Architecture:
+    """The same under another name, so that nothing remembered of it counts, with every layer built."""
+    monkeypatch.setattr(dry_run, "DEPTH", architecture.layers)
+    return Architecture.of({**json.loads(architecture.text), "name_or_path": "whole"}, "a test")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "checkpointing"),
+    [
+        *((GROUPED, name, False) for name in PASSES),
+        *((GROUPED, name, True) for name in ("SFT", "ptx", "reward", "policy", "critic")),
+        *((GPT2, name, True) for name in ("SFT", "generation")),
+    ],
+)
+def test_three_layers_tell_the_bytes_of_seven(
+    architecture: Architecture, name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extrapolated = PASSES[name](architecture, checkpointing)
+    direct = PASSES[name](built_whole(architecture, monkeypatch), checkpointing)
+    assert largest(extrapolated) == largest(direct)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["weights", "adapters"])
+def test_sizes_are_extrapolated_exactly(lora: LoraConfig | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if lora is not None:
+        pytest.importorskip("peft")
+    extrapolated = model_size(policy(GROUPED, lora=lora))
+    assert model_size(policy(built_whole(GROUPED, monkeypatch), lora=lora)) == extrapolated
+
+
+LLAMA = Architecture.of(PUBLISHED_CONFIGS["huggyllama/llama-7b"], "LLaMA-7B")
+ROWS, WIDTH = 4, 1024
+
+
+def test_activations_at_the_widths_of_llama_7b_are_those_counted_by_hand() -> None:
+    """After Korthikanti et al. 2022, section 4, for this decoder: per token and layer two norms keep 2((4 + 2e)H + 4),
+    attention 4eH and 4 per head, SwiGLU 4eF, and the mask e per token of the row; and the last norm once."""
+    hidden, feed_forward, heads, layers, e = 4096, 11008, 32, 32, 2
+    norm = (4 + 2 * e) * hidden + 4
+    layer = 2 * norm + e * 4 * hidden + 4 * heads + e * 4 * feed_forward + e * WIDTH
+    kept = ROWS * WIDTH * (layers * layer + norm)
+    use = largest(passes.reply_loss(policy(LLAMA), BatchShape(ROWS, WIDTH, 1)))
+    assert kept < use.activations < 1.02 * kept
+    checkpointed = largest(
+        passes.value_loss(scalar(LLAMA, checkpointing=True), BatchShape(ROWS, WIDTH), SAMPLING, True)
+    )
+    inputs = ROWS * WIDTH * layers * e * hidden
+    assert inputs < checkpointed.activations < inputs + 2 * ROWS * WIDTH * layer
+    assert checkpointed.gradients == pytest.approx(2 * 6_607_347_712, rel=0.001)
+
+
+def test_the_cache_and_logits_of_llama_7b_are_those_counted_by_hand() -> None:
+    use = largest(passes.generation(policy(LLAMA), ROWS, WIDTH - 512, Sampling(-1, 0, 512)))
+    assert use.kv_cache == pytest.approx(2 * 32 * 4096 * 2 * ROWS * WIDTH, rel=0.03)
+    scores = largest(passes.rollout_scores(policy(LLAMA), None, False, BatchShape(ROWS, WIDTH), Sampling(-1, 0, 512)))
+    # Log-probabilities of policy and reference, and of the exact KL the exponential, the difference and the product.
+    assert scores.logits == pytest.approx(5 * 4 * ROWS * 512 * 32000, rel=0.01)
+
+
+def test_more_rows_take_as_much_more() -> None:
+    """Beside the weights and their gradients everything is proportional to the rows."""
+    few, many = (
+        largest(passes.policy_loss(policy(GROUPED), BatchShape(rows, 40), SAMPLING, False, False, True))
+        for rows in (8, 16)
+    )
+    assert many.activations + many.logits == pytest.approx(2 * (few.activations + few.logits), rel=0.02)
+    assert many.gradients == few.gradients == 2 * model_size(policy(GROUPED)).parameters
+
+
+def test_what_cannot_run_on_shapes_is_refused_in_one_line() -> None:
+    with pytest.raises(ModelError, match=r"^a model of type 'llama' cannot be run on shapes alone \([^\n]+\)$"):
+        dry_run.run_pass(lambda memory, model: bool(next(model.parameters()).sum() > 0), [policy(GROUPED)])
+    encoder = Architecture.of({"model_type": "t5", "d_model": 32, "num_layers": 2, "vocab_size": 100}, "a test")
+    with pytest.raises(ModelError, match=r"^transformers cannot build a t5 model \([^\n]+\)$"):
+        model_size(policy(encoder))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlhf_core.memory.tensor_memory import TensorMemory
+from rlhf_core.memory.tensor_memory import MemoryUse, TensorMemory, largest
 
 MEBI = 1 << 20
 
@@ -56,3 +56,49 @@ def test_tensors_without_storage_are_counted_by_their_shape() -> None:
         assert memory.live == 2 << 40
         del huge
         assert memory.live == 0
+
+
+def test_storages_are_counted_by_kind() -> None:
+    weight = torch.ones(8, 64, requires_grad=True)
+    with TensorMemory(vocabulary=8) as memory:
+        memory.hold([weight])
+        hidden = torch.zeros(4, 64)
+        memory.begin_segment()
+        logits = hidden @ weight.T
+        logits.sum().backward()
+        gradient = weight.grad
+        assert gradient is not None
+        memory.recount(gradient, "gradients")
+        memory.begin_segment()
+        del logits
+        memory.begin_segment()
+    before, during, after = memory.segments
+    assert before == MemoryUse(weights=8 * 64 * 4, activations=4 * 64 * 4)
+    # The gradient of the logits is an expanded scalar; that of the weights has the vocabulary as its first dimension.
+    assert (during.logits, during.other) == (4 * 8 * 4, 8 * 64 * 4)
+    assert (after.gradients, after.other) == (8 * 64 * 4, 0)
+
+
+def test_a_storage_may_stand_for_several_once_its_segment_has_ended() -> None:
+    with TensorMemory() as memory:
+        memory.begin_segment(repeat=5)
+        kept, passed_on, dropped = megabyte(), megabyte(), megabyte()
+        del dropped
+        memory.begin_segment()
+        memory.recount(passed_on, repeat=1)
+        more = megabyte()
+        memory.begin_segment()
+        del kept, passed_on, more
+        assert memory.live == 0
+    assert [use.total for use in memory.segments] == [0, 10 * MEBI]
+    with TensorMemory() as memory:
+        kept = megabyte()
+        memory.begin_segment()
+        memory.recount(kept, "kv_cache", repeat=3)
+        memory.begin_segment()
+    assert memory.segments == [MemoryUse(activations=MEBI), MemoryUse(kv_cache=3 * MEBI)]
+
+
+def test_uses_add_up_and_the_largest_has_the_highest_total() -> None:
+    weights, cache = MemoryUse(weights=3), MemoryUse(kv_cache=2, logits=2)
+    assert (weights + cache).total == 7 and largest([weights, cache]) == cache and largest([]) == MemoryUse()

@@ -1,4 +1,4 @@
-"""Parameter counts from config.json, against transformers' own models and published figures."""
+"""Starting models from their config.json alone, against transformers' own models and published figures."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_core.config.base import BaseConfig
-from rlhf_core.errors import ModelError
-from rlhf_core.memory.known_shapes import KNOWN
-from rlhf_core.memory.shape_sources import starting_shape
-from rlhf_core.memory.shapes import shape_of_config
+from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.memory.architecture import PUBLISHED_CONFIGS, Architecture, starting_architecture
+from rlhf_core.memory.dry_run import ModelVariant, model_size
 
 SMALL = {
     "vocab_size": 300,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 5,
     "num_attention_heads": 4,
 }
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
@@ -30,6 +29,7 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": False}),
     ("mistral", {"num_key_value_heads": 2, "tie_word_embeddings": False}),
     ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    ("gpt2", {}),
 ]
 PUBLISHED = {
     "huggyllama/llama-7b": 6_738_415_616,
@@ -44,46 +44,54 @@ PUBLISHED = {
 def test_counts_are_those_of_the_built_model(family: str, settings: dict[str, Any]) -> None:
     values = {**SMALL, "num_key_value_heads": 4, "pad_token_id": 0, "num_labels": 1, **settings}
     config = AutoConfig.for_model(family, **values)
-    shape = shape_of_config(config.to_dict(), family)
+    architecture = Architecture.of(json.loads(config.to_json_string(use_diff=False)), family)
     with torch.device("meta"):
         policy = AutoModelForCausalLM.from_config(config)
         scalar = AutoModelForSequenceClassification.from_config(config)
-    assert shape.causal_lm == sum(p.numel() for p in policy.parameters())
-    assert shape.scalar == sum(p.numel() for p in scalar.parameters())
+    unembedding = 0 if config.tie_word_embeddings else 300 * 32
+    sizes = {
+        "causal_lm": sum(p.numel() for p in policy.parameters()),
+        "scalar": sum(p.numel() for p in scalar.parameters()),
+        "reward": sum(p.numel() for p in scalar.parameters()) + unembedding,
+    }
+    for head, expected in sizes.items():
+        size = model_size(ModelVariant(architecture, head, "float32", "weights"))  # type: ignore[arg-type]
+        assert (size.parameters, size.trainable) == (expected, expected)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_table_has_the_published_sizes(name: str) -> None:
-    assert KNOWN[name].causal_lm == PUBLISHED[name]
+    architecture = Architecture.of(PUBLISHED_CONFIGS[name], name)
+    assert model_size(ModelVariant(architecture, "causal_lm", "bfloat16")).parameters == PUBLISHED[name]
 
 
-def test_adapters_are_those_that_peft_adds() -> None:
-    # By hand: rank 2 on q (32 -> 32) and k (32 -> 16) of three layers.
-    shape = shape_of_config({"model_type": "llama", **SMALL, "num_key_value_heads": 2}, "x")
-    assert shape.adapters(2, ("q_proj", "k_proj")) == 2 * 3 * (64 + 48)
-    assert shape.adapters(2) == 2 * 3 * (2 * 64 + 2 * 48 + 3 * 80)
-
-
-def test_another_family_and_a_file_that_is_no_config_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ModelError, match="type 'gpt2'; memory can be planned for llama, mistral, qwen2"):
-        starting_shape(BaseConfig(source=str(tmp_path)), tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    with pytest.raises(ModelError, match="has no hidden_size"):
-        starting_shape(BaseConfig(source=str(tmp_path)), tmp_path)
+def test_what_is_no_language_model_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for text, message in (
+        ('{"model_type": "nonsense"}', "is not the config.json of a known model"),
+        ('{"hidden_size": 3}', "is not the config.json of a known model"),
+        ('{"model_type": "vit"}', "is of type 'vit', which is no decoder-only language model"),
+        ("{", "cannot be read as a model's config.json"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ModelError, match=message) as refusal:
+            starting_architecture(BaseConfig(source=str(tmp_path)), tmp_path)
+        assert "\n" not in str(refusal.value)
     with pytest.raises(ModelError, match="cannot be read"):
-        starting_shape(BaseConfig(), tmp_path, tmp_path / "missing.json")
+        starting_architecture(BaseConfig(), tmp_path, tmp_path / "missing.json")
+    with pytest.raises(ConfigError, match="must be a multiple of"):
+        starting_architecture(BaseConfig(hidden_size=30), tmp_path)
 
 
 def test_the_vocabulary_of_a_model_from_nothing_is_known_once_it_is_made(tmp_path: Path) -> None:
     base = BaseConfig()
-    assert starting_shape(base, tmp_path).vocabulary == 1024
+    assert starting_architecture(base, tmp_path).vocabulary == 1024
     built = {
         "model_type": "llama", "vocab_size": 814, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True, "max_position_embeddings": 512,
     }  # fmt: skip
     (tmp_path / "models" / "base").mkdir(parents=True)
     (tmp_path / "models" / "base" / "config.json").write_text(json.dumps(built))
-    assert starting_shape(base, tmp_path).vocabulary == 814
+    assert starting_architecture(base, tmp_path).vocabulary == 814
     # A model made by other settings says nothing about this one.
-    assert starting_shape(BaseConfig(layers=5), tmp_path).vocabulary == 1024
+    assert starting_architecture(BaseConfig(layers=5), tmp_path).vocabulary == 1024

@@ -1,17 +1,56 @@
-"""Lengths of sequences read off a workspace's own data."""
+"""Lengths of sequences: by the limits of the settings, and as a workspace's own data has them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.loading.load import check_params
+from rlhf_core.data.batching import token_budget_batches
 from rlhf_core.data.chat import encode_dialogue, encode_prompt
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, Prompt, write_rows
-from rlhf_core.memory.measured_lengths import lengths_of_workspace
+from rlhf_core.memory.sequence_lengths import LongestSequences, lengths_from_limits, lengths_of_workspace
 from rlhf_core.models.base import new_model, save_policy, train_tokenizer
 
 SHAPE = BaseConfig(vocab_size=280, hidden_size=16, intermediate_size=32, layers=1, heads=2, max_positions=128)
+
+
+def test_limits_bound_lengths_and_the_longest_prompt_can_be_given() -> None:
+    params = check_params({"sft": {"max_tokens": 256}, "ppo": {"max_new_tokens": 64}})
+    lengths = lengths_from_limits(params, 512)
+    # 4000 characters of a prompt are about 1,333 tokens, more than the positions leave.
+    assert (lengths.prompt, lengths.demonstrations.width, lengths.ptx.width) == (448, 256, 512)
+    assert lengths_from_limits(params, None).prompt == 4000 // 3
+    given = params.model_copy(update={"plan": params.plan.model_copy(update={"prompt_tokens": 30})})
+    assert lengths_from_limits(given, 512).prompt == 30
+
+
+def test_the_heaviest_batch_is_that_of_the_longest_rows() -> None:
+    data = LongestSequences(((10, 4), (9, 9), (3, 1)))
+    assert vars(data.batch(2)) == {"rows": 2, "width": 10, "scored": 13}
+    assert vars(data.batch(4)) == {"rows": 4, "width": 10, "scored": 15}  # the last row stands for the rest
+
+
+@given(
+    lengths=st.lists(st.integers(2, 60), min_size=8, max_size=80),
+    budget=st.integers(40, 900),
+    smallest=st.integers(1, 4),
+    seed=st.integers(0, 3),
+)
+def test_no_batch_of_pairs_is_heavier_than_the_planned_one(
+    lengths: list[int], budget: int, smallest: int, seed: int
+) -> None:
+    rows = LongestSequences(tuple(sorted(((length, length - 1) for length in lengths), reverse=True)))
+    planned, _ = rows.pairs(budget, smallest, 16)
+    batches = token_budget_batches(lengths, budget, smallest, 16, seed, 0)
+    padded = [2 * len(batch) * max(lengths[i] for i in batch) for batch in batches]
+    # The last pairs of an epoch, fewer than ``smallest``, may join a full batch.
+    heavier = [size for size in padded if size > planned.tokens]
+    assert len(heavier) <= 1
+    assert all(size <= planned.tokens + 2 * (smallest - 1) * max(lengths) for size in heavier)
 
 
 def asked(words: int) -> list[Message]:

@@ -1,0 +1,156 @@
+"""The starting model's configuration, read from its config.json alone: no weights are downloaded or loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.errors import ModelError
+from rlhf_core.models.base import scratch_config
+
+# Fields that differ between a model made by the base stage and its settings only in what the tokenizer decides.
+SCRATCH_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
+)  # fmt: skip
+
+
+def _llama(hidden: int, intermediate: int, layers: int, heads: int, positions: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "vocab_size": 32000, "hidden_size": hidden, "intermediate_size": intermediate,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": positions,
+    }  # fmt: skip
+
+
+def _smollm2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    sizes = {"vocab_size": 49152, "num_key_value_heads": kv_heads, "tie_word_embeddings": True}
+    return _llama(hidden, intermediate, layers, heads, 8192) | sizes
+
+
+# Sizes of the models that profiles name, so that they can be planned offline. LLaMA: Touvron et al. 2023, table 2
+# (feed-forward 2/3 of 4H, rounded up to a multiple of 256); Llama 2 has twice the positions. SmolLM2: its model cards.
+PUBLISHED_CONFIGS = {
+    "huggyllama/llama-7b": _llama(4096, 11008, 32, 32, 2048),
+    "huggyllama/llama-13b": _llama(5120, 13824, 40, 40, 2048),
+    "meta-llama/Llama-2-7b-hf": _llama(4096, 11008, 32, 32, 4096),
+    "meta-llama/Llama-2-13b-hf": _llama(5120, 13824, 40, 40, 4096),
+    "HuggingFaceTB/SmolLM2-135M": _smollm2(576, 1536, 30, 9, 3),
+    "HuggingFaceTB/SmolLM2-360M": _smollm2(960, 2560, 32, 15, 5),
+    "HuggingFaceTB/SmolLM2-1.7B": _smollm2(2048, 8192, 24, 32, 32),
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder-only language model's config.json; ``text`` is its JSON, so that two of the same sizes are equal."""
+
+    text: str
+
+    @classmethod
+    def of(cls, config: dict[str, Any], name: str) -> Architecture:
+        """The architecture of a config.json's content; ``ModelError`` where transformers knows no language model so."""
+        architecture = cls(json.dumps(config, sort_keys=True))
+        try:
+            sizes = architecture.config(None)
+            complete = all(getattr(sizes, field, None) for field in ("vocab_size", "hidden_size", "num_hidden_layers"))
+        except Exception as error:  # validation errors of several libraries
+            first = str(error).strip().split("\n", 1)[0]
+            raise ModelError(f"{name} is not the config.json of a known model ({first})") from error
+        if not complete:
+            raise ModelError(f"{name} is of type {sizes.model_type!r}, which is no decoder-only language model")
+        return architecture
+
+    def config(self, layers: int | None) -> PretrainedConfig:
+        """The configuration with ``layers`` decoder layers, all of its own where None."""
+        return _config(self.text, layers)
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return int(self.config(None).num_hidden_layers)
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding."""
+        return int(self.config(None).vocab_size)
+
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence that the model takes."""
+        return getattr(self.config(None), "max_position_embeddings", None)
+
+
+@cache
+def _config(text: str, layers: int | None) -> PretrainedConfig:
+    values = json.loads(text)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    # Token ids of generation settings play no part in memory, and may lie outside a small vocabulary.
+    config.pad_token_id, config.num_labels = 0, 1
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    return config
+
+
+def starting_architecture(base: BaseConfig, root: Path, config_file: Path | None = None) -> Architecture:
+    """The architecture of the model that ``base`` names, relative folders starting at ``root``.
+
+    Args:
+        base: The settings of the base stage: sizes, a folder or a hub id.
+        root: The workspace.
+        config_file: A config.json that takes the place of the starting model's.
+
+    Raises:
+        ModelError: No configuration can be found. Only a hub id that :data:`PUBLISHED_CONFIGS` lacks is asked for on
+            the hub, for its config.json alone.
+    """
+    if config_file is not None:
+        return architecture_of_file(config_file)
+    if base.source == "scratch":
+        return _from_scratch(base, root / "models" / "base" / "config.json")
+    folder = root / Path(base.source).expanduser()
+    if folder.is_dir():
+        return architecture_of_file(folder / "config.json")
+    if base.source in PUBLISHED_CONFIGS:
+        return Architecture.of(PUBLISHED_CONFIGS[base.source], base.source)
+    return _from_hub(base.source, base.revision)
+
+
+def architecture_of_file(file: Path) -> Architecture:
+    """The architecture that a config.json describes; ``ModelError`` where it is missing, broken or of no model."""
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read as a model's config.json ({error})") from error
+    return Architecture.of(config, str(file))
+
+
+def _from_scratch(base: BaseConfig, built: Path) -> Architecture:
+    """The sizes in the settings; the vocabulary is known exactly once the base stage has run with the same settings."""
+    declared = scratch_config(base, vocabulary=base.vocab_size)
+    if built.is_file():
+        made = architecture_of_file(built)
+        config = made.config(None)
+        if all(getattr(config, size, None) == getattr(declared, size) for size in SCRATCH_SIZES):
+            return made
+    return Architecture.of(declared.to_diff_dict(), "base")
+
+
+def _from_hub(source: str, revision: str | None) -> Architecture:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        file = hf_hub_download(source, "config.json", revision=revision)
+    except Exception as error:  # the hub client raises its own, OSError and ValueError
+        first = str(error).strip().split("\n", 1)[0]
+        raise ModelError(
+            f"the sizes of {source} are unknown here and its config.json cannot be fetched ({first}); give one with "
+            f"--config FILE, or name one of {', '.join(sorted(PUBLISHED_CONFIGS))}"
+        ) from error
+    return architecture_of_file(Path(file))

@@ -1,0 +1,142 @@
+"""What an estimate depends on, and the models that a stage keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_core.config.loading.load import Params, check_params
+from rlhf_core.config.loading.overlay import overridden
+from rlhf_core.config.lora import LoraConfig
+from rlhf_core.config.reward_sources import OWN_MODEL, ClassifierSource, EnsembleSource, ModelSource, source_names
+from rlhf_core.errors import ModelError
+from rlhf_core.memory.architecture import Architecture, architecture_of_file
+from rlhf_core.memory.dry_run import Head, ModelVariant, Moments, model_size
+from rlhf_core.memory.sequence_lengths import BatchShape, SequenceLengths
+from rlhf_core.memory.sharding import ModelFootprint, ParallelLayout, frozen_footprint, trained_footprint
+from rlhf_core.memory.tensor_memory import MemoryUse, largest
+from rlhf_core.sampling.distribution import Sampling
+
+
+@dataclass(frozen=True)
+class ModelRole:
+    """One model of a stage, such as ``policy``: as it is built, and what it takes of each GPU."""
+
+    name: str
+    variant: ModelVariant
+    footprint: ModelFootprint
+
+    def peak_of_update(self, moments: Moments) -> MemoryUse:
+        """The heaviest moment of a training pass, with its gradients as they are kept and its weights gathered."""
+        kept = self.footprint.gradients_kept
+        peak = largest(moment.with_gradients(round(kept * moment.gradients)) for moment in moments)
+        return peak + MemoryUse(weights=self.footprint.running)
+
+
+@dataclass(frozen=True)
+class EstimateInputs:
+    """Settings, the starting model and the lengths of sequences. Relative files of the settings start at ``root``."""
+
+    params: Params
+    architecture: Architecture
+    lengths: SequenceLengths
+    root: Path
+
+    def with_changes(self, changes: Mapping[str, Any]) -> EstimateInputs:
+        """The same with each ``section.key`` of ``changes``; ``ConfigError`` when the result contradicts itself."""
+        document = self.params.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        return replace(self, params=check_params(overridden(document, changes), "parameters"))
+
+
+@dataclass(frozen=True)
+class StageInputs(EstimateInputs):
+    """The same with the layout of one stage's job."""
+
+    layout: ParallelLayout
+
+    @property
+    def sampling(self) -> Sampling:
+        """PPO's training distribution, with replies that never end before their limit.
+
+        One forbidden token stands for the special ones: what matters to memory is that some are masked.
+        """
+        ppo = self.params.ppo
+        return Sampling(-1, 0, ppo.max_new_tokens, ppo.temperature, ppo.min_new_tokens, forbidden_ids=(0,))
+
+    def rollout_batch(self, rows: int) -> BatchShape:
+        """Rows of the longest prompt and a full-length reply."""
+        return BatchShape(rows, self.lengths.prompt + self.params.ppo.max_new_tokens)
+
+    def variant(self, head: Head) -> ModelVariant:
+        """A model of the starting architecture that is not trained."""
+        return ModelVariant(self.architecture, head, self.layout.precision)
+
+    def trained(self, name: str, head: Head, lora: LoraConfig | None = None, owns_backbone: bool = True) -> ModelRole:
+        """A model whose weights are trained, or with ``lora`` its adapters and scalar head."""
+        variant = replace(
+            self.variant(head),
+            trained="weights" if lora is None else "adapters",
+            lora=lora,
+            gradient_checkpointing=self.layout.gradient_checkpointing,
+        )
+        packed = owns_backbone and lora is not None and lora.quantize is not None
+        return ModelRole(name, variant, trained_footprint(model_size(variant), self.layout, packed, owns_backbone))
+
+    def frozen(self, name: str, head: Head) -> ModelRole:
+        """A frozen model, where the launch settings put those."""
+        variant = self.variant(head)
+        return ModelRole(name, variant, frozen_footprint(model_size(variant).parameters, self.layout))
+
+    def on_device(self, name: str, head: Head) -> ModelRole:
+        """A frozen model that stays on the device whatever the launch settings say."""
+        variant, layout = self.variant(head), replace(self.layout, frozen="device")
+        return ModelRole(name, variant, frozen_footprint(model_size(variant).parameters, layout))
+
+    def judge(self, name: Literal["reward", "referee"]) -> ModelRole:
+        """The reward model or referee in PPO: a frozen model, or adapters and a head on the policy's weights."""
+        lora = (self.params.reward if name == "reward" else self.params.referee).lora
+        if not self.params.ppo.share_base or lora is None:
+            return self.frozen(name, "scalar")
+        adapters = self.trained(name, "scalar", lora, owns_backbone=False)
+        layout = replace(self.layout, frozen="device")
+        return replace(adapters, footprint=frozen_footprint(adapters.footprint.parameters, layout))
+
+    def ppo_critic(self) -> ModelRole:
+        """PPO's own critic: a model, or the adapters and the head that it was pre-trained as, on the policy's weights.
+
+        Those on the reward model come with that one's, on whatever layers either has them (models/shared_base.py).
+        """
+        ppo, lora, reward = self.params.ppo, self.params.critic.lora, self.params.reward.lora
+        if not ppo.share_base or lora is None:
+            return self.trained("critic", "scalar", ppo.critic_lora)
+        if self.params.critic.init == "reward" and reward is not None:
+            targets = {*lora.targets, *reward.targets} if lora.targets and reward.targets else set[str]()
+            lora = lora.model_copy(update={"rank": lora.rank + reward.rank, "targets": tuple(sorted(targets))})
+        return self.trained("critic", "scalar", lora, owns_backbone=False)
+
+    def reward_models(self) -> list[ModelRole]:
+        """Frozen models that ``ppo.reward.sources`` name. Functions and servers hold none here, and the size of a
+        classifier on the hub is not known."""
+        sources = self.params.ppo.reward.sources
+        roles = []
+        for name, source in zip(source_names(sources), sources, strict=True):
+            match source:
+                case ModelSource(path=path):
+                    roles.append(self._scorer("reward" if path == OWN_MODEL else name, path))
+                case EnsembleSource(paths=paths):
+                    roles += [self._scorer(f"{name} {number}", path) for number, path in enumerate(paths, 1)]
+                case ClassifierSource(model=path) if (self.root / path).is_dir():
+                    roles.append(self._scorer(name, path))
+        return roles
+
+    def _scorer(self, name: str, path: str) -> ModelRole:
+        """The model in a folder, or before it is there one of the starting model's sizes, which a model of a kind that
+        cannot be built here has too."""
+        file = self.root / path / "config.json"
+        if path != OWN_MODEL and file.is_file():
+            with suppress(ModelError):
+                return replace(self, architecture=architecture_of_file(file)).frozen(name, "scalar")
+        return self.frozen(name, "scalar")

@@ -1,0 +1,166 @@
+"""A memory estimate as text for a terminal and as JSON."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_core.memory.advice import MemoryAdvice
+from rlhf_core.memory.dry_run import ModelVariant, model_size
+from rlhf_core.memory.estimate import MemoryEstimate, StageEstimate
+from rlhf_core.memory.sharding import GIB, ParallelLayout
+from rlhf_core.memory.tensor_memory import MEMORY_KINDS, MemoryUse
+
+MIB = 1 << 20
+COLUMNS = ("weights", "gradients", "optimiser", "activations", "KV cache", "logits", "other", "total")
+
+
+def estimate_text(estimate: MemoryEstimate, advice: Sequence[MemoryAdvice] = ()) -> str:
+    """Roles and phases of every stage, the peak against the limit, and what to change."""
+    stages = [_stage_text(stage) for stage in estimate.stages]
+    blocks = [_heading(estimate), *stages, _verdict(estimate), *(_advice_text(one) for one in advice)]
+    return "\n\n".join(blocks)
+
+
+def refusal_line(estimate: MemoryEstimate, advice: Sequence[MemoryAdvice]) -> str:
+    """Why the estimate does not fit, and the settings with which it would, in one line."""
+    stage = estimate.worst
+    reason = (
+        f"{stage.stage} does not fit: {gib(stage.peak.use.total)} of tensors in '{stage.peak.name}' on "
+        f"{_gpus(stage.layout)} of {_gpu_memory(estimate)}, where {gib(estimate.limit or 0)} may be used"
+    )
+    for one in advice:
+        if one.stage == stage.stage and one.fits:
+            changes = " ".join(step.assignments for step in one.steps)
+            return f"{reason}; it would fit with {changes} ({gib(one.steps[-1].after.peak.use.total)})"
+    return f"{reason}; no setting makes it fit: take more or larger GPUs, or a smaller model"
+
+
+def estimate_json(estimate: MemoryEstimate, advice: Sequence[MemoryAdvice]) -> dict[str, Any]:
+    """All sizes in bytes."""
+    return {
+        "fits": estimate.fits,
+        "peak": estimate.peak,
+        "limit": estimate.limit,
+        "stage": estimate.worst.stage,
+        "phase": estimate.worst.peak.name,
+        "parameters": _policy_parameters(estimate),
+        "lengths": estimate.inputs.lengths.source,
+        "stages": {stage.stage: _stage_json(stage) for stage in estimate.stages},
+        "advice": {one.stage: _advice_json(one) for one in advice},
+    }
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB, or MiB where that is less than a tenth of one."""
+    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / MIB:.1f} MiB"
+
+
+def _policy_parameters(estimate: MemoryEstimate) -> int:
+    inputs = estimate.inputs
+    return model_size(ModelVariant(inputs.architecture, "causal_lm", inputs.params.base.dtype)).parameters
+
+
+def _heading(estimate: MemoryEstimate) -> str:
+    inputs = estimate.inputs
+    config, lengths = inputs.architecture.config(None), inputs.lengths
+    return (
+        f"model   {_policy_parameters(estimate) / 1e6:.1f} M parameters in {inputs.params.base.dtype}: "
+        f"{inputs.architecture.layers} layers, hidden {config.hidden_size}, vocabulary {config.vocab_size}"
+        f"{', tied' if config.tie_word_embeddings else ''}\n"
+        f"tokens  prompt {lengths.prompt} + reply {inputs.params.ppo.max_new_tokens}, SFT "
+        f"{lengths.demonstrations.width}, pairs {lengths.pairs.width}, ptx {lengths.ptx.width}: from {lengths.source}"
+    )
+
+
+def _stage_text(stage: StageEstimate) -> str:
+    """What the stage's models hold and what its phases need, in GiB, or in MiB where that is easier to read."""
+    unit, name = (GIB, "GiB") if stage.peak.use.total >= GIB else (MIB, "MiB")
+    table = Table(f"{name} per GPU", box=None, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    if stage.roles:
+        table.add_row("held throughout")
+    for role in stage.roles:
+        table.add_row(f"  {role.name}", *_cells(role.footprint.held, unit))
+    table.add_row("at the peak of each phase")
+    for phase in stage.phases:
+        table.add_row(f"  {phase.name}{' *' if phase is stage.peak else ''}", *_cells(phase.use, unit))
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    with console.capture() as capture:
+        console.print(table, highlight=False)
+    lines = [f"{stage.stage} on {_layout_text(stage.layout)}", *map(str.rstrip, capture.get().splitlines())]
+    if stage.host:
+        lines.append(f"and {gib(stage.host)} of host memory for each GPU")
+    return "\n".join(lines)
+
+
+def _cells(use: MemoryUse, unit: int) -> tuple[str, ...]:
+    sizes = [*(getattr(use, kind) for kind in MEMORY_KINDS), use.total]
+    return tuple(f"{size / unit:.2f}" if size else "" for size in sizes)
+
+
+def _verdict(estimate: MemoryEstimate) -> str:
+    stage, limit = estimate.worst, estimate.limit
+    peak = f"peak {gib(estimate.peak)} per GPU: {stage.stage}, {stage.peak.name}"
+    if limit is None:
+        return f"{peak}. Give --gpu-memory (GiB) to learn whether it fits"
+    share = estimate.peak / limit if limit else float("inf")
+    verdict = "fits" if estimate.fits else "DOES NOT FIT"
+    return f"{peak}. It {verdict}: {share:.0%} of the {gib(limit)} that tensors may take of {_gpu_memory(estimate)}"
+
+
+def _advice_text(advice: MemoryAdvice) -> str:
+    if not advice.steps:
+        return f"{advice.stage}: no setting helps; take more or larger GPUs, or a smaller model"
+    lines = [f"to make {advice.stage} fit, each with those before it:"]
+    for number, step in enumerate(advice.steps, 1):
+        peak = step.after.peak
+        lines.append(f"  {number}. {step.assignments}: {gib(peak.use.total)} ({peak.name})")
+    lines.append("  so it fits" if advice.fits else "  that is not enough: more or larger GPUs, or a smaller model")
+    return "\n".join(lines)
+
+
+def _layout_text(layout: ParallelLayout) -> str:
+    options = [
+        "plain torch" if layout.engine == "local" else f"DeepSpeed ZeRO {layout.zero}",
+        "gradient checkpointing" if layout.gradient_checkpointing else "",
+        "optimiser and parameters offloaded" if layout.offload_parameters else "",
+        "optimiser offloaded" if layout.offload_optimizer and not layout.offload_parameters else "",
+        {"device": "", "offload": "frozen models offloaded", "sharded": "frozen models sharded"}[layout.frozen],
+    ]
+    return ", ".join([_gpus(layout), *filter(None, options)])
+
+
+def _gpus(layout: ParallelLayout) -> str:
+    return "1 GPU" if layout.gpus == 1 else f"{layout.gpus} GPUs"
+
+
+def _gpu_memory(estimate: MemoryEstimate) -> str:
+    return f"{estimate.inputs.params.plan.gpu_memory_gb:g} GiB"
+
+
+def _stage_json(stage: StageEstimate) -> dict[str, Any]:
+    return {
+        "placement": vars(stage.layout),
+        "peak": stage.peak.use.total,
+        "host": stage.host,
+        "roles": {
+            role.name: _use_json(role.footprint.held) | {"parameters": role.footprint.parameters}
+            for role in stage.roles
+        },
+        "phases": {phase.name: _use_json(phase.use) for phase in stage.phases},
+    }
+
+
+def _advice_json(advice: MemoryAdvice) -> dict[str, Any]:
+    steps = [{"changes": step.changes, "peak": step.after.peak.use.total} for step in advice.steps]
+    return {"fits": advice.fits, "steps": steps}
+
+
+def _use_json(use: MemoryUse) -> dict[str, int]:
+    return {**vars(use), "total": use.total}

@@ -1,0 +1,173 @@
+"""How long sequences are, which activations, logits and caches grow with: by the settings' limits, or as measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.config.loading.load import Params
+from rlhf_core.data.chat import encode_dialogue, encode_prompt, encode_reply
+from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_rows
+from rlhf_core.models.base import load_tokenizer
+
+Row = TypeVar("Row")
+# English text in a byte-pair vocabulary has about four characters per token; three is on the safe side.
+CHARACTERS_PER_TOKEN = 3
+# The longest sequences in tokens are among the longest in characters; the rest of the data is not tokenised.
+TOKENISED = 2000
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """One pass of a model: ``rows`` padded to ``width``, with logits computed at ``scored`` positions in all."""
+
+    rows: int
+    width: int
+    scored: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Positions, padding included."""
+        return self.rows * self.width
+
+
+@dataclass(frozen=True)
+class LongestSequences:
+    """The longest sequences of a dataset as ``(all tokens, reply tokens)``, longest first; the last one stands for all
+    that are shorter."""
+
+    rows: Sequence[tuple[int, int]]
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.rows[0][0]
+
+    def batch(self, size: int) -> BatchShape:
+        """The heaviest batch of ``size`` sequences."""
+        return self._batch_from(0, size)
+
+    def pairs(self, budget: int, min_pairs: int, max_pairs: int) -> tuple[BatchShape, int]:
+        """The heaviest batch of preference pairs under a token budget, and its number of pairs.
+
+        A batch of b pairs has 2b rows and at most ``max(min_pairs, min(max_pairs, budget // 2 width))`` pairs. The
+        reply tokens are those of the chosen replies, the only ones with logits.
+        """
+        batches = []
+        for start, (width, _) in enumerate(self.rows):
+            pairs = max(min(budget // (2 * width), max_pairs), min_pairs)
+            chosen = self._batch_from(start, pairs)
+            batches.append((BatchShape(2 * pairs, width, chosen.scored), pairs))
+        return max(batches, key=lambda batch: (batch[0].tokens, batch[0].scored))
+
+    def _batch_from(self, start: int, size: int) -> BatchShape:
+        replies = [reply for _, reply in self.rows[start : start + size]]
+        missing = size - len(replies)
+        return BatchShape(size, self.rows[start][0], sum(replies) + missing * self.rows[-1][1])
+
+
+@dataclass(frozen=True)
+class SequenceLengths:
+    """Longest sequences in tokens: ``prompt`` of rollouts, and of each dataset. ``source`` says how they are known."""
+
+    prompt: int
+    demonstrations: LongestSequences
+    pairs: LongestSequences
+    ptx: LongestSequences
+    source: str
+
+
+def lengths_from_limits(params: Params, positions: int | None) -> SequenceLengths:
+    """Upper bounds by the settings alone: every sequence as long as it may be, every token of it a reply's.
+
+    Args:
+        params: The settings.
+        positions: The longest sequence that the model takes, None where it has no limit.
+    """
+    most = positions or 1 << 30
+    checks = params.validate_
+    prompt = min(checks.max_prompt_chars // CHARACTERS_PER_TOKEN, most - params.ppo.max_new_tokens)
+    text = min((checks.max_prompt_chars + checks.max_reply_chars) // CHARACTERS_PER_TOKEN, most)
+    pair = min(max(params.reward.max_tokens, params.referee.max_tokens), text)
+    demonstration = min(params.sft.max_tokens, text)
+    return SequenceLengths(
+        prompt=max(params.plan.prompt_tokens or prompt, 1),
+        demonstrations=LongestSequences(((demonstration, demonstration),)),
+        pairs=LongestSequences(((pair, pair),)),
+        ptx=LongestSequences(((text, text),)),
+        source=f"the limits of the settings, at {CHARACTERS_PER_TOKEN} characters per token",
+    )
+
+
+def lengths_of_workspace(root: Path, params: Params, positions: int | None = None) -> SequenceLengths | None:
+    """The longest rows of the clean data in ``root``, in tokens of its own model.
+
+    Args:
+        root: The workspace.
+        params: The settings, whose ``max_tokens`` leave rows out.
+        positions: The longest sequence that the model takes: ptx leaves longer texts out.
+
+    Returns:
+        None where the data or the tokenizer has not been made yet.
+    """
+    clean, tokenizer_folder = root / "data" / "clean", root / "models" / "base"
+    from_pretrain = params.ppo.ptx.weight > 0 and params.ppo.ptx.data == "pretrain"
+    kinds = ("demonstrations", "preferences", "prompts", *(["pretrain"] if from_pretrain else []))
+    needed = [tokenizer_folder / "config.json", *(clean / kind / "train.parquet" for kind in kinds)]
+    if not all(path.is_file() for path in needed):
+        return None
+    tokenizer = load_tokenizer(tokenizer_folder)
+    demonstrations = _demonstration_lengths(tokenizer, clean)
+    ptx = demonstrations
+    if from_pretrain:
+        texts = read_rows(clean / "pretrain" / "train.parquet", PretrainText)
+        lengths = [len(encode_reply(tokenizer, row.text)) for row in _longest(texts, lambda row: len(row.text))]
+        ptx = [(length, length) for length in lengths]
+    prompts = _longest(read_rows(clean / "prompts" / "train.parquet", Prompt), _prompt_characters)
+    return SequenceLengths(
+        prompt=params.plan.prompt_tokens or max(len(encode_prompt(tokenizer, row.prompt)) for row in prompts),
+        demonstrations=_sorted(demonstrations, params.sft.max_tokens),
+        pairs=_sorted(_pair_lengths(tokenizer, clean), max(params.reward.max_tokens, params.referee.max_tokens)),
+        ptx=_sorted(ptx, positions),
+        source="the workspace's own data",
+    )
+
+
+def _demonstration_lengths(tokenizer: PreTrainedTokenizerBase, clean: Path) -> list[tuple[int, int]]:
+    """Tokens of the whole dialogue and of its reply."""
+    rows = read_rows(clean / "demonstrations" / "train.parquet", Demonstration)
+    lengths = []
+    for row in _longest(rows, lambda row: _prompt_characters(row) + len(row.reply)):
+        prompt, reply = encode_dialogue(tokenizer, row.prompt, row.reply)
+        lengths.append((len(prompt) + len(reply), len(reply)))
+    return lengths
+
+
+def _pair_lengths(tokenizer: PreTrainedTokenizerBase, clean: Path) -> list[tuple[int, int]]:
+    """Tokens of the prompt with the longer reply, and of the chosen reply; of the referee's pairs too."""
+    files = [clean / kind / "train.parquet" for kind in ("preferences", "preferences_referee")]
+    rows = [row for file in files if file.is_file() for row in read_rows(file, Preference)]
+    lengths = []
+    for row in _longest(rows, lambda row: _prompt_characters(row) + max(len(row.chosen), len(row.rejected))):
+        prompt, chosen = encode_dialogue(tokenizer, row.prompt, row.chosen)
+        rejected = encode_reply(tokenizer, row.rejected)
+        lengths.append((len(prompt) + max(len(chosen), len(rejected)), len(chosen)))
+    return lengths
+
+
+def _prompt_characters(row: Prompt | Demonstration | Preference) -> int:
+    return sum(len(message.content) for message in row.prompt)
+
+
+def _longest(rows: Sequence[Row], characters: Callable[[Row], int]) -> list[Row]:
+    return sorted(rows, key=characters, reverse=True)[:TOKENISED]
+
+
+def _sorted(lengths: Iterable[tuple[int, int]], limit: int | None) -> LongestSequences:
+    """Longest first, those over ``limit`` left out as training leaves them out."""
+    kept = sorted((pair for pair in lengths if limit is None or pair[0] <= limit), reverse=True)
+    return LongestSequences(tuple(kept) or ((limit or 1, limit or 1),))

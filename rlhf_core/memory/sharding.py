@@ -1,0 +1,199 @@
+"""What a dry run on one process cannot see: ZeRO's shares and buffers, offloading, 4-bit weights, the GPU's own part.
+
+ZeRO stages: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 3
+and 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rlhf_core.config.launch import LaunchConfig
+from rlhf_core.config.loading.load import Params
+from rlhf_core.memory.dry_run import ModelSize
+from rlhf_core.memory.tensor_memory import MemoryUse
+from rlhf_core.models.nf4 import BLOCK
+from rlhf_core.training.engine.zero_config import zero_config
+
+GIB = 1 << 30
+# The CUDA context with its libraries' work space, and the share that the allocator loses to fragments.
+CONTEXT = 1 * GIB
+FRAGMENTS = 0.05
+FLOAT32 = 4
+# AdamW under ZeRO keeps a float32 copy of each weight and two float32 moments (section 3.1).
+MASTER_AND_MOMENTS = 3 * FLOAT32
+# DeepSpeed's own defaults, in elements: ``reduce_bucket_size`` and ``stage3_max_live_parameters``.
+BUCKET_ELEMENTS = 500_000_000
+MAX_LIVE_PARAMETERS = 1_000_000_000
+# bitsandbytes: a float32 scale for 256 scales of 8 bits; per matrix the values of both codes and an offset.
+OUTER_BLOCK = 256
+CODE_TABLES = (16 + 256 + 1) * FLOAT32
+
+
+@dataclass(frozen=True)
+class DeviceBudget:
+    """What tensors may take of one GPU of ``memory_gib``: its memory without the context, less what fragments cost."""
+
+    memory_gib: float
+
+    @property
+    def usable(self) -> int:
+        """Bytes."""
+        return max(int((self.memory_gib * GIB - CONTEXT) / (1 + FRAGMENTS)), 0)
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """How one job spreads its models over GPUs."""
+
+    engine: Literal["local", "deepspeed"] = "local"
+    gpus: int = 1
+    zero: int = 0
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    precision: Literal["float32", "bfloat16"] = "float32"
+    gradient_checkpointing: bool = False
+    frozen: Literal["device", "offload", "sharded"] = "device"
+    bucket_elements: int = BUCKET_ELEMENTS
+
+    @property
+    def element(self) -> int:
+        """Bytes of one weight."""
+        dtype: torch.dtype = getattr(torch, self.precision)
+        return dtype.itemsize
+
+    def share(self, size: int) -> int:
+        """A GPU's part of ``size`` things dealt out evenly, rounded up."""
+        return -(-size // self.gpus)
+
+
+def launch_of(params: Params, stage: str) -> LaunchConfig:
+    """``compute.launch`` of a stage; one local process where it has none."""
+    return {str(name): launch for name, launch in params.compute.launch.items()}.get(stage, LaunchConfig())
+
+
+def parallel_layout(params: Params, stage: str, root: Path) -> ParallelLayout:
+    """The layout of ``stage`` in the precision of the starting model; a DeepSpeed file lies relative to ``root``.
+
+    Raises:
+        ConfigError: DeepSpeed's engine would refuse the settings.
+    """
+    launch = launch_of(params, stage)
+    precision = params.base.dtype
+    zero: Mapping[str, Any] = {}
+    if launch.engine == "deepspeed":
+        zero = zero_config(launch, getattr(torch, precision), None, root)["zero_optimization"]
+    offloaded = {name: (zero.get(f"offload_{name}") or {}).get("device", "none") for name in ("optimizer", "param")}
+    return ParallelLayout(
+        engine=launch.engine,
+        gpus=launch.ranks,
+        zero=int(zero.get("stage", 0)),
+        offload_optimizer=offloaded["optimizer"] != "none" or offloaded["param"] != "none",
+        offload_parameters=offloaded["param"] != "none",
+        precision=precision,
+        gradient_checkpointing=launch.gradient_checkpointing,
+        frozen=launch.frozen,
+        bucket_elements=int(zero.get("reduce_bucket_size", BUCKET_ELEMENTS)),
+    )
+
+
+@dataclass(frozen=True)
+class ModelFootprint:
+    """Bytes of one model on each GPU.
+
+    Attributes:
+        parameters: Those that are its own, as a count.
+        held: What it always holds. Gradients come and go with the phases, except where their memory lasts.
+        whole: Its weights before anything is packed, sharded or moved away: every model is loaded so.
+        loaded: Its weights once loaded, and packed where they will be, but not sharded yet.
+        host: In host memory for each GPU.
+        gradients: Those of a whole optimiser step, beyond what is always held.
+        gradients_kept: Bytes of gradient that stay for each one that plain torch would hold.
+        at_step: What exists during an optimiser step alone.
+        sampling: Weights on top while it samples or is evaluated, and of a frozen one during rollouts and selection.
+        running: Weights on top while it is trained, and of a frozen one while it runs itself.
+    """
+
+    parameters: int
+    held: MemoryUse
+    whole: int
+    loaded: int
+    host: int = 0
+    gradients: int = 0
+    gradients_kept: float = 1.0
+    at_step: int = 0
+    sampling: int = 0
+    running: int = 0
+
+
+def trained_footprint(
+    size: ModelSize, layout: ParallelLayout, packed: bool = False, owns_backbone: bool = True
+) -> ModelFootprint:
+    """A model in training.
+
+    ZeRO-1 shards master copies and moments over the GPUs, ZeRO-2 the gradients too, ZeRO-3 the weights too, which it
+    gathers for passes and whose gradients' memory it keeps from step to step. DeepSpeed sums gradients in float32, and
+    before it steps copies those of its part once more.
+
+    Args:
+        size: The whole model's.
+        layout: How the job spreads it.
+        packed: Whether its frozen linear layers are in 4 bits. Passes unpack one matrix at a time.
+        owns_backbone: False for adapters and a head on weights that another model holds.
+    """
+    element, parameters = layout.element, size.parameters if owns_backbone else size.trainable
+    plain = parameters - (size.linear if packed else 0)
+    packed_bytes = packed_size(size) if packed else 0
+    unpacked = size.largest * element + size.largest // BLOCK * FLOAT32 if packed else 0
+    weights = loaded = plain * element + packed_bytes
+    sampling = running = unpacked
+    gradients, optimizer, host, at_step, buffers = size.trainable * element, size.optimizer, 0, 0, 0
+    if layout.zero > 0:
+        part = layout.share(size.trainable)
+        gradients = (part if layout.zero >= 2 else size.trainable) * FLOAT32
+        optimizer, at_step = part * MASTER_AND_MOMENTS, part * FLOAT32
+        buffers = min(size.trainable, layout.bucket_elements) * element
+        if layout.offload_optimizer:
+            host, optimizer, at_step = optimizer + at_step, 0, 0
+            gradients = 0 if layout.zero >= 2 else gradients
+        if layout.zero == 3:
+            weights = packed_bytes + layout.share(plain) * element
+            sampling, running = unpacked + plain * element, unpacked + min(plain, MAX_LIVE_PARAMETERS) * element
+        if layout.offload_parameters:
+            weights, host = packed_bytes, host + part * element
+    lasting = gradients if layout.zero == 3 else 0
+    return ModelFootprint(
+        parameters=parameters,
+        held=MemoryUse(weights=weights, gradients=lasting, optimizer=optimizer, other=buffers),
+        whole=parameters * element,
+        loaded=loaded,
+        host=host,
+        gradients=gradients - lasting,
+        gradients_kept=(gradients - lasting) / (size.trainable * element) if size.trainable else 0.0,
+        at_step=at_step,
+        sampling=sampling,
+        running=running,
+    )
+
+
+def frozen_footprint(parameters: int, layout: ParallelLayout) -> ModelFootprint:
+    """A model that is only read: on the device, in host memory between its phases, or sharded and gathered to run."""
+    whole = parameters * layout.element
+    if layout.frozen == "offload":
+        return ModelFootprint(parameters, MemoryUse(), whole, whole, host=whole, sampling=whole)
+    if layout.frozen == "sharded":
+        share = 0 if layout.offload_parameters else layout.share(parameters) * layout.element
+        gathered = min(parameters, MAX_LIVE_PARAMETERS) * layout.element
+        return ModelFootprint(parameters, MemoryUse(weights=share), whole, whole, running=gathered)
+    return ModelFootprint(parameters, MemoryUse(weights=whole), whole, whole)
+
+
+def packed_size(size: ModelSize) -> int:
+    """Bytes of linear layers in NF4: 4 bits a parameter, 8 for each block of them, and tables (models/nf4.py)."""
+    scales = size.linear // BLOCK + size.linear // (BLOCK * OUTER_BLOCK) * FLOAT32
+    return size.linear // 2 + scales + size.matrices * CODE_TABLES

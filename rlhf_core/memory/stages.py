@@ -1,0 +1,270 @@
+"""The models and phases of each stage, and the passes that a phase makes (stages/, training/, ppo/, evaluation/)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+from rlhf_core.config.loading.problems import nearest
+from rlhf_core.config.reward import RewardConfig
+from rlhf_core.errors import ConfigError
+from rlhf_core.memory import passes
+from rlhf_core.memory.dry_run import model_size
+from rlhf_core.memory.estimate import MemoryEstimate, PhaseEstimate, StageEstimate
+from rlhf_core.memory.inputs import EstimateInputs, ModelRole, StageInputs
+from rlhf_core.memory.sequence_lengths import BatchShape
+from rlhf_core.memory.sharding import parallel_layout, trained_footprint
+from rlhf_core.memory.tensor_memory import MemoryUse, largest
+from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
+from rlhf_core.sampling.token_scoring import MICRO_BATCH
+from rlhf_core.training.reward.trainer import SCORING_ROWS
+from rlhf_core.training.sft import EVALUATION_ROWS
+
+
+def sft_stage(inputs: StageInputs) -> StageEstimate:
+    """Supervised fine-tuning: micro-batches of demonstrations, to train on and to hold out."""
+    config, data, policy = inputs.params.sft, inputs.lengths.demonstrations, inputs.trained("policy", "causal_lm")
+    rows = inputs.layout.share(config.batch_size)
+    micro = min(config.micro_batch_size or config.batch_size, rows)
+    held_out = data.batch(config.micro_batch_size or EVALUATION_ROWS)
+    phases = {
+        "update": policy.peak_of_update(passes.reply_loss(policy.variant, data.batch(micro), rows > micro)),
+        "step": _optimizer_step([policy]),
+        "evaluation": largest(passes.reply_loss(policy.variant.in_inference, held_out)) + _at_work([policy]),
+    }
+    return _stage("sft", inputs, [policy], phases, _whole(policy))
+
+
+def reward_stage(inputs: StageInputs, stage: Literal["reward", "referee"]) -> StageEstimate:
+    """Reward models: token-budget batches of pairs, of which each GPU takes its share in one pass."""
+    config: RewardConfig = inputs.params.reward if stage == "reward" else inputs.params.referee
+    limits, lengths, model = config.batch, inputs.lengths.pairs, inputs.trained(stage, "reward", config.lora)
+    batch, pairs = lengths.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
+    own = inputs.layout.share(pairs)
+    imitated = -(-batch.scored * own // pairs) if config.imitation > 0 else 0
+    update = passes.pair_loss(model.variant, BatchShape(2 * own, batch.width, imitated))
+    held_out = passes.last_token_scores(model.variant, BatchShape(SCORING_ROWS, lengths.width))
+    phases = {
+        "update": model.peak_of_update(update),
+        "step": _optimizer_step([model]),
+        "evaluation": largest(held_out) + _at_work([model]),
+    }
+    return _stage(stage, inputs, [model], phases, _whole(model))
+
+
+def critic_stage(inputs: StageInputs) -> StageEstimate:
+    """Critic pre-training: the frozen SFT policy rolls out and is its own reference; the critic learns the returns."""
+    config, scorers = inputs.params.critic, inputs.reward_models()
+    policy, critic = inputs.on_device("policy", "causal_lm"), inputs.trained("critic", "scalar", config.lora)
+    if inputs.params.ppo.critic_mode == "shared":
+        head = replace(inputs.variant("scalar"), trained="value_head")
+        critic = ModelRole("critic", head, trained_footprint(model_size(head), inputs.layout))
+    held = _rollout_tensors(inputs, config.batch_size)
+    phases = _rollout_phases(inputs, config.batch_size, policy, critic, None, [critic], scorers) | {
+        "update critic": _critic_update(inputs, config.batch_size, config.minibatches, critic) + held,
+        "step": _optimizer_step([critic]) + held,
+    }
+    loading = _whole(policy, critic, *scorers[-1:]) + _held(scorers[:-1])
+    return _stage("critic", inputs, [policy, critic, *scorers], phases, loading)
+
+
+def ppo_stage(inputs: StageInputs) -> StageEstimate:
+    """PPO: rollout, updates of policy and critic, and the selection of checkpoints by reward model and referee.
+
+    With adapters on the policy the reference is the policy without them; a shared critic is the policy with a head.
+    Gradients of the policy wait while the critic's are computed, since both step together.
+    """
+    config = inputs.params.ppo
+    policy = inputs.trained("policy", "causal_lm", config.policy_lora)
+    critic = inputs.ppo_critic() if config.critic_mode == "separate" else None
+    trained = [policy, *([critic] if critic else [])]
+    reference = inputs.frozen("reference", "causal_lm") if config.policy_lora is None else None
+    scorers = [role for role in inputs.reward_models() if role.name != "reward"]
+    scorers += [inputs.judge("reward"), inputs.judge("referee")]
+    frozen = [*([reference] if reference else []), *scorers]
+    held = _rollout_tensors(inputs, config.batch_size)
+    phases = _rollout_phases(inputs, config.batch_size, policy, critic, reference, trained, scorers)
+    phases["update policy"] = _policy_update(inputs, policy) + held
+    if config.ptx.weight > 0:
+        rows = inputs.layout.share(config.ptx.batch_size)
+        texts = inputs.lengths.ptx.batch(min(config.micro_batch_size or config.ptx.batch_size, rows))
+        update = passes.reply_loss(policy.variant, texts, accumulated=True)
+        phases["update ptx"] = policy.peak_of_update(update) + held
+    if critic is not None:
+        update_of_critic = _critic_update(inputs, config.batch_size, config.minibatches, critic)
+        phases["update critic"] = update_of_critic + MemoryUse(gradients=policy.footprint.gradients) + held
+    phases["step"] = _optimizer_step(trained) + held
+    phases["selection"] = _selection(inputs, policy, frozen) + _at_work([policy, *frozen]) + held
+    return _stage("ppo", inputs, [*trained, *frozen], phases, _ppo_loading(inputs, trained, reference, scorers))
+
+
+def evaluate_stage(inputs: StageInputs) -> StageEstimate:
+    """The evaluation: SFT, policy and judges are in memory one after the other.
+
+    Replies are sampled with the evaluation's filters and without; the latter are scored under SFT.
+    """
+    config, prompt = inputs.params.evaluate, inputs.lengths.prompt
+    model, judge = inputs.on_device("model", "causal_lm"), inputs.on_device("judge", "scalar")
+    rows, unfiltered_rows = min(config.batch_size, config.prompts), min(config.batch_size, config.kl_samples)
+    unfiltered = Sampling(-1, 0, config.max_new_tokens, forbidden_ids=(0,))
+    judged_base = replace(unfiltered, max_new_tokens=config.sampling.max_new_tokens)
+    judged_sampling = EvaluationSampling(judged_base, config.sampling.top_p, config.sampling.repetition_penalty)
+    drift = BatchShape(unfiltered_rows, prompt + config.max_new_tokens)
+    judged = BatchShape(rows, prompt + config.sampling.max_new_tokens)
+    filtered = passes.generation(model.variant, rows, prompt, judged_sampling)
+    generation = [*filtered, *passes.generation(model.variant, unfiltered_rows, prompt, unfiltered)]
+    phases = {
+        "generation": largest(generation) + _whole(model),
+        "drift": largest(passes.reply_logprobs(model.variant, drift, unfiltered)) + _whole(model),
+        "judging": largest(passes.last_token_scores(judge.variant, judged)) + _whole(judge),
+    }
+    return _stage("evaluate", inputs, [], phases, _whole(model))
+
+
+STAGES: dict[str, Callable[[StageInputs], StageEstimate]] = {
+    "sft": sft_stage,
+    "reward": partial(reward_stage, stage="reward"),
+    "referee": partial(reward_stage, stage="referee"),
+    "critic": critic_stage,
+    "ppo": ppo_stage,
+    "evaluate": evaluate_stage,
+}
+
+
+def estimate_memory(inputs: EstimateInputs, stages: Sequence[str] = tuple(STAGES)) -> MemoryEstimate:
+    """Estimate ``stages``. ``ConfigError`` for one that runs no model, or whose launch settings contradict."""
+    for name in stages:
+        if name not in STAGES:
+            raise ConfigError(f"stage '{name}' is not one that memory is planned for; {nearest(name, STAGES)}")
+    return MemoryEstimate(inputs, tuple(estimate_stage(inputs, name) for name in STAGES if name in stages))
+
+
+def estimate_stage(inputs: EstimateInputs, stage: str) -> StageEstimate:
+    """Estimate one stage. ``ConfigError`` where its launch settings contradict one another."""
+    layout = parallel_layout(inputs.params, stage, inputs.root)
+    return STAGES[stage](StageInputs(**vars(inputs), layout=layout))
+
+
+def _stage(
+    stage: str, inputs: StageInputs, roles: Sequence[ModelRole], phases: dict[str, MemoryUse], loading: MemoryUse
+) -> StageEstimate:
+    """``phases`` by what they need beyond what all roles hold; ``loading`` comes before that and stands alone."""
+    held = _held(roles)
+    during = [PhaseEstimate(name, held + use) for name, use in phases.items()]
+    return StageEstimate(stage, inputs.layout, tuple(roles), (PhaseEstimate("loading", loading), *during))
+
+
+def _rollout_phases(
+    inputs: StageInputs,
+    batch: int,
+    policy: ModelRole,
+    critic: ModelRole | None,
+    reference: ModelRole | None,
+    trained: Sequence[ModelRole],
+    scorers: Sequence[ModelRole],
+) -> dict[str, MemoryUse]:
+    """Generation, scoring by policy, reference and critic, and rewards, with trained models whole and frozen ones
+    brought in. In critic pre-training, where the policy is not trained, it is its own reference."""
+    references = [reference] if reference is not None else []
+    at_work = _at_work([*trained, *references, *scorers])
+    held = _rollout_tensors(inputs, batch) + at_work
+    rows = inputs.layout.share(batch)
+    together = min(inputs.params.ppo.sampling_batch_size or rows, rows)
+    part = inputs.rollout_batch(min(inputs.params.ppo.micro_batch_size or MICRO_BATCH, rows))
+    generation = passes.generation(policy.variant, together, inputs.lengths.prompt, inputs.sampling)
+    scoring = passes.rollout_scores(
+        policy.variant, critic.variant if critic else None, policy not in trained, part, inputs.sampling
+    )
+    rewards = passes.last_token_scores(inputs.variant("scalar"), part)
+    return {
+        "generation": largest(generation) + at_work,
+        "scoring": largest(scoring) + _gathered_by_one(references) + held,
+        "rewards": largest(rewards) + _gathered_by_one(scorers) + held,
+    }
+
+
+def _policy_update(inputs: StageInputs, policy: ModelRole) -> MemoryUse:
+    config = inputs.params.ppo
+    rows = inputs.layout.share(-(-config.batch_size // config.minibatches))
+    micro = min(config.micro_batch_size or MICRO_BATCH, rows)
+    exact_kl = config.kl.placement == "loss" and config.kl.estimator == "full" and config.kl.coefficient > 0
+    moments = passes.policy_loss(
+        policy.variant,
+        inputs.rollout_batch(micro),
+        inputs.sampling,
+        entropy_term=config.entropy.kind != "off",
+        exact_kl=exact_kl,
+        accumulated=rows > micro,
+    )
+    return policy.peak_of_update(moments)
+
+
+def _critic_update(inputs: StageInputs, batch: int, minibatches: int, critic: ModelRole) -> MemoryUse:
+    rows = inputs.layout.share(-(-batch // minibatches))
+    micro = min(inputs.params.ppo.micro_batch_size or MICRO_BATCH, rows)
+    moments = passes.value_loss(critic.variant, inputs.rollout_batch(micro), inputs.sampling, accumulated=rows > micro)
+    return critic.peak_of_update(moments)
+
+
+def _selection(inputs: StageInputs, policy: ModelRole, frozen: Sequence[ModelRole]) -> MemoryUse:
+    """Replies of the policy, their log-probabilities under the reference and the judges' scores, batch by batch."""
+    selection = inputs.params.ppo.selection
+    rows = min(inputs.layout.share(selection.prompts), selection.batch_size)
+    batch = inputs.rollout_batch(rows)
+    generation = passes.generation(policy.variant, rows, inputs.lengths.prompt, inputs.sampling)
+    drift = passes.reply_logprobs(inputs.variant("causal_lm"), batch, inputs.sampling)
+    judging = passes.last_token_scores(inputs.variant("scalar"), batch)
+    return largest([*generation, largest([*drift, *judging]) + _gathered_by_one(frozen)])
+
+
+def _ppo_loading(
+    inputs: StageInputs, trained: Sequence[ModelRole], reference: ModelRole | None, scorers: Sequence[ModelRole]
+) -> MemoryUse:
+    """Models are loaded whole: the reference, each scorer before it is placed, SFT's replies for the selection; then
+    the reference is placed, and policy and critic follow. Where the policy is the reference, it is packed at once."""
+    policy = trained[0]
+    first = _whole(reference) if reference is not None else MemoryUse(weights=policy.footprint.loaded)
+    last = _whole(*trained) + _held([reference]) if reference is not None else _whole(*trained[1:]) + first
+    sft = inputs.on_device("sft", "causal_lm")
+    return largest(
+        [
+            _whole(policy),
+            first + _held(scorers) + _whole(scorers[-1]),
+            first + _held(scorers) + _at_work(scorers) + _selection(inputs, sft, scorers),
+            last + _held(scorers),
+        ]
+    )
+
+
+def _optimizer_step(roles: Sequence[ModelRole]) -> MemoryUse:
+    """The optimiser step of ``roles`` together: all their gradients, and what DeepSpeed makes of them."""
+    footprints = [role.footprint for role in roles]
+    return MemoryUse(gradients=sum(one.gradients for one in footprints), other=sum(one.at_step for one in footprints))
+
+
+def _held(roles: Sequence[ModelRole]) -> MemoryUse:
+    return sum((role.footprint.held for role in roles), MemoryUse())
+
+
+def _at_work(roles: Sequence[ModelRole]) -> MemoryUse:
+    """Weights that rollouts, selection and evaluation need on top."""
+    return MemoryUse(weights=sum(role.footprint.sampling for role in roles))
+
+
+def _whole(*roles: ModelRole) -> MemoryUse:
+    """Models as they are loaded, before they are sharded or moved away."""
+    return MemoryUse(weights=sum(role.footprint.whole for role in roles))
+
+
+def _gathered_by_one(roles: Sequence[ModelRole]) -> MemoryUse:
+    """What the neediest frozen model gathers; they run one after the other."""
+    return MemoryUse(weights=max((role.footprint.running for role in roles), default=0))
+
+
+def _rollout_tensors(inputs: StageInputs, rows: int) -> MemoryUse:
+    """The rollout, which every GPU holds: tokens and masks (int64, the sampler's and copies), some twenty tensors of
+    float32 for each reply token."""
+    batch, reply = inputs.rollout_batch(rows), inputs.params.ppo.max_new_tokens
+    return MemoryUse(other=batch.tokens * 8 * 2 * 2 + rows * reply * 4 * 20)

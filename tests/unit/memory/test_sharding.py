@@ -1,0 +1,194 @@
+"""What each GPU keeps of a model, by hand: ZeRO's shares, offloading, 4-bit weights and the GPU's own part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unit.memory import subjects
+
+from rlhf_core.config.loading.load import check_params
+from rlhf_core.errors import ConfigError
+from rlhf_core.memory.dry_run import ModelSize
+from rlhf_core.memory.estimate import StageEstimate
+from rlhf_core.memory.inputs import ModelRole
+from rlhf_core.memory.sharding import (
+    GIB,
+    DeviceBudget,
+    ParallelLayout,
+    frozen_footprint,
+    packed_size,
+    parallel_layout,
+    trained_footprint,
+)
+from rlhf_core.memory.stages import estimate_stage
+from rlhf_core.memory.tensor_memory import MemoryUse
+
+PARAMETERS = 7_500_000_000  # the example of the ZeRO paper, figure 1, on 64 GPUs
+SIZE = ModelSize(parameters=PARAMETERS, trainable=PARAMETERS, optimizer=4 * PARAMETERS)
+GIGA = 10**9
+
+
+def zero(stage: int, **changes: Any) -> ParallelLayout:
+    return ParallelLayout(engine="deepspeed", gpus=64, zero=stage, precision="bfloat16", **changes)
+
+
+def test_zero_shards_optimiser_then_gradients_then_weights() -> None:
+    one, two, three = (trained_footprint(SIZE, zero(stage)) for stage in (1, 2, 3))
+    assert {footprint.held.optimizer for footprint in (one, two, three)} == {12 * PARAMETERS // 64}
+    assert one.gradients == 30 * GIGA  # summed in float32
+    # ZeRO-3 keeps the memory of its gradients from step to step.
+    assert two.gradients == three.held.gradients == 30 * GIGA // 64 and three.gradients == 0
+    assert [one.held.weights, two.held.weights, three.held.weights] == [15 * GIGA, 15 * GIGA, 15 * GIGA // 64]
+    assert (one.sampling, two.sampling, three.sampling) == (0, 0, 15 * GIGA)
+    assert three.running == 2 * GIGA  # DeepSpeed's default of live parameters
+    assert {footprint.held.other for footprint in (one, two, three)} == {GIGA}  # a bucket of half a milliard elements
+    assert {footprint.at_step for footprint in (one, two, three)} == {30 * GIGA // 64}
+
+
+def test_gradients_of_a_pass_count_as_they_are_kept() -> None:
+    moments = (MemoryUse(gradients=15 * GIGA, activations=2 * GIGA), MemoryUse(activations=10 * GIGA))
+    variant = estimate_stage(subjects.large(80), "sft").roles[0].variant
+
+    def peak(layout: ParallelLayout) -> MemoryUse:
+        return ModelRole("policy", variant, trained_footprint(SIZE, layout)).peak_of_update(moments)
+
+    assert peak(ParallelLayout(precision="bfloat16")) == moments[0]
+    assert peak(zero(1)) == MemoryUse(gradients=30 * GIGA, activations=2 * GIGA)
+    assert peak(zero(2)) == moments[1]  # the shares of gradients are less than the other moment's activations
+    assert peak(zero(3)) == MemoryUse(weights=2 * GIGA, activations=10 * GIGA)
+
+
+def test_offloading_moves_the_state_to_the_host() -> None:
+    footprint = trained_footprint(SIZE, zero(2, offload_optimizer=True))
+    assert (footprint.gradients, footprint.held.optimizer, footprint.at_step) == (0, 0, 0)
+    assert footprint.host == (12 + 4) * PARAMETERS // 64
+    everything = trained_footprint(SIZE, zero(3, offload_optimizer=True, offload_parameters=True))
+    assert everything.held.weights == 0 and everything.host == (12 + 4 + 2) * PARAMETERS // 64
+
+
+def test_plain_torch_keeps_everything_in_the_precision_of_the_weights() -> None:
+    for precision, element in (("float32", 4), ("bfloat16", 2)):
+        layout = ParallelLayout(gpus=4, precision=precision)  # type: ignore[arg-type]
+        footprint = trained_footprint(ModelSize(1000, 1000, 2000 * element), layout)
+        assert footprint.held == MemoryUse(weights=1000 * element, optimizer=2000 * element)
+        assert footprint.gradients == 1000 * element and footprint.gradients_kept == 1.0
+        assert frozen_footprint(1000, layout).held == MemoryUse(weights=1000 * element)
+
+
+def test_frozen_models_are_on_the_device_or_in_host_memory_or_sharded() -> None:
+    size = 4 * GIGA
+    offloaded = frozen_footprint(2 * GIGA, zero(2, frozen="offload"))
+    assert (offloaded.held.total, offloaded.host, offloaded.sampling) == (0, size, size)
+    sharded = frozen_footprint(2 * GIGA, zero(2, frozen="sharded"))
+    assert (sharded.held.weights, sharded.running, sharded.sampling) == (size // 64, 2 * GIGA, 0)
+    parameters_away = zero(3, frozen="sharded", offload_optimizer=True, offload_parameters=True)
+    assert frozen_footprint(2 * GIGA, parameters_away).held.weights == 0
+
+
+def test_four_bit_weights_take_codes_scales_and_tables() -> None:
+    # One matrix of 64 x 256 x 4 parameters: half a byte each, a scale for 64, a float for 256 scales, 273 floats.
+    size = ModelSize(parameters=65_636, trainable=100, optimizer=800, linear=65_536, matrices=1, largest=65_536)
+    assert packed_size(size) == 32_768 + 1_024 + 4 * 4 + 273 * 4
+    footprint = trained_footprint(size, ParallelLayout(precision="bfloat16"), packed=True)
+    assert footprint.held.weights == footprint.loaded == 2 * 100 + packed_size(size)
+    assert footprint.whole == 2 * 65_636  # it is loaded before it is packed
+    assert footprint.running == footprint.sampling == 2 * 65_536 + 4 * 1_024  # one matrix unpacked, with its scales
+
+
+def test_the_launch_settings_are_read_from_params_and_from_a_deepspeed_file(tmp_path: Path) -> None:
+    file = '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 1000}}'
+    (tmp_path / "zero.json").write_text(file)
+    launch = {
+        "sft": {"engine": "deepspeed", "processes": 4, "nodes": 2, "rendezvous": "host:1"},
+        "ppo": {"engine": "deepspeed", "deepspeed": "zero.json", "frozen": "sharded"},
+        "critic": {"processes": 3, "gradient_checkpointing": True},
+    }
+    params = check_params({"compute": {"launch": launch}, "base": {"dtype": "bfloat16"}})
+    sft, ppo, critic = (parallel_layout(params, stage, tmp_path) for stage in ("sft", "ppo", "critic"))
+    assert (sft.engine, sft.gpus, sft.zero, sft.offload_optimizer) == ("deepspeed", 8, 2, False)
+    assert (ppo.zero, ppo.offload_optimizer, ppo.offload_parameters, ppo.frozen) == (3, True, False, "sharded")
+    assert trained_footprint(SIZE, ppo).held.other == 2 * 1000
+    assert (critic.engine, critic.gpus, critic.zero, critic.gradient_checkpointing) == ("local", 3, 0, True)
+    assert parallel_layout(params, "evaluate", tmp_path) == ParallelLayout(precision="bfloat16")
+
+
+def test_what_the_engine_would_refuse_is_refused(tmp_path: Path) -> None:
+    launch = {"sft": {"engine": "deepspeed", "zero": 0}}
+    params = check_params({"compute": {"launch": launch}, "base": {"dtype": "bfloat16"}})
+    with pytest.raises(ConfigError, match="no float32 master weights"):
+        parallel_layout(params, "sft", tmp_path)
+
+
+def test_a_gpu_keeps_a_share_of_its_memory_to_itself() -> None:
+    assert DeviceBudget(22).usable == 20 * GIB
+    assert DeviceBudget(0.5).usable == 0
+
+
+def ppo(**changes: Any) -> StageEstimate:
+    return estimate_stage(subjects.large(80, ppo={"max_new_tokens": 256, **changes}), "ppo")
+
+
+def roles_of(stage: StageEstimate) -> list[str]:
+    return [role.name for role in stage.roles]
+
+
+def test_ppo_keeps_the_models_that_its_settings_ask_for() -> None:
+    assert roles_of(ppo()) == ["policy", "critic", "reference", "reward", "referee"]
+    shared = ppo(critic_mode="shared", critic_optimizer=None)
+    assert roles_of(shared) == ["policy", "reference", "reward", "referee"]
+    assert "update critic" not in [phase.name for phase in shared.phases]
+    ensemble = {"sources": [{"kind": "ensemble", "paths": ["a", "b"]}, {"kind": "function", "target": "m:f"}]}
+    assert roles_of(ppo(reward=ensemble))[3:] == ["ensemble 1", "ensemble 2", "reward", "referee"]
+
+
+def test_adapters_on_shared_weights_hold_themselves_alone() -> None:
+    pytest.importorskip("peft")
+    assert roles_of(ppo(policy_lora={"rank": 8})) == ["policy", "critic", "reward", "referee"]
+    alone = ppo(policy_lora={"rank": 8}).roles[-1].footprint.held.total
+    adapters = {"reward": {"lora": {"rank": 4}}, "referee": {"lora": {"rank": 4}}}
+    shared = {"policy_lora": {"rank": 8}, "share_base": True}
+    together = estimate_stage(subjects.large(80, ppo=shared, **adapters), "ppo")
+    reward, referee = (role.footprint for role in together.roles[-2:])
+    # LLaMA-7B: 32 layers of 4 x (4096 + 4096) + 3 x (4096 + 11008) ends, rank 4, a head of 4096, in bfloat16.
+    assert reward.held.total == referee.held.total == 2 * (4 * 32 * (4 * 8192 + 3 * 15104) + 4096) < alone / 100
+    assert together.roles[1].footprint.held.weights > 2 * 6_600_000_000  # a critic of its own: it has no adapters
+    adapted = estimate_stage(subjects.large(80, critic={"lora": {"rank": 8}}, ppo=shared, **adapters), "ppo")
+    critic = adapted.roles[1].footprint
+    own = 12 * 32 * (4 * 8192 + 3 * 15104) + 4096  # the reward model's rank 4 and its own 8
+    tensors = 2 * 7 * 32 + 1
+    assert (critic.held.weights, critic.held.optimizer, critic.gradients) == (2 * own, 4 * own + 4 * tensors, 2 * own)
+
+
+def test_scorers_of_other_sizes_are_counted_by_their_own_config(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(subjects.TIED.text)
+    sources = [{"kind": "model", "path": "other"}, {"kind": "classifier", "model": "other"}]
+    inputs = replace(subjects.large(80, ppo={"reward": {"sources": sources}}), root=tmp_path)
+    sizes = {role.name: role.footprint.parameters for role in estimate_stage(inputs, "ppo").roles}
+    # TIED: 512 x 64 entries, two layers of 4 x 64^2 + 3 x 64 x 176 and two norms, a last norm and a head.
+    small = 512 * 64 + 2 * (4 * 64**2 + 3 * 64 * 176 + 2 * 64) + 64 + 64
+    assert sizes["model"] == sizes["classifier"] == small < sizes["reward"]
+
+
+@pytest.mark.parametrize("stage", ["reward", "referee"])
+def test_a_share_of_the_pairs_falls_to_each_gpu(stage: str) -> None:
+    def update(processes: int) -> int:
+        launch = {"launch": {stage: {"processes": processes}}}
+        inputs = subjects.large(80, compute=launch, **{stage: {"max_tokens": 512}})
+        phases = {phase.name: phase.use for phase in estimate_stage(inputs, stage).phases}
+        return phases["update"].activations
+
+    assert update(4) < update(1)
+
+
+@pytest.mark.parametrize("stage", ["sft", "critic", "ppo", "evaluate"])
+def test_longer_rows_never_take_less(stage: str) -> None:
+    def peaks(prompt: int) -> dict[str, int]:
+        subject = replace(subjects.plain(), prompt=prompt)
+        return {phase.name: phase.use.total for phase in estimate_stage(subject.inputs, stage).phases}
+
+    short, long = peaks(12), peaks(40)
+    assert all(short[phase] <= long[phase] for phase in short) and sum(short.values()) < sum(long.values())
