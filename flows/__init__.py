@@ -1,1 +1,1 @@
-"""Orchestration: what runs when and where, and what is left behind when something dies."""
+"""Orchestration of the pipeline: its stages in order, where they run, their recovery, and the model registry."""

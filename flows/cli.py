@@ -1,4 +1,4 @@
-"""The ``rlhf`` command: running and operating the pipeline, with the core's commands beside. Heavy imports wait."""
+"""The ``rlhf`` command line: operating the pipeline, and the core's own commands. Heavy imports are deferred."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="""From preference data to a promoted policy.
 
-    Start with [bold]rlhf run[/bold]: it brings the whole pipeline up to date and tells where the report is.
-    Run it again and only what changed is computed.
+    Start with [bold]rlhf run[/bold]: it brings the whole pipeline up to date and prints where the report is.
+    Run it again, and only what has changed is computed.
 
-    A trial that leaves the recipe alone: [bold]rlhf run --profile smoke[/bold]
+    To try other settings without editing the recipe: [bold]rlhf run --profile smoke[/bold]
 
     Exit codes: 0 done, 1 crashed, 2 wrong input or settings, 3 a gate failed, 4 training paused, 5 not promoted,
     75 preempted too often, 130 stopped.
@@ -30,13 +30,13 @@ app = typer.Typer(
     Add [bold]--debug[/bold] to any command for a traceback.""",
 )
 Workspace = Annotated[
-    Path | None, typer.Option("--workspace", "-w", help="Folder with params.yaml; default: the one you are in.")
+    Path | None, typer.Option("--workspace", "-w", help="Folder with params.yaml; default: the current one.")
 ]
 Profile = Annotated[str | None, typer.Option("--profile", "-p", help="Overlay on params.yaml, such as smoke.")]
 Sets = Annotated[
-    list[str] | None, typer.Option("--set", "-s", help="section.key=value over params.yaml; may be repeated.")
+    list[str] | None, typer.Option("--set", "-s", help="section.key=value, overrides params.yaml; may be repeated.")
 ]
-Reason = Annotated[str | None, typer.Option("--reason", help="Why; it is recorded with the decision.")]
+Reason = Annotated[str | None, typer.Option("--reason", help="The reason; recorded with the decision.")]
 
 
 @app.command()
@@ -44,28 +44,28 @@ def run(
     profile: Profile = None,
     sets: Sets = None,
     workspace: Workspace = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for a run that is under way instead of refusing.")] = False,
-    promote: Annotated[bool, typer.Option(help="Let the new policy meet the champion at the end.")] = True,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for a run that is under way instead of failing.")] = False,
+    promote: Annotated[bool, typer.Option(help="Let the new policy play against the champion at the end.")] = True,
     port: Annotated[int | None, typer.Option(help="Port of the embedded Prefect server; default: a free one.")] = None,
 ) -> None:
-    """Run the whole pipeline: what is up to date is skipped, what was interrupted goes on.
+    """Run the whole pipeline: skip what is up to date, resume what was interrupted.
 
-    With --profile or --set the run gets a workspace of its own under workspaces/ (the same for the same settings).
+    With --profile or --set the run has a workspace of its own under workspaces/ (the same for the same settings).
 
     Examples: rlhf run | rlhf run --profile smoke | rlhf run --set ppo.kl.coefficient=0.1 --set seed=2
     """
     from flows.commands.init import trial_workspace
-    from flows.commands.run import RunOptions, check_options
+    from flows.commands.run import RunOptions
     from flows.commands.run import run as run_pipeline
+    from flows.prefect_server.services import check_port_option
     from flows.workspace.folder import find_workspace
 
-    options = RunOptions(promote=promote, wait=wait, port=port)
-    check_options(options)
+    check_port_option(port)
     folder = find_workspace(workspace)
     if profile or sets:
         folder = trial_workspace(folder, profile, sets or [])
         typer.echo(f"workspace {folder}")
-    raise typer.Exit(run_pipeline(folder, options))
+    raise typer.Exit(run_pipeline(folder, RunOptions(promote=promote, wait=wait, port=port)))
 
 
 @app.command()
@@ -74,7 +74,7 @@ def up(
     port: Annotated[int | None, typer.Option(help="Port of the Prefect server; default: a free one.")] = None,
     mlflow_port: Annotated[int | None, typer.Option(help="Port of the MLflow UI; default: a free one.")] = None,
 ) -> None:
-    """Keep the Prefect server, its workers and the MLflow UI running until Ctrl-C, so that schedules fire.
+    """Keep the Prefect server, workers and the MLflow UI running until Ctrl-C, so that schedules fire.
 
     Example: rlhf up --port 4200 --mlflow-port 5000
     """
@@ -87,20 +87,20 @@ def up(
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(help="The folder to make; it may exist.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to create; it may exist.")],
     profile: Profile = None,
     sets: Sets = None,
     cache: Annotated[Path | None, typer.Option(help="A DVC cache to share with other workspaces.")] = None,
 ) -> None:
-    """Make a workspace: params.yaml with its comments, dvc.yaml, a DVC root.
+    """Create a workspace: params.yaml with its comments, dvc.yaml, a DVC root.
 
     Example: rlhf init my-trial --profile smoke --set collect.source=files
     """
     from flows.commands.init import initialise
-    from flows.workspace.folder import show_path
+    from flows.workspace.folder import display_path
 
-    made = show_path(initialise(folder, profile, sets or [], cache=cache))
-    typer.echo(f"{made} is ready; next: rlhf run --workspace {made}")
+    created = display_path(initialise(folder, profile, sets or [], cache=cache))
+    typer.echo(f"{created} is ready; next: rlhf run --workspace {created}")
 
 
 @app.command()
@@ -115,13 +115,14 @@ def ablate(
     seeds: Annotated[str | None, typer.Option(help="These seeds, separated by commas; default: the file's.")] = None,
     iterations: Annotated[int | None, typer.Option(min=1, help="PPO iterations; default: the file's.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side; default: one per core.")] = None,
-    docs: Annotated[bool, typer.Option("--docs", help="Put the results into docs/ablation.md too.")] = False,
+    docs: Annotated[bool, typer.Option("--docs", help="Write the results into docs/ablation.md too.")] = False,
     listing: Annotated[bool, typer.Option("--list", help="Show variants and figures, run nothing.")] = False,
 ) -> None:
-    """Train every variant of PPO with every seed, and say which of the paper's claims hold here.
+    """Train every variant of PPO with every seed, and check which of the paper's claims hold here.
 
-    Each run has a workspace under workspaces/ablation; what is up to date is not run again, so a call after an
-    interruption goes on. Results go to ablation/demo (a part's to ablation/demo-part): table.md, results.csv, figures.
+    Each run has a workspace under workspaces/ablation. What is up to date is not run again, so that a call after an
+    interruption resumes. The results (table.md, results.csv, figures) go to ablation/demo, those of a part to
+    ablation/demo-part.
 
     Examples: rlhf ablate --list | rlhf ablate | rlhf ablate --variants ppo-max,vanilla --seeds 1,2 --iterations 20
     """
@@ -131,8 +132,8 @@ def ablate(
     from flows.ablation.plan import AblationRequest, parse_names, parse_seeds
     from flows.workspace.folder import find_workspace
 
-    own = [*(sets or []), *([f"ppo.iterations={iterations}"] if iterations else [])]
-    request = AblationRequest(profile, tuple(own), file, parse_names(variants), parse_seeds(seeds))
+    overrides = [*(sets or []), *([f"ppo.iterations={iterations}"] if iterations else [])]
+    request = AblationRequest(profile, tuple(overrides), file, parse_names(variants), parse_seeds(seeds))
     folder = find_workspace(workspace)
     if listing:
         typer.echo(list_variants(folder, request))
@@ -147,10 +148,10 @@ def promote(
         str | None, typer.Option("--version", help="The version to promote; default: the challenger.")
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Promote whatever gates and match say; needs --reason.")
+        bool, typer.Option("--force", help="Promote regardless of gates and match; needs --reason.")
     ] = False,
     reason: Reason = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Decide and change nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Decide, but change nothing.")] = False,
 ) -> None:
     """Promote the challenger if every judge's lower 95 % bound of its win rate clears the threshold.
 
@@ -163,28 +164,28 @@ def promote(
 
     if force and not (reason or "").strip():
         raise RlhfError("a forced promotion needs a reason; add --reason TEXT, it is recorded")
-    forced = reason if force else None
-    decision = decide(find_workspace(workspace), version=version, force_reason=forced, dry_run=dry_run)
+    force_reason = reason if force else None
+    decision = decide(find_workspace(workspace), version=version, force_reason=force_reason, dry_run=dry_run)
     typer.echo(f"{'promoted' if decision.promoted else 'not promoted'}: {decision.reason}")
     raise typer.Exit(EXIT_OK if decision.is_champion else EXIT_NOT_PROMOTED)
 
 
 @app.command()
 def rollback(
-    reason: Annotated[str, typer.Option("--reason", help="Why; it is recorded.")],
+    reason: Annotated[str, typer.Option("--reason", help="The reason; recorded with the decision.")],
     to: Annotated[
-        str | None, typer.Option("--to", help="An earlier champion's version; default: the one before the present.")
+        str | None, typer.Option("--to", help="Version of an earlier champion; default: the previous one.")
     ] = None,
     workspace: Workspace = None,
 ) -> None:
-    """Make the previous champion the champion again. A second rollback goes one champion further back.
+    """Restore the previous champion. A second rollback goes back one champion further.
 
     Examples: rlhf rollback --reason "rude replies seen in production" | rlhf rollback --to 3 --reason "drifted since"
     """
-    from flows.registry.promotion import rollback as go_back
+    from flows.registry.promotion import rollback as restore
     from flows.workspace.folder import find_workspace
 
-    decision = go_back(find_workspace(workspace), reason, to)
+    decision = restore(find_workspace(workspace), reason, to)
     typer.echo(f"champion is version {decision.champion} again (was {decision.replaced})")
 
 
@@ -194,12 +195,12 @@ def chat(
         Path | None, typer.Argument(help="Model folder, such as models/sft; default: the champion.")
     ] = None,
     workspace: Workspace = None,
-    temperature: Annotated[float, typer.Option(help="Above 1 bolder, below 1 safer.")] = 0.8,
-    top_p: Annotated[float, typer.Option(help="Share of probability that is sampled from.")] = 0.9,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest reply.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature: above 1 more varied, below 1 less.")] = 0.8,
+    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 0.9,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum length of a reply.")] = 64,
     seed: Annotated[int, typer.Option(help="The same seed gives the same replies.")] = 1,
 ) -> None:
-    """Talk to the champion, or to a model folder. One reply per line when input is not a terminal.
+    """Chat with the champion, or with a model folder. One reply per line when input is not a terminal.
 
     Examples: rlhf chat | rlhf chat models/sft | echo "what color is the lamp?" | rlhf chat models/policy
     """
@@ -231,7 +232,7 @@ def doctor(workspace: Workspace = None) -> None:
     try:
         folder: Path | None = find_workspace(workspace)
     except RlhfError:
-        folder = workspace  # the machine can be checked all the same; the doctor says that there is none
+        folder = workspace  # the machine is checked all the same, and the report says that there is no workspace
     text, code = check(folder)
     typer.echo(text)
     raise typer.Exit(code)
@@ -242,7 +243,7 @@ for command in core.app.registered_commands:
 
 
 def main() -> None:
-    """Entry point: one line for a user's mistake, a hint for anything else, a traceback only with ``--debug``."""
+    """Run the command line: errors are one line, with a traceback only under ``--debug``."""
     debug = DEBUG in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
     try:
@@ -251,7 +252,7 @@ def main() -> None:
         _fail(f"rlhf: {' '.join(str(error).split())}", error.exit_code, error, debug)
     except KeyboardInterrupt as error:
         _fail("rlhf: stopped", EXIT_INTERRUPTED, error, debug)
-    except Exception as error:  # the last resort: nobody is shown a traceback who did not ask for one
+    except Exception as error:
         text = " ".join(str(error).split())[:500]
         _fail(f"rlhf: {type(error).__name__}: {text} (add {DEBUG} for the traceback)", 1, error, debug)
 

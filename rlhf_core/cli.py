@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR
-
-if TYPE_CHECKING:
-    from rlhf_core.config.ablation.ablation import Ablation
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
 WorkspaceOption = Annotated[
@@ -52,14 +48,6 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     write_fingerprints(root, list(STAGES))
     write_sources(root, [*files.preferences, *files.demonstrations, *files.prompts, *files.pretrain])
     write_tracked_files(root, params.ppo.reward.sources)
-
-
-def reward_function_files(workspace: Path) -> list[str]:
-    """Module files of a workspace, relative to it, that its reward functions reach."""
-    from rlhf_core.config.loading.load import load_params
-    from rlhf_core.ppo.reward_sources.tracked_files import function_files
-
-    return function_files(workspace, load_params(workspace).ppo.reward.sources)
 
 
 @app.command()
@@ -167,29 +155,3 @@ def talk(folder: Path, seed: int, temperature: float, top_p: float, max_new_toke
         message = "--temperature and --max-new-tokens must be above 0, --top-p above 0 and at most 1"
         raise ConfigError(message) from error
     converse(ChatSession.open(folder, sampling, seed), sys.stdin, sys.stdout)
-
-
-def require_ablation_page(page: Path) -> None:
-    """``DataError`` unless ``page`` exists and has the markers between which an ablation's results go."""
-    from rlhf_core.errors import DataError
-    from rlhf_core.evaluation.ablation.page import insert
-
-    if not page.is_file():
-        raise DataError(f"{page} does not exist; --docs writes into that page of the workspace")
-    insert(page.read_text(encoding="utf-8"), "", str(page))
-
-
-def summarise_ablation(
-    ablation: Ablation, runs: Iterable[tuple[str, int, Path, str, str]], folder: Path, page: Path | None
-) -> dict[str, int]:
-    """Write results, table, verdicts and figures of ``(variant, seed, workspace, state, message)`` runs to ``folder``.
-
-    Returns how many claims came to each verdict.
-    """
-    from collections import Counter
-
-    from rlhf_core.evaluation.ablation.results import AblationRun
-    from rlhf_core.evaluation.ablation.summary import summarise
-
-    verdicts = summarise(ablation, [AblationRun(*run) for run in runs], folder, page)
-    return dict(Counter(str(verdict.outcome) for group in verdicts.values() for verdict in group))

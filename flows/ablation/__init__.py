@@ -1,1 +1,1 @@
-"""`rlhf ablate`: named variants with several seeds, each brought up to date by DVC in a workspace of its own."""
+"""``rlhf ablate``: variants of the recipe with several seeds each, run by DVC in workspaces of their own."""

@@ -1,79 +1,84 @@
-"""``rlhf ablate``: check everything, run what is not up to date, write the results."""
+"""``rlhf ablate``: check the request, run what is not up to date, write the results."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flows.ablation.job import JobResult, run_job
 from flows.ablation.plan import AblationPlan, AblationRequest, definition, describe, make_plan
-from flows.ablation.pool import run_jobs
+from flows.ablation.scheduler import run_jobs
 from flows.dvc_repo.root import cache_of, ensure_dvc
 from flows.supervision import signals
 from flows.supervision.clock import Stopwatch
-from flows.workspace.folder import show_path
+from flows.workspace.folder import display_path
 from flows.workspace.lock import locked
-from rlhf_core.cli import require_ablation_page, summarise_ablation
-from rlhf_core.errors import EXIT_INTERRUPTED, RlhfError
+from rlhf_core.errors import EXIT_INTERRUPTED, DataError, RlhfError
 
 LOCK = "ablation.lock"
 PAGE = Path("docs") / "ablation.md"
+REASON_LENGTH = 300
 
 
 @dataclass(frozen=True)
 class AblationOptions:
-    """How to run. ``jobs`` None: as many side by side as there are cores for this process."""
+    """How to run an ablation: ``jobs`` side by side (None: one per core), and whether to write ``docs/ablation.md``."""
 
     jobs: int | None = None
     docs: bool = False
 
 
 class ProgressLines:
-    """A line per end, with how many there are to go and about how long that takes."""
+    """Prints a line at the end of each job, with an estimate of the remaining time."""
 
     def __init__(self, count: int, slots: int) -> None:
         self.count, self.slots, self.watch = count, slots, Stopwatch()
-        self.done = 0
-        self.seconds: list[float] = []
+        self.ended = 0
+        self.training_seconds: list[float] = []
 
-    def __call__(self, ended: JobResult) -> None:
-        """Tell of one end."""
-        self.done += 1
-        if ended.trained:
-            self.seconds.append(ended.seconds)
-        done = "trained" if ended.trained else "up to date" if ended.job.variant else "done"
-        words = done if ended.ok else ended.state
-        reason = f": {' '.join(ended.message.split())[:300]}" if ended.message else ""
-        self.line(f"{self.done}/{self.count} {ended.job.title}: {words}, {ended.seconds:.0f} s{reason}{self._left()}")
+    def job_ended(self, result: JobResult) -> None:
+        """Print how a job ended."""
+        self.ended += 1
+        if result.trained:
+            self.training_seconds.append(result.seconds)
+        done = "trained" if result.trained else "up to date" if result.job.variant else "done"
+        verdict = done if result.ok else result.state
+        reason = f": {' '.join(result.message.split())[:REASON_LENGTH]}" if result.message else ""
+        remaining = ""
+        if self.training_seconds and self.ended < self.count:
+            mean = sum(self.training_seconds) / len(self.training_seconds)
+            minutes = (self.count - self.ended) * mean / self.slots / 60
+            remaining = f"; about {max(minutes, 1):.0f} min to go"
+        self.line(f"{self.ended}/{self.count} {result.job.title}: {verdict}, {result.seconds:.0f} s{reason}{remaining}")
 
     def line(self, text: str) -> None:
-        """One line with the time since the start."""
+        """Print one line with the time since the start."""
         print(f"[{self.watch.seconds:7.1f} s] {text}", flush=True)
-
-    def _left(self) -> str:
-        if not self.seconds or self.done == self.count:
-            return ""
-        left = (self.count - self.done) * sum(self.seconds) / len(self.seconds) / self.slots
-        return f"; about {max(left / 60, 1):.0f} min to go"
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def listing(base: Path, request: AblationRequest) -> str:
-    """The variants and figures of the request, nothing run."""
+    """Describe the variants and figures of the request without running anything."""
     return describe(definition(base, request), request.variants)
 
 
 def ablate(base: Path, request: AblationRequest, options: AblationOptions) -> int:
-    """Run what the request names and write the results; the exit status. ``RlhfError`` before anything has begun.
+    """Run what the request names and write the results.
 
-    0: every run is done. 1: some failed or were paused by their own training, and the rest is in the results.
-    130: stopped; the next call goes on from there.
+    Returns:
+        The exit status: 0 when every run is done; 1 when some failed or were paused by their own training, in which
+        case the results have the others; 130 when it was stopped, and the next call resumes.
+
+    Raises:
+        RlhfError: the request is wrong; nothing has been run.
     """
     signals.install()
     ablation = definition(base, request)
@@ -81,28 +86,47 @@ def ablate(base: Path, request: AblationRequest, options: AblationOptions) -> in
     if page is not None:
         if request.is_part_of(ablation):
             raise RlhfError("--docs takes the whole ablation; leave out --variants and --seeds")
-        require_ablation_page(page)
+        _check_page(page)
     with locked(base, LOCK):
         ensure_dvc(base)
         plan, cache = make_plan(base, request, ablation), cache_of(base)
         slots = options.jobs or cores()
-        told = ProgressLines(len(plan.jobs), slots)
-        told.line(f"{len(plan.jobs)} jobs, {slots} at a time, in {show_path(plan.jobs[0].workspace.parents[1])}")
-        ended = run_jobs(plan.jobs, slots, lambda job: run_job(plan, job, cache), told)
+        progress = ProgressLines(len(plan.jobs), slots)
+        folder = display_path(plan.jobs[0].workspace.parents[1])
+        progress.line(f"{len(plan.jobs)} jobs, {slots} at a time, in {folder}")
+        results = run_jobs(plan.jobs, slots, lambda job: run_job(plan, job, cache), progress.job_ended)
         if signals.STOP.is_set():
-            print("stopped; the next `rlhf ablate` goes on from here", file=sys.stderr)
+            print("stopped; the next `rlhf ablate` resumes from here", file=sys.stderr)
             return EXIT_INTERRUPTED
-        return _conclude(plan, ended, page, told)
+        verdicts = _write_results(plan, results, page)
+        unfinished = sum(not result.ok for result in results)
+        progress.line(f"{len(results) - unfinished} of {len(results)} jobs done; claims: {verdicts or 'none'}")
+        print(f"table:   {display_path(plan.folder / 'table.md')}")
+        print(f"results: {display_path(plan.folder / 'results.csv')}")
+        if page is not None:
+            print(f"page:    {display_path(page)}")
+        return 1 if unfinished else 0
 
 
-def _conclude(plan: AblationPlan, ended: list[JobResult], page: Path | None, told: ProgressLines) -> int:
-    runs = [(e.job.variant, e.job.seed, e.job.workspace, e.state, e.message) for e in ended if e.job.variant]
-    counts = summarise_ablation(plan.ablation, runs, plan.folder, page)
-    unfinished = sum(not e.ok for e in ended)
-    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-    told.line(f"{len(ended) - unfinished} of {len(ended)} jobs done; claims: {outcomes or 'none'}")
-    print(f"table:   {show_path(plan.folder / 'table.md')}")
-    print(f"results: {show_path(plan.folder / 'results.csv')}")
-    if page is not None:
-        print(f"page:    {show_path(page)}")
-    return 1 if unfinished else 0
+def _check_page(page: Path) -> None:
+    """Raise ``DataError`` unless ``page`` exists and has the markers between which an ablation's results go."""
+    from rlhf_core.evaluation.ablation.page import insert
+
+    if not page.is_file():
+        raise DataError(f"{page} does not exist; --docs writes into that page of the workspace")
+    insert(page.read_text(encoding="utf-8"), "", str(page))
+
+
+def _write_results(plan: AblationPlan, results: Sequence[JobResult], page: Path | None) -> str:
+    """Write table, figures and verdicts; return how many claims came to which verdict."""
+    from rlhf_core.evaluation.ablation.results import AblationRun
+    from rlhf_core.evaluation.ablation.summary import summarise
+
+    runs = [
+        AblationRun(result.job.variant, result.job.seed, result.job.workspace, result.state, result.message)
+        for result in results
+        if result.job.variant
+    ]
+    verdicts = summarise(plan.ablation, runs, plan.folder, page)
+    counts = Counter(str(verdict.outcome) for figure in verdicts.values() for verdict in figure)
+    return ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))

@@ -1,145 +1,123 @@
-"""One job: its workspace made or refreshed, then ``dvc repro`` under the guard. DVC alone decides what is to do."""
+"""One job of an ablation: prepare its workspace and run ``dvc repro`` there, which runs only what is not up to date."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from flows.ablation.plan import TRAINER, AblationJob, AblationPlan
 from flows.dvc_repo.root import ensure_dvc
-from flows.stage.outcome import FINAL_CODES, OUTCOMES
-from flows.stage.run import wait_for
+from flows.stage.outcome import FINAL_CODES, StageReport, clear_reports, load_reports
 from flows.supervision.clock import Stopwatch
 from flows.supervision.environment import child_environment
-from flows.supervision.processes import start_supervised
+from flows.supervision.processes import run_supervised
+from flows.supervision.python_module import dvc_errors
 from flows.supervision.signals import STOP
 from flows.workspace.cleanup import cleanup
-from flows.workspace.folder import PRIVATE, private_path
+from flows.workspace.folder import private_path
 from flows.workspace.lock import locked
-from flows.workspace.recipe import recipe, write_recipe
+from flows.workspace.recipe import merged_params, write_recipe
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, RlhfError
 
 GRACE_SECONDS = 5.0
-ATTEMPTS = 2  # a crash is tried once more; a verdict of a stage is not
+ATTEMPTS = 2  # a crash is tried once more, a decision of a stage is not
+
+JobState = Literal["done", "paused", "failed", "crashed", "skipped", "stopped"]
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended. ``state`` is done, paused (a training stage stopped in good order), failed, skipped or stopped;
-    ``trained`` says whether PPO ran in it, ``seconds`` is its time."""
+    """How a job ended.
+
+    Attributes:
+        state: ``paused`` when a training stage stopped itself in good order, ``crashed`` when it may be tried again.
+        seconds: the time the job took.
+        trained: whether PPO ran in it.
+    """
 
     job: AblationJob
-    state: str
+    state: JobState
     message: str = ""
     seconds: float = 0.0
     trained: bool = False
 
     @property
     def ok(self) -> bool:
-        """Whether all that the job makes is there and up to date."""
+        """Whether the targets of the job are up to date."""
         return self.state == "done"
 
 
 def run_job(plan: AblationPlan, job: AblationJob, cache: Path) -> JobResult:
-    """Bring the job's targets up to date; never raises for a failing stage. A raised stop flag ends it."""
+    """Bring the job's targets up to date; a failing stage does not raise. A raised stop flag stops the job."""
     watch = Stopwatch()
     try:
         with locked(job.workspace):
             prepare(plan, job, cache)
             cleanup(job.workspace)
             for _ in range(ATTEMPTS):
-                ended = _reproduce(job, watch)
-                if ended.state != "crashed":
-                    return ended
-            return JobResult(job, "failed", ended.message, ended.seconds, ended.trained)
+                result = _reproduce(job, watch)
+                if result.state != "crashed":
+                    return result
+            return JobResult(job, "failed", result.message, result.seconds, result.trained)
     except RlhfError as error:
         return JobResult(job, "failed", str(error), watch.seconds)
 
 
 def prepare(plan: AblationPlan, job: AblationJob, cache: Path) -> None:
-    """The job's workspace with its recipe, on the cache that all share."""
-    write_recipe(job.workspace, recipe(plan.base, plan.profile, job.sets, job.workspace), plan.base)
-    donor = next(other.workspace for other in plan.jobs if other.variant is None and other.seed == job.seed)
-    if donor != job.workspace and (donor / ".dvc" / "config").is_file():
-        _copy_dvc(donor, job.workspace)
+    """Write the job's recipe into its workspace and make that a DVC root with the shared cache."""
+    write_recipe(job.workspace, merged_params(plan.base, plan.profile, job.sets, job.workspace), plan.base)
+    shared = next(other.workspace for other in plan.jobs if other.variant is None and other.seed == job.seed)
+    if shared != job.workspace and (shared / ".dvc" / "config").is_file():
+        _copy_dvc_root(shared, job.workspace)
     ensure_dvc(job.workspace, cache)
 
 
-def _copy_dvc(donor: Path, target: Path) -> None:
-    """The settings of a DVC root like ``donor``: what ``dvc init`` would write, in no time."""
+def _copy_dvc_root(source: Path, target: Path) -> None:
+    """Copy the settings of a DVC root, which is much faster than ``dvc init``."""
     if (target / ".dvc" / "config").is_file():
         return
-    building = target / f".dvc.part-{os.getpid()}"
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir()
+    incomplete = target / f".dvc.part-{os.getpid()}"
+    shutil.rmtree(incomplete, ignore_errors=True)
+    incomplete.mkdir()
     for name in ("config.local", "config"):
-        if (donor / ".dvc" / name).is_file():
-            shutil.copyfile(donor / ".dvc" / name, building / name)
+        if (source / ".dvc" / name).is_file():
+            shutil.copyfile(source / ".dvc" / name, incomplete / name)
     shutil.rmtree(target / ".dvc", ignore_errors=True)
-    building.rename(target / ".dvc")
+    incomplete.rename(target / ".dvc")
 
 
 def _reproduce(job: AblationJob, watch: Stopwatch) -> JobResult:
-    log = private_path(job.workspace, "logs", "ablation.log")
-    offset = log.stat().st_size if log.exists() else 0
-    _forget_verdicts(job.workspace)
-    supervised = start_supervised(
+    clear_reports(job.workspace)
+    # Stages record to MLflow only where a server is named: hundreds of workspaces with a database each help nobody.
+    tracking = {} if os.environ.get("MLFLOW_TRACKING_URI") else {"RLHF_TRACKING": "off"}
+    result = run_supervised(
         [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *job.targets],
         name=job.title,
         cwd=job.workspace,
-        env=child_environment(job.workspace, **tracking()),
-        log=log,
+        env=child_environment(job.workspace, **tracking),
+        log=private_path(job.workspace, "logs", "ablation.log"),
         grace=GRACE_SECONDS,
     )
-    code = wait_for(supervised)
-    text = log.read_bytes()[offset:].decode("utf-8", errors="replace")
-    trained = f"Running stage '{TRAINER}'" in text
-    state, message = ("done", "") if code == 0 else _failure(job.workspace, code, text)
-    return JobResult(job, state, message, watch.seconds, trained)
-
-
-def tracking() -> dict[str, str]:
-    """A hundred workspaces with an MLflow file each help nobody: a server that is named gets the runs, else nobody."""
-    return {} if os.environ.get("MLFLOW_TRACKING_URI") else {"RLHF_TRACKING": "off"}
-
-
-def _failure(workspace: Path, code: int, text: str) -> tuple[str, str]:
-    """State and message of an end that was no success: a stage's own words, else DVC's."""
+    trained = f"Running stage '{TRAINER}'" in result.output
+    if result.exit_code == 0:
+        return JobResult(job, "done", "", watch.seconds, trained)
     if STOP.is_set():
-        return "stopped", ""
-    for report in _verdicts(workspace):
-        exit_code, message = (
-            int(report.get("exit_code", 0)),
-            f"{report.get('stage')}: {report.get('message', '')}",
-        )
-        if exit_code == EXIT_TRAINING_PAUSED:
-            return "paused", message
-        if exit_code in (EXIT_INTERRUPTED, EXIT_PREEMPTED):  # somebody else's signal
-            return "crashed", message
-        if exit_code:
-            return ("failed" if exit_code in FINAL_CODES else "crashed"), message
-    errors = [line.removeprefix("ERROR: ") for line in text.splitlines() if line.startswith("ERROR: ")]
-    return "crashed", errors[-1] if errors else f"dvc ended with status {code}"
+        return JobResult(job, "stopped", "", watch.seconds, trained)
+    report = next((report for report in load_reports(job.workspace) if report.exit_code), None)
+    if report is None:
+        message = [f"dvc exited with status {result.exit_code}", *dvc_errors(result.output)][-1]
+        return JobResult(job, "crashed", message, watch.seconds, trained)
+    return JobResult(job, _state(report), f"{report.stage}: {report.message}", watch.seconds, trained)
 
 
-def _forget_verdicts(workspace: Path) -> None:
-    for path in (workspace / PRIVATE / OUTCOMES).glob("*.json"):
-        path.unlink(missing_ok=True)
-
-
-def _verdicts(workspace: Path) -> list[dict[str, Any]]:
-    """What stages said of themselves since :func:`_forget_verdicts`."""
-    found = []
-    for path in (workspace / PRIVATE / OUTCOMES).glob("*.json"):
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found
+def _state(report: StageReport) -> JobState:
+    """Return the state of a job whose stage failed with ``report``."""
+    if report.exit_code == EXIT_TRAINING_PAUSED:
+        return "paused"
+    if report.exit_code in (EXIT_INTERRUPTED, EXIT_PREEMPTED):  # by a signal from outside, not by this run
+        return "crashed"
+    return "failed" if report.exit_code in FINAL_CODES else "crashed"

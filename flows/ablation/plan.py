@@ -1,4 +1,4 @@
-"""What an ablation has to run: one workspace for what the variants of a seed share, one per variant and seed."""
+"""The jobs of an ablation: one workspace for what the variants of a seed share, one per variant and seed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRAINER, GOAL = "ppo", "evaluate"
 
 @dataclass(frozen=True)
 class AblationRequest:
-    """What the command line asks for. ``variants`` and ``seeds`` empty: all of the file's."""
+    """What the command line asks for; empty ``variants`` or ``seeds`` mean all of the file's."""
 
     profile: str | None = None
     sets: tuple[str, ...] = ()
@@ -34,19 +34,20 @@ class AblationRequest:
 
     @property
     def name(self) -> str:
-        """Folder name of this ablation: the same for the same profile and overrides."""
+        """The folder name of this ablation: the same for the same profile and overrides."""
         return workspace_name(self.profile or DEFAULT_PROFILE, self.sets)
 
     def is_part_of(self, ablation: Ablation) -> bool:
-        """Whether variants or seeds of the file are left out. A part's results never replace those of the whole."""
+        """Whether variants or seeds of the file are left out; results of a part never replace those of the whole."""
         return bool(self.variants) or bool(self.seeds and set(ablation.seeds) - set(self.seeds))
 
 
 @dataclass(frozen=True)
 class AblationJob:
-    """Bring ``targets`` up to date in ``workspace``, whose recipe is the base's with ``sets`` in turn.
+    """Stages (``targets``) to bring up to date in ``workspace``, whose recipe is that of the base with ``sets``.
 
-    ``variant`` None is the part that all variants of the seed share; it comes first."""
+    The job without a variant is the part that all variants of the seed share.
+    """
 
     variant: str | None
     seed: int
@@ -56,13 +57,13 @@ class AblationJob:
 
     @property
     def title(self) -> str:
-        """What a person reads."""
-        return f"{self.variant or 'what all share'}, seed {self.seed}"
+        """The name of the job in messages."""
+        return f"{self.variant or 'shared stages'}, seed {self.seed}"
 
 
 @dataclass(frozen=True)
 class AblationPlan:
-    """All jobs, those of the shared parts first; results go to ``folder``."""
+    """All jobs of an ablation, the shared parts first, and the ``folder`` for the results."""
 
     ablation: Ablation
     base: Path
@@ -72,37 +73,45 @@ class AblationPlan:
 
 
 def parse_names(text: str | None) -> tuple[str, ...]:
-    """``a,b`` as names."""
+    """Split ``a,b`` into names."""
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
 def parse_seeds(text: str | None) -> tuple[int, ...]:
-    """``1,2`` as numbers, each once; ``ConfigError`` for anything else."""
+    """Split ``1,2`` into whole numbers without duplicates; raise ``ConfigError`` for anything else."""
     names = parse_names(text)
     if wrong := [name for name in names if not name.isdecimal()]:
-        raise ConfigError(f"--seeds {text}: '{wrong[0]}' is no seed; write whole numbers, such as --seeds 1,2,3")
+        raise ConfigError(f"--seeds {text}: '{wrong[0]}' is not a seed; write whole numbers, such as --seeds 1,2,3")
     return tuple(dict.fromkeys(int(name) for name in names))
 
 
 def definition(base: Path, request: AblationRequest) -> Ablation:
-    """The ablation of the request: the named file, the workspace's ablation.yaml, or the project's. Fully checked."""
+    """Load the ablation of the request from its file, the workspace's ablation.yaml or the project's, and check it.
+
+    Raises:
+        ConfigError: the file, a variant or a parameter is wrong.
+    """
     own = base / ABLATION_FILE
     path = request.file or (own if own.is_file() else recipe_folder() / ABLATION_FILE)
     ablation = load_ablation(path)
     for name in request.variants:
         ablation.variant(name)
-    check_recipes(ablation, _recipe(base, request.profile), dict(map(parse_assignment, request.sets)), str(path))
+    profile = request.profile
+    overlays = [(f"profile {profile}", profile_text(profiles_of(base), profile))] if profile else []
+    text = merge((base / PARAMS_FILE).read_text(encoding="utf-8"), overlays)
+    recipe = dict(yaml_text.plain(yaml_text.parse(text, PARAMS_FILE)))
+    check_recipes(ablation, recipe, dict(map(parse_assignment, request.sets)), str(path))
     return ablation
 
 
 def make_plan(base: Path, request: AblationRequest, ablation: Ablation) -> AblationPlan:
-    """The jobs of the request. ``base`` must be a DVC root: what comes before PPO is read from its graph.
+    """Return the jobs of the request. ``base`` must be a DVC root: the stages before PPO are read from its graph.
 
-    Overrides apply in this order: profile, the file's ``common``, ``--set``, the seed, the variant's own: a variant
+    Overrides apply in this order: profile, the file's ``common``, ``--set``, the seed, the variant's own. So a variant
     always differs from its base by what it names.
     """
     targets = shared_targets(base)
-    place = base / TRIALS / FOLDER / request.name
+    workspaces = base / TRIALS / FOLDER / request.name
     common = [*assignments(ablation.common), *request.sets]
     seeds = request.seeds or ablation.seeds
     names = [name for name in ablation.names if not request.variants or name in request.variants]
@@ -110,9 +119,8 @@ def make_plan(base: Path, request: AblationRequest, ablation: Ablation) -> Ablat
     def job(variant: str | None, seed: int) -> AblationJob:
         own = assignments(ablation.overrides(variant)) if variant else []
         sets = (*common, f"seed={seed}", *own)
-        return AblationJob(
-            variant, seed, place / (variant or SHARED) / f"seed-{seed}", sets, (GOAL,) if variant else targets
-        )
+        workspace = workspaces / (variant or SHARED) / f"seed-{seed}"
+        return AblationJob(variant, seed, workspace, sets, (GOAL,) if variant else targets)
 
     jobs = [job(None, seed) for seed in seeds] + [job(name, seed) for name in names for seed in seeds]
     results = f"{request.name}-part" if request.is_part_of(ablation) else request.name
@@ -120,7 +128,7 @@ def make_plan(base: Path, request: AblationRequest, ablation: Ablation) -> Ablat
 
 
 def shared_targets(base: Path) -> tuple[str, ...]:
-    """The stages before PPO, from DVC's own graph; ``ConfigError`` when it lacks PPO or the evaluation."""
+    """Return the stages before PPO in DVC's graph; raise ``ConfigError`` if it lacks PPO or the evaluation."""
     graph = read_graph(base)
     for stage in (TRAINER, GOAL):
         if stage not in graph:
@@ -129,21 +137,14 @@ def shared_targets(base: Path) -> tuple[str, ...]:
 
 
 def assignments(changes: Mapping[str, Any]) -> list[str]:
-    """``section.key=value`` of each change; JSON is YAML."""
+    """Write each change as ``section.key=value``, the value as JSON, which is YAML."""
     return [f"{path}={json.dumps(value)}" for path, value in changes.items()]
 
 
 def describe(ablation: Ablation, names: Sequence[str]) -> str:
-    """The variants with what makes them, and the figures, one line each."""
+    """Describe the variants and the figures, one line each."""
     width = max(len(name) for name in ablation.names)
-    shown = [name for name in ablation.names if not names or name in names]
-    lines = [f"{name.ljust(width)}  {ablation.variant(name).about}" for name in shown]
+    selected = [name for name in ablation.names if not names or name in names]
+    variants = [f"{name.ljust(width)}  {ablation.variant(name).about}" for name in selected]
     figures = [f"{figure.name.ljust(width)}  {figure.title}" for figure in ablation.figures]
-    return "\n".join(["variants", *(f"  {line}" for line in lines), "figures", *(f"  {line}" for line in figures)])
-
-
-def _recipe(base: Path, profile: str | None) -> dict[str, Any]:
-    """The recipe's plain parameters under a profile."""
-    overlays = [(f"profile {profile}", profile_text(profiles_of(base), profile))] if profile else []
-    text = merge((base / PARAMS_FILE).read_text(encoding="utf-8"), overlays)
-    return dict(yaml_text.plain(yaml_text.parse(text, PARAMS_FILE)))
+    return "\n".join(["variants", *(f"  {line}" for line in variants), "figures", *(f"  {line}" for line in figures)])

@@ -1,1 +1,1 @@
-"""The commands behind `rlhf`: run, up, status, doctor, init, and what they print."""
+"""The commands that operate the pipeline: run, up, init, status and doctor."""

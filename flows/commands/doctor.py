@@ -1,8 +1,7 @@
-"""``rlhf doctor``: what is missing or misconfigured, and what to do about each."""
+"""``rlhf doctor``: check the installation and the workspace, and say how to repair what fails."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flows.commands.checks import FAIL, OK, WARN, DoctorCheck
@@ -15,24 +14,20 @@ MARKS = {OK: "ok  ", WARN: "warn", FAIL: "FAIL"}
 
 
 def doctor(workspace: Path | None = None) -> tuple[str, int]:
-    """Check machine, services and, where there is one, the workspace.
+    """Check the machine, the services and, if there is one, the workspace.
 
-    Returns the text, one line per check, and the exit code: 0, or 2 when a check failed. Warnings do not fail. Nothing
-    is changed but for a temporary file that tries whether the workspace can be written to.
+    Nothing is changed, but for a temporary file that tests whether the workspace can be written to.
+
+    Returns:
+        The text, one line per check, and the exit status: 2 if a check failed, else 0. Warnings do not count.
     """
-    checks = list(_collect(workspace))
+    checks = [*machine_checks(), *service_checks(), *workspace_checks(workspace)]
     width = max(len(check.name) for check in checks)
     lines = [_line(check, width) for check in checks]
     failed = sum(check.level == FAIL for check in checks)
     warned = sum(check.level == WARN for check in checks)
     lines.append(f"{len(checks)} checks: {failed} failed, {warned} warnings")
     return "\n".join(lines), EXIT_USER_ERROR if failed else EXIT_OK
-
-
-def _collect(workspace: Path | None) -> Iterator[DoctorCheck]:
-    groups: list[Callable[[Path | None], Iterator[DoctorCheck]]] = [machine_checks, service_checks, workspace_checks]
-    for group in groups:
-        yield from group(workspace)
 
 
 def _line(check: DoctorCheck, width: int) -> str:

@@ -1,26 +1,23 @@
-"""``rlhf run``: lock, sweep, services, the flow in a child process, a summary, and nothing left behind."""
+"""``rlhf run``: lock the workspace, start services, run the flow in a child process, summarise, stop everything."""
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flows.commands.display import Display
 from flows.commands.summary import exit_code, summary
 from flows.dvc_repo.root import ensure_dvc
-from flows.pipeline.events import EVENTS_VARIABLE, EventReader, new_events_file
-from flows.prefect_server.server_watchdog import ServerWatchdog
+from flows.pipeline.events import EVENTS_VARIABLE, EventReader, PipelineEvent, RunEnded, new_events_file
 from flows.prefect_server.services import (
-    SERVER,
     Services,
-    start_server,
-    use_server_of_environment,
-    wait_for_other_server,
+    open_services,
+    use_server_of_workspace,
     wait_for_server,
-    worker_name,
 )
 from flows.supervision import signals
 from flows.supervision.environment import child_environment
@@ -33,16 +30,17 @@ from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import EXIT_INTERRUPTED, RlhfError
 
 if TYPE_CHECKING:
-    from flows.prefect_server.workers import PoolWorkers
+    from flows.commands.service_monitor import ServiceMonitor
 
 FLOW_GRACE = 8.0
 WORKER_RESTARTS = 3
-TICK_SECONDS = 0.1
+POLL_SECONDS = 0.1
+CANNOT_WRITE = (errno.ENOSPC, errno.EROFS)
 
 
 @dataclass
 class RunOptions:
-    """What the command line says about one run."""
+    """The command-line options of one run."""
 
     promote: bool = True
     wait: bool = False
@@ -50,7 +48,11 @@ class RunOptions:
 
 
 def run(workspace: Path, options: RunOptions) -> int:
-    """Run the pipeline of ``workspace``; returns the exit status. ``RlhfError`` before anything has begun."""
+    """Run the pipeline of ``workspace`` and return the exit status.
+
+    Raises:
+        RlhfError: the run cannot be started; nothing has been run.
+    """
     signals.install()
     display = Display(workspace)
     params = load_params(workspace)
@@ -58,174 +60,142 @@ def run(workspace: Path, options: RunOptions) -> int:
         with locked(workspace, wait=options.wait, on_wait=display.line):
             os.environ[OWNER_VARIABLE] = os.environ[LOCK_HELD_VARIABLE] = ownership_tag(workspace)
             ensure_dvc(workspace)
-            _check_away(workspace, params)
+            _check_remote_pools(workspace, params)
             for line in cleanup(workspace):
                 display.line(line)
-            return _Run(workspace, params, options, display).execute()
+            return PipelineRun(workspace, params, options, display).execute()
     except OSError as error:
-        if isinstance(error, PermissionError) or error.errno in (28, 30):  # no space, read-only
+        if isinstance(error, PermissionError) or error.errno in CANNOT_WRITE:
             raise cannot_write(workspace, error) from error
         raise
 
 
-def _check_away(workspace: Path, params: Params) -> None:
-    """``RlhfError`` when stages are placed on other hosts, and there is no server or remote that those could reach."""
-    away = params.pools_away()
-    if away and not os.environ.get("PREFECT_API_URL") and running_services(workspace) is None:
+def _check_remote_pools(workspace: Path, params: Params) -> None:
+    """Check that stages on other hosts can reach a Prefect server and a DVC remote.
+
+    Raises:
+        RlhfError: no lasting server is set, or a remote cannot serve two hosts.
+    """
+    remote_pools = params.pools_away()
+    if not remote_pools:
+        return
+    if not os.environ.get("PREFECT_API_URL") and running_services(workspace) is None:
         raise RlhfError(
-            f"the work pool {away[0]} is served by other hosts (shared: false), which need a server that stays: start "
-            "one and set PREFECT_API_URL (docs/operations.md)"
+            f"the work pool {remote_pools[0]} is served by other hosts (shared: false), which need a lasting server: "
+            "start one and set PREFECT_API_URL (docs/operations.md)"
         )
-    if away:
-        from flows.jobs.remote_client import check_handoffs  # loads Prefect
+    from flows.jobs.remote_client import check_remotes  # loads Prefect
 
-        check_handoffs(workspace, params)
+    check_remotes(workspace, params)
 
 
-class _Run:
-    """One run: what it has started and what it has heard."""
+class PipelineRun:
+    """One run of the pipeline: the services and the flow process that it started, and the events received so far."""
 
     def __init__(self, workspace: Path, params: Params, options: RunOptions, display: Display) -> None:
         self.workspace, self.params, self.options, self.display = workspace, params, options, display
-        self.pools = params.pool_names()
-        self.events: list[dict[str, Any]] = []
-        self.restarts = 0
+        self.events: list[PipelineEvent] = []
         self.reader = EventReader(new_events_file(workspace))
         self.flow: SupervisedProcess | None = None
-        self.serving: PoolWorkers | None = None
         self.problem: str | None = None
 
     def execute(self) -> int:
-        services = self._services()
+        """Run to the end and return the exit status; whatever was started is stopped."""
+        use_server_of_workspace(self.workspace, signals.STOP.is_set)
+        services = open_services(self.workspace, self.options.port, self.display.line)
+        if services.embedded:
+            self.display.line(f"Prefect UI {services.ui_url} (while this runs)")
         try:
-            self._prepare(services)
+            monitor = self._prepare(services)
             self.flow = self._start_flow()
-            self._watch(services)
+            self._watch(self.flow, monitor)
         except KeyboardInterrupt:
             signals.STOP.set()
         finally:
             stopped = signals.STOP.is_set()
             self._stop(services, stopped)
-        return self._conclude(stopped)
+        return self._print_result(stopped)
 
-    def _services(self) -> Services:
-        url = use_server_of_environment()
-        if url is None and (url := running_services(self.workspace)) is not None:
-            os.environ["PREFECT_API_URL"] = url
-            wait_for_other_server(url, signals.STOP.is_set)
-            use_server_of_environment()
-        if url is not None:
-            self.display.line(f"Prefect server {url}")
-            return Services(self.workspace, url, embedded=False)
-        services = start_server(self.workspace, self.options.port)
-        self.display.line(f"Prefect UI {services.api_url.removesuffix('/api')} (while this runs)")
-        return services
-
-    def _prepare(self, services: Services) -> None:
-        """Wait for the server; pools, deployments and, where nobody else serves a pool, a worker."""
-        from flows.jobs import deployments as deploy  # takes a second, in which the server starts
-        from flows.prefect_server import automations  # takes a second, in which the server starts
-        from flows.prefect_server import flow_runs as admin  # takes a second, in which the server starts
-        from flows.prefect_server import workers as serving  # takes a second, in which the server starts
+    def _prepare(self, services: Services) -> ServiceMonitor:
+        """Wait for the server, then set up work pools, deployments and workers."""
+        # These load Prefect, which takes a second, in which the server starts.
+        from flows.commands.service_monitor import ServiceMonitor
+        from flows.jobs.deployments import deploy_jobs
+        from flows.prefect_server.automations import try_zombie_automation
+        from flows.prefect_server.flow_runs import end_stale_runs
 
         if services.embedded:
             wait_for_server(services, signals.STOP.is_set)
-            if swept := admin.end_stale_runs():
-                self.display.line(f"marked {swept} unfinished Prefect runs of an earlier run as ended")
-        elif not automations.has_zombie_automation():
-            self.display.line("this server takes no automation: a run whose machine dies will keep its slot")
-        deploy.deploy_jobs(self.workspace, self.params)
-        self.serving = serving.PoolWorkers(services, self.params, self.pools)
-        self.serving.start()
-        self.serving.require()
+            if ended := end_stale_runs():
+                self.display.line(f"marked {ended} unfinished Prefect runs of an earlier run as ended")
+        elif not try_zombie_automation():
+            self.display.line(
+                "this Prefect server accepts no automations: a run whose machine dies keeps its pool slot"
+            )
+        deploy_jobs(self.workspace, self.params)
+        pools = self.params.pool_names()
+        monitor = ServiceMonitor(services, self.params, pools, self.display.line, WORKER_RESTARTS)
+        monitor.workers.start_missing()
+        monitor.workers.require_remote()
+        return monitor
 
     def _start_flow(self) -> SupervisedProcess:
         command = [sys.executable, "-m", "flows.pipeline.run_flow", str(self.workspace)]
-        held = {LOCK_HELD_VARIABLE: os.environ[LOCK_HELD_VARIABLE], EVENTS_VARIABLE: str(self.reader.path)}
+        variables = {LOCK_HELD_VARIABLE: os.environ[LOCK_HELD_VARIABLE], EVENTS_VARIABLE: str(self.reader.path)}
         return start_supervised(
             command if self.options.promote else [*command, "--no-promote"],
             name="flow",
             cwd=self.workspace,
-            env=child_environment(self.workspace, **held),
+            env=child_environment(self.workspace, **variables),
             log=private_path(self.workspace, "logs", "flow.log"),
             grace=FLOW_GRACE,
         )
 
-    def _watch(self, services: Services) -> None:
-        """Until the flow ends or must be stopped."""
-        assert self.flow is not None and self.serving is not None
-        upkeep = ServerWatchdog(services, self.display.line)
-        while self.flow.poll() is None and not signals.STOP.wait(TICK_SECONDS):
-            self._hear()
+    def _watch(self, flow: SupervisedProcess, monitor: ServiceMonitor) -> None:
+        """Show events and keep the services running until the flow ends, a problem occurs or the run is stopped."""
+        while flow.poll() is None and self.problem is None and not signals.STOP.wait(POLL_SECONDS):
+            self._show_new_events()
             self.display.tick()
-            self.problem = upkeep.look()
-            for service in services.dead_beside_server():
-                self.problem = self.problem or self._replace(services, service)
-            if self.problem:
-                return
-            self.serving.keep()
-        self._hear()
+            self.problem = monitor.check()
+        self._show_new_events()
 
-    def _hear(self) -> None:
-        for event in self.reader.new():
+    def _show_new_events(self) -> None:
+        for event in self.reader.read_new():
             self.events.append(event)
             self.display.event(event)
 
-    def _replace(self, services: Services, service: SupervisedProcess) -> str | None:
-        """A dead worker took its job along: say so, free the slot, start another; or the problem that this is."""
-        from flows.prefect_server import flow_runs as admin
-
-        status = service.poll()
-        pool = service.name.removeprefix(worker_name(""))
-        if self.restarts >= WORKER_RESTARTS:
-            return f"{service.name} ended (status {status}); see {private_path(self.workspace, 'logs')}"
-        self.restarts += 1
-        self.display.line(f"the worker of {pool} ended (status {status}), its job with it; starting another worker")
-        admin.crash_pool_runs(pool, "the worker and its job were killed")
-        services.start_worker(pool, self.params.pool_limit(pool))
-        return None
+    def _end(self) -> RunEnded | None:
+        return next((event for event in reversed(self.events) if isinstance(event, RunEnded)), None)
 
     def _stop(self, services: Services, stopped: bool) -> None:
         if stopped:
             self.display.line("stopping")
         try:
             if self.flow is not None:
-                killed = self.flow.stop()
-                self._hear()
-                if not stopped and not self.problem and not any(e["kind"] == "end" for e in self.events):
+                from flows.commands.service_monitor import end_active_runs
+
+                status = self.flow.stop()
+                self._show_new_events()
+                if not stopped and not self.problem and self._end() is None:
                     log = private_path(self.workspace, "logs", "flow.log")
-                    self.problem = f"the pipeline process ended without a result (status {killed}); see {log}"
-                if services.embedded and SERVER not in [s.name for s in services.dead()]:
-                    self._rest(stopped)
+                    self.problem = f"the pipeline process exited without a result (status {status}); see {log}"
+                message = "stopped by a signal" if stopped else "the pipeline process has ended"
+                end_active_runs(services, stopped, message, self.display.line)
         finally:
             services.stop()
             cleanup(self.workspace)
 
-    def _rest(self, stopped: bool) -> None:
-        from flows.prefect_server import flow_runs as admin
-
-        try:
-            admin.end_active_runs(stopped, "stopped by a signal" if stopped else "the pipeline process has ended")
-        except Exception as error:  # the next start sweeps; the end of this run is not held up
-            self.display.line(f"could not tell the Prefect server about the end ({type(error).__name__})")
-
-    def _conclude(self, stopped: bool) -> int:
+    def _print_result(self, stopped: bool) -> int:
         for line in summary(self.workspace, self.events, self.display.watch.seconds):
             print(line, flush=True)
         if stopped:
-            print("cancelled; the next `rlhf run` goes on from here", file=sys.stderr)
+            print("cancelled; the next `rlhf run` resumes from here", file=sys.stderr)
             return EXIT_INTERRUPTED
-        if self.problem:
-            print(f"rlhf: {self.problem}; `rlhf run` goes on from the last checkpoint", file=sys.stderr)
+        end = self._end()
+        if self.problem or end is None:
+            print(f"rlhf: {self.problem}; `rlhf run` resumes from the last checkpoint", file=sys.stderr)
             return 1
-        end = next(e for e in reversed(self.events) if e["kind"] == "end")
-        code = exit_code(end["state"])
-        words = f"{end['state']}: {end['message']}"
-        print(words if code == 0 else f"rlhf: {words}", file=sys.stdout if code == 0 else sys.stderr)
+        code = exit_code(end.state)
+        result = f"{end.state}: {end.message}"
+        print(result if code == 0 else f"rlhf: {result}", file=sys.stdout if code == 0 else sys.stderr)
         return code
-
-
-def check_options(options: RunOptions) -> None:
-    """``RlhfError`` for a port that goes with somebody else's server."""
-    if options.port is not None and os.environ.get("PREFECT_API_URL"):
-        raise RlhfError("--port is for the embedded server, but PREFECT_API_URL names another; use one of the two")

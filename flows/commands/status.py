@@ -1,9 +1,8 @@
-"""What a workspace holds and what is under way, on one screen."""
+"""``rlhf status``: what a workspace holds and what is under way, on one screen."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from flows.dvc_repo.status import describe_changes, dvc_status
 from flows.registry.alias_transaction import pending
 from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, get_version, read_aliases, versions
 from flows.registry.mlflow_client import PIPELINE_TAG, connect, has_record
+from flows.workspace.lock import lock_holder
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.config.loading.yaml_text import plain, read
 from rlhf_core.config.operations import RegistryConfig
@@ -22,9 +22,9 @@ DETAIL = 70
 
 
 def status(workspace: Path) -> str:
-    """Stages (as DVC sees them), gates, partial work, the last run, the registry, and who holds the workspace.
+    """Describe stages (as DVC sees them), gates, partial work, the last run, the registry, and the lock's holder.
 
-    Nothing is changed or created. A changed line of code shows here once the next run has refreshed the fingerprints.
+    Nothing is changed or created. Changed code shows here once the next run has refreshed the fingerprints.
     """
     workspace = workspace.resolve()
     params = load_params(workspace)
@@ -33,8 +33,8 @@ def status(workspace: Path) -> str:
         "stages": stage_lines(workspace),
         "gates": gate_lines(workspace),
         "to resume": partial_work(workspace),
-        "last run": _guarded(lambda: last_run(workspace, params.tracking.experiment, holder is not None)),
-        "registry": _guarded(lambda: registry_lines(workspace, params.registry)),
+        "last run": _lines_or_error(lambda: last_run(workspace, params.tracking.experiment, holder is not None)),
+        "registry": _lines_or_error(lambda: registry_lines(workspace, params.registry)),
     }
     head = f"workspace {workspace}\nin use by: {holder or 'nobody'}"
     sections = [f"{title}\n" + "\n".join(f"  {line}" for line in lines or ["none"]) for title, lines in parts.items()]
@@ -42,16 +42,16 @@ def status(workspace: Path) -> str:
     return "\n\n".join([head, *sections, f"report: {report if report.is_file() else 'not written yet'}"])
 
 
-def _guarded(lines: Any) -> list[str]:
-    """A record that does not answer is a line of the screen, not the end of it."""
+def _lines_or_error(describe: Callable[[], Iterable[str]]) -> list[str]:
+    """Return the lines of one section, or the message of an error: MLflow out of reach does not hide the rest."""
     try:
-        return list(lines())
+        return list(describe())
     except RlhfError as error:
         return [str(error)]
 
 
 def stage_lines(workspace: Path) -> list[str]:
-    """One line per stage of dvc.yaml: up to date, not run yet, or stale and why."""
+    """Return one line per stage of dvc.yaml: up to date, not run yet, or stale and why."""
     stages = plain(read(workspace / "dvc.yaml")).get("stages") or {}
     lock = workspace / "dvc.lock"
     recorded = (plain(read(lock)) or {}).get("stages") or {} if lock.is_file() else {}
@@ -74,7 +74,7 @@ def _state(name: str, stale: Mapping[str, Any], recorded: Mapping[str, Any]) -> 
 
 
 def gate_lines(workspace: Path) -> list[str]:
-    """One line per gate that has decided: passed, or the conditions that failed."""
+    """Return one line per gate that has decided: passed, or the conditions that failed."""
     lines = []
     for path in sorted((workspace / "gates").glob("*.json")):
         report = read_json(path)
@@ -85,37 +85,27 @@ def gate_lines(workspace: Path) -> list[str]:
 
 
 def partial_work(workspace: Path) -> list[str]:
-    """Stages with saved partial state, which the next run goes on from if nothing they depend on has changed."""
+    """Return the stages with saved partial state, from which the next run resumes if no dependency has changed."""
     lines = []
     for folder in sorted((workspace / "work").glob("*/*")):
-        saves = sorted(path.name for path in folder.rglob("step-*") if path.is_dir())
-        if saves:
-            lines.append(f"{folder.parent.name}: {saves[-1]} (work/{folder.parent.name}/{folder.name})")
+        checkpoints = sorted(path.name for path in folder.rglob("step-*") if path.is_dir())
+        if checkpoints:
+            lines.append(f"{folder.parent.name}: {checkpoints[-1]} (work/{folder.parent.name}/{folder.name})")
     return lines
 
 
-def lock_holder(workspace: Path) -> str | None:
-    """The command that holds the workspace now, or None. The lock itself is not touched."""
-    import psutil
-
-    try:
-        record = json.loads((workspace / ".rlhf" / "lock").read_text(encoding="utf-8"))
-        alive = psutil.pid_exists(int(record["pid"]))
-        return f"`{record['command']}` (pid {record['pid']}, since {record['since']})" if alive else None
-    except (OSError, ValueError, KeyError):
-        return None
-
-
 def last_run(workspace: Path, experiment: str, in_use: bool) -> list[str]:
-    """The newest pipeline run: when, how it ended, its id."""
+    """Describe the newest pipeline run: when it started, how it ended, its id."""
     if not has_record(workspace):
         return []
     client = connect(workspace)
-    found = client.get_experiment_by_name(experiment)
-    if found is None:
+    mlflow_experiment = client.get_experiment_by_name(experiment)
+    if mlflow_experiment is None:
         return []
-    mine = f"tags.`{PIPELINE_TAG}` = 'true' and tags.`rlhf.workspace` = '{workspace.name}'"
-    runs = client.search_runs([found.experiment_id], mine, max_results=1, order_by=["attributes.start_time DESC"])
+    of_workspace = f"tags.`{PIPELINE_TAG}` = 'true' and tags.`rlhf.workspace` = '{workspace.name}'"
+    newest_first = ["attributes.start_time DESC"]
+    ids = [mlflow_experiment.experiment_id]
+    runs = client.search_runs(ids, of_workspace, max_results=1, order_by=newest_first)
     return [_describe_run(run.info, in_use) for run in runs]
 
 
@@ -123,13 +113,13 @@ def _describe_run(info: Any, in_use: bool) -> str:
     started = datetime.fromtimestamp(info.start_time / 1000)
     state = info.status.lower()
     if state == "running" and not in_use:
-        state = "interrupted (its process is gone; the next run goes on)"
-    took = f" after {(info.end_time - info.start_time) / 1000:.0f} s" if info.end_time else ""
-    return f"{started:%Y-%m-%d %H:%M:%S}  {state}{took}  (MLflow run {info.run_id})"
+        state = "interrupted (its process is gone; the next run resumes)"
+    duration = f" after {(info.end_time - info.start_time) / 1000:.0f} s" if info.end_time else ""
+    return f"{started:%Y-%m-%d %H:%M:%S}  {state}{duration}  (MLflow run {info.run_id})"
 
 
 def registry_lines(workspace: Path, config: RegistryConfig) -> list[str]:
-    """Per registered model: how many versions, and which ones the aliases point to."""
+    """Describe each registered model: how many versions it has, and where its aliases point."""
     if not has_record(workspace):
         return []
     client = connect(workspace)

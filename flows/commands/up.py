@@ -1,115 +1,106 @@
-"""``rlhf up``: server, workers and the MLflow UI in the foreground, for schedules and for looking around."""
+"""``rlhf up``: keep server, workers and the MLflow UI running in the foreground, so that schedules fire."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.commands.display import Display
 from flows.dvc_repo.root import ensure_dvc
-from flows.prefect_server.server_watchdog import ServerWatchdog
-from flows.prefect_server.services import (
-    SERVER,
-    Services,
-    start_server,
-    use_server_of_environment,
-    wait_for_server,
-    worker_name,
-)
+from flows.prefect_server.services import Services, check_port_option, open_services, wait_for_server
 from flows.supervision import signals
 from flows.supervision.ports import LOOPBACK, claim_port
-from flows.supervision.processes import OWNER_VARIABLE, SupervisedProcess, kill_leftover_processes, ownership_tag
+from flows.supervision.processes import OWNER_VARIABLE, kill_leftover_processes, ownership_tag
 from flows.workspace.lock import locked
 from flows.workspace.services_file import forget_services, record_services
 from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
 
 if TYPE_CHECKING:
-    from flows.prefect_server.workers import PoolWorkers
+    from flows.commands.service_monitor import ServiceMonitor
 
 MLFLOW = "mlflow"
-RESTARTS = 10
+WORKER_RESTARTS = 10
+POLL_SECONDS = 0.3
 
 
 @dataclass
 class UpOptions:
-    """Ports; None for any free one."""
+    """The ports of Prefect server and MLflow UI; None for any free one."""
 
     port: int | None = None
     mlflow_port: int | None = None
 
 
 def up(workspace: Path, options: UpOptions) -> int:
-    """Start everything, say where it is, and stay until a signal or until something essential ends."""
+    """Start all services, print their addresses, and keep them running until a signal; return the exit status.
+
+    Raises:
+        RlhfError: a service cannot be started, or kept dying.
+    """
     signals.install()
+    check_port_option(options.port)
     params = load_params(workspace)
     display = Display(workspace)
     mlflow_port = claim_port(options.mlflow_port, "the MLflow UI", "--mlflow-port")
     ensure_dvc(workspace)
-    with _alone(workspace):
+    with locked(workspace):  # a run that is under way has services of its own
+        kill_leftover_processes(workspace)
+    with locked(workspace, "services.lock"):
         os.environ[OWNER_VARIABLE] = ownership_tag(workspace)
-        services = _server(workspace, options, display)
+        services = open_services(workspace, options.port, display.line)
         try:
-            serving = _start_rest(services, params, mlflow_port, display)
-            return _watch(services, serving, display)
+            monitor = _start_services(services, params, mlflow_port, display)
+            while not signals.STOP.wait(POLL_SECONDS):
+                if problem := monitor.check():
+                    raise RlhfError(problem)
+            return EXIT_OK if signals.last() == signal.SIGTERM else EXIT_INTERRUPTED
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
         finally:
+            from flows.commands.service_monitor import end_active_runs
+
             display.line("stopping")
             forget_services(workspace)
-            _rest(services)
+            end_active_runs(services, True, "rlhf up was stopped", display.line)
             services.stop()
             kill_leftover_processes(workspace, patience=1.0)
 
 
-def _alone(workspace: Path):  # type: ignore[no-untyped-def]
-    """The lock of the services: one embedded server per workspace. A run that is under way has its own: wait it out."""
-    with locked(workspace):
-        kill_leftover_processes(workspace)
-    return locked(workspace, "services.lock")
-
-
-def _server(workspace: Path, options: UpOptions, display: Display) -> Services:
-    url = use_server_of_environment()
-    if url is None:
-        return start_server(workspace, options.port)
-    if options.port is not None:
-        raise RlhfError("--port is for the embedded server, but PREFECT_API_URL names another; use one of the two")
-    display.line(f"Prefect server {url}")
-    return Services(workspace, url, embedded=False)
-
-
-def _start_rest(services: Services, params: Params, mlflow_port: int, display: Display) -> PoolWorkers:
-    from flows.jobs import deployments as deploy
-    from flows.prefect_server import automations, pools
-    from flows.prefect_server import flow_runs as admin
-    from flows.prefect_server import workers as serving
+def _start_services(services: Services, params: Params, mlflow_port: int, display: Display) -> ServiceMonitor:
+    """Start the MLflow UI and the workers, set up pools, deployments and the automation, and record the addresses."""
+    # These load Prefect, which takes a second, in which the server starts.
+    from flows.commands.service_monitor import ServiceMonitor
+    from flows.jobs.deployments import deploy_all, deploy_jobs
+    from flows.prefect_server.automations import ensure_zombie_automation
+    from flows.prefect_server.flow_runs import end_stale_runs
+    from flows.prefect_server.pools import PIPELINES_POOL, ensure_pools
 
     workspace = services.workspace
-    mlflow_ui = _start_mlflow(services, mlflow_port)
+    mlflow_url = _start_mlflow(services, mlflow_port)
     if services.embedded:
         wait_for_server(services, signals.STOP.is_set)
-        admin.end_stale_runs()
-    deploy.deploy_jobs(workspace, params)
-    pools.ensure_pools([pools.PIPELINES_POOL])
-    deploy.deploy_all(workspace)
-    automations.ensure_zombie_automation()
-    served = serving.PoolWorkers(services, params, [*params.pool_names(), pools.PIPELINES_POOL])
-    served.start()
-    ui = services.api_url.removesuffix("/api")
-    record_services(workspace, services.api_url, {"prefect": ui, "mlflow": mlflow_ui})
-    display.line(f"Prefect UI {ui}")
-    display.line(f"MLflow UI  {mlflow_ui}")
+        end_stale_runs()
+    deploy_jobs(workspace, params)
+    ensure_pools([PIPELINES_POOL])
+    deploy_all(workspace)
+    ensure_zombie_automation()
+    pools = [*params.pool_names(), PIPELINES_POOL]
+    monitor = ServiceMonitor(services, params, pools, display.line, WORKER_RESTARTS)
+    monitor.workers.start_missing()
+    record_services(workspace, services.api_url, {"prefect": services.ui_url, "mlflow": mlflow_url})
+    display.line(f"Prefect UI {services.ui_url}")
+    display.line(f"MLflow UI  {mlflow_url}")
     display.line("up: scheduled runs start by themselves, `rlhf run` here uses this server; Ctrl-C stops everything")
-    return served
+    return monitor
 
 
 def _start_mlflow(services: Services, port: int) -> str:
-    """The address of the MLflow UI: the server that ``MLFLOW_TRACKING_URI`` names, else one that is started here."""
+    """Return the address of the MLflow UI: the server of ``MLFLOW_TRACKING_URI``, else one that is started here."""
     from flows.registry.mlflow_client import prepare_tracking
 
     uri = prepare_tracking(services.workspace)
@@ -118,44 +109,3 @@ def _start_mlflow(services: Services, port: int) -> str:
     command = [sys.executable, "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(port)]
     services.start(MLFLOW, [*command, "--backend-store-uri", uri, "--workers", "1"])
     return f"http://{LOOPBACK}:{port}"
-
-
-def _watch(services: Services, serving: PoolWorkers, display: Display) -> int:
-    """Until a signal. What has died is started again, but not for ever."""
-    restarts = 0
-    upkeep = ServerWatchdog(services, display.line)
-    while not signals.STOP.wait(0.3):
-        if problem := upkeep.look():
-            raise RlhfError(problem)
-        for service in services.dead_beside_server():
-            if restarts >= RESTARTS:
-                raise RlhfError(f"{service.name} ended (status {service.poll()}); see .rlhf/logs/{service.name}.log")
-            restarts += 1
-            time.sleep(1.0)
-            _restart(services, serving, service, display)
-        serving.keep()
-    return EXIT_OK if signals.last() == 15 else EXIT_INTERRUPTED
-
-
-def _restart(services: Services, serving: PoolWorkers, service: SupervisedProcess, display: Display) -> None:
-    from flows.prefect_server import flow_runs as admin
-
-    del services.running[service.name]
-    if service.name == MLFLOW:
-        display.line(f"the MLflow UI ended (status {service.poll()}); the record goes on without it")
-        return
-    display.line(f"{service.name} ended (status {service.poll()}), what it ran with it; starting it again")
-    pool = service.name.removeprefix(worker_name(""))
-    admin.crash_pool_runs(pool, "the worker and its job were killed")
-    services.start_worker(pool, serving.params.pool_limit(pool))
-
-
-def _rest(services: Services) -> None:
-    if not services.embedded or any(service.name == SERVER for service in services.dead()):
-        return
-    from flows.prefect_server import flow_runs as admin
-
-    try:
-        admin.end_active_runs(True, "rlhf up was stopped")
-    except Exception:  # the next start sweeps
-        return

@@ -1,1 +1,1 @@
-"""What DVC knows: the stage graph, recorded hashes, what is stale; always asked in a child process."""
+"""Access to DVC: the stage graph, recorded hashes, changed stages, the DVC root. DVC itself runs in child processes."""

@@ -7,31 +7,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.dvc_repo.query import query
+from flows.supervision.python_module import run_module
 from rlhf_core.errors import RlhfError
 
 
 def dvc_status(workspace: Path, stages: Sequence[str] = ()) -> dict[str, Any]:
-    """``dvc status`` as ``{stage: [what changed, …]}``, empty when all is up to date; ``RlhfError`` if DVC fails."""
-    printed, complaint = query(workspace, "-m", "dvc", "status", "--json", *stages)
-    if complaint:
-        raise RlhfError(f"dvc status failed in {workspace}: {complaint}")
-    status: dict[str, Any] = json.loads(printed or "{}")
+    """Return ``dvc status`` as ``{stage: [change, …]}``, empty when everything is up to date.
+
+    Raises:
+        RlhfError: DVC fails.
+    """
+    result = run_module(workspace, "dvc", "status", "--json", *stages)
+    if result.exit_code:
+        raise RlhfError(f"dvc status failed in {workspace}: {result.error_line}")
+    status: dict[str, Any] = json.loads(result.stdout or "{}")
     return status
 
 
 def describe_changes(changes: Any) -> str:
-    """``models/policy modified, metrics/ppo.json deleted`` out of one stage's entry of ``dvc status``."""
-    found = []
+    """Describe one stage's entry of ``dvc status``: ``models/policy modified, metrics/ppo.json deleted``."""
+    descriptions = []
     for change in changes:
         if not isinstance(change, dict):
-            found.append(str(change))
+            descriptions.append(str(change))
             continue
-        for what in change.values():
-            items = what.items() if isinstance(what, dict) else [(str(what), "")]
-            for path, state in items:
+        for details in change.values():
+            states = details.items() if isinstance(details, dict) else [(str(details), "")]
+            for path, state in states:
                 if isinstance(state, dict):
-                    found += [f"{path}:{key} {word}" for key, word in state.items()]
+                    descriptions += [f"{path}:{key} {key_state}" for key, key_state in state.items()]
                 else:
-                    found.append(f"{path} {state}".strip())
-    return ", ".join(found)
+                    descriptions.append(f"{path} {state}".strip())
+    return ", ".join(descriptions)

@@ -1,1 +1,1 @@
-"""Stages on work pools: the job that runs there, its submission, and hosts that do not share the workspace."""
+"""Stages as jobs of a work pool: submission and waiting, the job itself, and hosts that do not see the workspace."""

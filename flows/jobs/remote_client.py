@@ -1,16 +1,14 @@
-"""A stage for workers that do not see the workspace: what its job is told, and what comes back.
+"""The pipeline's side of a stage on a host that does not see the workspace.
 
-Inputs and result go through the DVC remote (``flows.jobs.transfer_worker``). Recipe, lock file and the few small inputs
-that DVC does not keep go with the submission; the outcome and the log come back through the Prefect server.
+Inputs and result travel through the DVC remote (``flows.jobs.transfer_worker``). The recipe, dvc.lock and the small
+inputs that DVC does not cache travel with the submission; outcome and log come back through the Prefect server.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from uuid import UUID
 
 from prefect import get_run_logger
@@ -19,41 +17,49 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.client.schemas.sorting import ArtifactSort
 
 from flows.dvc_repo.graph import StageNode
-from flows.jobs.job import Handoff, Job
+from flows.jobs.job import Handoff, Job, RemoteJobReport
 from flows.jobs.log_shipping import LogFollower
-from flows.jobs.transfer import TransferFailed, TransferStopped, patiently, transfer
+from flows.jobs.transfer import TransferFailed, transfer, transfer_with_retries
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import run_stage, stage_log
 from flows.stage.stage_hash import stage_hash
+from flows.supervision.signals import StopRequested
 from flows.workspace.git import git_revision
-from rlhf_core.cli import reward_function_files
 from rlhf_core.config.loading.load import PARAMS_FILE, Params, load_params
-from rlhf_core.config.placement import Placement
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError
+from rlhf_core.errors import EXIT_USER_ERROR, ConfigError
 from rlhf_core.files import atomic_write_text
+from rlhf_core.ppo.reward_sources.tracked_files import function_files
 
 RECIPE_FILES = (PARAMS_FILE, "dvc.yaml", "dvc.lock", ".dvcignore")
 CARRIED_BYTES = 400_000
 DELIVER_SECONDS = 300
-REPORT = "rlhf-outcome"
-SCORED_STAGES = ("critic", "ppo")
+REPORT_ARTIFACT = "rlhf-outcome"
+STAGES_WITH_REWARD_SOURCES = ("critic", "ppo")
 
 
-def check_handoffs(workspace: Path, params: Params) -> None:
-    """``ConfigError`` when a stage is placed on a pool that does not see the workspace, and no remote can serve it."""
-    for remote, stage in {place.remote: stage for stage, place in params.pools.items() if not place.shared}.items():
+def check_remotes(workspace: Path, params: Params) -> None:
+    """Check the DVC remote of every stage that is placed on a pool whose workers do not see the workspace.
+
+    Raises:
+        ConfigError: a remote is missing or of a kind that cannot serve two hosts.
+        KeyboardInterrupt: the stop flag was raised.
+    """
+    remotes = {placement.remote: stage for stage, placement in params.pools.items() if not placement.shared}
+    for remote, stage in remotes.items():
         try:
-            transfer(workspace, "describe", remote=remote or "")
-        except TransferFailed as failure:
-            raise ConfigError(f"pools.{stage} has shared: false, but {failure} (docs/operations.md)") from failure
-        except TransferStopped as stop:
+            transfer(workspace, "describe-remote", remote=remote or "")
+        except TransferFailed as error:
+            raise ConfigError(f"pools.{stage} has shared: false, but {error} (docs/operations.md)") from error
+        except StopRequested as stop:
             raise KeyboardInterrupt from stop
 
 
 def prepare_remote_job(job: Job, node: StageNode) -> Job | None:
-    """``job`` with what its host needs, its inputs being pushed first; None when the result is in the cache already.
+    """Push the inputs of ``job`` and return it with all its host needs; None when the result is in the cache already.
 
-    Raises :class:`TransferFailed` and :class:`TransferStopped`.
+    Raises:
+        TransferFailed: the stage cannot travel, or the remote is out of reach.
+        StopRequested: the stop flag was raised.
     """
     if not node.shareable:
         raise TransferFailed(
@@ -61,128 +67,119 @@ def prepare_remote_job(job: Job, node: StageNode) -> Job | None:
             "result cannot come back: place it on a pool that sees the workspace",
             final=True,
         )
-    place = job.placement
-    offer = transfer(job.workspace, "offer", job.stage, place.remote or "")
-    if offer["done"]:
+    pushed = transfer(job.workspace, "push-inputs", job.stage, job.placement.remote or "")
+    if pushed.result_cached:
         return None
-    remote = offer["remote"]
-    same = stage_hash(job.workspace, replace(node, cache=remote["url"]))
-    if same is None:
+    # The hash must be the same for every workspace that uses this remote.
+    shared_hash = stage_hash(job.workspace, replace(node, cache=pushed.remote["url"]))
+    if shared_hash is None:
         raise TransferFailed("an input is missing; run the stages before it", final=True)
+    untracked = _untracked_inputs(job.workspace, job.stage)
     handoff = Handoff(
-        key=f"{job.stage}-{same[:16]}",
-        remote=remote,
-        files=_carried(job.workspace, [*RECIPE_FILES, *offer["carry"], *_files_beside_dvc(job.workspace, job.stage)]),
+        key=f"{job.stage}-{shared_hash[:16]}",
+        remote=pushed.remote,
+        files=read_carried_files(job.workspace, [*RECIPE_FILES, *pushed.carried_inputs, *untracked]),
         revision=git_revision(Path(__file__).parent),
-        deliver_seconds=deliver_seconds(place),
+        deliver_seconds=job.placement.deliver_seconds or DELIVER_SECONDS,
     )
-    return replace(job, stage_hash=same, handoff=handoff)
+    return replace(job, stage_hash=shared_hash, handoff=handoff)
 
 
-def deliver_seconds(place: Placement) -> int:
-    """How long the remote may be out of reach before a job gives up."""
-    return DELIVER_SECONDS if place.deliver_seconds is None else place.deliver_seconds
+def _untracked_inputs(workspace: Path, stage: str) -> list[str]:
+    """List files that the stage reads although DVC does not track them: DeepSpeed settings and reward functions."""
+    params = load_params(workspace)
+    launch = {str(name): config for name, config in params.compute.launch.items()}.get(stage)
+    files = [launch.deepspeed] if launch and launch.deepspeed and not Path(launch.deepspeed).is_absolute() else []
+    if stage in STAGES_WITH_REWARD_SOURCES:
+        files += function_files(workspace, params.ppo.reward.sources)
+    return files
 
 
-def _files_beside_dvc(workspace: Path, stage: str) -> list[str]:
-    """Files that the stage reads though they are no inputs of it: how to launch it, and functions that score."""
-    launches = {str(name): launch for name, launch in load_params(workspace).compute.launch.items()}
-    file = launches[stage].deepspeed if stage in launches else None
-    engine = [file] if file and not Path(file).is_absolute() else []
-    return [*engine, *(reward_function_files(workspace) if stage in SCORED_STAGES else [])]
+def read_carried_files(workspace: Path, paths: Iterable[str]) -> dict[str, str]:
+    """Return the contents of text files, and of all files in folders, by path; missing ones are left out.
 
-
-def _carried(workspace: Path, paths: list[str]) -> dict[str, str]:
-    """Content of files and folders by path; :class:`TransferFailed` for what is too large or no text."""
+    Raises:
+        TransferFailed: a file is not text, or together they are too large to travel with a submission.
+    """
     texts: dict[str, str] = {}
     for path in dict.fromkeys(paths):
-        place = workspace / path
-        for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
-            if file.is_file():
-                texts[file.relative_to(workspace).as_posix()] = _text(file, path)
+        root = workspace / path
+        for file in sorted(root.rglob("*")) if root.is_dir() else [root]:
+            if not file.is_file():
+                continue
+            try:
+                texts[file.relative_to(workspace).as_posix()] = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise TransferFailed(
+                    f"{path} is an input that DVC does not cache, and it is not text: track it with `dvc add`",
+                    final=True,
+                ) from error
     total = sum(len(text.encode()) for text in texts.values())
     if total > CARRIED_BYTES:
         largest = max(texts, key=lambda path: len(texts[path]))
         raise TransferFailed(
-            f"the inputs that DVC does not keep come to {total} bytes, above {CARRIED_BYTES} (the largest is "
-            f"{largest}): track it with `dvc add`, or make it a cached output",
+            f"the inputs that DVC does not cache have {total} bytes in all, more than {CARRIED_BYTES}; the largest is "
+            f"{largest}: track it with `dvc add`, or make it a cached output",
             final=True,
         )
     return texts
 
 
-def _text(file: Path, path: str) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise TransferFailed(
-            f"{path} is an input that DVC does not keep, and no text: track it with `dvc add`", final=True
-        ) from error
-
-
 class RemoteJobClient:
-    """The caller's side of one job: its log while it runs, its outcome and result when it has ended."""
+    """The pipeline's connection to one remote job: its log while it runs, its outcome and result at the end."""
 
-    def __init__(self, job: Job, client: SyncPrefectClient, run: UUID) -> None:
-        self.job, self.client, self.run = job, client, run
+    def __init__(self, job: Job, client: SyncPrefectClient, flow_run: UUID) -> None:
+        self.job, self.client, self.flow_run = job, client, flow_run
         self.follower = LogFollower(stage_log(job.workspace, job.stage))
 
-    def listen(self, watch: Callable[[], None]) -> None:
-        """Write down what the stage has said since, then look at it."""
-        self.follower.look(self.client, self.run)
-        watch()
+    def follow_log(self, now: bool = False) -> None:
+        """Append new lines of the stage's remote log to its log here."""
+        self.follower.fetch(self.client, self.flow_run, now=now)
 
     def receive(self) -> StageOutcome | None:
-        """What the job reported, its result fetched; None if it ended without a word or was stopped."""
-        self.follower.look(self.client, self.run, now=True)
-        wanted = ArtifactFilter(
-            flow_run_id=ArtifactFilterFlowRunId(any_=[self.run]), type=ArtifactFilterType(any_=[REPORT])
+        """Return the outcome that the job reported, its result fetched; None if it reported none or was stopped."""
+        self.follow_log(now=True)
+        report_of_run = ArtifactFilter(
+            flow_run_id=ArtifactFilterFlowRunId(any_=[self.flow_run]), type=ArtifactFilterType(any_=[REPORT_ARTIFACT])
         )
-        found = self.client.read_artifacts(artifact_filter=wanted, sort=ArtifactSort.UPDATED_DESC, limit=1)
-        if not found:
+        artifacts = self.client.read_artifacts(artifact_filter=report_of_run, sort=ArtifactSort.UPDATED_DESC, limit=1)
+        if not artifacts:
             return None
-        report: Any = found[0].data
-        outcome = StageOutcome(**report["outcome"])
-        if outcome.ok:
-            return self._fetch(outcome)
-        if outcome.action == "stopped":
+        report = RemoteJobReport.from_data(artifacts[0].data)
+        if report.outcome.ok:
+            return self._fetch_result(report.outcome)
+        if report.outcome.action == "stopped":
             return None
-        for path, text in report["files"].items():
-            if path in self.job.outputs:
+        for path, text in report.files.items():
+            if path in self.job.spec.outputs:
                 atomic_write_text(self.job.workspace / path, text)
-        return outcome
+        return report.outcome
 
-    def _fetch(self, reported: StageOutcome) -> StageOutcome:
-        """The result into the cache, then DVC's own ``repro``, which finds it there; never a computation here."""
+    def _fetch_result(self, reported: StageOutcome) -> StageOutcome:
+        """Fetch the result into the cache, from where DVC's own ``repro`` takes it; nothing is ever computed here."""
         job = self.job
         assert job.handoff is not None
         remote = job.handoff.remote["name"]
+        warn = get_run_logger().warning
         try:
-            found = patiently(
-                lambda: transfer(job.workspace, "bring", job.stage, remote),
-                job.handoff.deliver_seconds,
-                get_run_logger().warning,
-            )["found"]
-        except (TransferFailed, TransferStopped) as problem:
-            return failed(
-                job.stage,
-                problem,
-                f"the result is in the DVC remote {remote}, but could not be fetched",
-                reported.started,
+            fetched = transfer_with_retries(
+                job.workspace, "fetch-result", job.stage, remote, job.handoff.deliver_seconds, warn
             )
-        if not found:
-            message = f"the DVC remote {remote} does not have the result for the inputs as they are here now"
-            return replace(reported, action="failed", exit_code=1, message=message, ended=time.time())
-        outcome = run_stage(job.workspace, job.stage, job.outputs, job.environment, job.grace)
+        except (TransferFailed, StopRequested) as error:
+            context = f"the result is in the DVC remote {remote}, but could not be fetched"
+            return transfer_outcome(job.stage, error, context, reported.started)
+        if not fetched.result_cached:
+            message = f"the DVC remote {remote} has no result for the inputs as they are in this workspace now"
+            return StageOutcome.failed(job.stage, message, started=reported.started, work_seconds=reported.work_seconds)
+        outcome = run_stage(job.spec)
+        if not outcome.ok:
+            return outcome
         started = min(reported.started, outcome.started)  # the other host's clock may be ahead
-        return replace(outcome, action=reported.action, started=started, work=reported.work) if outcome.ok else outcome
+        return replace(outcome, action=reported.action, started=started, work_seconds=reported.work_seconds)
 
 
-def failed(stage: str, problem: TransferFailed | TransferStopped, where: str, started: float) -> StageOutcome:
-    """The outcome of a stage whose inputs or result did not get through."""
-    ended = time.time()
-    if isinstance(problem, TransferStopped):
-        return StageOutcome(stage, "stopped", EXIT_INTERRUPTED, "stopped", started, ended, 0.0)
-    code = EXIT_USER_ERROR if problem.final else 1
-    message = f"{where}: {problem}" if where else str(problem)
-    return StageOutcome(stage, "failed", code, message, started, ended, 0.0)
+def transfer_outcome(stage: str, error: TransferFailed | StopRequested, context: str, started: float) -> StageOutcome:
+    """Return the outcome of a stage whose inputs or result could not be transferred."""
+    if isinstance(error, StopRequested):
+        return StageOutcome.stopped(stage, started=started)
+    return StageOutcome.failed(stage, f"{context}: {error}", EXIT_USER_ERROR if error.final else 1, started=started)

@@ -1,7 +1,7 @@
-"""A handed-over stage on its host: a workspace made from the submission, the stage run in it, its result delivered.
+"""A stage on a host that does not see the workspace: rebuild the workspace, run the stage, push its result.
 
-``RLHF_HOST_FOLDER`` (``~/.rlhf`` unless set) is where this host keeps such workspaces and the DVC cache they share. A
-workspace stays until its result has been delivered, so the next attempt on this host finds partial state and result.
+``RLHF_HOST_FOLDER`` (default ``~/.rlhf``) holds the rebuilt workspaces and the DVC cache that they share. A workspace
+is kept until its result has been pushed, so that the next attempt on this host finds partial state and result.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from uuid import UUID
 
@@ -22,125 +20,112 @@ from prefect import get_run_logger, runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate
 
-from flows.jobs.host_cache import in_use
-from flows.jobs.job import Handoff
+from flows.jobs.host_cache import host_cache_in_use
+from flows.jobs.job import Handoff, RemoteJobReport
 from flows.jobs.log_shipping import LogShipper
-from flows.jobs.remote_client import REPORT, failed
-from flows.jobs.transfer import TransferFailed, TransferStopped, patiently, transfer
+from flows.jobs.remote_client import REPORT_ARTIFACT, transfer_outcome
+from flows.jobs.transfer import TransferFailed, transfer_with_retries
 from flows.stage.outcome import StageOutcome
-from flows.stage.run import run_stage, stage_log
-from flows.supervision.environment import child_environment
-from flows.supervision.signals import STOP
+from flows.stage.run import StageSpec, run_stage, stage_log
+from flows.supervision.python_module import run_module
+from flows.supervision.retry import retry
+from flows.supervision.signals import StopRequested
 from flows.workspace.cleanup import cleanup
 from flows.workspace.git import git_revision
 from flows.workspace.lock import locked
-from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, RlhfError
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_USER_ERROR, RlhfError
 from rlhf_core.files import atomic_write_text
 
 HOST_FOLDER_VARIABLE = "RLHF_HOST_FOLDER"
-CODE = ".fingerprints"
+FINGERPRINTS = ".fingerprints"
 SMALL_BYTES = 64_000
 REPORT_SECONDS = 600.0
 
 
 def host_folder() -> Path:
-    """Where this host keeps the workspaces of jobs and their cache."""
+    """Return the folder in which this host keeps the workspaces of remote jobs and their cache."""
     return Path(os.environ.get(HOST_FOLDER_VARIABLE) or Path.home() / ".rlhf").expanduser().resolve()
 
 
-def run_remote_job(
-    handoff: Handoff, stage: str, outputs: tuple[str, ...], environment: Mapping[str, str], grace: float
-) -> StageOutcome:
-    """Run the stage in a workspace of this host and report its outcome to the server; never raises for a failing stage.
+def run_remote_job(handoff: Handoff, spec: StageSpec) -> StageOutcome:
+    """Run the stage in a workspace of this host and report its outcome to the server; a failing stage does not raise.
 
-    A second job for the same computation on this host waits for the first, and then finds its result.
+    ``spec`` is that of the pipeline, whose workspace does not exist here. A second job for the same computation on this
+    host waits for the first one and then finds its result.
     """
     started = time.time()
     host = host_folder()
     try:
-        with in_use(host), locked(host, f"{handoff.key}.lock", wait=True, on_wait=get_run_logger().info):
-            job = RemoteJob(handoff, stage, outputs, environment, grace, host / "jobs" / handoff.key)
+        with (
+            host_cache_in_use(host),
+            locked(host, f"{handoff.key}.lock", wait=True, on_wait=get_run_logger().info),
+        ):
+            job = RemoteJob(handoff, spec, host / "jobs" / handoff.key)
             outcome = job.run(host / "cache")
-            publish(outcome, job.workspace, _small_outputs(job.workspace, outputs, outcome))
+            publish_report(outcome, job.workspace, _gate_evidence(job.spec, outcome))
             if outcome.ok:
                 shutil.rmtree(job.workspace, ignore_errors=True)
     except KeyboardInterrupt:
-        return StageOutcome(stage, "stopped", EXIT_INTERRUPTED, "stopped", started, time.time(), 0.0)
+        return StageOutcome.stopped(spec.name, started=started)
     except RlhfError as error:
-        outcome = StageOutcome(
-            stage, "failed", error.exit_code, f"{socket.gethostname()}: {error}", started, time.time(), 0.0
-        )
-        publish(outcome, host, {})
+        message = f"{socket.gethostname()}: {error}"
+        outcome = StageOutcome.failed(spec.name, message, error.exit_code, started=started)
+        publish_report(outcome, host, {})
     return outcome
 
 
 class RemoteJob:
-    """One attempt at a handed-over stage, in ``workspace``."""
+    """One attempt at a stage in ``workspace``, a folder of this host."""
 
-    def __init__(
-        self,
-        handoff: Handoff,
-        stage: str,
-        outputs: tuple[str, ...],
-        environment: Mapping[str, str],
-        grace: float,
-        workspace: Path,
-    ) -> None:
-        self.handoff, self.stage, self.outputs, self.grace = handoff, stage, outputs, grace
-        self.workspace = workspace
-        self.environment = _tracked(environment)
+    def __init__(self, handoff: Handoff, spec: StageSpec, workspace: Path) -> None:
+        self.handoff, self.workspace = handoff, workspace
+        self.spec = replace(spec, workspace=workspace, environment=_tracking_environment(spec.environment))
         self.started = time.time()
 
     def run(self, cache: Path) -> StageOutcome:
-        """Outcome of the stage, or of what kept it from being run or delivered."""
-        rebuild(self.workspace, self.handoff, cache)
+        """Fetch the inputs, run the stage and push its result; return the outcome of the first step that fails."""
+        stage, remote = self.spec.name, self.handoff.remote["name"]
+        rebuild_workspace(self.workspace, self.handoff, cache)
         cleanup(self.workspace)
-        with LogShipper(stage_log(self.workspace, self.stage), UUID(str(runtime.flow_run.id))):
-            self._tell(f"on {socket.gethostname()} in {self.workspace}")
-            problem = other_code(self.workspace, self.handoff)
-            if problem:
-                return StageOutcome(self.stage, "failed", EXIT_USER_ERROR, problem, self.started, time.time(), 0.0)
-            return self._take() or self._deliver(
-                run_stage(self.workspace, self.stage, self.outputs, self.environment, self.grace)
-            )
-
-    def _take(self) -> StageOutcome | None:
-        """The inputs into the workspace; an outcome only if that fails."""
-        try:
-            self._exchange("take")
-        except (TransferFailed, TransferStopped) as problem:
-            where = f"inputs could not be fetched from the DVC remote {self.handoff.remote['name']}"
-            return failed(self.stage, problem, where, self.started)
-        return None
-
-    def _deliver(self, outcome: StageOutcome) -> StageOutcome:
-        """Push what the stage made; a remote that stays out of reach makes it a failure that loses nothing."""
-        if not outcome.ok:
+        with LogShipper(stage_log(self.workspace, stage), UUID(str(runtime.flow_run.id))):
+            self._log(f"on {socket.gethostname()} in {self.workspace}")
+            difference = code_difference(self.workspace, self.handoff)
+            if difference:
+                return StageOutcome.failed(stage, difference, EXIT_USER_ERROR, started=self.started)
+            try:
+                self._transfer("fetch-inputs")
+            except (TransferFailed, StopRequested) as error:
+                context = f"inputs could not be fetched from the DVC remote {remote}"
+                return transfer_outcome(stage, error, context, self.started)
+            outcome = run_stage(self.spec)
+            if not outcome.ok:
+                return outcome
+            try:
+                self._transfer("push-result")
+            except (TransferFailed, StopRequested) as error:
+                context = (
+                    f"the stage is done, but its result could not be pushed to the DVC remote {remote}; it is kept on "
+                    f"{socket.gethostname()} in {self.workspace}, and the next attempt on that host only pushes it"
+                )
+                return transfer_outcome(stage, error, context, self.started)
             return outcome
-        try:
-            self._exchange("give")
-        except (TransferFailed, TransferStopped) as problem:
-            where = (
-                f"done, but the DVC remote {self.handoff.remote['name']} does not take the result, which lies on "
-                f"{socket.gethostname()} in {self.workspace}; the next attempt there only delivers it"
-            )
-            return failed(self.stage, problem, where, self.started)
-        return outcome
 
-    def _exchange(self, command: str) -> None:
-        remote = self.handoff.remote["name"]
-        patiently(
-            lambda: transfer(self.workspace, command, self.stage, remote), self.handoff.deliver_seconds, self._tell
-        )
+    def _transfer(self, command: str) -> None:
+        remote, seconds = self.handoff.remote["name"], self.handoff.deliver_seconds
+        transfer_with_retries(self.workspace, command, self.spec.name, remote, seconds, self._log)
 
-    def _tell(self, line: str) -> None:
-        """A line in the stage's log, which the caller sees."""
-        with stage_log(self.workspace, self.stage).open("a", encoding="utf-8") as stream:
-            stream.write(f"{self.stage} {line}\n")
+    def _log(self, line: str) -> None:
+        """Append a line to the stage's log, which the pipeline follows."""
+        with stage_log(self.workspace, self.spec.name).open("a", encoding="utf-8") as stream:
+            stream.write(f"{self.spec.name} {line}\n")
 
 
-def rebuild(workspace: Path, handoff: Handoff, cache: Path) -> None:
-    """Make ``workspace`` from the submission, or bring the one of an earlier attempt up to date with it."""
+def rebuild_workspace(workspace: Path, handoff: Handoff, cache: Path) -> None:
+    """Write the files of the hand-off and DVC's settings to ``workspace``, which may exist from an earlier attempt.
+
+    Raises:
+        ValueError: the hand-off names a path outside the workspace.
+    """
     from configobj import ConfigObj
 
     for path, text in handoff.files.items():
@@ -155,49 +140,50 @@ def rebuild(workspace: Path, handoff: Handoff, cache: Path) -> None:
     atomic_write_text(workspace / ".dvc" / "config", "\n".join(settings.write()) + "\n")
 
 
-def other_code(workspace: Path, handoff: Handoff) -> str:
-    """Why this host would compute something else than was asked for: its code differs. Empty when it does not."""
-    asked = {path: text for path, text in handoff.files.items() if path.startswith(f"{CODE}/")}
-    if not asked:
+def code_difference(workspace: Path, handoff: Handoff) -> str:
+    """Explain in one line why this host would compute something else: its code differs. Empty if it does not."""
+    expected = {path: text for path, text in handoff.files.items() if path.startswith(f"{FINGERPRINTS}/")}
+    if not expected:
         return ""
-    command = [sys.executable, "-m", "flows.cli", "fingerprint", "--workspace", str(workspace)]
-    made = subprocess.run(
-        command, cwd=workspace, env=child_environment(workspace), capture_output=True, text=True, timeout=600
-    )
-    if made.returncode:
-        last = (made.stderr.strip().splitlines() or ["no message"])[-1]
-        return f"the code on {socket.gethostname()} cannot be identified: {last}"
-    differ = [path for path, text in asked.items() if (workspace / path).read_text(encoding="utf-8") != text]
-    if not differ:
+    result = run_module(workspace, "flows.cli", "fingerprint", "--workspace", str(workspace))
+    if result.exit_code:
+        return f"the code on {socket.gethostname()} cannot be fingerprinted: {result.error_line}"
+    differing = [path for path, text in expected.items() if (workspace / path).read_text(encoding="utf-8") != text]
+    if not differing:
         return ""
     return (
-        f"the worker on {socket.gethostname()} has other code or source files than the pipeline ({', '.join(differ)}; "
-        f"revision {git_revision(Path(__file__).parent)[:12]}, wanted {handoff.revision[:12]}): install the same "
-        "version there"
+        f"code or source files on {socket.gethostname()} differ from the pipeline's ({', '.join(differing)}; revision "
+        f"{git_revision(Path(__file__).parent)[:12]}, expected {handoff.revision[:12]}): install the same version there"
     )
 
 
-def publish(outcome: StageOutcome, workspace: Path, files: Mapping[str, str]) -> None:
-    """Tell the server how the stage ended, for up to ten minutes; the caller then has the flow run's state alone."""
-    data = {"outcome": asdict(outcome), "host": socket.gethostname(), "folder": str(workspace), "files": dict(files)}
-    artifact = ArtifactCreate(type=REPORT, data=data, flow_run_id=UUID(str(runtime.flow_run.id)))
-    deadline = time.monotonic() + REPORT_SECONDS
-    while True:
-        try:
-            with get_client(sync_client=True) as client:
-                client.create_artifact(artifact)
-            return
-        except httpx.HTTPError as error:
-            get_run_logger().warning("the outcome has not reached the server (%s); trying again", error)
-        if time.monotonic() > deadline or STOP.wait(2.0):
-            return
+def publish_report(outcome: StageOutcome, workspace: Path, files: Mapping[str, str]) -> None:
+    """Send the outcome to the server, for up to ten minutes; without it the pipeline sees the flow run's state only."""
+    report = RemoteJobReport(outcome, socket.gethostname(), str(workspace), dict(files))
+    flow_run = UUID(str(runtime.flow_run.id))
+    artifact = ArtifactCreate(type=REPORT_ARTIFACT, data=report.to_data(), flow_run_id=flow_run)
+    logger = get_run_logger()
+
+    def send() -> None:
+        with get_client(sync_client=True) as client:
+            client.create_artifact(artifact)
+
+    try:
+        retry(
+            send,
+            REPORT_SECONDS,
+            is_transient=lambda error: isinstance(error, httpx.HTTPError),
+            report=lambda line: logger.warning("the outcome did not reach the server: %s", line),
+        )
+    except (httpx.HTTPError, StopRequested):
+        logger.error("the outcome did not reach the server")
 
 
-def _small_outputs(workspace: Path, outputs: tuple[str, ...], outcome: StageOutcome) -> dict[str, str]:
-    """The evidence of a gate that did not pass, which DVC does not keep then: the stage's small text files."""
+def _gate_evidence(spec: StageSpec, outcome: StageOutcome) -> dict[str, str]:
+    """Return the stage's small text outputs if its gate failed: DVC does not cache the evidence then."""
     texts = {}
-    for path in outputs if outcome.exit_code == EXIT_GATE_FAILED else ():
-        file = workspace / path
+    for path in spec.outputs if outcome.exit_code == EXIT_GATE_FAILED else ():
+        file = spec.workspace / path
         if file.is_file() and file.stat().st_size <= SMALL_BYTES and file.stat().st_mtime >= outcome.started - 1:
             try:
                 texts[path] = file.read_text(encoding="utf-8")
@@ -206,8 +192,8 @@ def _small_outputs(workspace: Path, outputs: tuple[str, ...], outcome: StageOutc
     return texts
 
 
-def _tracked(environment: Mapping[str, str]) -> dict[str, str]:
-    """The caller's run in the record is one of this stage's only where both write to the same MLflow server."""
+def _tracking_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Drop the pipeline's MLflow run and switch tracking off, unless this host records to an MLflow server."""
     if os.environ.get("MLFLOW_TRACKING_URI", "").startswith(("http://", "https://")):
         return dict(environment)
     kept = {name: value for name, value in environment.items() if name != "RLHF_PARENT_RUN_ID"}

@@ -1,12 +1,10 @@
-"""Submit a stage to a work pool, wait for its job and return its outcome; a preempted job is submitted again."""
+"""Submit a stage to a work pool and wait for its job; a preempted job is submitted again."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -16,13 +14,14 @@ from prefect.states import Cancelled, Cancelling, State
 
 from flows.dvc_repo.graph import StageNode
 from flows.jobs.job import Job
-from flows.jobs.remote_client import RemoteJobClient, failed, prepare_remote_job
-from flows.jobs.stage_job import PREEMPTED, preempted
-from flows.jobs.submission import claim, is_own_run
-from flows.jobs.transfer import TransferFailed, TransferStopped
-from flows.stage.outcome import StageOutcome, clear_outcome, load_outcome, stage_report
+from flows.jobs.remote_client import RemoteJobClient, prepare_remote_job, transfer_outcome
+from flows.jobs.stage_job import PREEMPTED, preempted_state
+from flows.jobs.submission import claim_flow_run, is_own_run
+from flows.jobs.transfer import TransferFailed
+from flows.stage.outcome import StageOutcome, clear_outcome, load_outcome, load_report
 from flows.stage.run import run_stage
 from flows.supervision import signals
+from flows.supervision.signals import StopRequested
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 POLL_SECONDS = 0.5
@@ -31,123 +30,134 @@ REPORT_POLLS = 10
 
 
 def run_on_remote_pool(
-    job: Job, node: StageNode, watch: Callable[[], None], tell: Callable[[str], None]
+    job: Job, node: StageNode, on_poll: Callable[[], None], on_preempted: Callable[[str], None]
 ) -> StageOutcome:
-    """Like :func:`run_on_pool`, for a pool whose workers do not see the workspace."""
+    """Run :func:`run_on_pool` for a pool whose workers do not see the workspace."""
     started = time.time()
     try:
-        packed = prepare_remote_job(job, node)
-    except (TransferFailed, TransferStopped) as problem:
-        return failed(job.stage, problem, f"cannot be handed over to {job.placement.pool}", started)
-    if packed is None:
-        return run_stage(job.workspace, job.stage, job.outputs, job.environment, job.grace)
-    return run_on_pool(packed, watch, tell)
+        remote_job = prepare_remote_job(job, node)
+    except (TransferFailed, StopRequested) as error:
+        context = f"the stage cannot be submitted to the work pool {job.placement.pool}"
+        return transfer_outcome(job.stage, error, context, started)
+    if remote_job is None:
+        return run_stage(job.spec)
+    return run_on_pool(remote_job, on_poll, on_preempted)
 
 
-def run_on_pool(job: Job, watch: Callable[[], None], tell: Callable[[str], None] = lambda text: None) -> StageOutcome:
-    """Submit ``job`` to its pool and wait; never raises for a failing stage. ``watch`` is called while waiting, and
-    ``tell`` when the job has lost its place, upon which it is submitted again.
+def run_on_pool(
+    job: Job, on_poll: Callable[[], None], on_preempted: Callable[[str], None] = lambda message: None
+) -> StageOutcome:
+    """Submit ``job`` to its pool and return its outcome; a failing stage does not raise.
 
-    When another workspace with the same DVC cache is computing the same, that is waited for first: this job then finds
-    the result in the cache. Should the other one fail or be stopped, this job does the work.
+    If another workspace with the same DVC cache is computing the same, its job is waited for first, and this job then
+    finds the result in the cache. If that job fails or is stopped, this one does the work.
+
+    Args:
+        on_poll: called while waiting.
+        on_preempted: given a message each time the job was preempted and is about to be submitted again.
     """
     started = time.time()
-    lost = 0
+    preemptions = 0
     with get_client(sync_client=True) as client:
         while True:
             clear_outcome(job.workspace, job.stage)
-            run = claim(client, replace(job, attempt=f"{job.attempt}:{lost}" if lost else job.attempt))
-            own = is_own_run(run, job)
-            if not own:
-                place = run.parameters.get("workspace")
-                get_run_logger().info("%s: %s computes the same (flow run %s); waiting", job.stage, place, run.id)
-            letters = RemoteJobClient(job, client, run.id) if job.handoff is not None else None
-            heard = partial(letters.listen, watch) if letters is not None else watch
-            state = _await_end(client, run.id, heard, job if own else None)
-            if own and _lost_its_place(job, state) and not signals.STOP.is_set():
-                lost += 1
-                if lost > job.preemptions:
-                    return _preempted_too_often(job, started)
-                tell("preempted, waiting for a worker")
+            attempt = f"{job.attempt}:{preemptions}" if preemptions else job.attempt
+            run = claim_flow_run(client, replace(job, attempt=attempt))
+            if not is_own_run(run, job):
+                workspace = run.parameters.get("workspace")
+                get_run_logger().info("%s: %s computes the same (flow run %s); waiting", job.stage, workspace, run.id)
+                _await_end(client, run.id, on_poll)
+                if signals.STOP.is_set():
+                    return StageOutcome.stopped(job.stage, started=started)
                 continue
-            if own and letters is not None and not signals.STOP.is_set() and (outcome := letters.receive()) is not None:
-                return outcome
-            if own or signals.STOP.is_set():
-                return _outcome_of(job.workspace, job.stage, state, started)
+            remote = RemoteJobClient(job, client, run.id) if job.handoff is not None else None
+            state = _await_end(client, run.id, on_poll, job, remote)
+            if signals.STOP.is_set():
+                return StageOutcome.stopped(job.stage, started=started)
+            if _was_preempted(job, state):
+                preemptions += 1
+                if preemptions > job.max_preemptions:
+                    message = f"preempted more than {job.max_preemptions} times (flow.max_preemptions); run it again"
+                    return StageOutcome.failed(job.stage, f"{message} to resume", EXIT_PREEMPTED, started=started)
+                on_preempted("preempted, waiting for a worker")
+                continue
+            reported = remote.receive() if remote is not None else None
+            return reported or _outcome_in_workspace(job, state, started)
 
 
-def _await_end(client: SyncPrefectClient, run: UUID, watch: Callable[[], None], own: Job | None) -> State[Any] | None:
-    """The run's final state; after a stop signal the cancellation of an ``own`` job is waited for briefly.
+def _await_end(
+    client: SyncPrefectClient,
+    run: UUID,
+    on_poll: Callable[[], None],
+    own: Job | None = None,
+    remote: RemoteJobClient | None = None,
+) -> State[Any] | None:
+    """Wait for the run's final state. After a stop signal an ``own`` job is cancelled and waited for briefly.
 
-    An own job whose stage has said that it was preempted has a while to end by itself. Its process may have died with
-    its worker, and then the server would learn of that much later.
+    If the stage of an own job has reported its preemption, the job has a while to end by itself. Its process may have
+    died with its worker, which the server would notice much later.
     """
-    patience = REPORT_POLLS
+    polls_left = REPORT_POLLS
     while True:
         state = client.read_flow_run(run).state
         if state is not None and state.is_final():
             return state
-        if own is not None and _stage_has_left(own, state):
-            patience -= 1
-            if patience <= 0:
-                client.set_flow_run_state(run, preempted(f"{own.stage}: its worker is gone"), force=True)
+        if own is not None and _stage_reported_preemption(own, state):
+            polls_left -= 1
+            if polls_left <= 0:
+                client.set_flow_run_state(run, preempted_state(f"{own.stage}: its worker is gone"), force=True)
         if signals.STOP.wait(POLL_SECONDS):
             return cancel_and_wait(client, run) if own is not None else state
-        watch()
+        if remote is not None:
+            remote.follow_log()
+        on_poll()
 
 
-def _stage_has_left(job: Job, state: State[Any] | None) -> bool:
-    """Whether the stage was preempted since its job began to run."""
-    if state is None or not state.is_running():
+def _stage_reported_preemption(job: Job, state: State[Any] | None) -> bool:
+    """Whether the stage has reported its preemption since its job began to run."""
+    report = load_report(job.workspace, job.stage)
+    if report is None or state is None or not state.is_running():
         return False
-    spoken = stage_report(job.workspace, job.stage) or {}
-    return spoken.get("exit_code") == EXIT_PREEMPTED and spoken.get("ended", 0.0) >= state.timestamp.timestamp()
+    return report.exit_code == EXIT_PREEMPTED and report.ended >= state.timestamp.timestamp()
 
 
-def _lost_its_place(job: Job, state: State[Any] | None) -> bool:
-    """Whether a job has ended because it was preempted, by its own word or, where it died before that, its stage's."""
+def _was_preempted(job: Job, state: State[Any] | None) -> bool:
+    """Whether a job ended because of a preemption, by its own state or, if it died before that, its stage's report."""
     if state is None or state.is_completed() or state.is_cancelled():
         return False
-    spoken = stage_report(job.workspace, job.stage) or {}
-    return state.name == PREEMPTED or spoken.get("exit_code") == EXIT_PREEMPTED
+    report = load_report(job.workspace, job.stage)
+    return state.name == PREEMPTED or (report is not None and report.exit_code == EXIT_PREEMPTED)
 
 
-def _preempted_too_often(job: Job, started: float) -> StageOutcome:
-    message = f"preempted more than {job.preemptions} times (flow.max_preemptions); run again, it goes on"
-    return StageOutcome(job.stage, "failed", EXIT_PREEMPTED, message, started, time.time(), 0.0)
-
-
-def cancel_and_wait(client: SyncPrefectClient, job: UUID, seconds: float = CANCEL_SECONDS) -> State[Any] | None:
-    """Cancel a job: at once if no worker has it, else by asking its worker. Its state after at most ``seconds``."""
-    state = client.read_flow_run(job).state
+def cancel_and_wait(client: SyncPrefectClient, run: UUID, seconds: float = CANCEL_SECONDS) -> State[Any] | None:
+    """Cancel a job, at once or through its worker if one has it; return its state after ``seconds`` at most."""
+    state = client.read_flow_run(run).state
     if state is not None and state.is_scheduled():
-        client.set_flow_run_state(job, Cancelled(message="the pipeline run was stopped"))
+        client.set_flow_run_state(run, Cancelled(message="the pipeline run was stopped"))
     elif state is not None and not state.is_final():
-        client.set_flow_run_state(job, Cancelling(message="the pipeline run was stopped"))
+        client.set_flow_run_state(run, Cancelling(message="the pipeline run was stopped"))
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        state = client.read_flow_run(job).state
+        state = client.read_flow_run(run).state
         if state is not None and state.is_final():
             break
         time.sleep(0.2)
     return state
 
 
-def _outcome_of(workspace: Path, stage: str, state: State[Any] | None, started: float) -> StageOutcome:
-    """What the job wrote; if it died before that, what the server says of it."""
-    ended = time.time()
+def _outcome_in_workspace(job: Job, state: State[Any] | None, started: float) -> StageOutcome:
+    """Return the outcome that the job saved; if it died before that, what its state on the server says."""
     if signals.STOP.is_set():
-        return StageOutcome(stage, "stopped", EXIT_INTERRUPTED, "stopped", started, ended, 0.0)
-    written = load_outcome(workspace, stage)
+        return StageOutcome.stopped(job.stage, started=started)
+    pool = job.placement.pool
     if state is not None and state.is_cancelled():
-        return StageOutcome(stage, "failed", EXIT_INTERRUPTED, "its job on the pool was cancelled", started, ended, 0.0)
-    if (
-        written is not None
-        and written.action != "stopped"
-        and (written.ok == (state is not None and state.is_completed()))
-    ):
-        return written
-    name = state.name if state else "lost"
-    detail = state.message.split(". ")[0] if state and state.message else ""
-    message = f"its job on the pool ended as {name}" + (f": {detail}" if detail else "")
-    return StageOutcome(stage, "failed", 1, message, started, ended, ended - started)
+        message = f"its job on {pool} was cancelled"
+        return StageOutcome.failed(job.stage, message, EXIT_INTERRUPTED, started=started)
+    saved = load_outcome(job.workspace, job.stage)
+    completed = state is not None and state.is_completed()
+    if saved is not None and saved.action != "stopped" and saved.ok == completed:
+        return saved
+    reason = f": {state.message.split('. ')[0]}" if state and state.message else ""
+    message = f"its job on {pool} ended as {state.name if state else 'lost'}{reason}"
+    ended = time.time()
+    return StageOutcome.failed(job.stage, message, started=started, ended=ended, work_seconds=ended - started)

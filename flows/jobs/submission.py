@@ -1,8 +1,8 @@
-"""Handing a stage to a work pool: one flow run per attempt, and one at a time for what several pipelines compute alike.
+"""Submission of jobs: one flow run per attempt; identical computations from several pipelines share one flow run.
 
-Prefect answers an idempotency key that it has seen with the old flow run, whatever became of it. So the key of a shared
-computation holds the runs of it that have ended: while one is under way everybody gets that one, and once it has ended,
-well or badly, the next submission makes a new one.
+Prefect answers a known idempotency key with the old flow run, whatever became of it. The key of a shared computation
+therefore hashes the runs of it that have ended: while one is under way every submission returns that one, and once it
+has ended, successfully or not, the next submission creates a new one.
 """
 
 from __future__ import annotations
@@ -20,54 +20,50 @@ from prefect.deployments import run_deployment
 from flows.jobs.job import Job, job_deployment
 
 RECENT = 200
+ATTEMPTS = 3
 
 
-def claim(client: SyncPrefectClient, job: Job) -> FlowRun:
-    """The flow run to wait for: the one under way for this computation, else a new one of this job's own.
+def claim_flow_run(client: SyncPrefectClient, job: Job) -> FlowRun:
+    """Return the flow run to wait for: the one under way for this computation, else a new one for this job.
 
-    Between the look and the submission somebody else's run may begin (then that one is the answer, by its key) or end
-    (then the look is repeated). Should that not settle, the job runs by itself.
+    Between query and submission another pipeline's run may begin, which the shared key then returns, or end, upon which
+    the query is repeated. If that does not settle, the job gets a run of its own.
     """
     if job.stage_hash is None:
-        return _create(job, job.attempt, [])
-    for _ in range(3):
-        known = _tagged(client, job.tag)
-        active = next((run for run in known if not _ended(run)), None)
-        run = active or _create(job, _key_after(job.tag, known), [job.tag])
-        if not _ended(run):
+        return _submit(job, job.attempt, [])
+    of_computation = FlowRunFilter(tags=FlowRunFilterTags(all_=[job.tag]))
+    for _ in range(ATTEMPTS):
+        runs = client.read_flow_runs(flow_run_filter=of_computation, sort=FlowRunSort.START_TIME_DESC, limit=RECENT)
+        active = next((run for run in runs if not _has_ended(run)), None)
+        run = active or _submit(job, _shared_key(job.tag, runs), [job.tag])
+        if not _has_ended(run):
             return run
-    return _create(job, job.attempt, [job.tag])
+    return _submit(job, job.attempt, [job.tag])
 
 
 def is_own_run(run: FlowRun, job: Job) -> bool:
-    """Whether ``run`` may stand for ``job``: it works in the same workspace, and nobody has asked for its end."""
-    ending = run.state is not None and run.state.is_cancelling()
-    return run.parameters.get("workspace") == str(job.workspace) and not ending
+    """Whether ``run`` can serve as the run of ``job``: it has the same workspace and is not being cancelled."""
+    cancelling = run.state is not None and run.state.is_cancelling()
+    return run.parameters.get("workspace") == str(job.workspace) and not cancelling
 
 
-def _tagged(client: SyncPrefectClient, tag: str) -> list[FlowRun]:
-    """The latest flow runs with ``tag``."""
-    with_tag = FlowRunFilter(tags=FlowRunFilterTags(all_=[tag]))
-    return client.read_flow_runs(flow_run_filter=with_tag, sort=FlowRunSort.START_TIME_DESC, limit=RECENT)
+def _shared_key(tag: str, ended_runs: Sequence[FlowRun]) -> str:
+    """Return an idempotency key that is the same for all pipelines that have seen the same runs end."""
+    ended_ids = "".join(sorted(str(run.id) for run in ended_runs))
+    return f"{tag}:{hashlib.sha256(ended_ids.encode()).hexdigest()[:32]}"
 
 
-def _key_after(tag: str, ended: Sequence[FlowRun]) -> str:
-    """An idempotency key that everybody who has seen the same runs end comes to, and nobody before."""
-    past = hashlib.sha256("".join(sorted(str(run.id) for run in ended)).encode()).hexdigest()
-    return f"{tag}:{past[:32]}"
-
-
-def _ended(run: FlowRun) -> bool:
+def _has_ended(run: FlowRun) -> bool:
     return run.state is not None and run.state.is_final()
 
 
-def _create(job: Job, key: str, tags: Sequence[str]) -> FlowRun:
+def _submit(job: Job, idempotency_key: str, tags: Sequence[str]) -> FlowRun:
     parameters: dict[str, Any] = {
         "workspace": str(job.workspace),
         "stage": job.stage,
-        "outputs": list(job.outputs),
-        "environment": dict(job.environment),
-        "grace": job.grace,
+        "outputs": list(job.spec.outputs),
+        "environment": dict(job.spec.environment),
+        "grace": job.spec.grace,
     }
     if job.handoff is not None:
         parameters["handoff"] = job.handoff.parameters()
@@ -76,7 +72,7 @@ def _create(job: Job, key: str, tags: Sequence[str]) -> FlowRun:
         parameters=parameters,
         timeout=0,
         as_subflow=True,
-        idempotency_key=key,
+        idempotency_key=idempotency_key,
         flow_run_name=job.stage,
         tags=tags,
         work_queue_name=job.placement.queue,

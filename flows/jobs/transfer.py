@@ -1,65 +1,60 @@
-"""Runs ``flows.jobs.transfer_worker`` under the guard, and tries again for a while where the remote does not answer."""
+"""Transfers between a workspace and a DVC remote: runs ``flows.jobs.transfer_worker`` in a supervised process."""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from flows.jobs.transfer_worker import ANSWER
-from flows.stage.run import wait_for
+from flows.jobs.transfer_worker import ANSWER, EXIT_REFUSED, TransferAnswer
 from flows.supervision.environment import child_environment
-from flows.supervision.processes import start_supervised
-from flows.supervision.signals import STOP
+from flows.supervision.processes import run_supervised
+from flows.supervision.retry import retry
+from flows.supervision.signals import STOP, StopRequested
 from flows.workspace.folder import private_path
-
-FIRST_PAUSE_SECONDS = 2.0
-LONGEST_PAUSE_SECONDS = 60.0
 
 
 class TransferFailed(Exception):
-    """Why nothing could be exchanged. ``final``: trying again would not help."""
+    """A transfer failed; ``final`` where trying again would not help."""
 
     def __init__(self, message: str, final: bool = False) -> None:
         super().__init__(message)
         self.final = final
 
 
-class TransferStopped(Exception):
-    """The stop flag ended a transfer, or the waiting between two."""
+def transfer(workspace: Path, command: str, stage: str = "", remote: str = "") -> TransferAnswer:
+    """Run one command of ``flows.jobs.transfer_worker``; its output goes to ``.rlhf/logs/STAGE.transfer.log``.
 
-
-def transfer(workspace: Path, command: str, stage: str = "", remote: str = "") -> dict[str, Any]:
-    """The answer of ``flows.jobs.transfer_worker``; its output is in ``.rlhf/logs/STAGE.transfer.log``."""
+    Raises:
+        TransferFailed: with the remote's own message.
+        StopRequested: the stop flag was raised.
+    """
     log = private_path(workspace, "logs", f"{stage or 'remote'}.transfer.log")
-    offset = log.stat().st_size if log.exists() else 0
-    words = [sys.executable, "-m", "flows.jobs.transfer_worker", command, str(workspace), stage, remote]
-    supervised = start_supervised(words, name=command, cwd=workspace, env=child_environment(workspace), log=log)
-    status = wait_for(supervised)
+    result = run_supervised(
+        [sys.executable, "-m", "flows.jobs.transfer_worker", command, str(workspace), stage, remote],
+        name=command,
+        cwd=workspace,
+        env=child_environment(workspace),
+        log=log,
+    )
     if STOP.is_set():
-        raise TransferStopped
-    text = log.read_bytes()[offset:].decode("utf-8", errors="replace")
-    answers = [line.removeprefix(ANSWER) for line in text.splitlines() if line.startswith(ANSWER)]
-    answer: dict[str, Any] = json.loads(answers[-1]) if answers else {}
-    if status:
-        raise TransferFailed(answer.get("error") or f"ended with status {status}; see {log}", final=status == 2)
+        raise StopRequested
+    answers = [line.removeprefix(ANSWER) for line in result.output.splitlines() if line.startswith(ANSWER)]
+    answer = TransferAnswer(**json.loads(answers[-1])) if answers else TransferAnswer()
+    if result.exit_code:
+        message = answer.error or f"the transfer exited with status {result.exit_code}; see {log}"
+        raise TransferFailed(message, final=result.exit_code == EXIT_REFUSED)
     return answer
 
 
-def patiently(attempt: Callable[[], dict[str, Any]], seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
-    """The answer of ``attempt``, tried for ``seconds`` with growing pauses; then its last :class:`TransferFailed`."""
-    deadline = time.monotonic() + seconds
-    pause = FIRST_PAUSE_SECONDS
-    while True:
-        try:
-            return attempt()
-        except TransferFailed as failure:
-            if failure.final or time.monotonic() + pause > deadline:
-                raise
-            tell(f"{failure}; trying again in {pause:.0f} s")
-        if STOP.wait(pause):
-            raise TransferStopped
-        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+def transfer_with_retries(
+    workspace: Path, command: str, stage: str, remote: str, seconds: float, report: Callable[[str], None]
+) -> TransferAnswer:
+    """Run :func:`transfer`, again for ``seconds`` while the remote is out of reach; ``report`` gets each failure."""
+    return retry(
+        lambda: transfer(workspace, command, stage, remote),
+        seconds,
+        is_transient=lambda error: isinstance(error, TransferFailed) and not error.final,
+        report=report,
+    )

@@ -1,9 +1,11 @@
-"""What goes through a DVC remote so that two hosts can share one stage: its inputs one way, its result the other.
+"""Moves one stage between hosts through a DVC remote: its inputs one way, its result the other.
 
-DVC's own ``push --run-cache`` sends the whole run cache and leaves out what a stage does not cache, and ``repro
---pull`` computes where it finds nothing. Here one stage's entry goes with all of its objects, and nothing is computed.
-DVC is imported in a process of its own: ``python -m flows.jobs.transfer_worker COMMAND WORKSPACE STAGE REMOTE`` ends
-with a line ``ANSWER {…}``, in which ``error`` says what went wrong.
+DVC's own ``push --run-cache`` sends the whole run cache and omits outputs that are not cached, and ``repro --pull``
+computes what it does not find. Here the run-cache entry of one stage travels with all its objects, and nothing is
+computed.
+
+DVC is imported in a process of its own: ``python -m flows.jobs.transfer_worker COMMAND WORKSPACE STAGE REMOTE`` prints
+``ANSWER {…}`` as its last line, with the fields of :class:`TransferAnswer`.
 """
 
 from __future__ import annotations
@@ -12,22 +14,41 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 ANSWER = "ANSWER "
-# Options of a remote that another host needs and that are no secret; the rest belongs to each host's own DVC settings.
-OPEN_OPTIONS = ("url", "endpointurl", "region", "port", "user", "use_ssl", "account_name", "projectname")
+EXIT_REFUSED = 2
+# Options of a remote that another host needs and that are no secret; the others are set on each host.
+PUBLIC_OPTIONS = ("url", "endpointurl", "region", "port", "user", "use_ssl", "account_name", "projectname")
 
 
-class Refused(Exception):
-    """Something that stays wrong however often it is tried."""
+@dataclass(frozen=True)
+class TransferAnswer:
+    """What a transfer came to; fields that a command does not set keep their defaults.
+
+    Attributes:
+        error: why it failed, empty if it did not.
+        remote: name and public options of the remote.
+        result_cached: whether the cache now holds the stage's result.
+        carried_inputs: the inputs that DVC's cache does not keep and that must travel in another way.
+    """
+
+    error: str = ""
+    remote: Mapping[str, str] = field(default_factory=dict)
+    result_cached: bool = False
+    carried_inputs: list[str] = field(default_factory=list)
+
+
+class TransferRefused(Exception):
+    """A transfer cannot succeed however often it is tried."""
 
 
 class StageTransfer:
-    """One stage of a workspace, and the remote it is shared through."""
+    """One stage of a workspace, and the DVC remote through which it is shared. Paths are relative to the workspace."""
 
     def __init__(self, workspace: Path, stage: str, remote: str) -> None:
         from dvc.repo import Repo
@@ -36,93 +57,98 @@ class StageTransfer:
         self.workspace, self.remote = workspace, remote or None
         self.stage: Any = self.repo.stage.collect(stage)[0] if stage else None
 
-    def describe(self) -> dict[str, Any]:
-        """Name and open options of the remote; ``Refused`` where it is missing or cannot serve two hosts."""
+    def describe_remote(self) -> TransferAnswer:
+        """Return name and public options of the remote.
+
+        Raises:
+            TransferRefused: it is missing or of a kind that cannot serve two hosts.
+        """
         name = self.remote or self.repo.config["core"].get("remote")
-        known = self.repo.config["remote"]
+        remotes = self.repo.config["remote"]
         if name is None:
-            raise Refused("no DVC remote is set; make one with `dvc remote add -d NAME URL`")
-        if name not in known:
-            raise Refused(f"there is no DVC remote {name}; make it with `dvc remote add {name} URL`")
-        options = known[name]
-        parts = urlsplit(str(options["url"]))
-        if parts.password:
-            raise Refused(
+            raise TransferRefused("no DVC remote is set; make one with `dvc remote add -d NAME URL`")
+        if name not in remotes:
+            raise TransferRefused(f"there is no DVC remote {name}; make it with `dvc remote add {name} URL`")
+        options = remotes[name]
+        url = urlsplit(str(options["url"]))
+        if url.password:
+            raise TransferRefused(
                 f"the URL of the DVC remote {name} holds a password, which the server would show; put it into "
                 f"`dvc remote modify --local {name} password …` on each host"
             )
-        if parts.scheme in ("http", "https") or options.get("worktree") or options.get("version_aware"):
-            raise Refused(f"the DVC remote {name} ({options['url']}) keeps no run cache; use a folder, ssh or a bucket")
-        return {"name": name, **{key: str(options[key]) for key in OPEN_OPTIONS if key in options}}
+        if url.scheme in ("http", "https") or options.get("worktree") or options.get("version_aware"):
+            raise TransferRefused(
+                f"the DVC remote {name} ({options['url']}) keeps no run cache; use a folder, ssh or a bucket"
+            )
+        public = {key: str(options[key]) for key in PUBLIC_OPTIONS if key in options}
+        return TransferAnswer(remote={"name": name, **public})
 
-    def offer(self) -> dict[str, Any]:
-        """Push the stage's inputs, unless the result is there already. ``carry`` are the inputs that DVC does not keep.
+    def push_inputs(self) -> TransferAnswer:
+        """Push the stage's inputs, unless its result is already in the cache or the remote."""
+        remote = self.describe_remote().remote
+        if self._has_result() or self.fetch_result().result_cached:
+            return TransferAnswer(remote=remote, result_cached=True)
+        cached, carried = self._inputs()
+        if cached:
+            self.repo.push(targets=cached, remote=self.remote)
+        return TransferAnswer(remote=remote, carried_inputs=carried)
 
-        ``{remote, done, carry}``: ``done`` when the result is in the cache, for which the remote was asked too.
-        """
-        remote = self.describe()
-        if self._has_result() or self.bring()["found"]:
-            return {"remote": remote, "done": True, "carry": []}
-        kept, carried = self._inputs()
-        if kept:
-            self.repo.push(targets=kept, remote=self.remote)
-        return {"remote": remote, "done": False, "carry": carried}
+    def fetch_inputs(self) -> TransferAnswer:
+        """Bring the stage's inputs into the workspace, and its result into the cache if the remote has it."""
+        cached, _ = self._inputs()
+        if cached:
+            self.repo.fetch(targets=cached, remote=self.remote)
+            self.repo.checkout(targets=cached, force=True)
+        return TransferAnswer(result_cached=self._has_result() or self.fetch_result().result_cached)
 
-    def take(self) -> dict[str, Any]:
-        """Bring the stage's inputs into the workspace, and its result into the cache if somebody has pushed one."""
-        kept, _ = self._inputs()
-        if kept:
-            self.repo.fetch(targets=kept, remote=self.remote)
-            self.repo.checkout(targets=kept, force=True)
-        return {"found": self._has_result() or self.bring()["found"]}
-
-    def give(self) -> dict[str, Any]:
-        """Push the stage's result: first all objects, then the entry of the run cache that names them."""
+    def push_result(self) -> TransferAnswer:
+        """Push the stage's result: first all objects, then the run-cache entry that names them."""
         if not self._has_result():
-            raise Refused(f"the result of {self.stage.name} is not in the cache")
-        folder, entries = self._runs(self.repo.cache.legacy)
-        self._move(self.repo.cloud.push, folder, entries)
-        self._copy(self.repo.cache.legacy, self._remote_runs(), folder, entries)
-        return {}
+            raise TransferRefused(f"the result of {self.stage.name} is not in the cache")
+        folder, entries = self._run_cache_entries(self.repo.cache.legacy)
+        self._transfer_objects(self.repo.cloud.push, folder, entries)
+        self._copy_entries(self.repo.cache.legacy, self._remote_run_cache(), folder, entries)
+        return TransferAnswer(result_cached=True)
 
-    def bring(self) -> dict[str, Any]:
-        """Fetch the stage's result into the cache; ``found`` says whether the remote has it."""
-        source = self._remote_runs()
-        folder, entries = self._runs(source)
+    def fetch_result(self) -> TransferAnswer:
+        """Fetch the stage's result into the cache if the remote has it."""
+        remote = self._remote_run_cache()
+        folder, entries = self._run_cache_entries(remote)
         if not entries:
-            return {"found": False}
-        self._copy(source, self.repo.cache.legacy, folder, entries)
-        self._move(self.repo.cloud.pull, folder, entries)
-        return {"found": self._has_result()}
+            return TransferAnswer()
+        self._copy_entries(remote, self.repo.cache.legacy, folder, entries)
+        self._transfer_objects(self.repo.cloud.pull, folder, entries)
+        return TransferAnswer(result_cached=self._has_result())
 
     def _inputs(self) -> tuple[list[str], list[str]]:
-        """Inputs that DVC's cache keeps, and files that must travel otherwise. Paths relative to the workspace."""
+        """Return the inputs that DVC's cache keeps, and the files that must be carried in another way."""
         from dvc.dependency import ParamsDependency
         from dvc.exceptions import OutputNotFoundError
 
-        kept: set[str] = set()
+        cached: set[str] = set()
         carried: set[str] = set()
         for dep in self.stage.deps:
-            path = self._relative(dep.fs_path)
             try:
-                owners = self.repo.find_outs_by_path(dep.fs_path, recursive=True, strict=False)
+                outputs = self.repo.find_outs_by_path(dep.fs_path, recursive=True, strict=False)
             except OutputNotFoundError:
-                owners = []
-            kept.update(self._relative(out.fs_path) for out in owners if out.use_cache)
-            carried.update(self._relative(out.stage.path) for out in owners if out.stage.path.endswith(".dvc"))
-            if isinstance(dep, ParamsDependency) or not owners:
-                carried.add(path)
-            carried.update(self._relative(out.fs_path) for out in owners if not out.use_cache)
-        return sorted(kept), sorted(carried)
+                outputs = []
+            cached.update(self._relative(out.fs_path) for out in outputs if out.use_cache)
+            carried.update(self._relative(out.stage.path) for out in outputs if out.stage.path.endswith(".dvc"))
+            carried.update(self._relative(out.fs_path) for out in outputs if not out.use_cache)
+            if isinstance(dep, ParamsDependency) or not outputs:
+                carried.add(self._relative(dep.fs_path))
+        return sorted(cached), sorted(carried)
 
     def _relative(self, path: str) -> str:
         relative = os.path.relpath(path, self.workspace)
         if relative.startswith(".."):
-            raise Refused(f"{self.stage.name} reads {path}, which is outside the workspace: `dvc add` a copy in it")
+            raise TransferRefused(
+                f"{self.stage.name} reads {path}, which is outside the workspace: `dvc add` a copy in it"
+            )
         return relative
 
     def _has_result(self) -> bool:
-        """Whether the cache holds what the stage makes of its inputs as they lie here."""
+        """Whether the cache holds what the stage makes of its inputs as they are in the workspace."""
         from dvc.stage.cache import RunCacheNotFoundError
 
         try:
@@ -132,28 +158,29 @@ class StageTransfer:
             return False
         return True
 
-    def _runs(self, odb: Any) -> tuple[str, list[str]]:
-        """Where the run cache keeps the stage, from the root of ``odb``, and the names of its entries there."""
+    def _run_cache_entries(self, odb: Any) -> tuple[str, list[str]]:
+        """Return the folder of the stage in the run cache of ``odb``, and the names of the entries there."""
         from dvc.stage.cache import _get_stage_hash
 
         self.stage.save_deps()
         key = _get_stage_hash(self.stage)
         folder = odb.fs.join(odb.path, "runs", key[:2], key)
-        found = odb.fs.find(folder) if odb.fs.exists(folder) else []
-        return f"runs/{key[:2]}/{key}", [odb.fs.name(file) for file in found]
+        files = odb.fs.find(folder) if odb.fs.exists(folder) else []
+        return f"runs/{key[:2]}/{key}", [odb.fs.name(file) for file in files]
 
-    def _remote_runs(self) -> Any:
+    def _remote_run_cache(self) -> Any:
         return self.repo.cloud.get_remote_odb(self.remote, hash_name="md5-dos2unix")
 
-    def _copy(self, source: Any, target: Any, folder: str, entries: Iterable[str]) -> None:
+    def _copy_entries(self, source: Any, target: Any, folder: str, entries: Iterable[str]) -> None:
         from dvc_objects.fs import generic
 
         for entry in entries:
-            place = target.fs.join(target.path, *folder.split("/"), entry)
-            generic.copy(source.fs, source.fs.join(source.path, *folder.split("/"), entry), target.fs, place)
+            source_path = source.fs.join(source.path, *folder.split("/"), entry)
+            target_path = target.fs.join(target.path, *folder.split("/"), entry)
+            generic.copy(source.fs, source_path, target.fs, target_path)
 
-    def _move(self, transfer: Callable[..., Any], folder: str, entries: Iterable[str]) -> None:
-        """Push or pull all objects that the entries name; ``OSError`` when one could not be."""
+    def _transfer_objects(self, transfer: Callable[..., Any], folder: str, entries: Iterable[str]) -> None:
+        """Push or pull all objects that the entries name; ``OSError`` if one fails."""
         key = folder.rsplit("/", 1)[-1]
         for objects in self.repo.stage_cache.get_used_objs([(key, entry) for entry in entries]).values():
             failed = transfer(objects, remote=self.remote).failed
@@ -161,31 +188,45 @@ class StageTransfer:
                 raise OSError(f"{len(failed)} objects could not be transferred")
 
 
-class _Reasons(logging.Handler):
-    """Remembers why DVC could not transfer something: it logs that, and raises no more than a number of files."""
+COMMANDS: dict[str, Callable[[StageTransfer], TransferAnswer]] = {
+    "describe-remote": StageTransfer.describe_remote,
+    "push-inputs": StageTransfer.push_inputs,
+    "fetch-inputs": StageTransfer.fetch_inputs,
+    "push-result": StageTransfer.push_result,
+    "fetch-result": StageTransfer.fetch_result,
+}
+
+
+class FirstErrorHandler(logging.Handler):
+    """Keeps the first error that DVC logs: the exception it raises gives only a number of files."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self.first = ""
+        self.message = ""
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        self.first = self.first or (str(error) if error else "")
+        self.message = self.message or (str(error) if error else "")
 
 
 def main(command: str, workspace: str, stage: str = "", remote: str = "") -> int:
-    """Do what ``command`` says and print the answer; status 2 for what stays wrong, 1 for what may be tried again."""
-    reasons = _Reasons()
+    """Run ``command`` and print the answer.
+
+    Returns:
+        0; 2 for a failure that would only repeat itself, 1 for one that may not.
+    """
+    first_error = FirstErrorHandler()
     for name in ("dvc", "dvc_data", "dvc_objects"):
-        logging.getLogger(name).addHandler(reasons)
+        logging.getLogger(name).addHandler(first_error)
     try:
-        answer = getattr(StageTransfer(Path(workspace), stage, remote), command)()
+        answer = COMMANDS[command](StageTransfer(Path(workspace), stage, remote))
         status = 0
-    except Refused as refusal:
-        answer, status = {"error": str(refusal)}, 2
-    except Exception as error:  # DVC's exceptions have no common base that is part of its interface
-        answer, status = {"error": " ".join((reasons.first or str(error)).split()) or type(error).__name__}, 1
-    print(ANSWER + json.dumps(answer), flush=True)
+    except TransferRefused as refusal:
+        answer, status = TransferAnswer(error=str(refusal)), EXIT_REFUSED
+    except Exception as error:  # DVC's exceptions have no common base class in its public interface
+        message = " ".join((first_error.message or str(error)).split()) or type(error).__name__
+        answer, status = TransferAnswer(error=message), 1
+    print(ANSWER + json.dumps(asdict(answer)), flush=True)
     return status
 
 

@@ -1,1 +1,1 @@
-"""The pipeline as a Prefect flow: scheduling of stages, events, artifacts, registration at the end."""
+"""The pipeline as a Prefect flow: scheduling of stages, checks before submission, events, artifacts, registration."""

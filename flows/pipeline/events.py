@@ -1,43 +1,122 @@
-"""What the pipeline process tells the command that shows it: one JSON object per line in ``.rlhf/events.jsonl``."""
+"""Events of a pipeline run, from its process to the command that shows them: JSON lines in ``.rlhf/events.jsonl``."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from flows.stage.outcome import StageOutcome
 from flows.workspace.folder import private_path
 
 EVENTS_VARIABLE = "RLHF_EVENTS"
 _lock = threading.Lock()
 
 
-class Events:
-    """Appends events; silent when there is nobody to tell (a scheduled run)."""
+@dataclass(frozen=True)
+class RunPlanned:
+    """The run will bring these stages up to date."""
+
+    stages: Sequence[str]
+
+
+@dataclass(frozen=True)
+class StageStarted:
+    """A stage was started beside the flow, or submitted to ``pool``."""
+
+    stage: str
+    pool: str | None = None
+
+
+@dataclass(frozen=True)
+class StageEnded:
+    """A stage has its final outcome."""
+
+    outcome: StageOutcome
+
+
+@dataclass(frozen=True)
+class StageRetried:
+    """A stage crashed and is tried again after ``delay_seconds``."""
+
+    stage: str
+    message: str
+    delay_seconds: float
+
+
+@dataclass(frozen=True)
+class StagePreempted:
+    """A stage was preempted and is run again."""
+
+    stage: str
+    message: str
+
+
+@dataclass(frozen=True)
+class RegistryUpdated:
+    """Models were registered, refused or promoted; ``message`` says which."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """The run has ended in the named state."""
+
+    state: str
+    message: str
+
+
+PipelineEvent = RunPlanned | StageStarted | StageEnded | StageRetried | StagePreempted | RegistryUpdated | RunEnded
+KINDS: dict[str, type[PipelineEvent]] = {
+    "plan": RunPlanned,
+    "start": StageStarted,
+    "stage": StageEnded,
+    "retry": StageRetried,
+    "preempted": StagePreempted,
+    "registry": RegistryUpdated,
+    "end": RunEnded,
+}
+KIND_OF = {event_type: kind for kind, event_type in KINDS.items()}
+
+
+def _decode(line: bytes) -> PipelineEvent:
+    fields: dict[str, Any] = json.loads(line)
+    event_type = KINDS[fields.pop("kind")]
+    del fields["time"]
+    if event_type is StageEnded:
+        return StageEnded(StageOutcome(**fields["outcome"]))
+    return event_type(**fields)
+
+
+class EventWriter:
+    """Appends events to a file; does nothing without one, as in a scheduled run."""
 
     def __init__(self, path: str | None) -> None:
         self.path = Path(path) if path else None
 
-    def tell(self, kind: str, **fields: Any) -> None:
-        """Append ``{kind, time, **fields}``."""
+    def emit(self, event: PipelineEvent) -> None:
+        """Append ``event`` with the current time."""
         if self.path is None:
             return
-        line = json.dumps({"kind": kind, "time": time.time(), **fields})
+        line = json.dumps({"kind": KIND_OF[type(event)], "time": time.time(), **asdict(event)})
         with _lock, self.path.open("a", encoding="utf-8") as stream:
             stream.write(line + "\n")
 
 
 class EventReader:
-    """Reads what was appended since the last call."""
+    """Reads the events that were appended since the last call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.offset = 0
 
-    def new(self) -> list[dict[str, Any]]:
-        """Complete events that have not been returned yet."""
+    def read_new(self) -> list[PipelineEvent]:
+        """Return the complete events that have not been returned yet."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as stream:
@@ -45,11 +124,11 @@ class EventReader:
             data = stream.read()
         complete = data[: data.rfind(b"\n") + 1]
         self.offset += len(complete)
-        return [json.loads(line) for line in complete.splitlines()]
+        return [_decode(line) for line in complete.splitlines()]
 
 
 def new_events_file(workspace: Path) -> Path:
-    """An empty events file for one run."""
+    """Create an empty events file for one run and return its path."""
     path = private_path(workspace, "events.jsonl")
     path.write_text("", encoding="utf-8")
     return path

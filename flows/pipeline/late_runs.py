@@ -1,4 +1,4 @@
-"""Runs of a schedule that came due while none could start: the one that runs now does the work of all of them."""
+"""Late runs of a schedule: those that came due while none could start are cancelled in favour of the current one."""
 
 from __future__ import annotations
 
@@ -20,28 +20,26 @@ from prefect.states import Cancelled
 
 
 def cancel_late_runs() -> None:
-    """Cancel the runs of this run's schedule that are due and have not begun; a server that refuses keeps them.
+    """Cancel the late scheduled runs of this run's deployment; ignore HTTP errors.
 
-    They pile up while the server is down, a run takes longer than the schedule's interval, or the clock jumps.
+    Runs become late while the server is down, while a run takes longer than the schedule's interval, or when the clock
+    jumps forward.
     """
-    with contextlib.suppress(httpx.HTTPError):
-        _drop()
-
-
-def _drop() -> None:
-    with get_client(sync_client=True) as client:
-        run = client.read_flow_run(runtime.flow_run.id)
-        if not run.auto_scheduled or run.deployment_id is None:
+    with contextlib.suppress(httpx.HTTPError), get_client(sync_client=True) as client:
+        current = client.read_flow_run(runtime.flow_run.id)
+        if not current.auto_scheduled or current.deployment_id is None:
             return
-        planned = client.read_flow_runs(
+        scheduled = client.read_flow_runs(
             flow_run_filter=FlowRunFilter(
-                deployment_id=FlowRunFilterDeploymentId(any_=[run.deployment_id]),
+                deployment_id=FlowRunFilterDeploymentId(any_=[current.deployment_id]),
                 state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
             ),
             sort=FlowRunSort.NEXT_SCHEDULED_START_TIME_ASC,
             limit=200,
         )
-        for late in [late for late in planned if late.auto_scheduled and late.start_time is None]:
-            if late.next_scheduled_start_time is None or late.next_scheduled_start_time > datetime.now(UTC):
+        for run in scheduled:
+            if not run.auto_scheduled or run.start_time is not None:
+                continue
+            if run.next_scheduled_start_time is None or run.next_scheduled_start_time > datetime.now(UTC):
                 break
-            client.set_flow_run_state(late.id, Cancelled(message=f"overdue: {run.name} does its work"))
+            client.set_flow_run_state(run.id, Cancelled(message=f"late: superseded by {current.name}"))

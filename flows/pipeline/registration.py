@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from prefect import task
@@ -12,9 +13,17 @@ from flows.registry.register import register
 from rlhf_core.config.loading.load import load_params
 
 
-@task(name="register", persist_result=False, cache_policy=NO_CACHE)
-def register_task(workspace: Path, run_id: str | None = None) -> tuple[str, bool]:
+@dataclass(frozen=True)
+class RegistrationSummary:
     """One line on what was registered and what was refused, and whether there is a policy to promote."""
+
+    message: str
+    has_challenger: bool
+
+
+@task(name="register", persist_result=False, cache_policy=NO_CACHE)
+def register_task(workspace: Path, run_id: str | None = None) -> RegistrationSummary:
+    """Register the models of the workspace that passed their gates."""
     result = register(workspace, run_id)
     parts = [
         f"{name} version {entry.version}{' (as before)' if entry.reused else ''}"
@@ -22,11 +31,12 @@ def register_task(workspace: Path, run_id: str | None = None) -> tuple[str, bool
         for name, entry in result.registered.items()
     ]
     parts += [f"{name} not registered: {reason}" for name, reason in result.refused.items()]
-    return "; ".join(parts), result.made_challenger(load_params(workspace).registry.policy)
+    has_challenger = result.made_challenger(load_params(workspace).registry.policy)
+    return RegistrationSummary("; ".join(parts), has_challenger)
 
 
 @task(name="promote", persist_result=False, cache_policy=NO_CACHE)
 def promote_task(workspace: Path) -> str:
-    """One line on the decision."""
+    """Decide on the challenger and return one line on the decision."""
     decision = promote(workspace)
     return f"{'promoted to' if decision.promoted else 'not promoted to'} @champion: {decision.reason}"

@@ -1,6 +1,6 @@
 """The pipeline flow in a process of its own: ``python -m flows.pipeline.run_flow WORKSPACE [--no-promote]``.
 
-A process that ends with the flow exits at once; the one that owns the services shows and sums up.
+The process ends with the flow; the command that started it owns the services and shows progress and summary.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from flows.pipeline.flow import rlhf_pipeline
 
 
 def main(argv: list[str]) -> int:
-    """Status 0 if the run completed, else 1; the details are in the events file and on the server."""
+    """Run the flow; return 0 if it completed, else 1. The details are in the events file and on the server."""
     state = rlhf_pipeline(argv[0], promote="--no-promote" not in argv, return_state=True)
     return 0 if state.is_completed() else 1
 

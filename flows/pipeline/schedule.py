@@ -1,4 +1,4 @@
-"""Which stages may start now: a pure bookkeeping of the graph, with no engine in it."""
+"""Which stages may start now, given the graph and the outcomes so far."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flows.dvc_repo.graph import StageNode
 from flows.stage.outcome import StageOutcome
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
 
-NAMES = {
+STATE_NAMES = {
     EXIT_GATE_FAILED: "GateFailed",
     EXIT_TRAINING_PAUSED: "TrainingPaused",
     EXIT_USER_ERROR: "UserError",
@@ -17,14 +17,15 @@ NAMES = {
 
 
 def final_name(exit_code: int) -> str:
-    """The state name of a run whose stage ended with ``exit_code``."""
-    return NAMES.get(exit_code, "StageFailed")
+    """Return the state name of a run whose stage ended with ``exit_code``."""
+    return STATE_NAMES.get(exit_code, "StageFailed")
 
 
 class Schedule:
-    """Hands out stages whose predecessors are done; what stands behind a failure is skipped, other branches go on.
+    """Selects stages whose predecessors are done, at most ``parallel`` at a time.
 
-    After a failure nothing new is started except stages already under way: their result may be wanted next time.
+    After a failure no further stage is started; those that are running finish, since their results may be wanted in
+    the next run.
     """
 
     def __init__(self, graph: Mapping[str, StageNode], parallel: int) -> None:
@@ -36,26 +37,24 @@ class Schedule:
 
     @property
     def finished(self) -> bool:
-        """Nothing runs and nothing waits."""
+        """Whether no stage is running or waiting."""
         return not self.waiting and not self.running
 
-    def take(self, stopping: bool) -> list[str]:
-        """The stages to start now."""
+    def start_ready(self, stopping: bool) -> list[str]:
+        """Return the stages to start now and count them as running; skip all others after a failure or a stop."""
         if stopping or any(not outcome.ok for outcome in self.outcomes.values()):
             for name in self.waiting:
-                self.outcomes[name] = StageOutcome(name, "skipped", 0, "", 0.0, 0.0, 0.0)
+                self.outcomes[name] = StageOutcome.skipped(name)
             self.waiting = []
             return []
-        ready = [n for n in self.waiting if all(self._is_done(before) for before in self.graph[n].after)]
-        chosen = ready[: max(0, self.parallel - len(self.running))]
-        self.waiting = [name for name in self.waiting if name not in chosen]
-        self.running.update(chosen)
-        return chosen
+        done = {name for name, outcome in self.outcomes.items() if outcome.ok}
+        ready = [name for name in self.waiting if done.issuperset(self.graph[name].after)]
+        started = ready[: max(0, self.parallel - len(self.running))]
+        self.waiting = [name for name in self.waiting if name not in started]
+        self.running.update(started)
+        return started
 
-    def done(self, outcome: StageOutcome) -> None:
-        """Note how a running stage ended."""
+    def record(self, outcome: StageOutcome) -> None:
+        """Record the outcome of a running stage."""
         self.running.discard(outcome.stage)
         self.outcomes[outcome.stage] = outcome
-
-    def _is_done(self, name: str) -> bool:
-        return name in self.outcomes and self.outcomes[name].ok

@@ -1,1 +1,1 @@
-"""The Prefect server this project talks to: its services and workers, work pools, flow runs and automations."""
+"""The Prefect server: starting and watching one, its work pools and workers, its flow runs and automations."""

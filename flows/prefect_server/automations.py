@@ -1,4 +1,4 @@
-"""The automation that marks flow runs without a heartbeat as Crashed, so that dead runs free their pool slots."""
+"""The automation that marks flow runs without a heartbeat as Crashed, which frees their pool slots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FINAL_EVENTS = {f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "
 
 
 def zombie_automation(within: timedelta = timedelta(seconds=90)) -> AutomationCore:
-    """Runs that sent heartbeats and then neither a heartbeat nor an end for ``within`` become Crashed."""
+    """Define the automation: a run that sent heartbeats, then neither one nor an end ``within`` that time, crashed."""
     message = f"no heartbeat for {within.total_seconds():.0f} s"
     return AutomationCore(
         name=ZOMBIES,
@@ -35,14 +35,14 @@ def zombie_automation(within: timedelta = timedelta(seconds=90)) -> AutomationCo
 
 
 def ensure_zombie_automation() -> None:
-    """Create :func:`zombie_automation` on the server, once."""
+    """Create :func:`zombie_automation` on the server unless it exists."""
     with get_client(sync_client=True) as client:
         if not client.read_automations_by_name(ZOMBIES):
             client.create_automation(zombie_automation())
 
 
-def has_zombie_automation() -> bool:
-    """Whether somebody else's server has :func:`zombie_automation`, after trying to create it; some refuse any."""
+def try_zombie_automation() -> bool:
+    """Try to create :func:`zombie_automation`; return False where the server accepts no automations."""
     try:
         ensure_zombie_automation()
     except httpx.HTTPStatusError:

@@ -1,4 +1,4 @@
-"""Putting flow runs of dead processes to rest on the server, so that they hold no slot."""
+"""Ending the flow runs of dead processes on the server, so that they hold no pool slot."""
 
 from __future__ import annotations
 
@@ -20,77 +20,79 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Cancelled, Cancelling, Crashed, State
 
 ACTIVE = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
-
-
+UNFINISHED = [StateType.RUNNING, StateType.PENDING, StateType.SCHEDULED, StateType.PAUSED]
 SUSPENDED = "Suspended"
+PAGE = 200
 
 
 def end_stale_runs() -> int:
-    """End every run of an embedded server's earlier life; for a server that nobody else uses. Returns how many.
+    """End the runs that an earlier life of the embedded server left behind; return how many.
 
-    What ran becomes Crashed. What was due but never began becomes Cancelled (nobody wants yesterday's run at start-up);
-    future scheduled runs and suspended ones (waiting for a person) stay.
+    Begun runs become Crashed. Runs that were due but never began become Cancelled, since nobody wants yesterday's run
+    at start-up. Future scheduled runs stay, and so do suspended ones, which wait for a person.
     """
     with get_client(sync_client=True) as client:
         ended = 0
-        for run in _runs(client, [*ACTIVE, StateType.PAUSED, StateType.SCHEDULED]):
-            state = _rest(run)
+        for run in _read_runs(client, [*ACTIVE, StateType.PAUSED, StateType.SCHEDULED]):
+            state = _state_after_restart(run)
             if state is not None:
                 client.set_flow_run_state(run.id, state, force=True)
                 ended += 1
         return ended
 
 
-def _rest(run: FlowRun) -> State[Any] | None:
+def _state_after_restart(run: FlowRun) -> State[Any] | None:
+    """Return the final state of a run whose server has ended, None if the run stays."""
     if run.state_type == StateType.SCHEDULED:
         due = run.next_scheduled_start_time or run.expected_start_time
         future = run.auto_scheduled and due is not None and due > datetime.now(UTC)
-        return None if future else Cancelled(message="not begun before its server ended")
+        return None if future else Cancelled(message="not started before its server ended")
     if run.state_name == SUSPENDED:
         return None
-    return Crashed(message="its process ended without a word; swept at the next start")
+    return Crashed(message="its process died without reporting an outcome; ended at the next start")
 
 
 def crash_pool_runs(pool: str, message: str) -> int:
-    """Mark the begun runs of ``pool`` as Crashed after its only worker, and all it started, has died."""
+    """Mark the begun runs of ``pool`` as Crashed after its only worker has died with them; return how many."""
     with get_client(sync_client=True) as client:
-        runs = _runs(client, ACTIVE, WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])))
+        runs = _read_runs(client, ACTIVE, WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])))
         for run in runs:
             client.set_flow_run_state(run.id, Crashed(message=message), force=True)
         return len(runs)
 
 
 def end_active_runs(cancelled: bool, message: str) -> int:
-    """Mark what is still active when its processes are gone: Cancelled if a person stopped it, else Crashed."""
+    """End every active run after its processes have ended: as Cancelled if a person stopped it, else as Crashed.
+
+    Returns:
+        How many runs were ended.
+    """
     with get_client(sync_client=True) as client:
-        runs = [run for run in _runs(client, [*ACTIVE, StateType.SCHEDULED]) if not run.auto_scheduled]
+        runs = [run for run in _read_runs(client, [*ACTIVE, StateType.SCHEDULED]) if not run.auto_scheduled]
         for run in runs:
             state: State[Any] = Cancelled(message=message) if cancelled else Crashed(message=message)
             client.set_flow_run_state(run.id, state, force=True)
         return len(runs)
 
 
-def _runs(client: SyncPrefectClient, types: list[StateType], pool: WorkPoolFilter | None = None) -> list[FlowRun]:
+def _read_runs(client: SyncPrefectClient, types: list[StateType], pool: WorkPoolFilter | None = None) -> list[FlowRun]:
     states = FlowRunFilterState(type=FlowRunFilterStateType(any_=types))
-    found: list[FlowRun] = []
+    runs: list[FlowRun] = []
     while True:
         page = client.read_flow_runs(
             flow_run_filter=FlowRunFilter(state=states),
             work_pool_filter=pool,
             sort=FlowRunSort.ID_DESC,
-            limit=200,
-            offset=len(found),
+            limit=PAGE,
+            offset=len(runs),
         )
-        found += page
-        if len(page) < 200:
-            return found
-
-
-UNFINISHED = [StateType.RUNNING, StateType.PENDING, StateType.SCHEDULED, StateType.PAUSED]
+        runs += page
+        if len(page) < PAGE:
+            return runs
 
 
 def cancel_children(parent: UUID) -> list[FlowRun]:
-    """Ask for the end of every unfinished flow run that ``parent`` started. Returns them."""
+    """Cancel every unfinished flow run that the run ``parent`` started, and return them."""
     with get_client(sync_client=True) as client:
         children = client.read_flow_runs(
             flow_run_filter=FlowRunFilter(
@@ -98,7 +100,7 @@ def cancel_children(parent: UUID) -> list[FlowRun]:
                 state=FlowRunFilterState(type=FlowRunFilterStateType(any_=UNFINISHED)),
             ),
             sort=FlowRunSort.ID_DESC,
-            limit=200,
+            limit=PAGE,
         )
         for child in children:
             started = child.state_type in (StateType.RUNNING, StateType.PENDING)
@@ -108,5 +110,5 @@ def cancel_children(parent: UUID) -> list[FlowRun]:
 
 
 def cancel_orphans(flow: Any, flow_run: FlowRun, state: Any) -> None:
-    """Hook for ``on_crashed``, ``on_cancellation`` and ``on_failure``: a job does not outlive its pipeline run."""
+    """Flow hook (``on_crashed``, ``on_cancellation``, ``on_failure``): no job outlives its pipeline run."""
     cancel_children(flow_run.id)

@@ -1,4 +1,4 @@
-"""Work pools on the server: their existence, limits and queues, and whether they can give what jobs ask for."""
+"""Work pools on the server: creating them, their limits and queues, and the resources they can provide."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rlhf_core.errors import ConfigError, RlhfError
 PIPELINES_POOL = "pipelines"
 GPU_POOL = "gpu-pool"
 PROCESS = "process"
-# What a process worker's own template knows; the server learns it only when the first such worker starts.
+# The job variables of a process worker's own template; the server learns them only when the first such worker starts.
 PROCESS_VARIABLES = frozenset({"name", "env", "labels", "command", "stream_output", "working_dir"})
 
 
 def ensure_pool(client: SyncPrefectClient, pool: str, limit: int | None = None) -> WorkPool:
-    """The pool of that name; a process pool with ``limit`` is made when there is none."""
+    """Return the pool named ``pool``; if there is none, create a process pool with the concurrency limit ``limit``."""
     try:
         return client.read_work_pool(pool)
     except ObjectNotFound:
-        with contextlib.suppress(ObjectAlreadyExists):  # by another run, just now
+        with contextlib.suppress(ObjectAlreadyExists):  # another run has just created it
             return client.create_work_pool(WorkPoolCreate(name=pool, type=PROCESS, concurrency_limit=limit))
     return client.read_work_pool(pool)
 
@@ -39,36 +39,46 @@ def ensure_pools(pools: Iterable[str]) -> None:
 
 
 def apply_pools(client: SyncPrefectClient, params: Params) -> None:
-    """Make the pools that stages run on, and bring limits and queues to what ``work_pools`` says of them.
+    """Create the pools that stages run on, and set limits and queues to those of ``work_pools`` in params.yaml.
 
-    A pool that is made here takes one job at a time unless told otherwise. ``ConfigError`` when a stage asks a pool for
-    something that its base job template does not have: it would be ignored without a word.
+    A pool that is created here takes one job at a time unless ``work_pools`` says otherwise.
+
+    Raises:
+        ConfigError: a stage requests something that its pool's base job template lacks and would silently ignore.
     """
     for name in params.pool_names():
-        wanted = params.work_pools.get(name, WorkPoolConfig())
+        config = params.work_pools.get(name, WorkPoolConfig())
         pool = ensure_pool(client, name, limit=params.pool_limit(name))
         check_requests(pool, params)
-        if wanted.limit is not None and wanted.limit != pool.concurrency_limit:
-            client.update_work_pool(name, WorkPoolUpdate(concurrency_limit=wanted.limit))
-        if wanted.queues:
-            _apply_queues(client, name, wanted.queues)
+        if config.limit is not None and config.limit != pool.concurrency_limit:
+            client.update_work_pool(name, WorkPoolUpdate(concurrency_limit=config.limit))
+        if config.queues:
+            _apply_queues(client, name, config.queues)
 
 
 def _apply_queues(client: SyncPrefectClient, pool: str, priorities: dict[str, int]) -> None:
-    known = {queue.name: queue for queue in client.read_work_queues(work_pool_name=pool)}
+    queues = {queue.name: queue for queue in client.read_work_queues(work_pool_name=pool)}
     for name, priority in priorities.items():
-        if name not in known:
+        if name not in queues:
             with contextlib.suppress(ObjectAlreadyExists):
                 client.create_work_queue(name, priority=priority, work_pool_name=pool)
-        elif known[name].priority != priority:
-            client.update_work_queue(known[name].id, priority=priority)
+        elif queues[name].priority != priority:
+            client.update_work_queue(queues[name].id, priority=priority)
 
 
 def check_requests(pool: WorkPool, params: Params) -> None:
-    """``ConfigError`` for the first stage that asks ``pool`` for a job variable which the pool does not know."""
-    known = _variables(pool)
-    for stage, place in params.pools.items():
-        unknown = sorted(set(place.job_variables()) - known) if place.pool == pool.name and known else []
+    """Check that ``pool`` has every job variable that stages request from it.
+
+    Raises:
+        ConfigError: names the first stage that requests an unknown job variable.
+    """
+    # Empty as long as the server does not know the pool's template.
+    variables = frozenset((pool.base_job_template.get("variables") or {}).get("properties") or {})
+    variables = variables or (PROCESS_VARIABLES if pool.type == PROCESS else frozenset())
+    for stage, placement in params.pools.items():
+        if placement.pool != pool.name or not variables:
+            continue
+        unknown = sorted(set(placement.job_variables()) - variables)
         if unknown:
             raise ConfigError(
                 f"pools.{stage} asks for {', '.join(unknown)}, which the work pool {pool.name} (type {pool.type}) does "
@@ -76,29 +86,27 @@ def check_requests(pool: WorkPool, params: Params) -> None:
             )
 
 
-def _variables(pool: WorkPool) -> frozenset[str]:
-    """The job variables of a pool; empty when its template is not known yet."""
-    declared = frozenset((pool.base_job_template.get("variables") or {}).get("properties") or {})
-    return declared or (PROCESS_VARIABLES if pool.type == PROCESS else frozenset())
-
-
 def has_worker(client: SyncPrefectClient, pool: str) -> bool:
-    """Whether a worker of ``pool`` has been heard of lately."""
+    """Whether a worker of ``pool`` has sent a heartbeat lately."""
     return any(worker.status == WorkerStatus.ONLINE for worker in client.read_workers_for_work_pool(pool))
 
 
 def is_served(pool: str) -> bool:
-    """:func:`has_worker` on the server of this process's settings."""
+    """Apply :func:`has_worker` to the server of this process's settings."""
     with get_client(sync_client=True) as client:
         return has_worker(client, pool)
 
 
 def needs_worker(pool: str) -> bool:
-    """Whether a worker must be started here for ``pool``; ``RlhfError`` if it has none and is not of process type."""
+    """Whether a worker must be started here for ``pool``.
+
+    Raises:
+        RlhfError: the pool has no worker, and its type is not process, so that none can be started here.
+    """
     with get_client(sync_client=True) as client:
         if has_worker(client, pool):
             return False
-        kind = client.read_work_pool(pool).type
-    if kind != PROCESS:
-        raise RlhfError(f"no worker serves the work pool {pool} (type {kind}); start one where its jobs can run")
+        pool_type = client.read_work_pool(pool).type
+    if pool_type != PROCESS:
+        raise RlhfError(f"no worker serves the work pool {pool} (type {pool_type}); start one where its jobs can run")
     return True

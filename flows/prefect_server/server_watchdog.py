@@ -1,4 +1,4 @@
-"""The embedded server, kept going for as long as the command that started it lives."""
+"""Restarting the embedded Prefect server while the command that started it runs."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ SERVER_RESTARTS = 3
 
 
 class ServerWatchdog:
-    """Starts the embedded server of ``services`` again when it has ended, and when the clock was set back.
+    """Restarts the embedded server of ``services`` if it died or the clock was set back; leaves external servers alone.
 
-    Prefect's server plans its own work (schedules, late runs, automations) by the wall clock: set back by hours it does
-    none of that for as long, and was once seen to stand still altogether. ``tell`` is given a line for each restart.
+    Prefect's server schedules its own work (schedules, late runs, automations) by the wall clock: set back by hours, it
+    does none of that for as long, and was once seen to stop responding altogether. ``report`` is given a line for each
+    restart.
     """
 
-    def __init__(self, services: Services, tell: Callable[[str], None]) -> None:
-        self.services, self.tell = services, tell
+    def __init__(self, services: Services, report: Callable[[str], None]) -> None:
+        self.services, self.report = services, report
         self.clock = WallClock()
         self.restarts = 0
 
-    def look(self) -> str | None:
-        """Do what is needed now; a problem that ends the command, if there is one. Somebody else's server is theirs."""
-        if not self.services.embedded or (reason := self._reason()) is None:
+    def check(self) -> str | None:
+        """Restart the server if it needs it; return the problem if that was in vain or happened too often."""
+        if not self.services.embedded or (reason := self._reason_to_restart()) is None:
             return None
         if self.restarts >= SERVER_RESTARTS:
             return f"{reason}, for the {SERVER_RESTARTS + 1}th time; see .rlhf/logs/{SERVER}.log"
         self.restarts += 1
-        self.tell(f"{reason}; starting it again")
+        self.report(f"{reason}; restarting it")
         try:
             restart_server(self.services, STOP.is_set)
         except RlhfError as error:
             return str(error)
         return None
 
-    def _reason(self) -> str | None:
+    def _reason_to_restart(self) -> str | None:
         status = self.services.running[SERVER].poll()
         if status is not None:
-            return f"the Prefect server ended (status {status})"
-        back = self.clock.set_back()
-        return f"the clock was set back by {back:.0f} s; the Prefect server would wait that long" if back else None
+            return f"the Prefect server exited (status {status})"
+        seconds = self.clock.seconds_set_back()
+        return f"the clock was set back by {seconds:.0f} s, which stalls the Prefect server" if seconds else None

@@ -1,4 +1,4 @@
-"""The embedded Prefect server and process workers, on loopback, as guarded children; or somebody's own server."""
+"""The services of a run: an embedded Prefect server and process workers on loopback, or an external server."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flows.supervision.environment import QUIET, child_environment, without_proxy
+from flows.supervision.environment import CHILD_SETTINGS, child_environment, no_proxy_hosts
 from flows.supervision.ports import LOOPBACK, claim_port
 from flows.supervision.processes import SupervisedProcess, start_supervised
 from flows.workspace.folder import private_path
+from flows.workspace.services_file import running_services
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.errors import RlhfError
 
@@ -23,19 +24,25 @@ START_SECONDS = 180.0
 RESTART_SECONDS = 60.0
 STOP_GRACE = 3.0
 SERVER = "server"
+WORKER_PREFIX = "worker-"
 
 
 @dataclass
 class Services:
-    """What this process has started, in order. ``api_url`` is the server that all of it talks to."""
+    """The service processes that this process has started, in order, and the Prefect server that they use."""
 
     workspace: Path
     api_url: str
     embedded: bool
     running: dict[str, SupervisedProcess] = field(default_factory=dict)
 
+    @property
+    def ui_url(self) -> str:
+        """The address of the Prefect UI."""
+        return self.api_url.removesuffix("/api")
+
     def start(self, name: str, command: list[str], grace: float = STOP_GRACE, **env: str) -> SupervisedProcess:
-        """Start a service under the guard, its output in ``.rlhf/logs/NAME.log``."""
+        """Start a service under a supervisor; its output goes to ``.rlhf/logs/NAME.log``."""
         service = start_supervised(
             command,
             name=name,
@@ -49,9 +56,9 @@ class Services:
         return service
 
     def start_worker(self, pool: str, limit: int = 1) -> SupervisedProcess:
-        """A process worker for ``pool`` that takes ``limit`` jobs at a time and installs nothing.
+        """Start a process worker for ``pool`` that takes ``limit`` jobs at a time and installs nothing.
 
-        When it is stopped its jobs have the time that a stage is given to save its state.
+        When it is stopped, its jobs have the grace period of a stage to save their state.
         """
         command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
         command += ["--limit", str(limit), "--install-policy", "never"]
@@ -59,15 +66,11 @@ class Services:
         return self.start(worker_name(pool), command, grace=grace)
 
     def dead(self) -> list[SupervisedProcess]:
-        """Services that have ended though nobody stopped them."""
+        """Return the services that have ended though nobody stopped them."""
         return [service for service in self.running.values() if service.poll() is not None]
 
-    def dead_beside_server(self) -> list[SupervisedProcess]:
-        """The same without the server, which ``flows.prefect_server.server_watchdog`` sees to."""
-        return [service for service in self.dead() if service.name != SERVER]
-
     def stop(self) -> None:
-        """Stop everything, workers and server at the same time."""
+        """Stop all services at the same time and wait for them."""
         for service in reversed(self.running.values()):
             service.request_stop()
         for service in self.running.values():
@@ -76,40 +79,66 @@ class Services:
 
 
 def worker_name(pool: str) -> str:
-    """The service name of the worker of ``pool``."""
-    return f"worker-{pool}"
+    """Return the service name of the worker of ``pool``."""
+    return f"{WORKER_PREFIX}{pool}"
 
 
 def use_server_of_environment() -> str | None:
-    """``PREFECT_API_URL`` if it is set and answers, None if it is not set; ``RlhfError`` if it does not answer."""
+    """Return ``PREFECT_API_URL`` if it is set and answers, None if it is not set.
+
+    Raises:
+        RlhfError: it is set, and nothing answers there.
+    """
     url = os.environ.get("PREFECT_API_URL", "").strip().rstrip("/")
     if not url:
         return None
-    problem = _problem(url)
+    problem = _connection_problem(url)
     if problem:
         raise RlhfError(
             f"no Prefect server answers at PREFECT_API_URL={url} ({problem}); start it or unset the variable"
         )
-    os.environ.update(QUIET, NO_PROXY=without_proxy(), no_proxy=without_proxy())
+    os.environ.update(CHILD_SETTINGS, NO_PROXY=no_proxy_hosts(), no_proxy=no_proxy_hosts())
     return url
 
 
-def wait_for_other_server(url: str, stopping: Callable[[], bool]) -> None:
-    """Give the server of another command, which starts it again when it dies, up to a minute to answer."""
+def use_server_of_workspace(workspace: Path, stopping: Callable[[], bool]) -> None:
+    """Set ``PREFECT_API_URL`` to the server of a running ``rlhf up`` in this workspace, unless the variable is set.
+
+    If that server has just died, up to a minute is left for ``rlhf up`` to restart it.
+    """
+    url = running_services(workspace)
+    if url is None or os.environ.get("PREFECT_API_URL", "").strip():
+        return
+    os.environ["PREFECT_API_URL"] = url
     deadline = time.monotonic() + RESTART_SECONDS
-    while _problem(url, seconds=1.0) and not stopping() and time.monotonic() < deadline:
+    while _connection_problem(url, seconds=1.0) and not stopping() and time.monotonic() < deadline:
         time.sleep(0.2)
 
 
+def check_port_option(port: int | None) -> None:
+    """Raise ``RlhfError`` if a port for the embedded server is given although ``PREFECT_API_URL`` names another."""
+    if port is not None and os.environ.get("PREFECT_API_URL"):
+        raise RlhfError("--port is for the embedded server, but PREFECT_API_URL names another; use one of the two")
+
+
+def open_services(workspace: Path, port: int | None, report: Callable[[str], None]) -> Services:
+    """Use the server of ``PREFECT_API_URL`` if that is set, else start an embedded one on ``port``."""
+    url = use_server_of_environment()
+    if url is None:
+        return start_server(workspace, port)
+    report(f"Prefect server {url}")
+    return Services(workspace, url, embedded=False)
+
+
 def start_server(workspace: Path, port: int | None = None) -> Services:
-    """Start the embedded server (not waiting for it) and point this process's Prefect settings at it."""
+    """Start the embedded server without waiting for it, and point this process's Prefect settings at it."""
     port = claim_port(port, "the Prefect server")
     home = private_path(workspace, "prefect", "home")
     url = f"http://{LOOPBACK}:{port}/api"
     os.environ.update(
-        QUIET,
-        NO_PROXY=without_proxy(),
-        no_proxy=without_proxy(),
+        CHILD_SETTINGS,
+        NO_PROXY=no_proxy_hosts(),
+        no_proxy=no_proxy_hosts(),
         PREFECT_HOME=str(home),
         PREFECT_API_URL=url,
         PREFECT_API_DATABASE_CONNECTION_URL=f"sqlite+aiosqlite:///{home.parent / 'prefect.db'}",
@@ -123,9 +152,9 @@ def start_server(workspace: Path, port: int | None = None) -> Services:
 
 
 def restart_server(services: Services, stopping: Callable[[], bool]) -> None:
-    """Start the embedded server again where it was, with all that it knew, and wait until it answers.
+    """Restart the embedded server on its port and database, and wait until it answers.
 
-    Flows, jobs and workers ask again for about a minute before they give up.
+    Flows, jobs and workers repeat their requests for about a minute before they give up.
     """
     services.running[SERVER].stop()
     port = urllib.parse.urlsplit(services.api_url).port
@@ -139,21 +168,26 @@ def _server_command(port: int) -> list[str]:
 
 
 def wait_for_server(services: Services, stopping: Callable[[], bool]) -> None:
-    """Until the server answers; ``RlhfError`` with the place of its log if it ends or is too slow."""
-    log = private_path(services.workspace, "logs", "server.log")
+    """Wait until the embedded server answers.
+
+    Raises:
+        RlhfError: the server exits or takes too long; the message names its log.
+        KeyboardInterrupt: ``stopping`` became true.
+    """
+    log = private_path(services.workspace, "logs", f"{SERVER}.log")
     deadline = time.monotonic() + START_SECONDS
-    while _problem(services.api_url, seconds=1.0):
+    while _connection_problem(services.api_url, seconds=1.0):
         if stopping():
             raise KeyboardInterrupt
         if services.running[SERVER].poll() is not None:
-            raise RlhfError(f"the Prefect server ended as it started; see {log}")
+            raise RlhfError(f"the Prefect server exited while starting; see {log}")
         if time.monotonic() > deadline:
             raise RlhfError(f"the Prefect server did not answer within {START_SECONDS:.0f} s; see {log}")
         time.sleep(0.1)
 
 
-def _problem(url: str, seconds: float = 5.0) -> str | None:
-    """Why ``url`` does not answer as a server does; None if it does (an HTTP refusal is an answer)."""
+def _connection_problem(url: str, seconds: float = 5.0) -> str | None:
+    """Return why ``url`` does not answer as a Prefect server does, None if it does (refusing a login is an answer)."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=seconds):
             return None

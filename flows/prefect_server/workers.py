@@ -1,4 +1,4 @@
-"""Workers for pools that nobody serves: when a run or `rlhf up` starts, and whenever somebody else's worker goes."""
+"""Workers for the pools that no other worker serves, at the start of a command and while it runs."""
 
 from __future__ import annotations
 
@@ -17,32 +17,43 @@ CHECK_SECONDS = 10.0
 
 
 class PoolWorkers:
-    """The pools that must be served while ``services`` run. A worker counts as there until its heartbeats have been
-    missing for a while, so one that has just ended may be seen at the start: hence the later looks."""
+    """Keeps a worker for each of ``pools`` while ``services`` run.
+
+    Heartbeats expire slowly, so a worker that has just ended still counts as online; the pools are therefore checked
+    again from time to time.
+    """
 
     def __init__(self, services: Services, params: Params, pools: Sequence[str]) -> None:
         self.services, self.params, self.pools = services, params, pools
-        self.next_look = 0.0
+        self.next_check = 0.0
 
-    def start(self) -> None:
-        """A worker for each unserved pool; ``RlhfError`` if one cannot be served by a process here."""
-        self.next_look = time.monotonic() + CHECK_SECONDS
+    def start_missing(self) -> None:
+        """Start a worker for each pool without one.
+
+        Raises:
+            RlhfError: a pool needs a worker that cannot run here.
+        """
+        self.next_check = time.monotonic() + CHECK_SECONDS
         for pool in sorted({*self.pools} - {*self.params.pools_away()}):
-            mine = worker_name(pool) in self.services.running
-            if not mine and (self.services.embedded or needs_worker(pool)):
+            started_here = worker_name(pool) in self.services.running
+            if not started_here and (self.services.embedded or needs_worker(pool)):
                 self.services.start_worker(pool, self.params.pool_limit(pool))
 
-    def require(self) -> None:
-        """``RlhfError`` for a pool that only workers on other hosts can serve, while none of them is there."""
+    def require_remote(self) -> None:
+        """Check that each pool whose workers run on other hosts has one.
+
+        Raises:
+            RlhfError: a pool has no worker, and one here could not replace it.
+        """
         for pool in self.params.pools_away():
             if not is_served(pool):
                 raise RlhfError(
-                    f"no worker serves the work pool {pool}, and one here could not stand in for it (shared: false): "
+                    f"no worker serves the work pool {pool}, and one here could not replace it (shared: false): "
                     "start one on a host of that pool, with PREFECT_API_URL set to this server (docs/operations.md)"
                 )
 
-    def keep(self) -> None:
-        """The same from time to time; a server that does not answer, or a pool of another type, is waited for."""
-        if not self.services.embedded and time.monotonic() >= self.next_look:
+    def check(self) -> None:
+        """Repeat :meth:`start_missing` every ten seconds; what fails is tried again the next time."""
+        if not self.services.embedded and time.monotonic() >= self.next_check:
             with contextlib.suppress(httpx.HTTPError, RlhfError):
-                self.start()
+                self.start_missing()

@@ -5,7 +5,6 @@ The core writes to the same place (``rlhf_core/tracking.py``); a test holds the 
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import socket
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from flows.supervision.file_lock import file_lock
 from rlhf_core.config.loading.load import PARAMS_FILE, load_section
 from rlhf_core.config.loading.yaml_text import plain, read
 from rlhf_core.config.operations import TrackingConfig
@@ -83,7 +83,7 @@ def prepare_tracking(workspace: Path) -> str:
 
     Two processes that create the schema at once fail with "duplicate column name", hence the lock.
     """
-    with _lock(workspace):
+    with file_lock(workspace / ".rlhf" / "mlflow.lock"):
         experiment_id(connect(workspace), workspace)
     return tracking_uri(workspace)
 
@@ -183,15 +183,6 @@ def fluent(workspace: Path) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-
-
-@contextmanager
-def _lock(workspace: Path) -> Iterator[None]:
-    path = workspace / ".rlhf" / "mlflow.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield
 
 
 def experiment_id(client: MlflowClient, workspace: Path) -> str:

@@ -1,1 +1,1 @@
-"""One stage run through DVC under the supervisor, its outcome, and the hash of what it computes."""
+"""Running one stage: through DVC under a supervisor, its outcome, and a hash of what it computes."""

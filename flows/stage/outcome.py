@@ -1,13 +1,14 @@
-"""How a stage ended: what the flow decides on, written beside the run so that a job on a pool can report it too."""
+"""How a stage ended: the outcome of its task, the report of ``rlhf stage`` itself, and the evidence of its gate."""
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flows.workspace.folder import PRIVATE, private_path
 from rlhf_core.errors import (
@@ -20,89 +21,183 @@ from rlhf_core.errors import (
 from rlhf_core.files import atomic_write_json
 
 OUTCOMES = "outcomes"
-# Preempted stages are run again before anybody asks for a retry.
+# Exit codes that a retry would not change. A preempted stage is run again without using up a retry.
 FINAL_CODES = {EXIT_USER_ERROR, EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_PREEMPTED, EXIT_INTERRUPTED}
 PROGRESS = re.compile(r"^(?P<what>[^:\r\n]{1,60}): (?P<done>\d+)/(?P<total>\d+)\b(?P<rest>[^\r\n]*)", re.MULTILINE)
+
+Action = Literal["ran", "cached", "failed", "stopped", "skipped"]
 
 
 @dataclass(frozen=True)
 class StageOutcome:
-    """``action`` is ran, cached, failed, stopped or skipped. Times are seconds since the epoch.
+    """How a stage ended. Times are seconds since the epoch; use the class methods to make one.
 
-    ``work`` is the time of the stage's own command where it is known, else the whole time of the task.
+    Attributes:
+        action: ``ran``, ``cached`` (was up to date), ``failed``, ``stopped`` (with the run) or ``skipped``.
+        work_seconds: the time of the stage's own command where it is known, else that of the whole task.
     """
 
     stage: str
-    action: str
+    action: Action
     exit_code: int
     message: str
     started: float
     ended: float
-    work: float
+    work_seconds: float = 0.0
+
+    @classmethod
+    def ran(cls, stage: str, started: float, ended: float, work_seconds: float) -> StageOutcome:
+        """Return the outcome of a stage whose command succeeded."""
+        return cls(stage, "ran", 0, "", started, ended, work_seconds)
+
+    @classmethod
+    def cached(cls, stage: str, started: float, ended: float) -> StageOutcome:
+        """Return the outcome of a stage that was up to date, or whose result came out of the cache."""
+        return cls(stage, "cached", 0, "", started, ended)
+
+    @classmethod
+    def failed(
+        cls,
+        stage: str,
+        message: str,
+        exit_code: int = 1,
+        *,
+        started: float | None = None,
+        ended: float | None = None,
+        work_seconds: float = 0.0,
+    ) -> StageOutcome:
+        """Return the outcome of a stage that failed; ``ended`` is now and ``started`` is ``ended`` unless given."""
+        ended = time.time() if ended is None else ended
+        return cls(stage, "failed", exit_code, message, ended if started is None else started, ended, work_seconds)
+
+    @classmethod
+    def stopped(
+        cls, stage: str, *, started: float | None = None, ended: float | None = None, work_seconds: float = 0.0
+    ) -> StageOutcome:
+        """Return the outcome of a stage that ended because its run was stopped; times as for :meth:`failed`."""
+        ended = time.time() if ended is None else ended
+        started = ended if started is None else started
+        return cls(stage, "stopped", EXIT_INTERRUPTED, "stopped", started, ended, work_seconds)
+
+    @classmethod
+    def skipped(cls, stage: str) -> StageOutcome:
+        """Return the outcome of a stage that was not started, because another one failed or the run was stopped."""
+        return cls(stage, "skipped", 0, "", 0.0, 0.0)
 
     @property
     def ok(self) -> bool:
-        """Whether what the stage makes is now there."""
+        """Whether the outputs of the stage are there and up to date."""
         return self.action in ("ran", "cached")
 
     @property
     def retryable(self) -> bool:
-        """A crash may be tried again; a verdict of the stage itself may not."""
+        """Whether the stage crashed, so that a retry may help; a decision of the stage itself is final."""
         return self.action == "failed" and self.exit_code not in FINAL_CODES
 
     @property
     def preempted(self) -> bool:
-        """Whether the stage gave its place up at somebody's wish, and waits to be run again."""
+        """Whether the stage was preempted and should be rescheduled."""
         return self.action == "failed" and self.exit_code == EXIT_PREEMPTED
 
     def save(self, workspace: Path) -> None:
-        """Write it where :func:`load_outcome` finds it."""
+        """Write the outcome to where :func:`load_outcome` reads it."""
         atomic_write_json(private_path(workspace, OUTCOMES, f"{self.stage}.task.json"), asdict(self))
 
 
+@dataclass(frozen=True)
+class StageReport:
+    """What ``rlhf stage`` itself reported at its end; ``ended`` is in seconds since the epoch."""
+
+    stage: str
+    exit_code: int
+    message: str
+    seconds: float | None
+    ended: float
+
+
+@dataclass(frozen=True)
+class GateFile:
+    """The evidence that a gate has written.
+
+    ``version`` differs after the file is written anew, whatever the clock says; compare it for equality only.
+    """
+
+    decision: Mapping[str, Any]
+    version: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LoggedProgress:
+    """A progress line of a stage: ``done`` steps of ``total``."""
+
+    done: int
+    total: int
+    line: str
+
+
 def clear_outcome(workspace: Path, stage: str) -> None:
-    """Forget how the stage ended last time."""
+    """Delete the outcome and the report of an earlier run of the stage."""
     for name in (f"{stage}.task.json", f"{stage}.json"):
         (workspace / PRIVATE / OUTCOMES / name).unlink(missing_ok=True)
 
 
 def load_outcome(workspace: Path, stage: str) -> StageOutcome | None:
-    """The saved outcome, or None if the task died before it could write one."""
-    record = _read(workspace / PRIVATE / OUTCOMES / f"{stage}.task.json")
+    """Return the saved outcome, None if the task died before it could write one."""
+    record = _read_record(workspace / PRIVATE / OUTCOMES / f"{stage}.task.json")
     return StageOutcome(**record) if record else None
 
 
-def stage_report(workspace: Path, stage: str) -> dict[str, Any] | None:
-    """What ``rlhf stage`` itself said: ``{exit_code, message[, seconds]}``; None if it was killed."""
-    return _read(workspace / PRIVATE / OUTCOMES / f"{stage}.json")
+def load_report(workspace: Path, stage: str) -> StageReport | None:
+    """Return the report of ``rlhf stage``, None if it was killed or the stage runs another command."""
+    record = _read_record(workspace / PRIVATE / OUTCOMES / f"{stage}.json")
+    if record is None:
+        return None
+    seconds = record.get("seconds")
+    return StageReport(
+        stage=str(record.get("stage", stage)),
+        exit_code=int(record.get("exit_code", 0)),
+        message=str(record.get("message", "")),
+        seconds=None if seconds is None else float(seconds),
+        ended=float(record.get("ended", 0.0)),
+    )
 
 
-def gate_evidence(workspace: Path, outputs: tuple[str, ...]) -> tuple[dict[str, Any] | None, object]:
-    """The gate evidence among a stage's outputs (``gates/NAME.json``), and a mark that differs once it is written anew.
+def clear_reports(workspace: Path) -> None:
+    """Delete the outcomes and reports of all stages."""
+    for path in (workspace / PRIVATE / OUTCOMES).glob("*.json"):
+        path.unlink(missing_ok=True)
 
-    The mark is compared for equality only: the times in it may be those of a clock that was set since.
-    """
+
+def load_reports(workspace: Path) -> list[StageReport]:
+    """Return the reports of all stages that have left one."""
+    names = [path.stem for path in sorted((workspace / PRIVATE / OUTCOMES).glob("*.json")) if "." not in path.stem]
+    return [report for name in names if (report := load_report(workspace, name)) is not None]
+
+
+def load_gate_file(workspace: Path, outputs: tuple[str, ...]) -> GateFile | None:
+    """Return the gate evidence among a stage's outputs (``gates/NAME.json``), None if there is none."""
     for output in outputs:
         path = workspace / output
         if output.startswith("gates/") and output.endswith(".json") and path.is_file():
             status = path.stat()
-            return _read(path), (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
-    return None, None
+            version = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
+            return GateFile(_read_record(path) or {}, version)
+    return None
 
 
-def failed_conditions(report: Mapping[str, Any]) -> str:
-    """The conditions that failed, in one line."""
-    failed = [c for c in report.get("conditions", []) if not c.get("passed")]
+def failed_conditions(decision: Mapping[str, Any]) -> str:
+    """Describe the failed conditions of a gate's decision in one line."""
+    failed = [c for c in decision.get("conditions", []) if not c.get("passed")]
     return "; ".join(f"{c.get('metric')} is {c.get('value')}, bound {c.get('bound')}" for c in failed)
 
 
-def last_progress(text: str) -> tuple[int, int, str] | None:
-    """The last progress line in a stage's log: ``(done, total, the line)``."""
-    lines = list(PROGRESS.finditer(text))
-    return (int(lines[-1]["done"]), int(lines[-1]["total"]), lines[-1][0].strip()) if lines else None
+def last_progress(log_text: str) -> LoggedProgress | None:
+    """Return the last progress line in the text of a stage's log, None if there is none."""
+    lines = list(PROGRESS.finditer(log_text))
+    return LoggedProgress(int(lines[-1]["done"]), int(lines[-1]["total"]), lines[-1][0].strip()) if lines else None
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_record(path: Path) -> dict[str, Any] | None:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,28 +1,45 @@
-"""One stage, run by ``dvc repro --single-item`` under the guard. The same code runs beside the flow and on a pool."""
+"""Run one stage with ``dvc repro --single-item`` under a supervisor, beside the flow or on a work pool alike."""
 
 from __future__ import annotations
 
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from flows.stage.outcome import StageOutcome, clear_outcome, failed_conditions, gate_evidence, stage_report
+from flows.stage.outcome import StageOutcome, clear_outcome, failed_conditions, load_gate_file, load_report
 from flows.supervision.clock import Stopwatch
 from flows.supervision.environment import child_environment
-from flows.supervision.processes import SupervisedProcess, start_supervised
+from flows.supervision.processes import SupervisedResult, run_supervised
+from flows.supervision.python_module import dvc_errors
 from flows.supervision.signals import STOP
 from flows.workspace.folder import private_path
 from flows.workspace.lock import locked
-from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_USER_ERROR
 
-POLL_SECONDS = 0.1
+
+@dataclass(frozen=True)
+class StageSpec:
+    """A stage to run, and how.
+
+    Attributes:
+        outputs: its outputs, relative to the workspace.
+        environment: variables to set on top of the usual environment.
+        grace: seconds that a stopped stage has to save its state.
+        command: the command to run in place of DVC, which requires all dependencies to exist.
+    """
+
+    workspace: Path
+    name: str
+    outputs: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    grace: float = 5.0
+    command: tuple[str, ...] | None = None
 
 
 class StageFailed(Exception):
-    """Carries the outcome of a stage that did not succeed through the engine."""
+    """Carries the outcome of a stage that did not succeed through Prefect."""
 
     def __init__(self, outcome: StageOutcome) -> None:
         super().__init__(outcome.message)
@@ -30,108 +47,75 @@ class StageFailed(Exception):
 
 
 def stage_log(workspace: Path, stage: str) -> Path:
-    """Where the output of a stage goes."""
+    """Return the file to which the output of a stage goes."""
     return private_path(workspace, "logs", f"{stage}.log")
 
 
-def dvc_command(stage: str) -> list[str]:
-    """The flag before ``repro`` matters: without it a stage that ends while another caches an output is lost."""
-    return [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", stage]
+def run_stage(spec: StageSpec) -> StageOutcome:
+    """Bring one stage up to date, and save and return its outcome; a failing stage does not raise.
 
-
-def run_stage(
-    workspace: Path,
-    stage: str,
-    outputs: tuple[str, ...] = (),
-    extra_env: Mapping[str, str] | None = None,
-    grace: float = 5.0,
-    command: list[str] | None = None,
-) -> StageOutcome:
-    """Bring one stage up to date; never raises for a failing stage. A raised stop flag ends it.
-
-    ``command`` replaces DVC's: the report of a failed run is written without DVC, since not all dependencies exist.
-    A stage that still runs is waited for: an attempt that was given up for lost may live, or be on its way out.
+    A raised stop flag stops the stage. If an earlier attempt at the stage still runs, it is waited for: a job that was
+    taken for dead may be alive, or its supervisor may still be stopping it.
     """
     try:
-        with locked(workspace, f"stages/{stage}.lock", wait=True) as lock:
-            return _run_alone(workspace, stage, outputs, extra_env or {}, grace, command, lock)
+        with locked(spec.workspace, f"stages/{spec.name}.lock", wait=True) as lock:
+            return _run_locked(spec, lock)
     except KeyboardInterrupt:
-        return StageOutcome(stage, "stopped", EXIT_INTERRUPTED, "stopped", 0.0, 0.0, 0.0)
+        return StageOutcome.stopped(spec.name)
 
 
-def _run_alone(
-    workspace: Path,
-    stage: str,
-    outputs: tuple[str, ...],
-    extra_env: Mapping[str, str],
-    grace: float,
-    command: list[str] | None,
-    lock: int,
-) -> StageOutcome:
-    """:func:`run_stage` with the stage's lock held, which lasts until everything that is started here has ended."""
-    clear_outcome(workspace, stage)
-    log = stage_log(workspace, stage)
-    offset = log.stat().st_size if log.exists() else 0
+def _run_locked(spec: StageSpec, lock: int) -> StageOutcome:
+    """Run the stage; its supervisor holds the descriptor ``lock`` until every process of the stage has ended."""
+    clear_outcome(spec.workspace, spec.name)
     watch = Stopwatch()
-    _, old_gate = gate_evidence(workspace, outputs)
-    supervised = start_supervised(
-        command or dvc_command(stage),
-        name=stage,
-        cwd=workspace,
-        env=child_environment(workspace, **extra_env),
-        log=log,
-        grace=grace,
-        keep=[lock],
+    gate_before = load_gate_file(spec.workspace, spec.outputs)
+    # The flag belongs before `repro`: without it a stage that ends while another caches its output fails.
+    repro = (sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", spec.name)
+    result = run_supervised(
+        spec.command or repro,
+        name=spec.name,
+        cwd=spec.workspace,
+        env=child_environment(spec.workspace, **spec.environment),
+        log=stage_log(spec.workspace, spec.name),
+        grace=spec.grace,
+        inherited_descriptors=[lock],
     )
-    code = wait_for(supervised)
-    text = log.read_bytes()[offset:].decode("utf-8", errors="replace")
-    gate, mark = gate_evidence(workspace, outputs)
-    outcome = _judge(workspace, stage, gate if mark != old_gate else None, code, text, watch)
-    if command and outcome.ok:
-        outcome = replace(outcome, action="ran", work=outcome.ended - outcome.started)
-    outcome.save(workspace)
+    gate = load_gate_file(spec.workspace, spec.outputs)
+    decision = gate.decision if gate is not None and gate != gate_before else None
+    outcome = _outcome(spec, result, decision, watch)
+    outcome.save(spec.workspace)
     return outcome
 
 
-def wait_for(supervised: SupervisedProcess) -> int:
-    """Exit status of the guarded command, which a raised stop flag ends; it never outlives this call."""
-    try:
-        while (code := supervised.poll()) is None and not STOP.wait(POLL_SECONDS):
-            pass
-        return code if code is not None else supervised.stop()
-    except BaseException:
-        supervised.stop()
-        raise
-
-
-def _judge(
-    workspace: Path, stage: str, gate: Mapping[str, Any] | None, code: int, text: str, watch: Stopwatch
+def _outcome(
+    spec: StageSpec, result: SupervisedResult, gate_decision: Mapping[str, object] | None, watch: Stopwatch
 ) -> StageOutcome:
-    """``gate`` is the evidence that was written meanwhile, if any was."""
+    """Tell from the exit status, the stage's own report and a gate decision made meanwhile how the stage ended."""
     started, ended = watch.started, watch.now
-    spoken = stage_report(workspace, stage)
-    work = float((spoken or {}).get("seconds", ended - started))
-
-    def outcome(action: str, exit_code: int, message: str) -> StageOutcome:
-        return StageOutcome(stage, action, exit_code, message, started, ended, 0.0 if action == "cached" else work)
-
-    if code == 0:
-        ran = f"Running stage '{stage}'" in text or spoken is not None
-        return outcome("ran" if ran else "cached", 0, "")
+    report = load_report(spec.workspace, spec.name)
+    work_seconds = report.seconds if report is not None and report.seconds is not None else ended - started
+    if result.exit_code == 0:
+        ran = spec.command or report is not None or f"Running stage '{spec.name}'" in result.output
+        if ran:
+            return StageOutcome.ran(spec.name, started, ended, work_seconds)
+        return StageOutcome.cached(spec.name, started, ended)
     if STOP.is_set():
-        return outcome("stopped", EXIT_INTERRUPTED, "stopped")
-    if not spoken and gate and gate.get("passed") is False:
-        spoken = {"exit_code": EXIT_GATE_FAILED, "message": failed_conditions(gate)}
-    if spoken and spoken.get("exit_code"):
-        return outcome("failed", int(spoken["exit_code"]), str(spoken.get("message", "")))
-    return outcome("failed", *_explain(code, text))
+        return StageOutcome.stopped(spec.name, started=started, ended=ended, work_seconds=work_seconds)
+    if report is not None and report.exit_code:
+        exit_code, message = report.exit_code, report.message
+    elif report is None and gate_decision and gate_decision.get("passed") is False:
+        exit_code, message = EXIT_GATE_FAILED, failed_conditions(gate_decision)
+    else:
+        exit_code, message = _dvc_failure(result)
+    return StageOutcome.failed(spec.name, message, exit_code, started=started, ended=ended, work_seconds=work_seconds)
 
 
-def _explain(code: int, text: str) -> tuple[int, str]:
-    """Exit code and message for an end without a verdict: a kill, or an error of DVC's own."""
-    if code - 128 in set(signal.Signals):
-        return code, f"dvc was killed ({signal.Signals(code - 128).name})"
-    errors = [line.removeprefix("ERROR: ") for line in text.splitlines() if line.startswith("ERROR: ")]
-    message = errors[-1] if errors else f"ended with status {code}"
-    crashed = any("failed to run" in line or "is busy" in line for line in errors) or not errors
-    return (1 if crashed else EXIT_USER_ERROR), message
+def _dvc_failure(result: SupervisedResult) -> tuple[int, str]:
+    """Return exit code and message for a stage that left no report: DVC was killed, or failed itself."""
+    if result.exit_code - 128 in set(signal.Signals):
+        return result.exit_code, f"dvc was killed ({signal.Signals(result.exit_code - 128).name})"
+    errors = dvc_errors(result.output)
+    if not errors:
+        return 1, f"dvc exited with status {result.exit_code}"
+    crashed = any("failed to run" in error or "is busy" in error for error in errors)
+    return (1 if crashed else EXIT_USER_ERROR), errors[-1]

@@ -1,1 +1,1 @@
-"""Processes: the supervisor that leaves no child behind, stop signals, ports, clocks, child environments."""
+"""Process control: a supervisor that stops every descendant, stop signals, file locks, retries, ports and clocks."""

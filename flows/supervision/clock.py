@@ -1,4 +1,4 @@
-"""Time that nobody sets: durations and waits go by the monotonic clock; the wall clock is only for telling the time."""
+"""Clocks: monotonic time for durations and deadlines; the wall clock for timestamps only."""
 
 from __future__ import annotations
 
@@ -8,37 +8,40 @@ SET_BACK_SECONDS = 60.0
 
 
 class Stopwatch:
-    """``started`` is in seconds since the epoch, ``seconds`` what has passed since, whatever became of the date."""
+    """Measures a duration by the monotonic clock, so that a change of the system date does not distort it.
+
+    ``started`` is the time at which it was created, in seconds since the epoch.
+    """
 
     def __init__(self) -> None:
         self.started = time.time()
-        self._began = time.monotonic()
+        self._monotonic_start = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """Seconds since the stopwatch was made."""
-        return time.monotonic() - self._began
+        """Seconds since the stopwatch was created."""
+        return time.monotonic() - self._monotonic_start
 
     @property
     def now(self) -> float:
-        """``started`` plus ``seconds``: never before ``started``, and the end of a duration that is right."""
+        """The present in seconds since the epoch, as ``started + seconds``: the difference to ``started`` is right."""
         return self.started + self.seconds
 
 
 class WallClock:
-    """Notices that the wall clock was set back, against the monotonic clock."""
+    """Detects that the system's wall clock was set back, by comparison with the monotonic clock."""
 
     def __init__(self) -> None:
         self._offset = time.time() - time.monotonic()
 
-    def set_back(self) -> float:
-        """Seconds by which the clock was set back since the last call; 0 for less than ``SET_BACK_SECONDS``.
+    def seconds_set_back(self) -> float:
+        """Return by how much the clock was set back since the last reported jump, 0 if by less than a minute.
 
-        Small steps add up: they are forgotten only once they have been told. A clock set forward is not told.
+        Smaller steps accumulate until they are reported together. A clock that is set forward gives 0.
         """
         offset = time.time() - time.monotonic()
-        back = self._offset - offset
-        if 0 <= back < SET_BACK_SECONDS:
+        set_back = self._offset - offset
+        if 0 <= set_back < SET_BACK_SECONDS:
             return 0.0
         self._offset = offset
-        return max(back, 0.0)
+        return max(set_back, 0.0)

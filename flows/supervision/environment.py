@@ -1,4 +1,4 @@
-"""Environment of everything that is started: no telemetry, no surprises, this very installation on the path."""
+"""The environment of every child process: no telemetry, no prompts, and this installation first on the path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flows.supervision.processes import OWNER_VARIABLE, ownership_tag
 
-QUIET = {
+CHILD_SETTINGS = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DVC_NO_ANALYTICS": "1",
@@ -25,25 +25,25 @@ QUIET = {
 }
 
 
-def without_proxy() -> str:
-    """``NO_PROXY`` with loopback in it: what is started here is never reached through a proxy."""
+def no_proxy_hosts() -> str:
+    """Return the value of ``NO_PROXY`` with the loopback addresses added: local services need no proxy."""
     hosts = [host for host in os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")).split(",") if host]
     return ",".join(dict.fromkeys([*hosts, "127.0.0.1", "localhost"]))
 
 
 def child_environment(workspace: Path, **extra: str) -> dict[str, str]:
-    """This process's environment with the switches, the workspace's mark of ownership, and ``extra``."""
+    """Return this process's environment with :data:`CHILD_SETTINGS`, the workspace's ownership tag, and ``extra``."""
     source = str(Path(__file__).resolve().parents[2])
-    paths = [source, *[p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != source]]
-    binaries = str(Path(sys.executable).parent)
+    python_path = [source, *[p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != source]]
+    scripts = str(Path(sys.executable).parent)
     path = os.environ.get("PATH", "")
     return {
         **os.environ,
-        **QUIET,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PATH": path if path.split(os.pathsep)[0] == binaries else os.pathsep.join([binaries, path]),
-        "NO_PROXY": without_proxy(),
-        "no_proxy": without_proxy(),
+        **CHILD_SETTINGS,
+        "PYTHONPATH": os.pathsep.join(python_path),
+        "PATH": path if path.split(os.pathsep)[0] == scripts else os.pathsep.join([scripts, path]),
+        "NO_PROXY": no_proxy_hosts(),
+        "no_proxy": no_proxy_hosts(),
         OWNER_VARIABLE: ownership_tag(workspace),
         **extra,
     }

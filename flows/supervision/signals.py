@@ -1,4 +1,4 @@
-"""One stop flag per process, raised by SIGINT, SIGTERM or SIGHUP, read by everything that waits."""
+"""The stop flag of this process: raised by SIGINT, SIGTERM or SIGHUP, checked by everything that waits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ STOP = threading.Event()
 _received: list[int] = []
 
 
+class StopRequested(Exception):
+    """Ends work that was in progress when the stop flag was raised."""
+
+
 def install(*numbers: signal.Signals) -> None:
-    """Handle the stop signals (or these ones) in this process, also where SIGINT was inherited as ignored. Main thread
-    only."""
+    """Handle the stop signals, or those given, in this process, even where SIGINT was inherited as ignored.
+
+    Must be called in the main thread.
+    """
     for number in numbers or (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _on_signal)
 
@@ -22,17 +28,12 @@ def _on_signal(number: int, _: FrameType | None) -> None:
     STOP.set()
 
 
-def count() -> int:
-    """How many stop signals have come; a second Ctrl-C means hurry."""
-    return len(_received)
-
-
 def last() -> int | None:
-    """The latest stop signal, or None."""
+    """Return the latest stop signal, None if there was none."""
     return _received[-1] if _received else None
 
 
 def reset() -> None:
-    """Forget earlier signals (a new run in the same process)."""
+    """Forget earlier signals, for a new run in the same process."""
     _received.clear()
     STOP.clear()

@@ -1,11 +1,11 @@
-"""A small process that runs one command and leaves no process of it behind.
+"""A small process that runs one command and leaves none of its descendants behind.
 
 Usage: ``python -m flows.supervision.supervisor --parent PID [--grace S] [--stop-signal TERM|INT] -- COMMAND …``
 
-COMMAND runs in a session of its own. When it ends, when the supervisor is told to stop, or when the process PID dies,
-every descendant is stopped, including orphans and those in sessions of their own: the supervisor is their subreaper.
-Descendants of another supervisor further down are stopped by that one. COMMAND dies with its supervisor (PDEATHSIG).
-Exit status: that of COMMAND, or 128 + signal.
+COMMAND runs in a session of its own. When it ends, the supervisor receives a stop signal, or process PID dies, every
+descendant is stopped, including orphans and processes in other sessions: the supervisor is their subreaper.
+Descendants of a nested supervisor are stopped by that one. COMMAND dies with its supervisor (PDEATHSIG).
+The exit status is that of COMMAND, or 128 + signal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KILL_SECONDS = 5.0
 
 
 class Supervisor:
-    """Runs ``command`` until it ends, a stop signal comes or ``parent`` dies; then sweeps all descendants."""
+    """Runs ``command`` until it ends, a stop signal arrives or ``parent`` dies; then stops all descendants."""
 
     def __init__(self, command: Sequence[str], parent: int, grace: float, stop_signal: int) -> None:
         self.command = list(command)
@@ -46,8 +46,8 @@ class Supervisor:
         self._wake, self._wake_in = os.pipe()
 
     def run(self) -> int:
-        """The command's exit status (128 + signal when a signal ended it)."""
-        self._watch_signals()
+        """Run the command and return its exit status (128 + signal when a signal ended it)."""
+        self._install_handlers()
         self._prctl(PR_SET_CHILD_SUBREAPER, 1)
         parent_fd = _open_pidfd(self.parent)
         if os.getppid() != self.parent:
@@ -60,11 +60,11 @@ class Supervisor:
                 os.read(self._wake, 4096)
             self._reap()
             self.stopping = self.stopping or os.getppid() != self.parent
-        self._sweep()
+        self._stop_descendants()
         return self.status if self.status is not None else 128 + signal.SIGKILL
 
-    def _watch_signals(self) -> None:
-        """Handlers are set explicitly: a shell's ``&`` hands SIGINT down as ignored."""
+    def _install_handlers(self) -> None:
+        """Set every handler explicitly: under a shell's ``&`` SIGINT is inherited as ignored."""
         os.set_blocking(self._wake_in, False)
         signal.set_wakeup_fd(self._wake_in, warn_on_full_buffer=False)
         for number in HANDLED:
@@ -75,29 +75,29 @@ class Supervisor:
         self.stopping = True
 
     def _start(self) -> int:
-        guard = os.getpid()
+        supervisor = os.getpid()
 
-        def prepare() -> None:
+        def prepare_child() -> None:
             signal.set_wakeup_fd(-1)
             for number in (*HANDLED, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, set())
             self._prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != guard:
+            if os.getppid() != supervisor:
                 os._exit(128 + signal.SIGKILL)
 
         try:
             process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=prepare
+                self.command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=prepare_child
             )
         except OSError as error:
             sys.stderr.write(f"cannot start {self.command[0]}: {error.strerror}\n")
             raise SystemExit(127) from error
-        process.returncode = 0  # reaped by _reap, so that orphans and the command are waited for in one place
+        process.returncode = 0  # _reap waits for the command and for orphans alike
         return process.pid
 
     def _reap(self) -> None:
-        """Collect every ended descendant that has no parent left, and the command itself."""
+        """Wait for every ended child: the command itself, and descendants whose parent has died."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -108,17 +108,17 @@ class Supervisor:
             if pid == self.child:
                 self.status = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
 
-    def _sweep(self) -> None:
-        """Stop signal to all, then KILL to whoever is left after the grace.
+    def _stop_descendants(self) -> None:
+        """Send the stop signal to all descendants, then SIGKILL to those that are left after the grace period.
 
-        A guard further down stops what it looks after by itself, in its own way: to that its signal alone is meant.
+        A nested supervisor stops its own descendants with the signal meant for them: it alone is signalled here.
         """
-        told: set[int] = set()
+        signalled: set[int] = set()
         deadline = time.monotonic() + self.grace
         while (alive := self._descendants()) and time.monotonic() < deadline:
-            for process in _outside_other_guards(alive):
-                if process.pid not in told:
-                    told.add(process.pid)
+            for process in _not_under_nested_supervisor(alive):
+                if process.pid not in signalled:
+                    signalled.add(process.pid)
                     _send(process, self.stop_signal)
             time.sleep(0.05)
         deadline = time.monotonic() + KILL_SECONDS
@@ -135,20 +135,20 @@ class Supervisor:
             return []
 
 
-def _outside_other_guards(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those of ``processes`` that no guard among them looks after; the guards themselves are."""
-    parents, guards = dict[int, int](), set[int]()
+def _not_under_nested_supervisor(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Drop the descendants of supervisors among ``processes``; the supervisors themselves stay."""
+    parents, supervisors = dict[int, int](), set[int]()
     for process in processes:
         with contextlib.suppress(psutil.Error):
             parents[process.pid] = process.ppid()
             if "flows.supervision.supervisor" in process.cmdline():
-                guards.add(process.pid)
+                supervisors.add(process.pid)
 
-    def guarded(pid: int | None) -> bool:
-        above = parents.get(pid) if pid is not None else None
-        return above in guards or (above is not None and guarded(above))
+    def is_supervised(pid: int) -> bool:
+        parent = parents.get(pid)
+        return parent is not None and (parent in supervisors or is_supervised(parent))
 
-    return [process for process in processes if not guarded(process.pid)]
+    return [process for process in processes if not is_supervised(process.pid)]
 
 
 def _send(process: psutil.Process, number: int) -> None:
@@ -157,13 +157,13 @@ def _send(process: psutil.Process, number: int) -> None:
 
 
 def _prctl() -> Any:
-    """Linux's prctl, or a function that does nothing where there is none."""
+    """Return Linux's prctl, or a function that does nothing on other systems."""
     libc = ctypes.CDLL(None)
     return getattr(libc, "prctl", None) or ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int)(lambda *_: 0)
 
 
 def _open_pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable at once when ``pid`` dies; None where the kernel has no such thing."""
+    """Return a descriptor that becomes readable when ``pid`` dies; None where the kernel has no pidfd."""
     opener = getattr(os, "pidfd_open", None)
     try:
         return opener(pid) if opener else None
@@ -172,7 +172,7 @@ def _open_pidfd(pid: int) -> int | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line and guard the command."""
+    """Parse the command line and supervise the command."""
     parser = argparse.ArgumentParser(prog="flows.supervision.supervisor", description=__doc__)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--grace", type=float, default=5.0)

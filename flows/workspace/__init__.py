@@ -1,1 +1,1 @@
-"""A workspace folder: finding it, locking it, its recipe, and cleaning up what a dead run left in it."""
+"""A workspace folder: how it is found, locked and cleaned up, its recipe, its git revision and its private files."""

@@ -1,4 +1,4 @@
-"""A workspace is a folder with params.yaml and dvc.yaml: finding one, and the paths inside its private folder."""
+"""Workspace folders: finding one, and the paths of its private files."""
 
 from __future__ import annotations
 
@@ -10,17 +10,25 @@ from rlhf_core.errors import RlhfError
 PRIVATE = ".rlhf"
 
 
-def find_workspace(given: Path | None = None) -> Path:
-    """The absolute path of ``given``, or of the nearest folder upward that is a workspace; ``RlhfError`` if none is."""
-    if given is not None:
-        if not is_workspace(given):
-            raise RlhfError(f"{given} is no workspace (params.yaml and dvc.yaml); make one with: rlhf init {given}")
-        return given.resolve()
-    here = Path.cwd().resolve()
-    for folder in (here, *here.parents):
-        if is_workspace(folder):
-            return folder
-    raise RlhfError(f"no workspace at or above {here}; make one with `rlhf init DIR`, or name one with --workspace DIR")
+def find_workspace(folder: Path | None = None) -> Path:
+    """Return the absolute path of the workspace ``folder``, by default the nearest one at or above the current folder.
+
+    Raises:
+        RlhfError: ``folder`` is not a workspace, or there is none at or above the current folder.
+    """
+    if folder is not None:
+        if not is_workspace(folder):
+            raise RlhfError(
+                f"{folder} is not a workspace (it has no params.yaml and dvc.yaml); make one with: rlhf init {folder}"
+            )
+        return folder.resolve()
+    current = Path.cwd().resolve()
+    for candidate in (current, *current.parents):
+        if is_workspace(candidate):
+            return candidate
+    raise RlhfError(
+        f"there is no workspace at or above {current}; make one with `rlhf init DIR`, or name one with --workspace DIR"
+    )
 
 
 def is_workspace(folder: Path) -> bool:
@@ -29,7 +37,11 @@ def is_workspace(folder: Path) -> bool:
 
 
 def private_path(workspace: Path, *parts: str) -> Path:
-    """A path under the workspace's own ``.rlhf`` folder, which is created; ``RlhfError`` if that cannot be."""
+    """Return a path under the workspace's own ``.rlhf`` folder, whose parent folder is created.
+
+    Raises:
+        RlhfError: the workspace cannot be written to.
+    """
     path = workspace.joinpath(PRIVATE, *parts)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,12 +50,12 @@ def private_path(workspace: Path, *parts: str) -> Path:
     return path
 
 
-def cannot_write(workspace: Path, error: OSError) -> RlhfError:
-    """The one-line message for a folder that takes no files."""
-    return RlhfError(f"cannot write in {workspace} ({error.strerror}); make it writable or choose another workspace")
+def cannot_write(folder: Path, error: OSError) -> RlhfError:
+    """Return the one-line error for a folder that cannot be written to."""
+    return RlhfError(f"cannot write to {folder} ({error.strerror}); make it writable or choose another workspace")
 
 
-def show_path(path: Path) -> str:
-    """A path as a person would type it from here."""
+def display_path(path: Path) -> str:
+    """Return a path as a person would type it in the current folder."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("../..") else relative

@@ -1,4 +1,4 @@
-"""The git revision that a folder lies in."""
+"""The git revision of a folder."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 NO_REVISION = "none"
 
 
-def git_revision(workspace: Path) -> str:
-    """The commit that the workspace lies in, with "-dirty" where tracked files differ; "none" without one."""
+def git_revision(folder: Path) -> str:
+    """Return the commit that ``folder`` is at, with "-dirty" where tracked files differ; "none" outside git."""
     try:
-        commit = _git(workspace, "rev-parse", "HEAD")
-        changed = _git(workspace, "status", "--porcelain", "--untracked-files=no")
+        commit = _git(folder, "rev-parse", "HEAD")
+        changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
         return NO_REVISION
-    return f"{commit}-dirty" if changed else commit
+    return f"{commit}-dirty" if changes else commit
 
 
-def _git(workspace: Path, *arguments: str) -> str:
-    answer = subprocess.run(
-        ["git", *arguments], cwd=workspace, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
+def _git(folder: Path, *arguments: str) -> str:
+    process = subprocess.run(
+        ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
     )
-    return answer.stdout.strip()
+    return process.stdout.strip()

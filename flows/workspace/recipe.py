@@ -1,4 +1,4 @@
-"""The recipe of a workspace: params.yaml merged from a base, a profile and overrides, beside the base's dvc.yaml."""
+"""The recipe of a workspace: dvc.yaml, and params.yaml merged from a base, a profile and overrides."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ DVC_IGNORE = "# never part of a dependency or an output\n__pycache__\n*.pyc\n.rl
 GIT_IGNORE = "/.rlhf/\n/work/\n/workspaces/\n/ablation/\n/mlflow.db\n/mlartifacts/\n/report.html\n__pycache__/\n"
 
 
-def recipe(base: Path, profile: str | None, sets: Sequence[str], folder: Path) -> str:
-    """The params.yaml text for ``folder``: that of ``base`` under a profile and ``section.key=value`` overrides.
+def merged_params(base: Path, profile: str | None, sets: Sequence[str], folder: Path) -> str:
+    """Merge params.yaml of ``base``, a profile and ``section.key=value`` overrides into the text for ``folder``.
 
-    Relative data paths of the recipe and its profiles start at ``base``, those of ``sets`` at the current folder.
+    Relative data paths in params.yaml and profiles start at ``base``, those in ``sets`` at the current folder.
     """
     overlays = [(f"profile {profile}", profile_text(profiles_of(base), profile))] if profile else []
     text = merge((base / PARAMS_FILE).read_text(encoding="utf-8"), overlays)
-    here = merge(rebase_sources(text, base.resolve(), Path.cwd()), sets=sets)
-    return rebase_sources(here, Path.cwd(), folder.resolve())
+    from_current_folder = merge(rebase_sources(text, base.resolve(), Path.cwd()), sets=sets)
+    return rebase_sources(from_current_folder, Path.cwd(), folder.resolve())
 
 
 def write_recipe(folder: Path, params: str, base: Path) -> None:
-    """Give ``folder`` a params.yaml with the text ``params`` and the dvc.yaml of ``base``; equal files stay."""
+    """Write ``params`` as params.yaml and the dvc.yaml of ``base`` into ``folder``; unchanged files are left alone.
+
+    Raises:
+        RlhfError: the folder cannot be written to.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         texts = {PARAMS_FILE: params, DVC_FILE: (base / DVC_FILE).read_text(encoding="utf-8")}

@@ -1,4 +1,4 @@
-"""Where the services of `rlhf up` listen, so that `rlhf run` in the same workspace uses them."""
+"""The record of the services of a running ``rlhf up``, which lets ``rlhf run`` in the same workspace use them."""
 
 from __future__ import annotations
 
@@ -6,33 +6,30 @@ import json
 import os
 from pathlib import Path
 
-from flows.supervision.processes import birth, is_alive
+from flows.supervision.processes import is_alive, start_token
 from flows.workspace.folder import PRIVATE, private_path
+from rlhf_core.files import atomic_write_json
 
 SERVICES_FILE = "services.json"
 
 
 def record_services(workspace: Path, api_url: str, addresses: dict[str, str]) -> None:
-    """Note where the services of ``rlhf up`` listen, so that ``rlhf run`` in the same workspace uses them."""
-    from rlhf_core.files import atomic_write_json
-
+    """Record that this process runs a Prefect server at ``api_url``, and user interfaces at ``addresses``."""
     pid = os.getpid()
-    atomic_write_json(
-        private_path(workspace, SERVICES_FILE),
-        {"pid": pid, "birth": birth(pid), "api_url": api_url, "addresses": addresses},
-    )
+    record = {"pid": pid, "start_token": start_token(pid), "api_url": api_url, "addresses": addresses}
+    atomic_write_json(private_path(workspace, SERVICES_FILE), record)
 
 
 def running_services(workspace: Path) -> str | None:
-    """The API address of a live ``rlhf up`` of this workspace, or None."""
+    """Return the Prefect API address of the live ``rlhf up`` of this workspace, None if there is none."""
     try:
         record = json.loads((workspace / PRIVATE / SERVICES_FILE).read_text(encoding="utf-8"))
-        alive = is_alive(int(record["pid"]), record["birth"])
+        alive = is_alive(int(record["pid"]), record["start_token"])
         return str(record["api_url"]) if alive else None
     except (OSError, ValueError, KeyError):
         return None
 
 
 def forget_services(workspace: Path) -> None:
-    """Remove the note of ``record_services``."""
+    """Remove the record made by :func:`record_services`."""
     (workspace / PRIVATE / SERVICES_FILE).unlink(missing_ok=True)

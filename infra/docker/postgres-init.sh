@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs once, when the database volume is empty: a database for each server that keeps its state here.
+# Runs once, when the database volume is empty: creates a database for each server.
 set -eu
 for name in prefect mlflow; do
   createdb --username "$POSTGRES_USER" "$name"

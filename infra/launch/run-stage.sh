@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# One stage of a workspace, on this machine or on this machine's share of several; every node of a job runs it.
+# Runs one stage of a workspace, on this machine alone or as one node of several; every node of a job runs this script.
 #
 #   RLHF_WORKSPACE=/shared/workspace run-stage.sh STAGE
 #
 # On one node DVC runs the stage, which starts as many processes as compute.launch in params.yaml says. On several,
-# torchrun starts NPROC_PER_NODE ranks on each, and once they are done node 0 puts the result into DVC's lock and cache.
-# Which node this is, and where the ranks meet, comes from NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, else from
-# Slurm, else from an indexed Kubernetes job.
+# torchrun starts NPROC_PER_NODE ranks on each, and once they are done node 0 commits the result to DVC's lock and cache.
+# The number of this node and the rendezvous come from NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, else from Slurm,
+# else from an indexed Kubernetes job.
 #
 # SIGTERM or SIGINT stops the stage, which then has STOP_GRACE seconds to finish its step and save its state. The exit
-# status is 75 (or STOPPED_STATUS), also where only the stage or another node was told: run me again, and I go on from there.
+# status is then 75 (or STOPPED_STATUS), also if only the stage or another node was stopped. Run the script again to resume.
 set -euo pipefail
 
 readonly EXIT_PREEMPTED=${STOPPED_STATUS:-75}
@@ -27,14 +27,14 @@ stop() {
 }
 trap stop TERM INT
 
-# Runs a command that leaves nothing behind, whatever becomes of it or of this script.
+# Runs a command under the supervisor, which stops all its descendants when the command or this script ends.
 guarded() {
   [[ -z $stopped ]] || exit "$EXIT_PREEMPTED"
   python -m flows.supervision.supervisor --parent $$ --grace "$grace" -- "$@" &
   child=$!
   local status=0
   wait "$child" || status=$?
-  # A signal ends the wait, not the command.
+  # A signal interrupts the wait, not the command.
   while kill -0 "$child" 2>/dev/null; do
     status=0
     wait "$child" || status=$?
@@ -44,7 +44,7 @@ guarded() {
   return "$status"
 }
 
-# What the stage said of its own end is the verdict: DVC and torchrun tell of any failure alike.
+# The stage's own report decides: DVC and torchrun exit with the same status for every failure.
 failed() {
   if grep -qs '"exit_code": 75' ".rlhf/outcomes/$stage.json"; then exit "$EXIT_PREEMPTED"; fi
   exit "$1"
@@ -72,7 +72,7 @@ if [[ $(dvc --wait-for-lock status --json "$stage") == '{}' ]]; then
   echo "run-stage.sh: $stage is up to date"
   exit
 fi
-# The ranks heed SIGTERM, at the same step. torchrun must not: it would kill them half a minute later.
+# The ranks handle SIGTERM and stop at the same step. torchrun must ignore it: it would kill them half a minute later.
 guarded bash -c 'trap "" TERM; shift; exec "$@"' ranks -- torchrun \
   --nnodes "$nodes" --node-rank "$node" --nproc-per-node "$ranks" --max-restarts 0 \
   --signals-to-handle SIGINT,SIGHUP,SIGQUIT --master-addr "${MASTER_ADDR:-127.0.0.1}" \

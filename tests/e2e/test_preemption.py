@@ -1,4 +1,4 @@
-"""A stage on a pool that loses its place goes back to the queue, and the run ends as if nothing had been."""
+"""A preempted stage on a pool goes back to the queue, and the run ends as if it had not been preempted."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ stages:
 """
 # No retry would be left, were this a failure.
 PARAMS = "seed: 1\npools: {ppo: gpu-pool}\nflow: {retries: 0, stop_grace_seconds: 30}\n"
-# Saves its state when it is told to stop, and at no other time: who begins beyond 0 has been told.
+# Saves its state only when it receives SIGTERM: a start beyond step 0 follows a preemption.
 TRAIN = """
 import json, pathlib, signal, sys, time
-told = []
-signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+stops = []
+signal.signal(signal.SIGTERM, lambda *_: stops.append(1))
 work = pathlib.Path("work/ppo"); work.mkdir(parents=True, exist_ok=True)
 saved = work / "step"
 start = int(saved.read_text()) if saved.exists() else 0
@@ -33,11 +33,11 @@ with open("starts.log", "a") as log: log.write(f"{start}\\n")
 for step in range(start, int(sys.argv[1])):
     time.sleep(0.3)
     (work / "now").write_text(str(step + 1))
-    if told:
+    if stops:
         saved.write_text(str(step + 1))
-        verdict = {"stage": "ppo", "exit_code": 75, "message": f"ppo made step {step + 1}", "ended": time.time()}
+        report = {"stage": "ppo", "exit_code": 75, "message": f"ppo made step {step + 1}", "ended": time.time()}
         pathlib.Path(".rlhf/outcomes").mkdir(parents=True, exist_ok=True)
-        pathlib.Path(".rlhf/outcomes/ppo.json").write_text(json.dumps(verdict))
+        pathlib.Path(".rlhf/outcomes/ppo.json").write_text(json.dumps(report))
         sys.exit(75)
 pathlib.Path("policy.txt").write_text("done")
 """
@@ -54,7 +54,7 @@ def trained_further(toy: Path, attempt: int) -> bool:
     return len(starts(toy)) == attempt and now.exists() and int(now.read_text() or 0) >= starts(toy)[-1] + 2
 
 
-def test_a_told_stage_and_then_a_drained_worker_cost_nothing_but_their_places(tmp_path: Path) -> None:
+def test_a_stopped_stage_and_then_a_drained_worker_lose_no_work(tmp_path: Path) -> None:
     toy = make_toy(tmp_path, PIPELINE, PARAMS)
     (toy / "train.py").write_text(TRAIN)
     run = begin("run", cwd=toy)
@@ -67,8 +67,8 @@ def test_a_told_stage_and_then_a_drained_worker_cost_nothing_but_their_places(tm
     text = (toy / "out.log").read_text()
     assert text.count("ppo          preempted, ") == 2 and "worker of gpu-pool" in text
     assert "trying again" not in text
-    began = starts(toy)
-    assert len(began) == 3 and began[0] == 0 < began[1] < began[2] < STEPS
+    steps = starts(toy)
+    assert len(steps) == 3 and steps[0] == 0 < steps[1] < steps[2] < STEPS
     assert (toy / "report.html").read_text() == "done"
     assert processes_of(toy) == []
     with sqlite3.connect(f"file:{toy}/.rlhf/prefect/prefect.db?mode=ro", uri=True) as database:

@@ -1,4 +1,4 @@
-"""What every row of docs/faults.md has in common: whoever is killed, no process is left behind."""
+"""A condition of every fault in docs/faults.md: no process is left behind, whatever is killed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PATIENCE = 60.0
 
 @pytest.fixture(autouse=True)
 def no_process_left_behind() -> Iterator[None]:
-    """Every orphan of the test becomes a child of this process, session of its own or not; none may be there after."""
+    """Fail a test that leaves a process behind: every orphan, in any session, becomes a child of this process."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     before = {child.pid for child in psutil.Process().children()}
     yield
     deadline = time.monotonic() + PATIENCE
-    while (left := strangers(before)) and time.monotonic() < deadline:
+    while (left := new_children(before)) and time.monotonic() < deadline:
         time.sleep(0.2)
     described = [(child.pid, child.cmdline()) for child in left]
     for child in left:
@@ -32,8 +32,8 @@ def no_process_left_behind() -> Iterator[None]:
     assert not described, f"left behind: {described}"
 
 
-def strangers(before: set[int]) -> list[psutil.Process]:
-    """Children that live and were not there ``before``; the dead among them are reaped."""
+def new_children(before: set[int]) -> list[psutil.Process]:
+    """Return the live children that are not in ``before``, and wait for dead ones."""
     living = []
     for child in psutil.Process().children():
         if child.pid in before:

@@ -1,4 +1,4 @@
-"""A Prefect server that belongs to no run, as one is kept for several workspaces; it can be killed and started."""
+"""An external Prefect server, as several workspaces share one, that a test can kill and restart."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from toys import wait_until
 
-from flows.supervision.environment import QUIET
+from flows.supervision.environment import CHILD_SETTINGS
 from flows.supervision.ports import LOOPBACK, claim_port
 
 ACTIVE = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 
 
 class LastingServer:
-    """``env`` is what a shell that works with it has in its environment."""
+    """A server on a port of its own; ``env`` points clients at it."""
 
     def __init__(self, folder: Path) -> None:
         self.port = claim_port(None, "the Prefect server")
@@ -33,9 +33,9 @@ class LastingServer:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, or start it again on what it had; returns when it answers."""
+        """Start or restart the server on its database, and wait until it answers."""
         database = f"sqlite+aiosqlite:///{self.folder}/prefect.db"
-        env = {**os.environ, **QUIET, **self.env, "PREFECT_API_DATABASE_CONNECTION_URL": database}
+        env = {**os.environ, **CHILD_SETTINGS, **self.env, "PREFECT_API_DATABASE_CONNECTION_URL": database}
         env.pop("PREFECT_API_URL")
         command = [sys.executable, "-m", "prefect", "server", "start", "--host", LOOPBACK, "--port", str(self.port)]
         with (self.folder / "server.log").open("ab") as log:
@@ -50,13 +50,13 @@ class LastingServer:
             return False
 
     def kill(self) -> None:
-        """kill -9."""
+        """Kill the server with SIGKILL."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
 
     def runs(self, types: list[StateType] | None = None) -> list[FlowRun]:
-        """The flow runs on the server, or those in states of ``types``."""
+        """Return the flow runs on the server, all or those in states of ``types``."""
         wanted = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=types))) if types else None
         with temporary_settings({PREFECT_API_URL: self.url}), get_client(sync_client=True) as client:
             return client.read_flow_runs(flow_run_filter=wanted)

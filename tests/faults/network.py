@@ -1,4 +1,4 @@
-"""Hosts as network namespaces: interfaces and routes of their own, joined by a cable that can be pulled."""
+"""Hosts as network namespaces with interfaces and routes of their own, joined by a cable that can be unplugged."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ NUMBER = os.getpid() % 250
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace with one interface, ``eth0``; commands behind ``prefix`` run on it and see ``name`` as their host."""
+    """A namespace with one interface, ``eth0``; commands after ``prefix`` run in it and see ``name`` as host name."""
 
     name: str
     address: str
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        named = 'hostname "$0" && exec "$@"'
-        return ("ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", named, self.name)
+        set_name = 'hostname "$0" && exec "$@"'
+        return ("ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", set_name, self.name)
 
-    def pull(self) -> None:
-        """Pull the cable: no packet gets through until :meth:`plug`."""
+    def unplug(self) -> None:
+        """Unplug the cable: no packet gets through until :meth:`plug`."""
         _ip("-n", self.name, "link", "set", "eth0", "down")
 
     def plug(self) -> None:
+        """Plug the cable in again."""
         _ip("-n", self.name, "link", "set", "eth0", "up")
 
 
 @contextmanager
 def second_host() -> Iterator[tuple[str, Host]]:
-    """Our own address on a cable, and the host at its other end; skipped, with the reason, where it is not allowed."""
-    _may_have_namespaces()
+    """Yield this host's address on a cable and the host at its other end; skip the test where that is not allowed."""
+    _skip_without_namespaces()
     ours, near = f"10.213.{NUMBER}.1", f"rlhf{os.getpid()}"
     host = Host(f"rlhf-{os.getpid()}", f"10.213.{NUMBER}.2")
     with _namespace(host, {host.name: host.address}):
@@ -52,8 +53,8 @@ def second_host() -> Iterator[tuple[str, Host]]:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts that know each other by name and see nothing else; skipped like :func:`second_host`."""
-    _may_have_namespaces()
+    """Yield two hosts that know each other by name and reach nothing else; skip the test like :func:`second_host`."""
+    _skip_without_namespaces()
     one, two = (Host(f"rlhf-{os.getpid()}-{n}", f"10.214.{NUMBER}.{n}") for n in (1, 2))
     names = {host.name: host.address for host in (one, two)}
     with ExitStack() as stack:
@@ -68,7 +69,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 @contextmanager
 def _namespace(host: Host, names: dict[str, str]) -> Iterator[None]:
-    """A namespace whose processes look up ``names`` as a cluster's hosts do."""
+    """Create a namespace in which ``names`` resolve to their addresses."""
     etc = Path("/etc/netns") / host.name
     try:
         _ip("netns", "add", host.name)
@@ -85,7 +86,7 @@ def _namespace(host: Host, names: dict[str, str]) -> Iterator[None]:
         _ip("netns", "delete", host.name)
 
 
-def _may_have_namespaces() -> None:
+def _skip_without_namespaces() -> None:
     missing = [program for program in ("ip", "unshare", "hostname") if shutil.which(program) is None]
     if missing:
         pytest.skip(f"needs the program {missing[0]}")
@@ -93,5 +94,5 @@ def _may_have_namespaces() -> None:
         pytest.skip("needs root to make network namespaces")
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)

@@ -16,8 +16,8 @@ __attribute__((constructor)) static void begin(void) {
     const char *path = getenv("SHIFTED_CLOCK");
     int file = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
     if (file < 0) return;
-    void *place = mmap(NULL, sizeof *shift, PROT_READ, MAP_SHARED, file, 0);
-    if (place != MAP_FAILED) shift = place;
+    void *mapped = mmap(NULL, sizeof *shift, PROT_READ, MAP_SHARED, file, 0);
+    if (mapped != MAP_FAILED) shift = mapped;
     close(file);
 }
 
@@ -38,9 +38,9 @@ int gettimeofday(struct timeval *restrict now, void *restrict zone) {
     return 0;
 }
 
-time_t time(time_t *place) {
+time_t time(time_t *result) {
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
-    if (place) *place = now.tv_sec;
+    if (result) *result = now.tv_sec;
     return now.tv_sec;
 }

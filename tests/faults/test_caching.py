@@ -15,14 +15,14 @@ from dvc.lock import make_lock
 from toys import make_toy, wait_until
 
 from flows.dvc_repo.root import ensure_dvc
-from flows.stage.run import run_stage
+from flows.stage.run import StageSpec, run_stage
 
 pytestmark = pytest.mark.services
 GIB = 2**30
 ENDING = """
 stages:
   ppo:
-    cmd: touch begun && until [ -e go ]; do sleep 0.05; done && echo p > policy.txt && touch over
+    cmd: touch started && until [ -e go ]; do sleep 0.05; done && echo p > policy.txt && touch ended
     outs: [policy.txt]
 """
 BOTH = """
@@ -59,11 +59,11 @@ def test_a_stage_that_ends_under_dvcs_lock_waits_for_it(tmp_path: Path) -> None:
     ensure_dvc(toy)
     lock = make_lock(str(toy / ".dvc" / "tmp" / "lock"), tmp_dir=str(toy / ".dvc" / "tmp"))
     with ThreadPoolExecutor(1) as threads:
-        stage = threads.submit(run_stage, toy, "ppo")
-        wait_until((toy / "begun").exists, 240, "begin of the stage")
+        stage = threads.submit(run_stage, StageSpec(toy, "ppo"))
+        wait_until((toy / "started").exists, 240, "start of the stage")
         with lock:
             (toy / "go").touch()
-            wait_until((toy / "over").exists, 240, "end of the stage's command")
+            wait_until((toy / "ended").exists, 240, "end of the stage's command")
             # DVC without the flag gives up after three seconds.
             assert not threading.Event().wait(4.5) and not stage.done()
         outcome = stage.result(240)
@@ -82,11 +82,11 @@ def test_a_job_that_ends_while_another_stage_caches_5_gb_is_not_lost(tmp_path: P
     ensure_dvc(toy)
     try:
         with ThreadPoolExecutor(2) as threads:
-            big, ppo = (threads.submit(run_stage, toy, stage) for stage in ("big", "ppo"))
+            big, ppo = (threads.submit(run_stage, StageSpec(toy, stage)) for stage in ("big", "ppo"))
             outcomes = [big.result(1700), ppo.result(1700)]
         print(outcomes)
         assert [outcome.action for outcome in outcomes] == ["ran", "ran"], outcomes
-        assert [run_stage(toy, stage).action for stage in ("big", "ppo")] == ["cached", "cached"]
+        assert [run_stage(StageSpec(toy, stage)).action for stage in ("big", "ppo")] == ["cached", "cached"]
         assert (toy / "ends.log").read_text().count("\n") == 1
     finally:
         shutil.rmtree(toy / ".dvc")

@@ -1,4 +1,4 @@
-"""The date is set back and forward by hours under `rlhf up`: nothing stands still, and no flood of runs follows."""
+"""The clock is set back and forward by hours under `rlhf up`: the schedule keeps running, once for all late runs."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ SCHEDULED = "auto_scheduled = 1 and created_by like '%SCHEDULE%'"
 
 
 class Toy:
-    """A workspace with `rlhf up` and a schedule, all of it under a clock that can be moved."""
+    """A workspace with `rlhf up` and a schedule, whose processes all have a clock that can be moved."""
 
     def __init__(self, folder: Path) -> None:
         self.shift, library = folder / "shift", folder / "clock.so"
         subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(SOURCE)], check=True)
         self.move_to(0)
         self.env = {"LD_PRELOAD": str(library), "SHIFTED_CLOCK": str(self.shift)}
-        self.place = training_toy(folder / "toy", pace=0.0)
-        self.up = begin("up", cwd=self.place, **self.env)
+        self.workspace = training_toy(folder / "toy", pace=0.0)
+        self.up = begin("up", cwd=self.workspace, **self.env)
         wait_until(lambda: "Ctrl-C" in self.log() or self.up.poll() is not None, 900, "services")
-        self.url = json.loads((self.place / ".rlhf" / "services.json").read_text())["api_url"]
+        self.url = json.loads((self.workspace / ".rlhf" / "services.json").read_text())["api_url"]
 
     def move_to(self, seconds: int) -> None:
-        """Show this much more than the true time, from now on."""
+        """From now on, show this much more than the true time."""
         with self.shift.open("r+b" if self.shift.exists() else "wb") as file:
-            file.write(struct.prepare_remote_job("<q", seconds))
+            file.write(struct.pack("<q", seconds))
 
     def schedule(self, seconds: int) -> None:
         """Have the pipeline run every ``seconds``."""
         command = [sys.executable, "-m", "prefect", "deployment", "schedule", "create", "rlhf-pipeline/pipeline"]
-        env = environment(PREFECT_API_URL=self.url, PREFECT_HOME=str(self.place / "client"), **self.env)
+        env = environment(PREFECT_API_URL=self.url, PREFECT_HOME=str(self.workspace / "client"), **self.env)
         subprocess.run([*command, "--interval", str(seconds)], env=env, check=True, capture_output=True, timeout=400)
 
     def count(self, condition: str) -> int:
-        """How many flow runs of the schedule there are with ``condition``."""
-        return int(str(rows(self.place, f"select count(*) from flow_run where {SCHEDULED} and {condition}")[0][0]))
+        """Return how many flow runs of the schedule meet ``condition``."""
+        return int(str(rows(self.workspace, f"select count(*) from flow_run where {SCHEDULED} and {condition}")[0][0]))
 
     def log(self) -> str:
-        return (self.place / "out.log").read_text()
+        return (self.workspace / "out.log").read_text()
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def toy(tmp_path: Path) -> Iterator[Toy]:
     finally:
         toy.up.terminate()
         toy.up.wait(60)
-    assert_nothing_held(toy.place)
+    assert_nothing_held(toy.workspace)
 
 
 def test_a_clock_set_back_and_forward_leaves_the_schedule_alive_and_runs_once(toy: Toy) -> None:
@@ -72,13 +72,13 @@ def test_a_clock_set_back_and_forward_leaves_the_schedule_alive_and_runs_once(to
 
     toy.move_to(-HOURS)
     wait_until(lambda: "the clock was set back by 72" in toy.log(), 200, "notice of the jump")
-    answer = rlhf("run", cwd=toy.place, timeout=900, **toy.env)
+    answer = rlhf("run", cwd=toy.workspace, timeout=900, **toy.env)
     assert answer.returncode == 0 and "3 cached" in answer.stdout, answer.stdout + answer.stderr
 
     before = toy.count("state_type = 'COMPLETED'")
     toy.move_to(HOURS)
     wait_until(
-        lambda: toy.count("state_type = 'CANCELLED' and state_name = 'Cancelled'") >= 20, 900, "overdue runs gone"
+        lambda: toy.count("state_type = 'CANCELLED' and state_name = 'Cancelled'") >= 20, 900, "cancelled late runs"
     )
     wait_until(lambda: toy.count("state_type = 'COMPLETED'") >= before + 2, 900, "scheduled runs after the jump")
     # One run catches up, and those that came due by the schedule while this test looked on.

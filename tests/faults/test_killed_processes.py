@@ -1,4 +1,4 @@
-"""kill -9 of every process of a run in turn, and Ctrl-C: reported, resumed, nothing left behind."""
+"""kill -9 of every process of a run in turn, and Ctrl-C: reported, resumed, no process left behind."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.services
 STAGE, JOB, WORKER = ("python train.py",), ("prefect.engine",), ("prefect worker start",)
 # 137 where the shell that DVC starts does not become the training but waits for it.
 STAGE_KILLED = r"failed to run: python train\.py, exited with (-9|137)"
-WORKER_ENDED = r"the worker of gpu-pool ended \(status 137\), its job with it; starting another worker"
+WORKER_ENDED = r"the worker of gpu-pool exited \(status 137\), and its job with it; starting another worker"
 VICTIMS = {
     "stage": ([STAGE], STAGE_KILLED),
     "dvc": ([("-m dvc", "repro", "ppo")], r"dvc was killed \(SIGKILL\)"),
-    "job": ([JOB], "its job on the pool ended as Crashed"),
+    "job": ([JOB], "its job on gpu-pool ended as Crashed"),
     "worker": ([WORKER], WORKER_ENDED),
     "job and worker": ([WORKER, JOB], WORKER_ENDED),
 }
@@ -41,19 +41,19 @@ def test_a_killed_process_is_reported_and_ppo_resumes_from_its_checkpoint(tmp_pa
     toy = training_toy(tmp_path)
     run = in_the_middle(toy)
     targets, message = VICTIMS[victim]
-    processes = [find_process(toy, *words) for words in targets]
+    processes = [find_process(toy, *command) for command in targets]
     for process in processes:
         process.kill()
     assert run.wait(600) == 0, (toy / "out.log").read_text()
     text = (toy / "out.log").read_text()
-    # A worker that dies takes its job along with SIGTERM, upon which the stage saves its state: that is no retry.
+    # When a worker dies, its job receives SIGTERM and the stage saves its state: that uses up no retry.
     again = ["trying again in 1 s", *(["preempted, waiting for a worker of gpu-pool"] if victim == "worker" else [])]
-    assert re.search(message, text) and any(said in text for said in again), text
+    assert re.search(message, text) and any(message in text for message in again), text
     assert_nothing_lost(toy)
     assert_nothing_held(toy)
 
 
-def test_a_killed_top_level_command_takes_everything_along_and_the_next_run_goes_on(tmp_path: Path) -> None:
+def test_a_killed_top_level_command_ends_everything_and_the_next_run_resumes(tmp_path: Path) -> None:
     toy = training_toy(tmp_path)
     run = in_the_middle(toy)
     run.kill()

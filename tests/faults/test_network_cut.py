@@ -1,4 +1,4 @@
-"""A worker in a network namespace of its own loses the server for a minute; the job and its result do not suffer."""
+"""A worker in a network namespace of its own loses the server for a minute, and neither work nor result is lost."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from away import Host, caller_environment, make_clone, params, prefect_server
 from flow_toys import begin, processes_of, wait_until
 from network import second_host
+from remote_toys import Host, caller_environment, make_clone, params, prefect_server
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(1200)]
 CUT_SECONDS = 60
@@ -30,7 +30,7 @@ def test_a_minute_without_the_server_costs_no_work_and_no_result(tmp_path: Path,
             run = begin("run", cwd=clone, **caller_environment(url, tmp_path), **reach)
             jobs = host.home / ".rlhf" / "jobs"
             wait_until(lambda: any(_step(file) >= 5 for file in jobs.glob("*/work/ppo/step")), 240, "step of PPO")
-            other.pull()
+            other.unplug()
             time.sleep(CUT_SECONDS)
             other.plug()
             code = run.wait(600)

@@ -1,4 +1,4 @@
-"""The Prefect server killed with -9 in the middle of a training: the run goes on where it is."""
+"""The Prefect server is killed with -9 in the middle of a training, and the run continues."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from toys import assert_nothing_held, assert_nothing_lost, find_process, in_the_
 pytestmark = pytest.mark.services
 
 
-def test_the_server_of_a_run_is_started_again_and_no_step_is_repeated(tmp_path: Path) -> None:
+def test_the_server_of_a_run_is_restarted_and_no_step_is_repeated(tmp_path: Path) -> None:
     toy = training_toy(tmp_path)
     run = in_the_middle(toy)
     find_process(toy, "prefect server start").kill()
     assert run.wait(600) == 0, (toy / "out.log").read_text()
-    assert "the Prefect server ended (status 137); starting it again" in (toy / "out.log").read_text()
+    assert "the Prefect server exited (status 137); restarting it" in (toy / "out.log").read_text()
     assert_nothing_lost(toy, faults=0)
     assert_nothing_held(toy)
 
 
 @pytest.mark.slow
-def test_a_run_bears_ten_seconds_without_a_server_that_is_not_its_own(tmp_path: Path) -> None:
+def test_a_run_survives_ten_seconds_without_an_external_server(tmp_path: Path) -> None:
     toy, server = training_toy(tmp_path / "toy", pace=1.0), LastingServer(tmp_path / "server")
     try:
         server.start()

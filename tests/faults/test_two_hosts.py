@@ -1,4 +1,4 @@
-"""One stage on two hosts, a rank on each: what `rlhf stage` trains there is what two ranks on one host train."""
+"""One stage on two hosts, a rank on each, trains the same weights as two ranks on one host."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from away import running
 from flow_toys import environment, rlhf
 from network import Host, two_hosts
+from remote_toys import running
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(1200)]
 SMALL = ("collect.world.demonstrations=400", "collect.world.preferences=800", "collect.world.pretrain=100")
@@ -25,7 +25,7 @@ RUN_STAGE = Path(__file__).resolve().parents[2] / "infra" / "launch" / "run-stag
 
 
 def prepared(folder: Path) -> Path:
-    """A workspace in which all is there that SFT reads."""
+    """Return a workspace with everything that SFT reads."""
     sets = [word for value in (*SMALL, "sft.steps=12") for word in ("--set", value)]
     made = rlhf("init", str(folder), "--profile", "smoke", *sets, cwd=folder.parent)
     assert made.returncode == 0, made.stderr
@@ -82,7 +82,7 @@ def assert_same(one: dict[str, object], two: dict[str, object], atol: float = 1e
 
 
 def train_on(hosts: tuple[Host, Host], workspace: Path, command: list[str], **extra: str) -> None:
-    """The same command on both hosts, as docs/engines.md has it; both end well."""
+    """Run the same command on both hosts, as in docs/engines.md, and expect both to succeed."""
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = environment(RLHF_TRACKING="off", OMP_NUM_THREADS="1", PATH=programs, **extra)
     logs = workspace.parent / f"logs-{workspace.name}"
@@ -94,5 +94,5 @@ def train_on(hosts: tuple[Host, Host], workspace: Path, command: list[str], **ex
             codes = first.wait(600), second.wait(600)
         except subprocess.TimeoutExpired:
             codes = (-1, -1)
-    said = "\n".join(file.read_text() for file in sorted(logs.iterdir()))
-    assert codes == (0, 0), said
+    output = "\n".join(file.read_text() for file in sorted(logs.iterdir()))
+    assert codes == (0, 0), output

@@ -22,16 +22,16 @@ from toys import (
 )
 
 from flows.dvc_repo.root import ensure_dvc
-from flows.stage.run import run_stage
+from flows.stage.run import StageSpec, run_stage
 
 pytestmark = pytest.mark.services
-SLOW_STAGE = "stages:\n  ppo: {cmd: 'echo x >> begun && sleep 2 && echo p > policy.txt', outs: [policy.txt]}\n"
+SLOW_STAGE = "stages:\n  ppo: {cmd: 'echo x >> started && sleep 2 && echo p > policy.txt', outs: [policy.txt]}\n"
 
 
-def test_the_second_run_is_refused_in_one_line_and_the_first_goes_on(tmp_path: Path) -> None:
+def test_the_second_run_is_refused_in_one_line_and_the_first_continues(tmp_path: Path) -> None:
     toy = training_toy(tmp_path, pace=0.05)
     first = begin("run", cwd=toy)
-    wait_until((toy / ".rlhf" / "logs" / "server.log").exists, 240, "begin of the first run")
+    wait_until((toy / ".rlhf" / "logs" / "server.log").exists, 240, "start of the first run")
     second = rlhf("run", cwd=toy)
     assert second.returncode == 2 and second.stdout == ""
     assert second.stderr.count("\n") == 1 and f"(pid {first.pid}, since 2" in second.stderr, second.stderr
@@ -51,34 +51,34 @@ def test_the_second_run_can_wait_and_then_finds_everything_done(tmp_path: Path) 
     assert_nothing_held(toy)
 
 
-def test_an_attempt_waits_for_the_one_that_was_given_up_for_lost_but_lives(tmp_path: Path) -> None:
+def test_an_attempt_waits_for_an_earlier_one_that_was_taken_for_dead(tmp_path: Path) -> None:
     toy = make_toy(tmp_path, SLOW_STAGE)
     ensure_dvc(toy)
     with ThreadPoolExecutor(2) as threads:
-        lost = threads.submit(run_stage, toy, "ppo")
-        wait_until((toy / "begun").exists, 240, "begin of the stage")
-        again = threads.submit(run_stage, toy, "ppo")
-        assert (lost.result(120).action, again.result(120).action) == ("ran", "cached")
-    assert (toy / "begun").read_text() == "x\n"
+        first = threads.submit(run_stage, StageSpec(toy, "ppo"))
+        wait_until((toy / "started").exists, 240, "start of the stage")
+        second = threads.submit(run_stage, StageSpec(toy, "ppo"))
+        assert (first.result(120).action, second.result(120).action) == ("ran", "cached")
+    assert (toy / "started").read_text() == "x\n"
 
 
-def test_an_attempt_waits_until_the_guard_of_a_killed_job_has_ended_everything(tmp_path: Path) -> None:
-    """The stage does not react to the stop signal, so its guard needs all of the grace."""
+def test_an_attempt_waits_until_the_supervisor_of_a_killed_job_has_ended_everything(tmp_path: Path) -> None:
+    """The stage ignores the stop signal, so that its supervisor needs the whole grace period."""
     toy = make_toy(tmp_path, "stages:\n  ppo: {cmd: python stubborn.py, outs: [policy.txt]}\n")
     (toy / "stubborn.py").write_text(
-        "import pathlib, signal, time\nfirst = not pathlib.Path('begun').exists()\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\npathlib.Path('begun').touch()\n"
+        "import pathlib, signal, time\nfirst = not pathlib.Path('started').exists()\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\npathlib.Path('started').touch()\n"
         "time.sleep(300 if first else 0)\npathlib.Path('policy.txt').write_text('p')\n"
     )
     ensure_dvc(toy)
     job = subprocess.Popen([sys.executable, "-c", _job(toy)])
-    wait_until((toy / "begun").exists, 240, "begin of the stage")
+    wait_until((toy / "started").exists, 240, "start of the stage")
     job.kill()
     job.wait()
-    outcome = run_stage(toy, "ppo")
+    outcome = run_stage(StageSpec(toy, "ppo"))
     assert outcome.action == "ran", outcome
 
 
 def _job(toy: Path) -> str:
-    call = f"run_stage(Path({str(toy)!r}), 'ppo', grace=2.0)"
-    return f"from pathlib import Path; from flows.stage.run import run_stage; {call}"
+    call = f"run_stage(StageSpec(Path({str(toy)!r}), 'ppo', grace=2.0))"
+    return f"from pathlib import Path; from flows.stage.run import StageSpec, run_stage; {call}"

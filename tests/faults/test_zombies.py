@@ -1,4 +1,4 @@
-"""A machine that dies: nobody is left to report its runs, and the server's automation gives their slots back."""
+"""A machine dies: no process is left to report its runs, and the server's automation frees their slots."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from toys import assert_nothing_lost, begin, in_the_middle, processes_of, traini
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-def end_at_one_blow(toy: Path, run: subprocess.Popen[bytes]) -> None:
-    """Stop everything before anything is killed, so that none sees another die."""
+def kill_at_once(toy: Path, run: subprocess.Popen[bytes]) -> None:
+    """Suspend every process before killing any, so that none notices the death of another."""
     everything = [psutil.Process(run.pid), *processes_of(toy)]
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for process in everything:
@@ -28,18 +28,18 @@ def end_at_one_blow(toy: Path, run: subprocess.Popen[bytes]) -> None:
                 process.send_signal(number)
 
 
-def test_runs_of_a_machine_that_died_are_marked_as_crashed_and_the_next_run_goes_on(tmp_path: Path) -> None:
+def test_runs_of_a_dead_machine_are_marked_as_crashed_and_the_next_run_resumes(tmp_path: Path) -> None:
     toy, server = training_toy(tmp_path / "toy", pace=1.0), LastingServer(tmp_path / "server")
     try:
         server.start()
         run = in_the_middle(toy, **server.env)
-        end_at_one_blow(toy, run)
+        kill_at_once(toy, run)
         run.wait()
         held = server.runs(ACTIVE)
         assert {run.state_type for run in held} == {StateType.RUNNING} and len(held) == 2
         again = begin("run", cwd=toy, **server.env)
         assert again.wait(600) == 0, (toy / "out.log").read_text()
-        assert "its job on the pool ended as Crashed: no heartbeat for 90 s" in (toy / "out.log").read_text()
+        assert "its job on gpu-pool ended as Crashed: no heartbeat for 90 s" in (toy / "out.log").read_text()
         assert_nothing_lost(toy)
         assert processes_of(toy) == [] and server.runs(ACTIVE) == []
         states = {r.id: (r.state_type, r.state.message if r.state else "") for r in server.runs()}

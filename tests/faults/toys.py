@@ -1,4 +1,4 @@
-"""A pipeline whose training keeps a checkpoint every few steps, and what must hold of it after any fault."""
+"""A pipeline whose training saves a checkpoint every few steps, and what must hold after any fault."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ACTIVE = "state_type in ('RUNNING', 'PENDING', 'CANCELLING')"
 
 
 def training_toy(folder: Path, params: str = PARAMS, pipeline: str = PIPELINE, pace: float = 0.25) -> Path:
-    """A workspace with :data:`PIPELINE`; ``pace`` is the seconds that a step of PPO takes."""
+    """Create a workspace with :data:`PIPELINE`; a step of PPO takes ``pace`` seconds."""
     toy = make_toy(folder, pipeline, params)
     (toy / "train.py").write_text(TRAIN)
     (toy / "pace.txt").write_text(str(pace))
@@ -50,20 +50,20 @@ def training_toy(folder: Path, params: str = PARAMS, pipeline: str = PIPELINE, p
 
 
 def steps_done(toy: Path) -> list[int]:
-    """Every step of PPO that was made, in order, repeated ones too."""
+    """Return every step of PPO that was made, in order, repeated ones included."""
     log = toy / "steps.log"
     return [int(line) for line in log.read_text().split()] if log.exists() else []
 
 
 def in_the_middle(toy: Path, *arguments: str, **env: str) -> subprocess.Popen[bytes]:
-    """`rlhf run`, its PPO past the first checkpoint and before the second."""
+    """Start `rlhf run` and wait until PPO is between its first and its second checkpoint."""
     process = begin("run", *arguments, cwd=toy, **env)
     wait_until(lambda: len(steps_done(toy)) > SAVE_EVERY, 900, "step of PPO after a checkpoint")
     return process
 
 
 def undisturbed() -> str:
-    """The policy of a training that nothing happens to."""
+    """Return the policy of an undisturbed training."""
     weights = ""
     for step in range(STEPS):
         weights = hashlib.sha256((weights + str(step)).encode()).hexdigest()
@@ -71,23 +71,23 @@ def undisturbed() -> str:
 
 
 def assert_nothing_lost(toy: Path, faults: int = 1) -> None:
-    """The results are those of an undisturbed run, and each fault cost at most the steps since a checkpoint."""
+    """Check that the results are those of an undisturbed run, and that each fault cost at most ``SAVE_EVERY`` steps."""
     assert (toy / "report.html").read_text() == undisturbed()
     assert (toy / "collects.log").read_text() == "x\n"
     done = steps_done(toy)
     assert set(done) == set(range(1, STEPS + 1))
     assert len(done) - STEPS <= SAVE_EVERY * faults, done
-    assert done.count(1) == 1, "PPO began anew"
+    assert done.count(1) == 1, "PPO started over"
 
 
 def assert_nothing_held(toy: Path) -> None:
-    """No process of the workspace lives, and no flow run or limit on its own server's books holds a slot."""
+    """Check that no process of the workspace is alive, and that no flow run or limit of its server holds a slot."""
     assert processes_of(toy) == []
     assert rows(toy, f"select name from flow_run where {ACTIVE}") == []
     assert rows(toy, "select name from concurrency_limit_v2 where active_slots > 0") == []
 
 
 def rows(toy: Path, query: str) -> list[tuple[object, ...]]:
-    """What the database of the workspace's own Prefect server answers."""
+    """Query the database of the workspace's own Prefect server."""
     with sqlite3.connect(f"file:{toy}/.rlhf/prefect/prefect.db?mode=ro", uri=True) as database:
         return database.execute(query).fetchall()

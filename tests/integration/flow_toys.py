@@ -29,7 +29,7 @@ pathlib.Path("policy.txt").write_text("done")
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This interpreter first on the path, the source tree importable, no foreign Prefect server."""
+    """Return an environment with this interpreter and source tree, and without settings of Prefect, MLflow or rlhf."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "RLHF_", "MLFLOW_"))}
     source = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -37,7 +37,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def make_toy(folder: Path, dvc_yaml: str, params: str = "seed: 1\n") -> Path:
-    """A workspace with the given pipeline."""
+    """Create a workspace with the given pipeline."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "params.yaml").write_text(params)
     (folder / "dvc.yaml").write_text(dvc_yaml)
@@ -46,13 +46,13 @@ def make_toy(folder: Path, dvc_yaml: str, params: str = "seed: 1\n") -> Path:
 
 
 def rlhf(*arguments: str, cwd: Path, timeout: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end."""
+    """Run an `rlhf` command to its end."""
     command = [sys.executable, "-m", "flows.cli", *arguments]
     return subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=timeout)
 
 
 def begin(*arguments: str, cwd: Path, **env: str) -> subprocess.Popen[bytes]:
-    """Start the command as a shell's `&` does: SIGINT is inherited as ignored. Output goes to out.log."""
+    """Start an `rlhf` command as a shell's `&` does, with SIGINT ignored. Output goes to out.log."""
     quoted = " ".join([sys.executable, "-m", "flows.cli", *arguments])
     with (cwd / "out.log").open("wb") as log:
         return subprocess.Popen(
@@ -69,24 +69,24 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
 
 
 def processes_of(workspace: Path) -> list[psutil.Process]:
-    """Everything alive that was started for ``workspace`` (by its mark in the environment or its folder)."""
-    found = []
+    """Return every live process that has the ownership tag of ``workspace`` in its environment."""
+    processes = []
     for process in psutil.process_iter():
         try:
-            mark = process.environ().get("RLHF_OWNER", "")
-            if mark.endswith(f":{workspace}") and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+            tag = process.environ().get("RLHF_OWNER", "")
+            if tag.endswith(f":{workspace}") and process.status() != psutil.STATUS_ZOMBIE:
+                processes.append(process)
         except (psutil.Error, OSError):
             continue
-    return found
+    return processes
 
 
-def find_process(workspace: Path, *words: str) -> psutil.Process:
-    """The newest process of ``workspace`` (guards excepted) whose command line has all ``words``."""
-    found = []
+def find_process(workspace: Path, *parts: str) -> psutil.Process:
+    """Return the newest process of ``workspace``, supervisors excepted, whose command line contains all ``parts``."""
+    matching = []
     for process in processes_of(workspace):
         line = " ".join(process.cmdline())
-        if "flows.supervision.supervisor" not in line and all(word in line for word in words):
-            found.append(process)
-    assert found, f"no process with {words}"
-    return max(found, key=lambda process: process.create_time())
+        if "flows.supervision.supervisor" not in line and all(part in line for part in parts):
+            matching.append(process)
+    assert matching, f"no process with {parts}"
+    return max(matching, key=lambda process: process.create_time())

@@ -1,4 +1,4 @@
-"""`rlhf ablate`: what a seed's variants share runs once, an interruption loses nothing, DVC says what is finished."""
+"""`rlhf ablate`: shared stages run once per seed, an interruption loses nothing, DVC decides what is up to date."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flow_toys import begin, processes_of, rlhf, wait_until
 
 from flows.ablation.job import JobResult
 from flows.ablation.plan import AblationJob, AblationRequest, definition, make_plan
-from flows.ablation.pool import run_jobs
+from flows.ablation.scheduler import run_jobs
 from flows.supervision import signals
 from rlhf_core.errors import ConfigError
 
@@ -79,7 +79,7 @@ def workspace(base: Path, variant: str) -> Path:
 
 
 def in_the_middle(base: Path, variant: str, step: int) -> subprocess.Popen[bytes]:
-    """An ablation whose PPO of ``variant`` has reached ``step``."""
+    """Start an ablation and wait until the PPO of ``variant`` has reached ``step``."""
     process = begin("ablate", "--jobs", "1", cwd=base)
     saved = workspace(base, variant) / "work" / "step"
     wait_until(lambda: saved.exists() and int(saved.read_text()) >= step, 240, f"step {step} of {variant}")
@@ -91,7 +91,7 @@ def nothing_runs(base: Path) -> bool:
 
 
 @pytest.mark.services
-def test_stopped_and_killed_it_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_it_resumes_after_a_stop_and_after_a_kill(tmp_path: Path) -> None:
     base = make_base(tmp_path)
     first = in_the_middle(base, "a", 3)
     first.send_signal(signal.SIGINT)
@@ -115,19 +115,19 @@ def test_stopped_and_killed_it_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("options", "expected"),
     [
         (("--variants", "aa"), "no variant 'aa'; did you mean 'a'?"),
-        (("--seeds", "x"), "'x' is no seed"),
+        (("--seeds", "x"), "'x' is not a seed"),
         (("--set", "ppo.kl.coeficient=1"), "did you mean 'coefficient'?"),
         (("--docs",), "docs/ablation.md does not exist"),
         (("--docs", "--variants", "a"), "--docs takes the whole ablation"),
         (("--file", "missing.yaml"), "missing.yaml does not exist"),
     ],
 )
-def test_mistakes_are_one_line_before_anything_runs(tmp_path: Path, words: tuple[str, ...], expected: str) -> None:
+def test_mistakes_are_one_line_before_anything_runs(tmp_path: Path, options: tuple[str, ...], expected: str) -> None:
     base = make_base(tmp_path)
-    answer = rlhf("ablate", *words, cwd=base)
+    answer = rlhf("ablate", *options, cwd=base)
     assert answer.returncode == 2 and expected in answer.stderr and answer.stderr.count("\n") == 1
     assert not (base / "workspaces").exists()
 
@@ -166,16 +166,16 @@ def job(variant: str | None, seed: int) -> AblationJob:
 
 def test_variants_wait_for_what_their_seed_shares_and_are_skipped_without_it() -> None:
     jobs = [job(None, 1), job(None, 2), job("a", 1), job("a", 2), job("b", 2)]
-    begun: list[AblationJob] = []
+    started: list[AblationJob] = []
 
     def run(one: AblationJob) -> JobResult:
-        begun.append(one)
+        started.append(one)
         return JobResult(one, "failed", "no data") if one == jobs[0] else JobResult(one, "done")
 
     ended = run_jobs(jobs, 2, run, lambda _: None)
     assert [e.state for e in ended] == ["failed", "done", "skipped", "done", "done"]
-    assert ended[2].message == "what all share, seed 1: no data"
-    assert jobs[2] not in begun and begun.index(jobs[1]) < begun.index(jobs[3])
+    assert ended[2].message == "shared stages, seed 1: no data"
+    assert jobs[2] not in started and started.index(jobs[1]) < started.index(jobs[3])
 
 
 def test_a_raised_stop_flag_starts_nothing_more() -> None:

@@ -1,4 +1,4 @@
-"""DVC is the memory: what is unchanged is not run again, and a clone is restored from a remote."""
+"""Unchanged stages are not run again, and a clone is restored from a DVC remote."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def ran(output: str) -> list[str]:
     return [name for name in re.findall(r"Running stage '([\w-]+)'", output) if name != "fingerprint"]
 
 
-def repro(workspace: Path, *words: str) -> str:
-    done = run("dvc", "repro", *words, cwd=workspace)
+def repro(workspace: Path, *arguments: str) -> str:
+    done = run("dvc", "repro", *arguments, cwd=workspace)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -51,7 +51,7 @@ def test_a_changed_ppo_parameter_concerns_nothing_before_ppo(smoke_copy: Path) -
 
 def test_a_clone_is_restored_from_a_remote(smoke_copy: Path, tmp_path: Path) -> None:
     remote, clone = tmp_path / "remote", tmp_path / "clone"
-    for words in (
+    for command in (
         ("dvc", "remote", "add", "--default", "store", str(remote)),
         ("dvc", "push", "--quiet"),
         ("git", "init", "--quiet"),
@@ -59,7 +59,7 @@ def test_a_clone_is_restored_from_a_remote(smoke_copy: Path, tmp_path: Path) -> 
         ("git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "--quiet", "-m", "run"),
         ("git", "clone", "--quiet", str(smoke_copy), str(clone)),
     ):
-        done = run(*words, cwd=smoke_copy)
+        done = run(*command, cwd=smoke_copy)
         assert done.returncode == 0, done.stderr
     pulled = run("dvc", "pull", "--quiet", "--allow-missing", cwd=clone)
     assert pulled.returncode == 0, pulled.stderr

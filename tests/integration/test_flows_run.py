@@ -74,8 +74,8 @@ def test_a_job_that_cannot_fit_its_gpu_is_not_submitted(tmp_path: Path) -> None:
     toy = make_toy(tmp_path, POOLED, PARAMS + "plan: {gpu_memory_gb: 1.05}\n")
     answer = rlhf("run", cwd=toy)
     assert answer.returncode == 2, answer.stdout + answer.stderr
-    told = [line for line in answer.stderr.splitlines() if "ppo does not fit: " in line]
-    assert len(told) == 1 and "of 1.05 GiB" in told[0] and "UserError" in told[0]
+    refusals = [line for line in answer.stderr.splitlines() if "ppo does not fit: " in line]
+    assert len(refusals) == 1 and "of 1.05 GiB" in refusals[0] and "UserError" in refusals[0]
     assert (toy / "raw.txt").exists() and not (toy / "starts.log").exists()
     assert rows(toy, "select state_name from flow_run") == [("UserError",)]
     assert ("ppo", 1) in rows(toy, "select name, run_count from task_run")
@@ -83,7 +83,7 @@ def test_a_job_that_cannot_fit_its_gpu_is_not_submitted(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A toy workspace with `rlhf up` running."""
+    """Run `rlhf up` in a toy workspace."""
     toy = make_toy(tmp_path_factory.mktemp("up"), POOLED, PARAMS)
     process = begin("up", cwd=toy)
     try:

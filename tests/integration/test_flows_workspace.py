@@ -1,4 +1,4 @@
-"""Locks, sweeps, the graph, the schedule: the parts of the flow that need no server."""
+"""Locks, cleanup, the graph and the schedule: the parts of the flow that need no server."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from flows.commands.summary import busy_seconds
 from flows.dvc_repo.graph import StageNode, read_graph
 from flows.dvc_repo.root import ensure_dvc
 from flows.pipeline.schedule import Schedule
-from flows.stage.outcome import StageOutcome, last_progress
-from flows.stage.run import run_stage
+from flows.stage.outcome import Action, LoggedProgress, StageOutcome, last_progress
+from flows.stage.run import StageSpec, run_stage
 from flows.stage.stage_hash import stage_hash
 from flows.supervision.processes import kill_leftover_processes
 from flows.workspace.cleanup import release_dvc_locks
@@ -35,7 +35,7 @@ stages:
 """
 
 
-def outcome(stage: str, action: str, code: int = 0) -> StageOutcome:
+def outcome(stage: str, action: Action, code: int = 0) -> StageOutcome:
     return StageOutcome(stage, action, code, "", 0.0, 1.0, 1.0)
 
 
@@ -76,7 +76,7 @@ stages:
 
 
 def test_equal_computations_are_equal_by_hash_and_share_one_result(tmp_path: Path) -> None:
-    hashes, said = [], []
+    hashes, actions = [], []
     for name in ("one", "two"):
         toy = make_toy(tmp_path / name, SHARED, f"seed: 1\nunread: {name}\n")
         (toy / "raw.txt").write_text("x")
@@ -84,8 +84,8 @@ def test_equal_computations_are_equal_by_hash_and_share_one_result(tmp_path: Pat
         node = read_graph(toy)["ppo"]
         assert node.inputs == ("raw.txt",) and node.params == {"params.yaml": ["seed"]}
         hashes.append(stage_hash(toy, node))
-        said.append(run_stage(toy, "ppo").action)
-    assert said == ["ran", "cached"] and hashes[0] == hashes[1] is not None
+        actions.append(run_stage(StageSpec(toy, "ppo")).action)
+    assert actions == ["ran", "cached"] and hashes[0] == hashes[1] is not None
 
 
 def test_what_runs_always_or_has_no_inputs_is_never_shared(tmp_path: Path) -> None:
@@ -123,15 +123,15 @@ def test_only_processes_of_a_dead_owner_are_ended(tmp_path: Path) -> None:
         kept.wait()
 
 
-def test_branches_run_together_and_a_failure_skips_what_stands_behind_it() -> None:
+def test_branches_run_together_and_a_failure_skips_later_stages() -> None:
     nodes = {"a": (), "b": ("a",), "c": ("a",), "d": ("b", "c")}
     schedule = Schedule({n: StageNode(n, after, "", ()) for n, after in nodes.items()}, parallel=2)
-    assert schedule.take(stopping=False) == ["a"]
-    schedule.done(outcome("a", "cached"))
-    assert schedule.take(stopping=False) == ["b", "c"]
-    schedule.done(outcome("b", "failed", 3))
-    assert schedule.take(stopping=False) == [] and not schedule.finished
-    schedule.done(outcome("c", "ran"))
+    assert schedule.start_ready(stopping=False) == ["a"]
+    schedule.record(outcome("a", "cached"))
+    assert schedule.start_ready(stopping=False) == ["b", "c"]
+    schedule.record(outcome("b", "failed", 3))
+    assert schedule.start_ready(stopping=False) == [] and not schedule.finished
+    schedule.record(outcome("c", "ran"))
     assert schedule.finished and schedule.outcomes["d"].action == "skipped"
 
 
@@ -147,11 +147,11 @@ def test_busy_time_counts_overlaps_once() -> None:
 
 
 def test_the_last_progress_line_counts() -> None:
-    assert last_progress("x\nppo: 3/9 1 s kl 0.1\nppo: 4/9 2 s\nother") == (4, 9, "ppo: 4/9 2 s")
+    assert last_progress("x\nppo: 3/9 1 s kl 0.1\nppo: 4/9 2 s\nother") == LoggedProgress(4, 9, "ppo: 4/9 2 s")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "env", "words"),
+    ("arguments", "env", "expected"),
     [
         (("run", "--set", "nope.x=1"), {}, "nope"),
         (("run", "--profile", "nope"), {}, "nope"),
@@ -160,7 +160,7 @@ def test_the_last_progress_line_counts() -> None:
     ],
 )
 def test_mistakes_are_one_line_and_status_2(
-    tmp_path: Path, arguments: tuple[str, ...], env: dict[str, str], words: str
+    tmp_path: Path, arguments: tuple[str, ...], env: dict[str, str], expected: str
 ) -> None:
     answer = rlhf(*arguments, cwd=make_toy(tmp_path, PIPELINE), **env)
-    assert answer.returncode == 2 and answer.stderr.count("\n") == 1 and words in answer.stderr
+    assert answer.returncode == 2 and answer.stderr.count("\n") == 1 and expected in answer.stderr

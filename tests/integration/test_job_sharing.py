@@ -20,8 +20,9 @@ from prefect.testing.utilities import prefect_test_harness
 from flows.jobs.deployments import deploy_jobs
 from flows.jobs.job import Job
 from flows.jobs.run_on_pool import run_on_pool
-from flows.jobs.submission import claim, is_own_run
+from flows.jobs.submission import claim_flow_run, is_own_run
 from flows.stage.outcome import StageOutcome
+from flows.stage.run import StageSpec
 from rlhf_core.config.loading.load import Params, check_params
 
 pytestmark = pytest.mark.services
@@ -53,7 +54,7 @@ def client(params: Params, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def job(params: Params, workspace: str, stage_hash: str | None, stage: str = "sft", attempt: str = "a:1") -> Job:
-    return Job(Path(workspace), stage, (), {}, 1.0, params.pools[stage], attempt, stage_hash)
+    return Job(StageSpec(Path(workspace), stage, grace=1.0), params.pools[stage], attempt, stage_hash)
 
 
 def end(client: SyncPrefectClient, run: FlowRun, state: State[Any]) -> None:
@@ -66,26 +67,26 @@ def test_a_run_under_way_is_shared_and_one_that_ended_is_never_given_again(
     mine, other = job(params, "/one", "c" * 64), job(params, "/two", "c" * 64)
     seen = set()
     for final in (Failed(), Crashed(), Cancelled(), Completed()):
-        run = claim(client, mine)
+        run = claim_flow_run(client, mine)
         assert run.id not in seen and is_own_run(run, mine)
         seen.add(run.id)
         for state in (None, Running()):
             if state is not None:
                 end(client, run, state)
-            assert claim(client, mine).id == claim(client, other).id == run.id
+            assert claim_flow_run(client, mine).id == claim_flow_run(client, other).id == run.id
         assert not is_own_run(run, other)
         end(client, run, final)
-    assert claim(client, other).id not in seen
+    assert claim_flow_run(client, other).id not in seen
 
 
 def test_a_run_that_is_being_cancelled_is_waited_for_but_not_taken_over(
     client: SyncPrefectClient, params: Params
 ) -> None:
     mine = job(params, "/one", "d" * 64)
-    run = claim(client, mine)
+    run = claim_flow_run(client, mine)
     end(client, run, Running())
     end(client, run, Cancelling())
-    again = claim(client, mine)
+    again = claim_flow_run(client, mine)
     assert again.id == run.id and not is_own_run(again, mine)
 
 
@@ -95,7 +96,7 @@ def test_submissions_at_the_same_moment_make_one_run(client: SyncPrefectClient, 
     def submit(number: int) -> FlowRun:
         ready.wait()
         with get_client(sync_client=True) as own:
-            return claim(own, job(params, f"/workspace-{number}", "e" * 64))
+            return claim_flow_run(own, job(params, f"/workspace-{number}", "e" * 64))
 
     with ThreadPoolExecutor(4) as threads:
         runs = list(threads.map(submit, range(4)))
@@ -103,13 +104,13 @@ def test_submissions_at_the_same_moment_make_one_run(client: SyncPrefectClient, 
 
 
 def test_what_cannot_be_shared_has_one_run_for_each_attempt(client: SyncPrefectClient, params: Params) -> None:
-    first = claim(client, job(params, "/one", None, attempt="x:1"))
-    assert claim(client, job(params, "/one", None, attempt="x:1")).id == first.id
-    assert claim(client, job(params, "/one", None, attempt="x:2")).id != first.id
+    first = claim_flow_run(client, job(params, "/one", None, attempt="x:1"))
+    assert claim_flow_run(client, job(params, "/one", None, attempt="x:1")).id == first.id
+    assert claim_flow_run(client, job(params, "/one", None, attempt="x:2")).id != first.id
 
 
 def test_requests_queue_and_limits_reach_the_server(client: SyncPrefectClient, params: Params) -> None:
-    run = claim(client, job(params, "/one", None, stage="ppo", attempt="y:1"))
+    run = claim_flow_run(client, job(params, "/one", None, stage="ppo", attempt="y:1"))
     assert run.job_variables == {**ASKED, "image": "rlhf:1", "cpus": "32", "shared_memory": "64Gi"}
     assert run.work_queue_name == "long"
     assert client.read_work_pool("cluster").concurrency_limit == 3
@@ -121,19 +122,19 @@ def test_requests_queue_and_limits_reach_the_server(client: SyncPrefectClient, p
 def test_who_waited_for_another_workspace_then_finds_the_result_with_a_job_of_its_own(
     client: SyncPrefectClient, params: Params, tmp_path: Path
 ) -> None:
-    theirs = claim(client, job(params, "/elsewhere", "f" * 64))
+    theirs = claim_flow_run(client, job(params, "/elsewhere", "f" * 64))
     end(client, theirs, Running())
     mine = job(params, str(tmp_path), "f" * 64)
     steps: list[FlowRun] = []
 
     def drive() -> None:
         """The worker's part: end the other's run, then answer for our own, as its job would."""
-        run = claim(client, mine)
+        run = claim_flow_run(client, mine)
         if run.id == theirs.id:
             end(client, run, Completed())
         elif not steps:
             steps.append(run)
-            StageOutcome("sft", "cached", 0, "", 0.0, 0.0, 0.0).save(tmp_path)
+            StageOutcome.cached("sft", 0.0, 0.0).save(tmp_path)
             end(client, run, Completed())
 
     @flow

@@ -80,7 +80,7 @@ def up_to_date(workspace: Path) -> bool:
     return answer.stdout.strip() == b"{}"
 
 
-def test_a_stopped_stage_says_so_and_goes_on_when_it_is_run_again(tmp_path: Path) -> None:
+def test_a_stopped_stage_exits_with_75_and_resumes_when_it_is_run_again(tmp_path: Path) -> None:
     make_programs(tmp_path / "bin")
     workspace = make_workspace(tmp_path, steps=30)
     process = start("launch/run-stage.sh", "ppo", folder=tmp_path, RLHF_WORKSPACE=str(workspace), STOP_GRACE="3")
@@ -144,8 +144,8 @@ def test_a_job_whose_time_is_up_stops_its_stage_and_goes_back_into_the_queue(tmp
     assert "goes back into the queue" in output(tmp_path) and not (workspace / "policy.txt").exists()
 
 
-def test_a_stage_that_gave_its_place_up_is_put_back_though_only_its_steps_were_told(tmp_path: Path) -> None:
-    """As Slurm's own preemption does it: SIGTERM goes to the step's processes, the batch script hears nothing."""
+def test_a_preempted_stage_is_requeued_if_only_its_steps_were_signalled(tmp_path: Path) -> None:
+    """Slurm's own preemption sends SIGTERM to the processes of the steps and not to the batch script."""
     make_programs(tmp_path / "bin", srun=SRUN, scancel=SCANCEL, scontrol=SCONTROL)
     workspace = make_workspace(tmp_path, steps=1)
     verdict = '{\n  "exit_code": 75,\n  "message": "ppo made step 4 of 9"\n}\n'
@@ -158,7 +158,7 @@ def test_a_stage_that_gave_its_place_up_is_put_back_though_only_its_steps_were_t
     assert (tmp_path / "calls").read_text() == "scontrol requeue 41\n"
     (tmp_path / "tasks").unlink()
     (tmp_path / "calls").unlink()
-    (workspace / "train.py").write_text("raise SystemExit(4)")  # what was said last time does not count
+    (workspace / "train.py").write_text("raise SystemExit(4)")  # an earlier report does not count
     process = start("slurm/stage.sbatch", "ppo", workspace, folder=tmp_path, **slurm(tmp_path, 1, 1))
     assert process.wait(200) not in (0, 75) and not (tmp_path / "calls").exists()
 

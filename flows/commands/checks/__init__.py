@@ -1,4 +1,4 @@
-"""The checks of ``rlhf doctor``: each is a finding with a level and, unless all is well, what to do."""
+"""The checks of ``rlhf doctor``: machine, services, workspace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """``level`` is ok, warn or fail; ``remedy`` is empty where nothing needs to be done."""
+    """The result of one check; ``remedy`` says what to do and is empty if nothing needs to be done."""
 
     level: str
     name: str

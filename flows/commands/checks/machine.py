@@ -7,13 +7,12 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from flows.commands.checks import FAIL, OK, WARN, DoctorCheck
 
 SUPPORTED = ((3, 11), (3, 13))
 REINSTALL = "install the pinned requirements.lock again (`make setup`)"
-# Requirement, and what happens outside it. Newer versions of the first two break servers although `pip check` is clean.
+# Requirement, and what breaks outside it. Newer versions of the first two break servers although `pip check` is clean.
 REQUIREMENTS = (
     ("fastapi>=0.139,<0.151", "newer ones refuse requests of the Prefect client, or keep its server from starting"),
     ("sqlalchemy>=2.0,<2.1", "with 2.1 scheduled runs are never created, and only a log says so"),
@@ -26,11 +25,11 @@ REQUIREMENTS = (
 )
 
 
-def machine_checks(workspace: Path | None) -> Iterator[DoctorCheck]:
-    """Everything that does not depend on a workspace."""
+def machine_checks() -> Iterator[DoctorCheck]:
+    """Check what does not depend on a workspace."""
     yield _python()
-    for requirement, trouble in REQUIREMENTS:
-        yield check_package(requirement, trouble)
+    for requirement, consequence in REQUIREMENTS:
+        yield check_package(requirement, consequence)
     yield _git()
     yield from _processors()
     yield _memory()
@@ -44,25 +43,25 @@ def _python() -> DoctorCheck:
     return DoctorCheck(FAIL, "python", text, "use Python 3.11, 3.12 or 3.13")
 
 
-def check_package(requirement: str, trouble: str = "") -> DoctorCheck:
-    """Whether the installed version of a package satisfies ``requirement``; ``trouble`` is what happens otherwise."""
+def check_package(requirement: str, consequence: str = "") -> DoctorCheck:
+    """Check the installed version of a package against ``requirement``; ``consequence`` says what breaks otherwise."""
     from packaging.requirements import Requirement
 
-    wanted = Requirement(requirement)
+    package = Requirement(requirement)
     try:
-        found = importlib.metadata.version(wanted.name)
+        version = importlib.metadata.version(package.name)
     except importlib.metadata.PackageNotFoundError:
-        return DoctorCheck(FAIL, wanted.name, "not installed", REINSTALL)
-    if wanted.specifier.contains(found, prereleases=True):
-        return DoctorCheck(OK, wanted.name, found)
-    why = f" ({trouble})" if trouble else ""
-    return DoctorCheck(FAIL, wanted.name, f"{found} is outside {wanted.specifier}{why}", REINSTALL)
+        return DoctorCheck(FAIL, package.name, "not installed", REINSTALL)
+    if package.specifier.contains(version, prereleases=True):
+        return DoctorCheck(OK, package.name, version)
+    reason = f" ({consequence})" if consequence else ""
+    return DoctorCheck(FAIL, package.name, f"{version} is outside {package.specifier}{reason}", REINSTALL)
 
 
 def _git() -> DoctorCheck:
     if shutil.which("git"):
         return DoctorCheck(OK, "git", "found")
-    return DoctorCheck(WARN, "git", "not found: models will not name the revision they came from", "install git")
+    return DoctorCheck(WARN, "git", "not found: registered models will lack their git revision", "install git")
 
 
 def _processors() -> Iterator[DoctorCheck]:
@@ -74,13 +73,13 @@ def _processors() -> Iterator[DoctorCheck]:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = torch.get_num_threads()
     if threads > allowed:
-        advice = f"set OMP_NUM_THREADS={allowed}"
-        yield DoctorCheck(WARN, "threads", f"torch uses {threads} threads on {allowed} processors", advice)
+        remedy = f"set OMP_NUM_THREADS={allowed}"
+        yield DoctorCheck(WARN, "threads", f"torch uses {threads} threads on {allowed} processors", remedy)
     else:
         yield DoctorCheck(OK, "threads", f"torch uses {threads} of {allowed} processors")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
-    yield DoctorCheck(OK, "gpu", f"{count}: {names}" if count else "none; training runs on the processor")
+    yield DoctorCheck(OK, "gpu", f"{count}: {names}" if count else "none; training runs on the CPU")
 
 
 def _memory() -> DoctorCheck:

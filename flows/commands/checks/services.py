@@ -1,18 +1,17 @@
-"""The services a run talks to: its own on loopback, or the ones that environment variables name."""
+"""The services that a run uses: its own on loopback, or those that environment variables name."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from flows.commands.checks import FAIL, OK, WARN, DoctorCheck
 from flows.registry.mlflow_client import knock
 from flows.supervision.ports import LOOPBACK, free_port
 
 
-def service_checks(workspace: Path | None) -> Iterator[DoctorCheck]:
-    """Ports, Prefect, MLflow, the model hub."""
+def service_checks() -> Iterator[DoctorCheck]:
+    """Check ports, Prefect, MLflow and the model hub."""
     yield _ports()
     yield _prefect()
     yield _mlflow()
@@ -36,13 +35,13 @@ def _prefect() -> DoctorCheck:
     import httpx
 
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/health", timeout=5)
+        response = httpx.get(f"{url.rstrip('/')}/health", timeout=5)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         finding = f"PREFECT_API_URL={url} does not answer ({str(error) or type(error).__name__})"
         return DoctorCheck(FAIL, "prefect api", finding, "start that server, or unset PREFECT_API_URL")
-    if answer.status_code == 200:
+    if response.status_code == 200:
         return DoctorCheck(OK, "prefect api", f"{url} answers")
-    finding = f"PREFECT_API_URL={url} answers {answer.status_code} to /health"
+    finding = f"PREFECT_API_URL={url} answers /health with status {response.status_code}"
     return DoctorCheck(WARN, "prefect api", finding, "the address must end in /api; check it and PREFECT_API_KEY")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flows.commands.checks import FAIL, OK, WARN, DoctorCheck
-from flows.commands.status import lock_holder
+from flows.workspace.lock import lock_holder
 from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import RlhfError
 
@@ -18,10 +18,11 @@ HUB = "hub:"
 
 
 def workspace_checks(workspace: Path | None) -> Iterator[DoctorCheck]:
-    """Nothing but a warning where there is no workspace."""
+    """Check the workspace; where there is none, return a warning only."""
     if workspace is None or not (workspace / "params.yaml").is_file():
-        where = workspace or Path.cwd()
-        yield DoctorCheck(WARN, "workspace", f"{where} is none (no params.yaml)", "make one with `rlhf init DIR`")
+        folder = workspace or Path.cwd()
+        finding = f"{folder} is not one (no params.yaml)"
+        yield DoctorCheck(WARN, "workspace", finding, "make one with `rlhf init DIR`")
         return
     yield DoctorCheck(OK, "workspace", str(workspace))
     yield _writable(workspace)
@@ -44,7 +45,7 @@ def _writable(workspace: Path) -> DoctorCheck:
             return DoctorCheck(OK, "writable", "yes")
     except OSError as error:
         remedy = "make the folder writable, or use another workspace"
-        return DoctorCheck(FAIL, "writable", f"cannot write in {workspace} ({error.strerror})", remedy)
+        return DoctorCheck(FAIL, "writable", f"cannot write to {workspace} ({error.strerror})", remedy)
 
 
 def _disk(workspace: Path) -> DoctorCheck:
@@ -68,7 +69,7 @@ def _dvc(workspace: Path) -> Iterator[DoctorCheck]:
 
 
 def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
-    """Data files and starting model that params.yaml names."""
+    """Check the data files and the starting model that params.yaml names."""
     if params.collect.source == "world":
         yield DoctorCheck(OK, "data", "the synthetic world; nothing is read")
     else:
@@ -93,8 +94,8 @@ def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
 def _source(workspace: Path, pattern: str) -> DoctorCheck:
     if pattern.startswith(HUB):
         return DoctorCheck(OK, "data", f"{pattern} (a hub id; looked up when collected)")
-    found = glob.glob(str(workspace / pattern), recursive=True)
-    if found:
-        return DoctorCheck(OK, "data", f"{pattern}: {len(found)} file{'s' if len(found) > 1 else ''}")
+    files = glob.glob(str(workspace / pattern), recursive=True)
+    if files:
+        return DoctorCheck(OK, "data", f"{pattern}: {len(files)} file{'s' if len(files) > 1 else ''}")
     remedy = "correct the path; relative ones start at the workspace"
     return DoctorCheck(FAIL, "data", f"{pattern} matches no file in {workspace}", remedy)

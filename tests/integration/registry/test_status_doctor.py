@@ -31,7 +31,7 @@ def test_status_shows_stages_gates_run_registry_and_partial_work(workspace: Path
     assert "ppo          stale: metrics/ppo.json modified" in screen
     assert "policy  passed, mode enforce" in screen
     assert "ppo: step-000005 (work/ppo/abc)" in screen
-    assert f"interrupted (its process is gone; the next run goes on)  (MLflow run {run_id})" in screen
+    assert f"interrupted (its process is gone; the next run resumes)  (MLflow run {run_id})" in screen
     assert f"{policy_name(workspace)}: 1 version; @champion v1, @challenger v1" in screen
     end_pipeline_run(run_id, "completed", workspace)
     assert "finished after" in status(workspace)
@@ -78,7 +78,7 @@ def test_doctor_names_what_is_wrong_and_what_to_do(workspace: Path, monkeypatch:
 
 def test_a_folder_that_is_no_workspace_is_only_a_warning(tmp_path: Path) -> None:
     text, code = doctor(tmp_path)
-    assert code == 0 and "is none (no params.yaml) → make one with `rlhf init DIR`" in text
+    assert code == 0 and "is not one (no params.yaml) → make one with `rlhf init DIR`" in text
 
 
 def test_a_version_outside_its_pins_fails() -> None:

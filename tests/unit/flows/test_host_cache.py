@@ -9,10 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from flows.jobs.host_cache import LIMIT_VARIABLE, cache_limit, in_use, prune
+from flows.jobs.host_cache import LIMIT_VARIABLE, cache_limit, host_cache_in_use, prune
 from rlhf_core.errors import RlhfError
 
 KB = 1000
+OTHER_JOB = """
+import sys
+from pathlib import Path
+from flows.jobs.host_cache import host_cache_in_use
+with host_cache_in_use(Path(sys.argv[1])):
+    print("in", flush=True)
+    sys.stdin.read()
+"""
 
 
 def filled(host: Path, count: int = 4) -> Path:
@@ -40,13 +48,10 @@ def test_the_oldest_go_until_the_limit_holds(tmp_path: Path) -> None:
 def test_the_last_job_prunes_and_none_while_another_is_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LIMIT_VARIABLE, "0.000001")
     cache = filled(tmp_path)
-    other = subprocess.Popen(
-        [sys.executable, "-c", "import sys; from pathlib import Path; from flows.jobs.host_cache import in_use\n"
-         "with in_use(Path(sys.argv[1])): print('in', flush=True); sys.stdin.read()", str(tmp_path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+    command = [sys.executable, "-c", OTHER_JOB, str(tmp_path)]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdout is not None and other.stdout.readline() == b"in\n"
-    with in_use(tmp_path):
+    with host_cache_in_use(tmp_path):
         pass
     assert left(cache) == ["00", "01", "02", "03"]
     other.communicate()
@@ -57,7 +62,7 @@ def test_nothing_goes_while_a_result_waits_to_be_delivered(tmp_path: Path, monke
     monkeypatch.setenv(LIMIT_VARIABLE, "0.000001")
     cache = filled(tmp_path)
     (tmp_path / "jobs" / "ppo-1").mkdir(parents=True)
-    with in_use(tmp_path):
+    with host_cache_in_use(tmp_path):
         pass
     assert len(left(cache)) == 4
 

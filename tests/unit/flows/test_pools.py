@@ -1,4 +1,4 @@
-"""A pool is asked only for what its base job template can give."""
+"""Requests to a pool are limited to what its base job template provides."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_template_that_is_not_known_yet_is_trusted() -> None:
 
 def test_a_pool_that_another_run_makes_at_the_same_moment_is_taken_as_it_is() -> None:
     class Server:
-        """Has no pool when first asked, and has one by the time it is told to make it."""
+        """A server on which the pool appears between the query and the attempt to create it."""
 
         asked = 0
 

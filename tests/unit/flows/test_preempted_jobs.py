@@ -1,4 +1,4 @@
-"""A job that loses its place: what its own process says of it, and what becomes of it where it is waited for."""
+"""Preempted jobs: the final state that the job's own process reports, and what the waiting pipeline does."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running, S
 from flows.jobs import run_on_pool, stage_job
 from flows.jobs.job import Job
 from flows.stage.outcome import StageOutcome
+from flows.stage.run import StageSpec
 from rlhf_core.config.placement import Placement
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 
 class Server:
-    """Stands for the server: the state of every job in turn. The newest takes one of ``turns`` whenever it is asked."""
+    """Stands in for the server: holds the state of every job, and makes one of ``turns`` at each poll."""
 
     def __init__(self, *turns: Callable[[Server], None]) -> None:
         self.turns = list(turns)
         self.states: list[State[Any]] = []
         self.attempts: list[str] = []
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
     def claim(self, client: Any, job: Job) -> Any:
         self.states.append(Scheduled())
@@ -49,12 +50,12 @@ class Server:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., StageOutcome]:
-    """How a job of workspace ``tmp_path`` ends on a server."""
+    """Return a function that runs a job of workspace ``tmp_path`` on a server and returns its outcome."""
 
     def end(server: Server, preemptions: int = 9) -> StageOutcome:
         use(server, monkeypatch)
-        job = Job(tmp_path, "sft", (), {}, 1.0, Placement(pool="gpu-pool"), "a:1", preemptions=preemptions)
-        return run_on_pool.run_on_pool(job, server.turn, server.told.append)
+        job = Job(StageSpec(tmp_path, "sft"), Placement(pool="gpu-pool"), "a:1", max_preemptions=preemptions)
+        return run_on_pool.run_on_pool(job, server.turn, server.messages.append)
 
     return end
 
@@ -66,7 +67,7 @@ def use(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(run_on_pool, "get_client", client)
     monkeypatch.setattr(stage_job, "get_client", client)
-    monkeypatch.setattr(run_on_pool, "claim", server.claim)
+    monkeypatch.setattr(run_on_pool, "claim_flow_run", server.claim)
     monkeypatch.setattr(run_on_pool, "POLL_SECONDS", 0)
 
 
@@ -74,58 +75,58 @@ def becomes(state: Callable[[], State[Any]]) -> Callable[[Server], None]:
     return lambda server: server.set_flow_run_state(-1, state())
 
 
-def says(workspace: Path, ended: float) -> Callable[[Server], None]:
-    """The stage leaves its verdict, that it was preempted at time ``ended``."""
+def reports(workspace: Path, ended: float) -> Callable[[Server], None]:
+    """The stage reports that it was preempted at time ``ended``."""
 
-    def speak(server: Server) -> None:
+    def report_preemption(server: Server) -> None:
         (workspace / ".rlhf/outcomes").mkdir(parents=True, exist_ok=True)
-        verdict = {"exit_code": EXIT_PREEMPTED, "message": "saved", "ended": ended}
-        (workspace / ".rlhf/outcomes/sft.json").write_text(json.dumps(verdict))
+        report = {"exit_code": EXIT_PREEMPTED, "message": "saved", "ended": ended}
+        (workspace / ".rlhf/outcomes/sft.json").write_text(json.dumps(report))
 
-    return speak
+    return report_preemption
 
 
 def completes(workspace: Path) -> Callable[[Server], None]:
     def complete(server: Server) -> None:
-        StageOutcome("sft", "ran", 0, "", 0.0, 0.0, 0.0).save(workspace)
+        StageOutcome.ran("sft", 0.0, 0.0, 0.0).save(workspace)
         server.set_flow_run_state(-1, Completed())
 
     return complete
 
 
 def lost() -> State[Any]:
-    return stage_job.preempted("sft: told to stop")
+    return stage_job.preempted_state("sft: stopped by a signal")
 
 
-def test_a_preempted_job_is_submitted_again_and_told_of(run: Callable[..., StageOutcome], tmp_path: Path) -> None:
+def test_a_preempted_job_is_submitted_again_with_a_message(run: Callable[..., StageOutcome], tmp_path: Path) -> None:
     server = Server(becomes(Running), becomes(lost), becomes(Running), completes(tmp_path))
     assert run(server).action == "ran"
-    assert server.attempts == ["a:1", "a:1:1"] and server.told == ["preempted, waiting for a worker"]
+    assert server.attempts == ["a:1", "a:1:1"] and server.messages == ["preempted, waiting for a worker"]
 
 
 def test_a_stage_that_left_in_good_order_while_its_job_died_counts_as_preempted(
     run: Callable[..., StageOutcome], tmp_path: Path
 ) -> None:
-    swept = [becomes(Running), says(tmp_path, 0.0), becomes(lambda: Crashed(message="its worker was killed"))]
-    server = Server(*swept, becomes(Running), completes(tmp_path))
-    assert run(server).action == "ran" and len(server.told) == 1
+    crashed = [becomes(Running), reports(tmp_path, 0.0), becomes(lambda: Crashed(message="its worker was killed"))]
+    server = Server(*crashed, becomes(Running), completes(tmp_path))
+    assert run(server).action == "ran" and len(server.messages) == 1
 
 
 def test_a_job_whose_process_died_unnoticed_is_ended_after_a_while(
     run: Callable[..., StageOutcome], tmp_path: Path
 ) -> None:
     waiting: list[Callable[[Server], None]] = [lambda server: None] * run_on_pool.REPORT_POLLS
-    turns = [becomes(Running), says(tmp_path, time.time() + 60), *waiting, becomes(Running), completes(tmp_path)]
+    turns = [becomes(Running), reports(tmp_path, time.time() + 60), *waiting, becomes(Running), completes(tmp_path)]
     server = Server(*turns)
-    assert run(server).action == "ran" and len(server.told) == 1
+    assert run(server).action == "ran" and len(server.messages) == 1
     assert server.states[0].name == "Preempted"
 
 
-def test_what_a_stage_said_before_its_job_began_does_not_end_the_job(
+def test_a_report_from_before_the_job_began_does_not_end_the_job(
     run: Callable[..., StageOutcome], tmp_path: Path
 ) -> None:
     waiting: list[Callable[[Server], None]] = [lambda server: None] * (2 * run_on_pool.REPORT_POLLS)
-    server = Server(becomes(Running), says(tmp_path, time.time() - 60), *waiting, completes(tmp_path))
+    server = Server(becomes(Running), reports(tmp_path, time.time() - 60), *waiting, completes(tmp_path))
     assert run(server).action == "ran" and server.attempts == ["a:1"]
 
 
@@ -137,29 +138,29 @@ def test_after_so_many_preemptions_the_stage_has_failed(run: Callable[..., Stage
 
 
 def test_a_job_that_is_cancelled_stays_so(run: Callable[..., StageOutcome], tmp_path: Path) -> None:
-    outcome = run(Server(becomes(Running), says(tmp_path, 0.0), becomes(Cancelled)))
+    outcome = run(Server(becomes(Running), reports(tmp_path, 0.0), becomes(Cancelled)))
     assert outcome.exit_code == EXIT_INTERRUPTED and "cancelled" in outcome.message
 
 
-def test_a_crash_without_a_word_of_the_stage_is_a_failure(run: Callable[..., StageOutcome]) -> None:
+def test_a_crash_without_a_report_of_the_stage_is_a_failure(run: Callable[..., StageOutcome]) -> None:
     outcome = run(Server(becomes(Running), becomes(lambda: Crashed(message="killed"))))
     assert outcome.retryable and not outcome.preempted
 
 
-def told_to_stop(*_: Any) -> StageOutcome:
+def terminated(*_: Any) -> StageOutcome:
     raise TerminationSignal(signal=signal.SIGTERM)
 
 
 def stopped(*_: Any) -> StageOutcome:
-    return StageOutcome("sft", "stopped", EXIT_INTERRUPTED, "stopped", 0.0, 0.0, 0.0)
+    return StageOutcome.stopped("sft")
 
 
 def left(*_: Any) -> StageOutcome:
-    return StageOutcome("sft", "failed", EXIT_PREEMPTED, "sft made step 7 of 9", 0.0, 0.0, 0.0)
+    return StageOutcome.failed("sft", "sft made step 7 of 9", EXIT_PREEMPTED)
 
 
-@pytest.mark.parametrize("stage", [told_to_stop, stopped, left])
-def test_the_job_itself_says_what_has_become_of_it(
+@pytest.mark.parametrize("stage", [terminated, stopped, left])
+def test_the_job_itself_reports_its_final_state(
     stage: Callable[..., StageOutcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stage_job, "run_stage", stage)
@@ -172,7 +173,7 @@ def test_the_job_itself_says_what_has_become_of_it(
         server.states = [Running()]
         state = stage_job.stage_job.fn("w", "sft", [], {})
         assert state.name == "Preempted" and state.is_crashed()
-        assert ("made step 7 of 9" if stage is left else "signal from outside") in str(state.message)
+        assert ("made step 7 of 9" if stage is left else "stopped by a signal") in str(state.message)
         server.states = [Cancelling()]
         assert stage_job.stage_job.fn("w", "sft", [], {}).is_cancelled()
         server.states = [Scheduled()]  # Prefect's supervisor has put it back

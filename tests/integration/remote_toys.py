@@ -1,4 +1,4 @@
-"""A pipeline whose `ppo` is handed over, a Prefect server of its own, and a worker with another home and folder."""
+"""A pipeline whose `ppo` runs on another host, an external Prefect server, and a worker with a home of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ stages:
     metrics: [metrics.json: {cache: false}]
   report: {cmd: cat policy.txt metrics.json > report.html, deps: [policy.txt, metrics.json], outs: [report.html]}
 """
-# Resumes from work/; says where it began; at the end runs what a test has left for it.
+# Resumes from work/, notes the step it started at, and at the end runs the script of a test if there is one.
 TRAIN = """
 import os, pathlib, subprocess, time, yaml
 steps = yaml.safe_load(open("params.yaml"))["seed"]
@@ -47,7 +47,7 @@ if last.exists(): subprocess.run(["sh", str(last)], check=True)
 
 
 def params(steps: int = 4, retries: int = 0, deliver_seconds: int = 1) -> str:
-    """The toy takes the seed for its number of steps."""
+    """Return params.yaml; the toy uses the seed as its number of steps."""
     return (
         f"seed: {steps}\nflow: {{retries: {retries}, retry_delay_seconds: 1}}\n"
         f"pools: {{ppo: {{pool: {POOL}, shared: false, deliver_seconds: {deliver_seconds}}}}}\n"
@@ -55,7 +55,7 @@ def params(steps: int = 4, retries: int = 0, deliver_seconds: int = 1) -> str:
 
 
 def make_clone(folder: Path, remote: Path | None, text: str) -> Path:
-    """A clone of the project: recipe, code and DVC's settings."""
+    """Create a clone of the project: recipe, code and DVC's settings."""
     toy = make_toy(folder, PIPELINE, text)
     (toy / "ppo.py").write_text(TRAIN)
     dvc = [sys.executable, "-m", "dvc"]
@@ -69,7 +69,7 @@ def make_clone(folder: Path, remote: Path | None, text: str) -> Path:
 
 @dataclass(frozen=True)
 class Host:
-    """The worker's side: its home, the file in which the toy notes its starts, and how commands run there."""
+    """The worker's host: its home with the file in which the toy notes its starts, and the prefix of commands on it."""
 
     home: Path
     url: str
@@ -86,7 +86,7 @@ class Host:
 
     @contextmanager
     def worker(self, **extra: str) -> Iterator[subprocess.Popen[bytes]]:
-        """A process worker of the pool with nothing of the caller's in its environment."""
+        """Run a process worker of the pool with none of the caller's environment."""
         env = environment(
             HOME=str(self.home),
             PREFECT_HOME=str(self.home / "prefect"),
@@ -109,7 +109,7 @@ def _online(address: str) -> list[bool]:
 
 @contextmanager
 def running(command: Sequence[str], cwd: Path, env: dict[str, str], log: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A command in the background, ended with the block."""
+    """Run a command in the background for the block."""
     cwd.mkdir(parents=True, exist_ok=True)
     with (cwd / log).open("ab") as output:
         process = subprocess.Popen(
@@ -128,7 +128,7 @@ def running(command: Sequence[str], cwd: Path, env: dict[str, str], log: str) ->
 
 @contextmanager
 def prefect_server(folder: Path, address: str = "127.0.0.1", prefix: Sequence[str] = ()) -> Iterator[str]:
-    """A Prefect server that belongs to no workspace; its API address."""
+    """Run an external Prefect server and yield its API address."""
     port = free_port()
     url = f"http://{address}:{port}/api"
     env = environment(PREFECT_HOME=str(folder / "home"), PREFECT_SERVER_ANALYTICS_ENABLED="false")
@@ -147,5 +147,5 @@ def prefect_server(folder: Path, address: str = "127.0.0.1", prefix: Sequence[st
 
 
 def caller_environment(url: str, folder: Path) -> dict[str, str]:
-    """What the caller's commands are given: the server, and a home of Prefect's own."""
+    """Return the environment of the caller's commands: the server, and a home for Prefect."""
     return {"PREFECT_API_URL": url, "PREFECT_HOME": str(folder / "caller"), "HOME": os.environ.get("HOME", "/root")}

@@ -1,4 +1,4 @@
-"""A stage on a worker that sees nothing of the workspace: two clones, a DVC remote, a worker with a home of its own."""
+"""A stage on a worker that does not see the workspace: two clones, a DVC remote, a worker with its own home."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from away import Host, caller_environment, make_clone, params, prefect_server
 from flow_toys import processes_of, rlhf
+from remote_toys import Host, caller_environment, make_clone, params, prefect_server
 
 from flows.jobs.transfer import transfer
 
@@ -23,7 +23,7 @@ PATIENCE = 480
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """A server and, in another folder with another home, a worker of the pool."""
+    """Run a server and, with another home in another folder, a worker of the pool."""
     base = tmp_path_factory.mktemp("away")
     with prefect_server(base / "server") as url:
         host = Host(base / "worker-home", url)
@@ -32,7 +32,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 
 def jobs(host: Host) -> list[str]:
-    """States of the jobs that the server has seen, oldest first."""
+    """Return the states of all jobs on the server, oldest first."""
     runs = httpx.post(f"{host.url}/flow_runs/filter", json={"sort": "START_TIME_ASC"}, timeout=60).json()
     return [run["state_type"] for run in runs if run["name"] == "ppo"]
 
@@ -47,7 +47,7 @@ def test_a_job_elsewhere_loses_nothing_when_the_remote_is_gone_at_its_end_and_ev
 
     failed = rlhf("run", cwd=one, timeout=PATIENCE, **outage)
     assert failed.returncode == 1, failed.stdout + failed.stderr
-    assert "does not take the result, which lies on" in failed.stderr and str(host.home / ".rlhf/jobs") in failed.stderr
+    assert "its result could not be pushed" in failed.stderr and str(host.home / ".rlhf/jobs") in failed.stderr
     assert len(host.starts) == 1 and host.starts[0].startswith(f"0 {host.home}/.rlhf/jobs/ppo-")
     assert not (one / "policy.txt").exists()
 
@@ -67,7 +67,7 @@ def test_a_job_elsewhere_loses_nothing_when_the_remote_is_gone_at_its_end_and_ev
 
     two = make_clone(tmp_path / "two", remote, params())
     subprocess.run([sys.executable, "-m", "dvc", "repro", "-q", "-s", "collect"], cwd=two, check=True)
-    assert transfer(two, "offer", "ppo", "store")["done"] is True
+    assert transfer(two, "push-inputs", "ppo", "store").result_cached
 
 
 def test_a_remote_that_is_gone_before_the_job_costs_no_training(host: Host, tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def test_a_remote_that_is_gone_before_the_job_costs_no_training(host: Host, tmp_
     remote.touch()
     answer = rlhf("run", cwd=clone, timeout=PATIENCE, **caller_environment(host.url, tmp_path))
     assert answer.returncode == 1, answer.stdout + answer.stderr
-    (told,) = (line for line in answer.stderr.splitlines() if line.startswith("rlhf: "))
-    assert "ppo: cannot be handed over to " in told and str(remote) in told
+    (message,) = (line for line in answer.stderr.splitlines() if line.startswith("rlhf: "))
+    assert "ppo: the stage cannot be submitted to the work pool away: " in message and str(remote) in message
     assert len(host.starts) == before
 
 
@@ -88,7 +88,7 @@ def test_without_a_remote_the_run_is_refused_in_one_line(host: Host, tmp_path: P
     assert "pools.ppo has shared: false, but no DVC remote is set" in answer.stderr
 
 
-def test_a_server_of_the_runs_own_is_refused_since_no_other_host_can_reach_it(tmp_path: Path) -> None:
+def test_an_embedded_server_is_refused_since_no_other_host_can_reach_it(tmp_path: Path) -> None:
     clone = make_clone(tmp_path / "clone", tmp_path / "remote", params())
     answer = rlhf("run", cwd=clone)
     assert answer.returncode == 2 and answer.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The guard leaves nothing behind, whoever dies."""
+"""The supervisor leaves no process behind, whatever dies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.services
 ESCAPE = "import subprocess,sys,time; p=subprocess.Popen(['sleep','300'],start_new_session=True); "
 
 
-def guarded(code: str, grace: float = 1.0) -> list[str]:
+def supervised(code: str, grace: float = 1.0) -> list[str]:
     inner = [sys.executable, "-c", code]
     return [
         sys.executable,
@@ -39,18 +39,18 @@ def read_pid(path: Path) -> int:
 
 
 def test_status_of_the_command_is_passed_on() -> None:
-    assert subprocess.run(guarded("raise SystemExit(7)"), env=environment()).returncode == 7
+    assert subprocess.run(supervised("raise SystemExit(7)"), env=environment()).returncode == 7
 
 
 def test_a_signal_that_ends_the_command_shows_in_the_status() -> None:
     code = "import os; os.kill(os.getpid(), 9)"
-    assert subprocess.run(guarded(code), env=environment()).returncode == 128 + signal.SIGKILL
+    assert subprocess.run(supervised(code), env=environment()).returncode == 128 + signal.SIGKILL
 
 
 def test_a_child_in_its_own_session_ends_with_the_command(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     code = ESCAPE + f"open({str(pid_file)!r},'w').write(str(p.pid)); raise SystemExit(0)"
-    assert subprocess.run(guarded(code), env=environment()).returncode == 0
+    assert subprocess.run(supervised(code), env=environment()).returncode == 0
     assert not psutil.pid_exists(int(pid_file.read_text()))
 
 
@@ -77,25 +77,26 @@ def test_a_command_that_ignores_the_stop_signal_is_killed_also_where_sigint_is_i
     )
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        guard = subprocess.Popen(guarded(code), env=environment())
+        supervisor = subprocess.Popen(supervised(code), env=environment())
     finally:
         signal.signal(signal.SIGINT, previous)
     stubborn = read_pid(pid_file)
-    guard.send_signal(signal.SIGINT)
-    assert guard.wait(120) == 128 + signal.SIGKILL
+    supervisor.send_signal(signal.SIGINT)
+    assert supervisor.wait(120) == 128 + signal.SIGKILL
     assert not psutil.pid_exists(stubborn)
 
 
-def test_what_another_guard_looks_after_is_stopped_by_that_one_alone(tmp_path: Path) -> None:
-    """A worker's guard sends SIGINT, which would cost a stage its state: the stage's own guard asks for that to be
-    saved."""
-    heard = tmp_path / "heard"
+def test_descendants_of_a_nested_supervisor_are_stopped_by_that_one_alone(tmp_path: Path) -> None:
+    """A worker's supervisor sends SIGINT, on which a stage saves no state; the stage's own supervisor sends SIGTERM."""
+    received = tmp_path / "received"
     stage = (
         "import os,signal,time\n"
-        f"def note(number, _):\n with open({str(heard)!r}, 'a') as log: log.write(signal.Signals(number).name + ' ')\n"
-        " if number == 15: time.sleep(0.3); os._exit(0)\n"
+        f"log = {str(received)!r}\n"
+        "def note(number, _):\n"
+        "    with open(log, 'a') as stream: stream.write(signal.Signals(number).name + ' ')\n"
+        "    if number == 15: time.sleep(0.3); os._exit(0)\n"
         "for number in (2, 15): signal.signal(number, note)\n"
-        f"open({str(heard)!r}, 'w').close()\n"
+        "open(log, 'w').close()\n"
         "while True: time.sleep(0.1)\n"
     )
     worker = (
@@ -103,10 +104,10 @@ def test_what_another_guard_looks_after_is_stopped_by_that_one_alone(tmp_path: P
         "'--parent',str(os.getpid()),"
         f"'--grace','20','--',sys.executable,'-c',{stage!r}])"
     )
-    command = guarded(worker, grace=20.0)
+    command = supervised(worker, grace=20.0)
     command[command.index("--") : command.index("--")] = ["--stop-signal", "INT"]
-    guard = subprocess.Popen(command, env=environment())
-    wait_until(heard.exists, 100, "stage")
-    guard.send_signal(signal.SIGINT)
-    guard.wait(120)
-    assert heard.read_text() == "SIGTERM "
+    supervisor = subprocess.Popen(command, env=environment())
+    wait_until(received.exists, 100, "stage")
+    supervisor.send_signal(signal.SIGINT)
+    supervisor.wait(120)
+    assert received.read_text() == "SIGTERM "

@@ -1,4 +1,4 @@
-"""A pool that nobody serves gets a worker, also when its worker goes in the middle of a run."""
+"""A pool without a worker gets one, also when its worker ends in the middle of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from flows.prefect_server import workers as serving
+from flows.prefect_server import workers
 from flows.prefect_server.services import Services
 from flows.prefect_server.workers import PoolWorkers
 from rlhf_core.config.loading.load import check_params
@@ -19,7 +19,7 @@ PARAMS = check_params({"pools": {"ppo": "cluster", "sft": "gpu-pool"}, "work_poo
 
 @dataclass
 class Started:
-    """Stands for the services: notes which workers are started."""
+    """Stands in for the services and records which workers are started."""
 
     embedded: bool = False
     running: dict[str, int] = field(default_factory=dict)
@@ -43,46 +43,46 @@ class Server:
 def make(
     monkeypatch: pytest.MonkeyPatch, server: Server, clock: list[float], **services: Any
 ) -> tuple[PoolWorkers, Started]:
-    monkeypatch.setattr(serving, "needs_worker", server.needs_worker)
-    monkeypatch.setattr(serving.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(workers, "needs_worker", server.needs_worker)
+    monkeypatch.setattr(workers.time, "monotonic", lambda: clock[0])
     started = Started(**services)
     return PoolWorkers(cast(Services, started), PARAMS, PARAMS.pool_names()), started
 
 
 def test_only_pools_without_a_worker_get_one_and_with_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     served, started = make(monkeypatch, Server("cluster"), [0.0])
-    served.start()
+    served.start_missing()
     assert started.running == {"worker-gpu-pool": 3}
 
 
-def test_a_worker_that_goes_later_is_replaced_at_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_ends_later_is_replaced_at_the_next_check(monkeypatch: pytest.MonkeyPatch) -> None:
     server, clock = Server("cluster", "gpu-pool"), [0.0]
     served, started = make(monkeypatch, server, clock)
-    served.start()
+    served.start_missing()
     server.served.clear()
-    served.keep()
-    assert started.running == {}  # not asked at every turn
-    clock[0] = serving.CHECK_SECONDS
-    served.keep()
+    served.check()
+    assert started.running == {}  # not checked every time
+    clock[0] = workers.CHECK_SECONDS
+    served.check()
     assert set(started.running) == {"worker-cluster", "worker-gpu-pool"}
 
 
 @pytest.mark.parametrize(
     "error", [httpx.ConnectError("down"), RlhfError("no worker serves the pool of type kubernetes")]
 )
-def test_trouble_at_a_later_look_ends_nothing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_errors_at_a_later_check_end_nothing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     server, clock = Server(), [0.0]
     served, started = make(monkeypatch, server, clock)
     server.error, clock[0] = error, 100.0
-    served.keep()
+    served.check()
     assert started.running == {}
     with pytest.raises(type(error)):
-        served.start()
+        served.start_missing()
 
 
 def test_the_embedded_server_has_no_other_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server()
     server.error = AssertionError("not asked")
     served, started = make(monkeypatch, server, [0.0], embedded=True)
-    served.start()
+    served.start_missing()
     assert set(started.running) == {"worker-cluster", "worker-gpu-pool"}

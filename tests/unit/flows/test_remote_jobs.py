@@ -1,8 +1,7 @@
-"""What is handed over and what is refused, and a log that arrives once and whole though the server was away."""
+"""Jobs on hosts that do not see the workspace: what travels, what is refused, and a log that loses no line."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,15 +11,15 @@ from uuid import UUID, uuid4
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
+from unit.flows.fake_clock import FakeClock
 
-from flows.jobs import log_shipping as job_log
-from flows.jobs import transfer
+from flows.jobs import log_shipping, transfer
 from flows.jobs.job import Handoff
 from flows.jobs.log_shipping import LogFollower, LogShipper
-from flows.jobs.remote_client import CARRIED_BYTES, _carried, _files_beside_dvc
-from flows.jobs.remote_host import other_code, rebuild
-from flows.jobs.transfer import TransferFailed, TransferStopped, patiently
-from flows.jobs.transfer_worker import Refused, StageTransfer
+from flows.jobs.remote_client import CARRIED_BYTES, _untracked_inputs, read_carried_files
+from flows.jobs.remote_host import code_difference, rebuild_workspace
+from flows.jobs.transfer import TransferFailed
+from flows.jobs.transfer_worker import StageTransfer, TransferAnswer, TransferRefused
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.fingerprint import fingerprint
 from rlhf_core.ppo.reward_sources.tracked_files import write_tracked_files
@@ -48,108 +47,85 @@ def test_a_remote_that_cannot_serve_two_hosts_is_refused(
     lines += ["['remote \"store\"']\n" if options else "", *(f"  {key} = {value}\n" for key, value in options.items())]
     (tmp_path / ".dvc").mkdir()
     (tmp_path / ".dvc" / "config").write_text("".join(lines))
-    with pytest.raises(Refused, match=complaint) as refusal:
-        StageTransfer(tmp_path, "", "").describe()
+    with pytest.raises(TransferRefused, match=complaint) as refusal:
+        StageTransfer(tmp_path, "", "").describe_remote()
     assert "secret" not in str(refusal.value)
 
 
 def test_secrets_of_a_remote_stay_on_their_host(tmp_path: Path) -> None:
-    rebuild(tmp_path, handoff("s3://bucket/cache"), tmp_path / "cache")
+    rebuild_workspace(tmp_path, handoff("s3://bucket/cache"), tmp_path / "cache")
     with (tmp_path / ".dvc" / "config.local").open("w") as file:
         file.write("['remote \"store\"']\n  secret_access_key = hush\n  region = north\n")
-    told = StageTransfer(tmp_path, "", "").describe()
-    assert told == {"name": "store", "url": "s3://bucket/cache", "region": "north", "use_ssl": "True"}
+    public = StageTransfer(tmp_path, "", "").describe_remote().remote
+    assert public == {"name": "store", "url": "s3://bucket/cache", "region": "north", "use_ssl": "True"}
 
 
 def test_a_submission_writes_nothing_outside_the_workspace_it_rebuilds(tmp_path: Path) -> None:
     for path in ("../elsewhere", "/elsewhere", "a/../../b"):
         with pytest.raises(ValueError, match="outside the workspace"):
-            rebuild(tmp_path / "job", handoff(**{path: "x"}), tmp_path / "cache")
+            rebuild_workspace(tmp_path / "job", handoff(**{path: "x"}), tmp_path / "cache")
     assert not (tmp_path / "job").exists()
 
 
-def test_a_host_with_other_code_says_which_and_computes_nothing(tmp_path: Path) -> None:
+def test_a_host_with_other_code_names_the_difference(tmp_path: Path) -> None:
     same = {"params.yaml": "seed: 1\n", "dvc.yaml": "stages: {}\n", ".fingerprints/sft.txt": fingerprint("sft") + "\n"}
-    rebuild(tmp_path / "same", handoff(**same), tmp_path / "cache")
-    assert other_code(tmp_path / "same", handoff(**same)) == ""
+    rebuild_workspace(tmp_path / "same", handoff(**same), tmp_path / "cache")
+    assert code_difference(tmp_path / "same", handoff(**same)) == ""
     other = {**same, ".fingerprints/ppo.txt": "0" * 64 + "\n"}
-    rebuild(tmp_path / "other", handoff(**other), tmp_path / "cache")
-    told = other_code(tmp_path / "other", handoff(**other))
-    assert "other code" in told and ".fingerprints/ppo.txt" in told and "sft.txt" not in told and "\n" not in told
+    rebuild_workspace(tmp_path / "other", handoff(**other), tmp_path / "cache")
+    difference = code_difference(tmp_path / "other", handoff(**other))
+    assert "differ from the pipeline's" in difference and ".fingerprints/ppo.txt" in difference
+    assert "sft.txt" not in difference and "\n" not in difference
 
 
-def test_a_function_that_scores_travels_with_the_job(tmp_path: Path) -> None:
+def test_a_reward_function_travels_with_the_job(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     source = "ppo: {reward: {sources: [{kind: function, target: 'own_rewards:score'}]}}\n"
     (here / "params.yaml").write_text(source)
     (here / "dvc.yaml").write_text("stages: {}\n")
-    (here / "own_rewards.py").write_text("import own_words\n\ndef score(prompts, replies):\n    return [1.0]\n")
-    (here / "own_words.py").write_text("GOOD = ['please']\n")
+    (here / "own_rewards.py").write_text("import own_vocabulary\n\ndef score(prompts, replies):\n    return [1.0]\n")
+    (here / "own_vocabulary.py").write_text("GOOD = ['please']\n")
     (here / "unrelated.py").write_text("pass\n")
     write_tracked_files(here, load_params(here).ppo.reward.sources)
-    carried = _carried(here, ["params.yaml", "dvc.yaml", ".fingerprints", *_files_beside_dvc(here, "ppo")])
-    assert {path for path in carried if path.endswith(".py")} == {"own_rewards.py", "own_words.py"}
-    assert _files_beside_dvc(here, "sft") == []
-    rebuild(there, handoff(**carried), tmp_path / "cache")
-    assert other_code(there, handoff(**carried)) == ""
-    (there / "own_words.py").write_text("GOOD = ['thanks']\n")
-    assert "reward_sources.txt" in other_code(there, handoff(**carried))
+    carried = read_carried_files(here, ["params.yaml", "dvc.yaml", ".fingerprints", *_untracked_inputs(here, "ppo")])
+    assert {path for path in carried if path.endswith(".py")} == {"own_rewards.py", "own_vocabulary.py"}
+    assert _untracked_inputs(here, "sft") == []
+    rebuild_workspace(there, handoff(**carried), tmp_path / "cache")
+    assert code_difference(there, handoff(**carried)) == ""
+    (there / "own_vocabulary.py").write_text("GOOD = ['thanks']\n")
+    assert "reward_sources.txt" in code_difference(there, handoff(**carried))
 
 
 def test_small_text_travels_with_the_job_and_the_rest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "a.py").write_text("pass\n")
-    assert _carried(tmp_path, ["scripts", "dvc.lock"]) == {"scripts/a.py": "pass\n"}
+    assert read_carried_files(tmp_path, ["scripts", "dvc.lock"]) == {"scripts/a.py": "pass\n"}
     (tmp_path / "table").write_bytes(b"\xff\xfe")
-    with pytest.raises(TransferFailed, match="table is an input that DVC does not keep, and no text"):
-        _carried(tmp_path, ["table"])
+    with pytest.raises(TransferFailed, match="table is an input that DVC does not cache, and it is not text"):
+        read_carried_files(tmp_path, ["table"])
     (tmp_path / "large").write_text("x" * (CARRIED_BYTES + 1))
     with pytest.raises(TransferFailed, match="the largest is large"):
-        _carried(tmp_path, ["scripts", "large"])
+        read_carried_files(tmp_path, ["scripts", "large"])
 
 
-def test_a_transfer_is_tried_again_for_a_while_unless_that_is_useless(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    now = [0.0]
+@pytest.mark.parametrize(("final", "attempts"), [(False, 4), (True, 1)])
+def test_a_transfer_is_tried_again_unless_that_would_be_useless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, final: bool, attempts: int
+) -> None:
+    calls: list[str] = []
 
-    class Clock:
-        def is_set(self) -> bool:
-            return False
+    def unreachable(workspace: Path, command: str, stage: str, remote: str) -> TransferAnswer:
+        calls.append(command)
+        raise TransferFailed("no route to host", final=final)
 
-        def wait(self, seconds: float) -> bool:
-            pauses.append(seconds)
-            now[0] += seconds
-            return False
-
-    monkeypatch.setattr(transfer, "STOP", Clock())
-    monkeypatch.setattr(transfer.time, "monotonic", lambda: now[0])
-
-    def unreachable() -> dict[str, Any]:
-        raise TransferFailed("no route to host")
-
-    def useless() -> dict[str, Any]:
-        raise TransferFailed("no such remote", final=True)
-
-    told: list[str] = []
+    monkeypatch.setattr(transfer, "transfer", unreachable)
+    clock = FakeClock(monkeypatch)
+    reported: list[str] = []
     with pytest.raises(TransferFailed):
-        patiently(unreachable, 20, told.append)
-    assert pauses == [2, 4, 8] and told[0] == "no route to host; trying again in 2 s"
-    with pytest.raises(TransferFailed):
-        patiently(useless, 20, told.append)
-    assert pauses == [2, 4, 8]
-
-
-def test_a_stopped_job_does_not_wait_for_its_remote(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop = threading.Event()
-    stop.set()
-    monkeypatch.setattr(transfer, "STOP", stop)
-
-    def unreachable() -> dict[str, Any]:
-        raise TransferFailed("no route to host")
-
-    with pytest.raises(TransferStopped):
-        patiently(unreachable, 1000, lambda _: None)
+        transfer.transfer_with_retries(tmp_path, "push-result", "ppo", "store", 20, reported.append)
+    assert calls == ["push-result"] * attempts and clock.pauses == [2, 4, 8][: attempts - 1]
+    assert reported[:1] == ["no route to host; trying again in 2 s"][: attempts - 1]
 
 
 @dataclass
@@ -161,7 +137,7 @@ class Record:
 
 
 class LogServer:
-    """Keeps log records; refuses every other call, and mixes in records of somebody else."""
+    """Keeps log records; refuses every other call, and mixes in records of another logger."""
 
     def __init__(self) -> None:
         self.kept: list[Record] = []
@@ -177,11 +153,11 @@ class LogServer:
 
     def read_logs(self, wanted: Any, limit: int, offset: int, sort: Any) -> list[Record]:
         since = wanted.timestamp.after_ if wanted.timestamp else None
-        found = [log for log in self.kept if since is None or log.timestamp >= since]
-        return found[offset : offset + limit]
+        logs = [log for log in self.kept if since is None or log.timestamp >= since]
+        return logs[offset : offset + limit]
 
 
-def test_each_line_of_the_log_arrives_once_though_the_server_is_away_at_times(
+def test_each_line_of_the_log_arrives_once_although_the_server_refuses_some_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = LogServer()
@@ -190,9 +166,9 @@ def test_each_line_of_the_log_arrives_once_though_the_server_is_away_at_times(
     def get_client(sync_client: bool) -> Iterator[LogServer]:
         yield server
 
-    monkeypatch.setattr(job_log, "get_client", get_client)
-    monkeypatch.setattr(job_log, "EVERY_SECONDS", 0.01)
-    monkeypatch.setattr(job_log, "PIECE_BYTES", 64)
+    monkeypatch.setattr(log_shipping, "get_client", get_client)
+    monkeypatch.setattr(log_shipping, "INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(log_shipping, "CHUNK_BYTES", 64)
     there, here = tmp_path / "there.log", tmp_path / "here.log"
     there.write_text("of an earlier attempt\n")
     follower, client = LogFollower(here), cast(SyncPrefectClient, server)
@@ -201,7 +177,7 @@ def test_each_line_of_the_log_arrives_once_though_the_server_is_away_at_times(
         for line in lines:
             log.write(line)
             log.flush()
-            follower.look(client, RUN, now=True)
+            follower.fetch(client, RUN, now=True)
         log.write("the last one has no end")
-    follower.look(client, RUN, now=True)
+    follower.fetch(client, RUN, now=True)
     assert here.read_text() == "".join(lines) + "the last one has no end"
