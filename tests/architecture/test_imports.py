@@ -78,7 +78,7 @@ CORE = modules("rlhf_core")
 FLOWS = modules("flows")
 
 
-@pytest.mark.parametrize("module", sorted(CORE))
+@pytest.mark.parametrize("module", sorted(set(CORE) - {"rlhf_core"}))  # the front names what lies behind it
 def test_core_imports_point_downwards(module: str) -> None:
     room = module.split(".")[1] if "." in module else "errors"
     known = {name for rooms in LAYERS for name in rooms}
