@@ -43,7 +43,7 @@ def run_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, An
     if not rows:
         raise DataError(f"{workspace / PROMPTS} has no rows; raise validate.split.test")
     prompts = [row.prompt for row in rows]
-    judges: list[Judge] = [ModelJudge(workspace / REFEREE, "referee", config.batch_size)]
+    judges: list[Judge] = [ModelJudge.load(workspace / REFEREE, "referee", config.batch_size)]
     if all(is_world(prompt[-1].content) for prompt in prompts):
         judges.append(GoldJudge())
     with progress(2 * len(prompts), "match") as bar:

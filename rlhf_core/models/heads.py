@@ -5,6 +5,7 @@ On disk they are plain Hugging Face sequence-classification folders.
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,23 +51,35 @@ class ScalarModel(nn.Module):
         self.unembedding = nn.Parameter(unembedding.clone()) if unembedding is not None else None
 
     @classmethod
-    def from_causal_lm(cls, path: str | Path, seed: int, dtype: torch.dtype | None = None) -> ScalarModel:
-        """Put a small random head (std 1/sqrt(H + 1), a function of ``seed``) on the backbone of a causal LM."""
-        source = load_model(AutoModelForCausalLM, path, dtype)
-        with reading(path):
-            source.config.num_labels = 1
+    def from_causal_lm(
+        cls, source: str | Path | PreTrainedModel, seed: int, dtype: torch.dtype | None = None
+    ) -> ScalarModel:
+        """Put a small random head (std 1/sqrt(H + 1), a function of ``seed``) on the backbone of a causal LM.
+
+        Args:
+            source: Its folder or hub id, or the model itself, of which a copy is made.
+            seed: Determines the head.
+            dtype: Precision to load weights in; None keeps that of the files.
+        """
+        lm: PreTrainedModel
+        if isinstance(source, PreTrainedModel):
+            name, lm = type(source).__name__, copy.deepcopy(source)
+        else:
+            name, lm = str(source), load_model(AutoModelForCausalLM, source, dtype)
+        with reading(name):
+            lm.config.num_labels = 1
             with torch.device("meta"):
-                model = AutoModelForSequenceClassification.from_config(source.config, attn_implementation="sdpa")
-        if type(model.base_model) is not type(source.base_model) or not hasattr(model, "score"):
-            raise ModelError(f"{path}: {type(source).__name__} has no sequence-classification form with a score head")
-        setattr(model, model.base_model_prefix, source.base_model)
+                model = AutoModelForSequenceClassification.from_config(lm.config, attn_implementation="sdpa")
+        if type(model.base_model) is not type(lm.base_model) or not hasattr(model, "score"):
+            raise ModelError(f"{name}: {type(lm).__name__} has no sequence-classification form with a score head")
+        setattr(model, model.base_model_prefix, lm.base_model)
         width = model.score.in_features
         generator = torch.Generator().manual_seed(seed)
-        model.score = nn.Linear(width, 1, bias=False, device=source.device, dtype=source.dtype)
+        model.score = nn.Linear(width, 1, bias=False, device=lm.device, dtype=lm.dtype)
         with torch.no_grad():
             model.score.weight.copy_(torch.randn(1, width, generator=generator) / math.sqrt(width + 1))
-        output = source.get_output_embeddings().weight
-        tied = output is embedding_weight(source)
+        output = lm.get_output_embeddings().weight
+        tied = output is embedding_weight(lm)
         return cls(model.eval(), None if tied else output.detach())
 
     @classmethod

@@ -175,3 +175,10 @@ def require_equal(path: Path, saved: Tensor, expected: Tensor) -> None:
             f"the model saved at {path} does not compute the same as the trained one; "
             "nothing was published: check free disk space and, for sharded training, how weights are gathered"
         )
+
+
+def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """Copy an engine's gathered weights into the model, in place."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.models.actor_critic import ActorCritic, policy_weights
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.loss_reduction import StepSize
 from rlhf_core.ppo.metrics import MetricRecord, total
@@ -27,7 +30,8 @@ from rlhf_core.sampling.token_scoring import (
     response_values,
 )
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.engine.factory import finish
+from rlhf_core.training.engine.factory import build_engine, finish
+from rlhf_core.training.run_context import RunContext
 
 Metrics = TypeVar("Metrics", bound=MetricRecord)
 PolicyMetricsT = TypeVar("PolicyMetricsT", bound=MetricRecord)
@@ -230,3 +234,30 @@ def gathered_parameters(pair: ActorCriticPair) -> Iterator[None]:
         for engine in pair.engines.values():
             stack.enter_context(engine.gathered_parameters())
         yield
+
+
+def separate_actor_critic(
+    config: PpoConfig, policy: PreTrainedModel, critic: ScalarModel, sampling: Sampling, context: RunContext
+) -> SeparateActorCritic:
+    """Build the engines of two models, with the schedules of a PPO run."""
+    assert config.critic_optimizer is not None
+    engines = {
+        "policy": _engine(config, policy, config.policy_optimizer, "policy", context),
+        "critic": _engine(config, critic, config.critic_optimizer, "critic", context),
+    }
+    return SeparateActorCritic(policy, critic, engines, sampling, config.micro_batch_size)
+
+
+def shared_actor_critic(
+    config: PpoConfig, policy: PreTrainedModel, critic: ScalarModel, sampling: Sampling, context: RunContext
+) -> SharedActorCritic:
+    """Put the critic's head on the policy, and build the one engine with the schedule of a PPO run."""
+    model = ActorCritic.with_head_of(critic, policy)
+    engine = _engine(config, model, config.policy_optimizer, "policy", context)
+    return SharedActorCritic(model, engine, sampling, config.micro_batch_size)
+
+
+def _engine(config: PpoConfig, model: nn.Module, optimizer: OptimizerConfig, name: str, context: RunContext) -> Engine:
+    per_iteration = config.epochs * config.minibatches
+    warmup = config.warmup_iterations * per_iteration or None
+    return build_engine(model, optimizer, config.iterations * per_iteration, name, context, warmup)

@@ -63,7 +63,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     names = ("reward", "referee", "gold") if world else ("reward", "referee")
     for name in names:
         # One judge at a time: a large one needs the memory of the one before.
-        judge: Judge = GoldJudge() if name == "gold" else ModelJudge(inputs[name], name, config.batch_size)
+        judge: Judge = GoldJudge() if name == "gold" else ModelJudge.load(inputs[name], name, config.batch_size)
         sft, policy = sft.scored_by(judge, prompts), policy.scored_by(judge, prompts)
         margin = tie_margin_of(judge, config.tie_margin, sft.scores[name])
         comparisons[name] = compare(policy.scores[name], sft.scores[name], margin, config.bootstrap, config.seed)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_core import distributed
+from rlhf_core.api.selection import CheckpointSelector
 from rlhf_core.config.health.rule_changes import rules_for
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.chat import decode_reply
@@ -18,6 +17,7 @@ from rlhf_core.errors import TrainingPaused
 from rlhf_core.evaluation.selection import CheckpointChoice
 from rlhf_core.files import atomic_write_json, atomic_write_lines, read_json
 from rlhf_core.models.base import save_policy
+from rlhf_core.models.io import load_weights
 from rlhf_core.models.lora import merge_adapters
 from rlhf_core.ppo.callbacks.health import HealthCallback
 from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
@@ -30,7 +30,7 @@ from rlhf_core.ppo.run_checkpoint import load_best, nonfinite_as_none
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.stages.ppo_models import PolicyModels, build_pair, ptx_data
-from rlhf_core.stages.ppo_selection import CheckpointSelector, make_selector
+from rlhf_core.stages.ppo_selection import make_selector
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.stages.training_prompts import read_training_prompts
 from rlhf_core.training.rng import seed_everything
@@ -154,13 +154,6 @@ def require_admissible(choice: CheckpointChoice, config: PpoConfig) -> None:
             f"ppo produced no admissible policy: {choice.reason}. Raise ppo.kl.coefficient or lower "
             "ppo.policy_optimizer.lr; or, to take it all the same, loosen ppo.selection or set its method to last"
         )
-
-
-def load_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy an engine's gathered weights into the model, in place."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
 
 
 def summary(trainer: Trainer, health: HealthCallback, choice: CheckpointChoice) -> dict[str, Any]:

@@ -11,17 +11,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.chat import encode_dialogue, encode_reply, pad_id
 from rlhf_core.data.schema import Demonstration, PretrainText, read_rows
-from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.models.base import load_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import WithoutAdapters, add_adapters
 from rlhf_core.models.nf4 import pack_linear_layers
 from rlhf_core.models.shared_base import SETTINGS, SharedBase
-from rlhf_core.ppo.actor_critic_pair import ActorCriticPair, SeparateActorCritic, SharedActorCritic
+from rlhf_core.ppo.actor_critic_pair import ActorCriticPair, separate_actor_critic, shared_actor_critic
 from rlhf_core.ppo.ptx import PtxData
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.training.engine.factory import build_engine
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
@@ -69,20 +67,9 @@ def build_pair(
 ) -> ActorCriticPair:
     """Load the pre-trained critic, or put its value head on the policy, and build engines and schedules."""
     sampling = Sampling.for_rollouts(models.tokenizer, config.rollout)
-    per_iteration = config.epochs * config.minibatches
-    steps = config.iterations * per_iteration
-    warmup = config.warmup_iterations * per_iteration or None
     if config.critic_mode == "shared":
-        model = ActorCritic.with_head_of(ScalarModel.load(inputs.critic), policy)
-        engine = build_engine(model, config.policy_optimizer, steps, "policy", context, warmup)
-        return SharedActorCritic(model, engine, sampling, config.micro_batch_size)
-    assert config.critic_optimizer is not None
-    critic = load_critic(config, inputs, models.frozen)
-    engines = {
-        "policy": build_engine(policy, config.policy_optimizer, steps, "policy", context, warmup),
-        "critic": build_engine(critic, config.critic_optimizer, steps, "critic", context, warmup),
-    }
-    return SeparateActorCritic(policy, critic, engines, sampling, config.micro_batch_size)
+        return shared_actor_critic(config, policy, ScalarModel.load(inputs.critic), sampling, context)
+    return separate_actor_critic(config, policy, load_critic(config, inputs, models.frozen), sampling, context)
 
 
 def load_critic(config: PpoConfig, inputs: Paths, frozen: FrozenModels) -> ScalarModel:

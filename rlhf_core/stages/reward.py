@@ -56,7 +56,7 @@ def train_reward_model(
         split: read_split(inputs.clean / folder / f"{split}.parquet", tokenizer, config.max_tokens)
         for split, folder in folders.items()
     }
-    trained = train_scalar(config, name, init, splits["train"], splits["validation"], context)
+    trained = train_scalar(config, name, init, tokenizer, splits["train"], splits["validation"], context)
     trained.save(outputs.model)
     write_history(outputs.history, trained)
     run = RewardModelRun.evaluated(

@@ -15,7 +15,7 @@ from rlhf_core.stages.runtime.names import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 # Modules whose imports are computed: the stages themselves, and a user's reward function.
-COMPUTED_IMPORTS = {"stages/runtime/names.py", "ppo/reward_sources/python_function.py"}
+COMPUTED_IMPORTS = {"__init__.py", "stages/runtime/names.py", "ppo/reward_sources/python_function.py"}
 
 
 def digests(root: Path) -> dict[str, str]:

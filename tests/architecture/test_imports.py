@@ -14,6 +14,7 @@ LAYERS = (
     {"cli"},
     {"memory"},
     {"stages"},
+    {"api"},
     {"evaluation", "ppo", "gates", "chat_session"},
     {"sampling", "training"},
     {"models", "data", "world"},
@@ -77,13 +78,13 @@ CORE = modules("rlhf_core")
 FLOWS = modules("flows")
 
 
-@pytest.mark.parametrize("module", sorted(CORE))
+@pytest.mark.parametrize("module", sorted(set(CORE) - {"rlhf_core"}))  # the front names what lies behind it
 def test_core_imports_point_downwards(module: str) -> None:
     room = module.split(".")[1] if "." in module else "errors"
     known = {name for rooms in LAYERS for name in rooms}
     used = {r for r in rooms_used(CORE[module]) if r in known}
     above = {r for r in used if r != room and layer(r) < layer(room)}
-    beside = {r for r in used if r != room and layer(r) == layer(room) and layer(room) in (3, 4, 5)} - {"data"}
+    beside = {r for r in used if r != room and layer(r) == layer(room) and layer(room) in (4, 5, 6)} - {"data"}
     if room == "data":
         beside -= {"world"}
     assert not above, f"{module} imports upwards: {above}"

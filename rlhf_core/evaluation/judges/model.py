@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_core import distributed
 from rlhf_core.data.chat import encode_prompt, encode_reply, pad_id, right_pad, vocabulary_id
@@ -20,19 +21,24 @@ class ModelJudge:
     """Reads a scalar model at the last token: the end marker of a finished reply, the last token of an unfinished one.
 
     Args:
-        folder: The saved model; its tokenizer encodes the prompts.
+        model: The scalar model.
+        tokenizer: Its tokenizer, which encodes the prompts.
         name: See :class:`~rlhf_core.evaluation.judges.judge.Judge`.
         batch_size: Replies scored at once.
-        model: The model of ``folder`` where it is loaded already: a second copy of a large one may not fit.
     """
 
     absolute_tie: float | None = None
 
-    def __init__(self, folder: Path, name: str, batch_size: int = 64, model: LastTokenModel | None = None) -> None:
-        self.name, self.batch_size = name, batch_size
-        self.tokenizer = load_tokenizer(folder)
-        self.vocabulary = vocabulary_id(self.tokenizer)
-        self.model: LastTokenModel = model if model is not None else ScalarModel.load(folder).eval()
+    def __init__(
+        self, model: LastTokenModel, tokenizer: PreTrainedTokenizerBase, name: str, batch_size: int = 64
+    ) -> None:
+        self.model, self.tokenizer, self.name, self.batch_size = model, tokenizer, name, batch_size
+        self.vocabulary = vocabulary_id(tokenizer)
+
+    @classmethod
+    def load(cls, folder: Path, name: str, batch_size: int = 64) -> ModelJudge:
+        """Load the model and tokenizer in ``folder``."""
+        return cls(ScalarModel.load(folder).eval(), load_tokenizer(folder), name, batch_size)
 
     def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
         """Return scores in the model's own unit. Ranks share the work; batching and padding change no score."""

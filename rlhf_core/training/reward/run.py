@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.chat import pad_id
@@ -17,7 +17,6 @@ from rlhf_core.data.schema import Preference, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.models import shared_base
-from rlhf_core.models.base import load_tokenizer
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import merge_adapters
 from rlhf_core.models.shared_base import Adapters, adapters_of
@@ -65,25 +64,36 @@ class TrainedScalar:
 
 def read_split(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Split:
     """Read and tokenise the pairs of a parquet file; ``DataError`` when none is usable."""
-    rows = read_rows(path, Preference)
+    return split_of(read_rows(path, Preference), tokenizer, max_tokens, str(path))
+
+
+def split_of(rows: list[Preference], tokenizer: PreTrainedTokenizerBase, max_tokens: int, name: str) -> Split:
+    """Tokenise pairs; ``DataError`` when none is usable."""
     pairs, dropped = tokenised_pairs(tokenizer, rows, max_tokens)
     if not pairs:
         raise DataError(
-            f"{path} has no usable pair: of {len(rows)}, {dropped['over_long']} exceed max_tokens {max_tokens} "
+            f"{name} has no usable pair: of {len(rows)}, {dropped['over_long']} exceed max_tokens {max_tokens} "
             f"and {dropped['identical']} have two equal replies; raise max_tokens or look at the data"
         )
     return Split([rows[pair.row] for pair in pairs], pairs, dropped)
 
 
 def train_scalar(
-    config: RewardConfig, name: str, init: Path, train: Split, validation: Split, context: RunContext
+    config: RewardConfig,
+    name: str,
+    init: Path | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    train: Split,
+    validation: Split,
+    context: RunContext,
 ) -> TrainedScalar:
-    """Train a scalar model from the causal LM at ``init``. Of several ranks only rank 0 returns.
+    """Train a scalar model from a causal language model. Of several ranks only rank 0 returns.
 
     Args:
         name: Sets the random streams of this model apart from those of others.
+        init: The causal language model or its folder. Only with a folder are adapters kept apart from the weights.
+        tokenizer: Its tokenizer.
     """
-    tokenizer = load_tokenizer(init)
     model = ScalarModel.from_causal_lm(init, derive_seed(config.seed, name, "head"))
     if config.lora is not None:
         model.add_adapters(config.lora, derive_seed(config.seed, name, "lora"))
@@ -95,7 +105,8 @@ def train_scalar(
     model = finish(engine, model)
     adapters = None
     if config.lora is not None:
-        adapters = adapters_of(model, config.lora, init)
+        if isinstance(init, Path):
+            adapters = adapters_of(model, config.lora, init)
         merge_adapters(model)
     return TrainedScalar(model, tokenizer, result, engine.skipped_steps, adapters)
 

@@ -154,7 +154,7 @@ def test_versions_answer_through_pyfunc_and_are_plain_folders(workspace: Path) -
     assert first == second and first[0]["choices"][0]["message"]["role"] == "assistant"
     assert 1 <= first[0]["usage"]["completion_tokens"] <= 5
     assert len(policy.predict([CHAT, CHAT], params={"max_new_tokens": 2, "temperature": 0.0})) == 2
-    judge = ModelJudge(workspace / "models" / "reward", "reward")
+    judge = ModelJudge.load(workspace / "models" / "reward", "reward")
     expected = judge.score([[Message("user", "what colour is the sky?")]], [Reply("blue.", True)])[0]
     assert reward.predict(SCORED)[0]["score"] == pytest.approx(expected, abs=1e-5)
     folder = champion_folder(workspace)

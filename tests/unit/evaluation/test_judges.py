@@ -25,14 +25,17 @@ REPLIES = [
 def test_batching_and_order_change_no_score(models: Path, prompts: list[Prompt]) -> None:
     rows = [row.prompt for row in prompts[:9]]
     replies = REPLIES * 3
-    one, many = ModelJudge(models / "reward", "reward", batch_size=1), ModelJudge(models / "reward", "reward", 9)
+    one, many = (
+        ModelJudge.load(models / "reward", "reward", batch_size=1),
+        ModelJudge.load(models / "reward", "reward", 9),
+    )
     alone = one.score(rows, replies)
     assert many.score(rows, replies) == pytest.approx(alone, abs=1e-5)
     assert many.score(rows[::-1], replies[::-1]) == pytest.approx(alone[::-1], abs=1e-5)
 
 
 def test_score_is_read_at_the_ending_of_finished_replies_only(models: Path, prompts: list[Prompt]) -> None:
-    judge, prompt = ModelJudge(models / "reward", "reward"), prompts[0].prompt
+    judge, prompt = ModelJudge.load(models / "reward", "reward"), prompts[0].prompt
     finished, cut = judge.score([prompt, prompt], [Reply("yes", True), Reply("yes", False)])
     head, reply = encode_dialogue(judge.tokenizer, prompt, "yes")
     for expected, ids in ((finished, [*head, *reply]), (cut, [*head, *reply[:-1]])):

@@ -47,7 +47,7 @@ def test_what_follows_the_end_marker_is_no_part_of_the_reply(tokenizer: PreTrain
 def test_model_judges_read_the_very_tokens(
     models: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, finished: bool
 ) -> None:
-    judge, prompt = ModelJudge(models / "reward", "reward"), prompts[0].prompt
+    judge, prompt = ModelJudge.load(models / "reward", "reward"), prompts[0].prompt
     # "the" letter by letter: encoding the decoded text again merges the letters into another token.
     reply = [tokenizer.convert_tokens_to_ids(letter) for letter in "the"] + encode_reply(tokenizer, "<|pad|>", finished)
     assert reply != encode_reply(tokenizer, "the<|pad|>", finished)
@@ -62,7 +62,7 @@ def test_no_judge_takes_a_spoiled_reply_for_a_clean_one(
 ) -> None:
     prompt = next(row.prompt for row in prompts if row.category == "fact")
     replies = [generated(tokenizer, text) for text in ("good question.", "good<|user|> question.")]
-    for judge in (ModelJudge(models / "reward", "reward"), GoldJudge()):
+    for judge in (ModelJudge.load(models / "reward", "reward"), GoldJudge()):
         clean, spoiled = judge.score([prompt] * 2, replies)
         assert clean != spoiled
     assert GoldJudge().score([prompt], replies[1:]) < GoldJudge().score([prompt], replies[:1])
@@ -79,7 +79,7 @@ def test_special_tokens_are_a_defect_in_metrics_and_regression_set(tokenizer: Pr
 def test_a_judge_of_another_vocabulary_reads_the_visible_text(
     models: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    judge, prompt = ModelJudge(models / "reward", "reward"), prompts[0].prompt
+    judge, prompt = ModelJudge.load(models / "reward", "reward"), prompts[0].prompt
     other = train_tokenizer(["entirely different words make another vocabulary"] * 3, 280)
     for finished in (True, False):
         foreign, own = (generated(writer, SPOILED, finished) for writer in (other, tokenizer))
@@ -89,7 +89,7 @@ def test_a_judge_of_another_vocabulary_reads_the_visible_text(
 
 @pytest.mark.parametrize("text", ["", "no"])
 def test_an_unfinished_reply_never_becomes_a_finished_one(models: Path, prompts: list[Prompt], text: str) -> None:
-    judge, prompt = ModelJudge(models / "reward", "reward"), prompts[0].prompt
+    judge, prompt = ModelJudge.load(models / "reward", "reward"), prompts[0].prompt
     finished, unfinished = judge.score([prompt] * 2, [Reply(text, True), Reply(text, False)])
     ids = [*encode_prompt(judge.tokenizer, prompt), *encode_reply(judge.tokenizer, text, finished=False)]
     with torch.inference_mode():

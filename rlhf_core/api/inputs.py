@@ -1,0 +1,85 @@
+"""Inputs of the functions here: records of any known format, and tokenizers with or without a chat template."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.data.formats import read_records
+from rlhf_core.data.readers.containers import Record
+from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt
+from rlhf_core.errors import DataError, ModelError
+
+# A prompt: the user's words, or the turns so far as {"role": ..., "content": ...}.
+PromptLike = str | Sequence[Mapping[str, str]]
+
+Row = TypeVar("Row", Demonstration, Preference, Prompt)
+
+HELD_OUT_EVERY = 20
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], name: str) -> list[Row]:
+    """Read records of a known format (see docs/data-formats.md) as rows; a string is a prompt of one user turn.
+
+    Args:
+        kind: The class of the rows.
+        records: Rows, or records such as those of a ``datasets.Dataset``.
+        name: What messages call them.
+
+    Raises:
+        DataError: There are none, they are of no known format, or one of them is not of the format of the first.
+    """
+    listed = list(records)
+    if not listed:
+        raise DataError(f"{name} is empty; at least one record is needed")
+    rows = [record for record in listed if isinstance(record, kind)]
+    if len(rows) == len(listed):
+        return rows
+    values = [{"prompt": record} if isinstance(record, str) else record for record in listed]
+    result = read_records([Record(number, value) for number, value in enumerate(values, start=1)], kind.KIND, name, "")
+    if result.refused:
+        first = result.refused[0]
+        raise DataError(f"{name}, record {first['position']}: {first['reason']}")
+    return [
+        kind(**row | {"prompt": [Message(turn["role"], turn["content"]) for turn in row["prompt"]]})
+        for row in result.rows
+    ]
+
+
+def held_out(rows: Sequence[Row], validation: Sequence[Row] | None, name: str) -> tuple[list[Row], list[Row]]:
+    """Training and validation rows: ``validation`` where it is given, else every twentieth row and the last one.
+
+    Raises:
+        DataError: There are too few rows to hold one out.
+    """
+    if validation is not None:
+        return list(rows), list(validation)
+    if len(rows) < 2:
+        raise DataError(f"{name} has {len(rows)} record, of which none can be held out; give validation records")
+    numbers = {*range(HELD_OUT_EVERY - 1, len(rows), HELD_OUT_EVERY), len(rows) - 1}
+    return [row for n, row in enumerate(rows) if n not in numbers], [rows[n] for n in sorted(numbers)]
+
+
+def with_chat_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return the tokenizer, or a copy for a model that knows no roles: its template joins the texts of the turns.
+
+    Where the tokenizer begins every text with a special token, so does the template.
+
+    Raises:
+        ModelError: It has no end-of-sequence token, so that no reply could ever end.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token; set tokenizer.eos_token to one of "
+            "its tokens"
+        )
+    if getattr(tokenizer, "chat_template", None):
+        return tokenizer
+    plain = copy.deepcopy(tokenizer)
+    begins = plain.bos_token_id is not None and plain.encode("a")[:1] == [plain.bos_token_id]
+    plain.chat_template = ("{{ bos_token }}" if begins else "") + PLAIN_TEMPLATE
+    return plain

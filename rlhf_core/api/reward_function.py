@@ -1,0 +1,33 @@
+"""What PPO and critic pre-training are rewarded by: a Python function, or a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.ppo.prompts import TrainingPrompts
+from rlhf_core.ppo.reward_sources.mixture import RewardMixture, WeightedSource
+from rlhf_core.ppo.reward_sources.python_function import PythonFunction
+from rlhf_core.ppo.reward_sources.rank_shared import RankShared
+from rlhf_core.ppo.reward_sources.source import PromptReader
+from rlhf_core.ppo.rewards import RewardFn, reward_model_fn
+
+# (prompts, replies) -> one number per reply; a prompt is its turns as {"role": ..., "content": ...}.
+RewardFunction = Callable[[list[list[dict[str, str]]], list[str]], Sequence[float] | Any]
+
+
+def reward_fn_of(
+    reward: RewardFunction | ScalarModel,
+    prompts: TrainingPrompts,
+    tokenizer: PreTrainedTokenizerBase,
+    micro_batch_size: int | None,
+) -> RewardFn:
+    """Make the reward function that the trainers call on tokens."""
+    if isinstance(reward, ScalarModel):
+        return reward_model_fn(reward.eval(), micro_batch_size)
+    function = PythonFunction(reward, f"the reward function {getattr(reward, '__name__', '')}".rstrip())
+    source = WeightedSource("function", 1.0, RankShared(function))
+    return RewardMixture([source], PromptReader(prompts), tokenizer)

@@ -1,0 +1,96 @@
+"""Training a reward model on preference pairs, from a causal language model that is in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.api.inputs import held_out, rows_of, with_chat_template
+from rlhf_core.api.run_folder import run_context
+from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.config.reward import PairBatchConfig, RewardConfig
+from rlhf_core.data.schema import Preference
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.training.reward.run import RewardModelRun, split_of, train_scalar
+from rlhf_core.training.run_context import RunContext
+
+DEFAULT_LR = 1e-5
+
+
+@dataclass(frozen=True)
+class TrainedRewardModel:
+    """A reward model, or a referee.
+
+    Attributes:
+        model: Gives a scalar at the last token of prompt and reply.
+        tokenizer: Its tokenizer.
+        metrics: Accuracy, margins and biases on the held-out pairs; pairs used and dropped.
+        history: The records of training, oldest first.
+    """
+
+    model: ScalarModel
+    tokenizer: PreTrainedTokenizerBase
+    metrics: dict[str, Any]
+    history: list[dict[str, Any]]
+
+    def save(self, path: str | Path) -> None:
+        """Save it as a Hugging Face sequence-classification folder, after checking that the copy computes the same."""
+        self.model.save(Path(path), self.tokenizer)
+
+
+def train_reward_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    preferences: Iterable[Preference | Mapping[str, Any]],
+    *,
+    validation: Iterable[Preference | Mapping[str, Any]] | None = None,
+    config: RewardConfig | None = None,
+    context: RunContext | None = None,
+    name: str = "reward",
+) -> TrainedRewardModel:
+    """Train a scalar model on preference pairs by pairwise ranking (algorithms.md §2; paper, equation 1).
+
+    The same function trains the referee that selects PPO's checkpoints: give it other pairs and another ``name``.
+
+    Args:
+        model: The causal language model that a head is put on a copy of; it is left as it is.
+        tokenizer: Its tokenizer.
+        preferences: Records such as ``{"prompt": ..., "chosen": ..., "rejected": ...}``; see docs/data-formats.md.
+        validation: Held-out pairs; by default every twentieth one.
+        config: Settings; by default one epoch with a peak learning rate of 1e-5.
+        context: Where to report and to keep partial state; by default nowhere.
+        name: Sets the random streams of this model apart from those of others.
+
+    Raises:
+        DataError: A record cannot be read, or no pair is usable.
+        TrainingPaused: Three steps in a row were not finite.
+    """
+    given = rows_of(Preference, preferences, "preferences")
+    checks = rows_of(Preference, validation, "validation") if validation is not None else None
+    train, checks = held_out(given, checks, "preferences")
+    config = config or default_reward_config(len(train), model)
+    tokenizer = with_chat_template(tokenizer)
+    pairs = split_of(train, tokenizer, config.max_tokens, "preferences")
+    held = split_of(checks, tokenizer, config.max_tokens, "validation")
+    with run_context(context) as run:
+        trained = train_scalar(config, name, model, tokenizer, pairs, held, run)
+    evaluated = RewardModelRun.evaluated(trained, pairs, {"validation": held})
+    return TrainedRewardModel(trained.model, tokenizer, evaluated.metrics(), trained.result.history)
+
+
+def default_reward_config(rows: int, model: PreTrainedModel) -> RewardConfig:
+    """About one epoch over ``rows`` pairs with settings that are safe for a pretrained model."""
+    pairs = min(32, rows)
+    positions = getattr(model.config, "max_position_embeddings", None) or 2048
+    longest = min(positions, 2048)
+    return RewardConfig(
+        steps=math.ceil(rows / pairs),
+        max_tokens=longest,
+        batch=PairBatchConfig(token_budget=2 * pairs * longest, min_pairs=1, max_pairs=pairs),
+        optimizer=OptimizerConfig(lr=DEFAULT_LR),
+    )

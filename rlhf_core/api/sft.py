@@ -1,0 +1,134 @@
+"""Supervised fine-tuning of a causal language model that is in memory."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.api.inputs import held_out, rows_of, with_chat_template
+from rlhf_core.api.run_folder import run_context
+from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.config.sft import SftConfig
+from rlhf_core.data.chat import pad_id
+from rlhf_core.data.schema import Demonstration
+from rlhf_core.errors import DataError
+from rlhf_core.models.base import save_policy
+from rlhf_core.training.engine.factory import build_engine, finish
+from rlhf_core.training.examples import tokenised_examples
+from rlhf_core.training.loop import Loop, LoopSettings
+from rlhf_core.training.run_context import RunContext
+from rlhf_core.training.sft import SftTask
+
+DEFAULT_LR = 1e-5
+
+
+@dataclass(frozen=True)
+class SftRun:
+    """A fine-tuned model.
+
+    Attributes:
+        model: The model, on the device where it was trained.
+        tokenizer: Its tokenizer, which has a chat template.
+        metrics: Held-out perplexity before and after, losses, rows used and dropped, speed.
+        history: The records of training, oldest first.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    metrics: dict[str, float]
+    history: list[dict[str, Any]]
+
+    def save(self, path: str | Path) -> None:
+        """Save model and tokenizer as a Hugging Face folder, after checking that the copy computes the same."""
+        save_policy(Path(path), self.model, self.tokenizer)
+
+
+def train_sft(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    demonstrations: Iterable[Demonstration | Mapping[str, Any]],
+    *,
+    validation: Iterable[Demonstration | Mapping[str, Any]] | None = None,
+    config: SftConfig | None = None,
+    context: RunContext | None = None,
+) -> SftRun:
+    """Fine-tune a copy of ``model`` on demonstrations by cross-entropy on the replies (algorithms.md §1).
+
+    Args:
+        model: Any causal language model. It is left as it is.
+        tokenizer: Its tokenizer. Without a chat template, prompt and reply follow each other as plain text.
+        demonstrations: Records such as ``{"prompt": ..., "completion": ...}``; see docs/data-formats.md.
+        validation: Held-out records; by default every twentieth demonstration.
+        config: Settings; by default one epoch with a peak learning rate of 1e-5.
+        context: Where to report and to keep partial state; by default nowhere.
+
+    Raises:
+        DataError: A record cannot be read, or all are longer than ``config.max_tokens``.
+        TrainingPaused: Three steps in a row were not finite.
+    """
+    given = rows_of(Demonstration, demonstrations, "demonstrations")
+    checks = rows_of(Demonstration, validation, "validation") if validation is not None else None
+    train, checks = held_out(given, checks, "demonstrations")
+    config = config or default_sft_config(len(train), model)
+    with run_context(context) as run:
+        return fine_tune(copy.deepcopy(model), with_chat_template(tokenizer), train, checks, config, run)
+
+
+def default_sft_config(rows: int, model: PreTrainedModel) -> SftConfig:
+    """One epoch over ``rows`` with settings that are safe for a pretrained model."""
+    size = min(32, rows)
+    steps = math.ceil(rows / size)
+    positions = getattr(model.config, "max_position_embeddings", None) or 2048
+    return SftConfig(
+        steps=steps,
+        batch_size=size,
+        micro_batch_size=min(size, 8),
+        max_tokens=min(positions, 2048),
+        optimizer=OptimizerConfig(lr=DEFAULT_LR),
+    )
+
+
+def fine_tune(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    train: list[Demonstration],
+    validation: list[Demonstration],
+    config: SftConfig,
+    context: RunContext,
+) -> SftRun:
+    """Fine-tune ``model`` in place. An interrupted run resumes from ``context.work``.
+
+    Raises:
+        DataError: All rows are longer than ``config.max_tokens``.
+    """
+    examples, dropped = tokenised_examples(tokenizer, train, config.max_tokens)
+    checks, _ = tokenised_examples(tokenizer, validation, config.max_tokens)
+    for name, kept, rows in (("training", examples, train), ("validation", checks, validation)):
+        if not kept:
+            raise DataError(
+                f"all {len(rows)} {name} demonstrations are longer than {config.max_tokens} tokens; raise max_tokens"
+            )
+    engine = build_engine(model, config.optimizer, config.steps, "sft", context)
+    task = SftTask(engine, model, examples, checks, config, pad_id(tokenizer))
+    settings = LoopSettings("sft", config.seed, config.steps, config.eval_every, config.checkpoint)
+    result = Loop(engine, task, settings, context).run()
+    model = finish(engine, model)
+    evaluations = result.evaluations()
+    metrics = {
+        "perplexity": evaluations[-1]["validation_perplexity"],
+        "perplexity_before": evaluations[0]["validation_perplexity"],
+        "train_loss": next(r["loss"] for r in reversed(result.history) if "loss" in r),
+        "validation_loss": evaluations[-1]["validation_loss"],
+        "train_rows": float(len(examples)),
+        "validation_rows": float(len(checks)),
+        "dropped_over_long": float(dropped),
+        "tokens_per_second": result.tokens_per_second,
+        "skipped_steps": float(engine.skipped_steps),
+    }
+    return SftRun(model, tokenizer, metrics, result.history)

@@ -1,0 +1,256 @@
+"""The public functions: the documented example, models of several kinds, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
+from unit.training.tiny import SHAPE, demonstrations, preferences, prompts, text
+
+import rlhf_core as rlhf
+from rlhf_core.config.model import CheckpointConfig
+from rlhf_core.config.ppo import SelectionConfig
+from rlhf_core.errors import ConfigError, DataError, ModelError
+from rlhf_core.models.base import new_model, save_policy, train_tokenizer
+from rlhf_core.tracking import NullTracker
+
+ROOT = Path(__file__).resolve().parents[3]
+RATE = rlhf.OptimizerConfig(lr=1e-3, schedule="constant", warmup=0.0)
+PPO: dict[str, Any] = {
+    "iterations": 3,
+    "warmup_iterations": 1,
+    "batch_size": 4,
+    "max_new_tokens": 6,
+    "policy_optimizer": RATE,
+    "critic_optimizer": RATE,
+    "ptx": rlhf.PtxConfig(weight=0.0),
+    "selection": SelectionConfig(every=1),
+    "checkpoint": CheckpointConfig(every=1),
+    "health": rlhf.HealthConfig(mode="report"),
+}
+QUESTIONS = [text(i, 3) for i in range(12)]
+
+
+def by_length(prompts: list[list[dict[str, str]]], replies: list[str]) -> list[float]:
+    """A reward for tests: the number of characters."""
+    assert all(prompt[-1]["content"] in QUESTIONS for prompt in prompts)
+    return [float(len(reply)) for reply in replies]
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A Llama whose tokenizer has a chat template."""
+    tokenizer = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
+    return new_model(SHAPE, tokenizer, seed=1), tokenizer
+
+
+@pytest.fixture(scope="module")
+def gpt2(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Another architecture, with learned positions and tied weights; its tokenizer knows no roles and no padding."""
+    tokenizer = copy.deepcopy(llama[1])
+    tokenizer.chat_template = None
+    tokenizer.pad_token = None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        config = GPT2Config(
+            vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=1, n_head=2,
+            bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+        return GPT2LMHeadModel(config).eval(), tokenizer
+
+
+@pytest.fixture(params=["llama", "gpt2"])
+def language_model(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    found: tuple[PreTrainedModel, PreTrainedTokenizerBase] = request.getfixturevalue(request.param)
+    return found
+
+
+def weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_the_example_of_the_docs_runs(
+    llama: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert 25 <= len([line for line in code.splitlines() if line.strip()]) <= 40
+    save_policy(tmp_path / "base", *llama)
+    small = code.replace('"HuggingFaceTB/SmolLM2-135M-Instruct"', repr(str(tmp_path / "base")))
+    small = small.replace("iterations=20", "iterations=2, warmup_iterations=1").replace(
+        '"policy")', f"'{tmp_path}/out')"
+    )
+    assert small.count(str(tmp_path)) == 2 and "iterations=2," in small
+    (tmp_path / "example.py").write_text(small, encoding="utf-8")
+    subprocess.run([sys.executable, str(tmp_path / "example.py")], check=True, cwd=tmp_path)
+    perplexities, _, rewards = capfd.readouterr().out.strip().splitlines()[-3:]
+    before, after = map(float, perplexities.split())
+    assert after < before and float(rewards.split()[0]) <= 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_it_trains_any_model_and_leaves_the_given_one_alone(
+    language_model: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+) -> None:
+    model, tokenizer = language_model
+    before, template = weights(model), tokenizer.chat_template
+    rows = [{"prompt": row.prompt[0].content, "completion": row.reply} for row in demonstrations(12)]
+    sft = rlhf.train_sft(model, tokenizer, rows)
+    assert sft.metrics["train_rows"] == 11 and sft.metrics["validation_rows"] == 1
+    assert sft.metrics["perplexity"] < sft.metrics["perplexity_before"]
+    reward = rlhf.train_reward_model(sft.model, sft.tokenizer, preferences(12), validation=preferences(4))
+    assert 0 <= reward.metrics["accuracy"] <= 1
+    config = rlhf.PpoConfig(**PPO)
+    critic = rlhf.train_critic(
+        sft.model, sft.tokenizer, QUESTIONS, by_length, rollout=config.rollout, config=rlhf.CriticConfig(max_rollouts=2)
+    )
+    assert critic.metrics["rollouts"] == len(critic.history) == 2
+    policy = rlhf.train_ppo(
+        sft.model, sft.tokenizer, QUESTIONS, by_length, critic,
+        referee=reward.model, validation_prompts=[row.prompt[0].content for row in prompts(3)], config=config,
+    )  # fmt: skip
+    assert len(policy.history) == 3 and policy.choice is not None and policy.samples
+    assert policy.history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert not same(weights(policy.model), weights(sft.model))
+    assert same(weights(model), before) and tokenizer.chat_template == template
+
+
+def test_a_reward_model_may_be_the_reward(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    model, tokenizer = llama
+    reward = rlhf.ScalarModel.from_causal_lm(model, 5)
+    config = rlhf.PpoConfig(**PPO | {"iterations": 1})
+    critic = rlhf.train_critic(
+        model, tokenizer, QUESTIONS, reward, rollout=config.rollout, init=reward,
+        config=rlhf.CriticConfig(max_rollouts=1),
+    )  # fmt: skip
+    policy = rlhf.train_ppo(model, tokenizer, QUESTIONS, reward, critic, config=config)
+    assert policy.choice is None and len(policy.history) == 1
+
+
+class Interrupting(NullTracker):
+    """Ends the run while it records iteration 2."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if step == 2:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_continues_with_the_same_call(
+    llama: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path
+) -> None:
+    model, tokenizer = llama
+    config = rlhf.PpoConfig(**PPO)
+    critic = rlhf.train_critic(
+        model, tokenizer, QUESTIONS, by_length, rollout=config.rollout, config=rlhf.CriticConfig(max_rollouts=1)
+    )
+
+    def run(context: rlhf.RunContext | None) -> rlhf.TrainedPolicy:
+        fresh = copy.deepcopy(critic)
+        return rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, fresh, config=config, context=context)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(rlhf.RunContext(tmp_path / "work", Interrupting()))
+    resumed, straight = run(rlhf.RunContext(tmp_path / "work")), run(None)
+    assert same(weights(resumed.model), weights(straight.model))
+
+
+def test_adapters_alone_may_be_trained(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    model, tokenizer = llama
+    lora = rlhf.LoraConfig(rank=2)
+    config = rlhf.PpoConfig(**PPO | {"policy_lora": lora, "critic_lora": lora})
+    critic = rlhf.train_critic(
+        model, tokenizer, QUESTIONS, by_length, rollout=config.rollout,
+        config=rlhf.CriticConfig(max_rollouts=1, lora=lora),
+    )  # fmt: skip
+    policy = rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, critic, config=config)
+    names = [name for name, _ in policy.model.named_parameters()]
+    assert names == [name for name, _ in model.named_parameters()]
+    assert policy.history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    moved = dict(policy.model.named_parameters())
+    assert any(not torch.equal(parameter, moved[name]) for name, parameter in model.named_parameters())
+
+
+Refused = tuple[Callable[[Any, Any, Any], Any], type[Exception], str]
+REFUSED: dict[str, Refused] = {
+    "no records": (lambda m, t, c: rlhf.train_sft(m, t, []), DataError, "demonstrations is empty"),
+    "one record": (
+        lambda m, t, c: rlhf.train_sft(m, t, [{"prompt": "a", "completion": "b"}]),
+        DataError,
+        "none can be held out",
+    ),
+    "an unknown format": (lambda m, t, c: rlhf.train_sft(m, t, [{"a": 1}] * 3), DataError, "no known format"),
+    "a record that differs": (
+        lambda m, t, c: rlhf.train_reward_model(
+            m, t, [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b"}]
+        ),
+        DataError,
+        "preferences, record 2",
+    ),
+    "too few rewards": (
+        lambda m, t, c: rlhf.train_ppo(m, t, QUESTIONS, lambda p, r: [1.0], c, config=rlhf.PpoConfig(**PPO)),
+        DataError,
+        "gave 1 scores for",
+    ),
+    "other units than the critic's": (
+        lambda m, t, c: rlhf.train_ppo(
+            m, t, QUESTIONS, by_length, c, config=rlhf.PpoConfig(**PPO | {"temperature": 0.5})
+        ),
+        ConfigError,
+        "temperature",
+    ),
+    "ptx without texts": (
+        lambda m, t, c: rlhf.train_ppo(
+            m, t, QUESTIONS, by_length, c, config=rlhf.PpoConfig(**PPO | {"ptx": rlhf.PtxConfig()})
+        ),
+        ConfigError,
+        "no demonstrations",
+    ),
+    "a referee without prompts": (
+        lambda m, t, c: rlhf.train_ppo(m, t, QUESTIONS, by_length, c, referee=c.model, config=rlhf.PpoConfig(**PPO)),
+        DataError,
+        "validation_prompts is empty",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_in_one_line(
+    case: str, llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]
+) -> None:
+    call, error, message = REFUSED[case]
+    model, tokenizer = llama
+    critic = rlhf.train_critic(
+        model, tokenizer, QUESTIONS, by_length, rollout=rlhf.PpoConfig(**PPO).rollout,
+        config=rlhf.CriticConfig(max_rollouts=0),
+    )  # fmt: skip
+    with pytest.raises(error, match=message):
+        call(model, tokenizer, critic)
+
+
+def test_a_tokenizer_without_an_end_marker_is_refused(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    tokenizer = copy.deepcopy(llama[1])
+    tokenizer.eos_token = None
+    with pytest.raises(ModelError, match="no end-of-sequence token"):
+        rlhf.train_sft(llama[0], tokenizer, [{"prompt": "a", "completion": "b"}] * 3)
+
+
+def test_the_import_is_cheap_and_the_names_exist() -> None:
+    code = (
+        "import sys, rlhf_core; assert 'torch' not in sys.modules; "
+        "print(len([getattr(rlhf_core, name) for name in rlhf_core.__all__]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == len(rlhf.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'train_sftt'"):
+        getattr(rlhf, "train_sftt")  # noqa: B009
