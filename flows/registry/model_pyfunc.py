@@ -109,7 +109,9 @@ class ServedPolicy:
         self.defaults = {**sampling, "seed": -1}
         self.end = int(self.tokenizer.eos_token_id)
         added = {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        self.suppressed = sorted((added | set(self.tokenizer.all_special_ids)) - {self.end})
+        # The model may have more entries than the tokenizer, which cannot write those as text.
+        spare = range(max(self.tokenizer.get_vocab().values()) + 1, self.model.get_input_embeddings().num_embeddings)
+        self.suppressed = sorted((added | {*self.tokenizer.all_special_ids, *spare}) - {self.end})
 
     def answer(self, conversations: list[Conversation], params: Mapping[str, Any]) -> list[dict[str, Any]]:
         """One chat completion (``choices``, ``usage``) per conversation."""
