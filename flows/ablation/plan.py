@@ -13,7 +13,7 @@ from flows.workspace.recipe import TRIALS
 from rlhf_core.config.ablation.ablation import ABLATION_FILE, Ablation, check_recipes, load_ablation
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import PARAMS_FILE
-from rlhf_core.config.loading.overlay import DEFAULT_PROFILE, merge, parse_assignment, profile_text, workspace_name
+from rlhf_core.config.loading.overlay import DEFAULT_PROFILE, merge, overlays_of, parse_assignment, workspace_name
 from rlhf_core.config.loading.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import ConfigError
 
@@ -96,9 +96,8 @@ def definition(base: Path, request: AblationRequest) -> Ablation:
     ablation = load_ablation(path)
     for name in request.variants:
         ablation.variant(name)
-    profile = request.profile
-    overlays = [(f"profile {profile}", profile_text(profiles_of(base), profile))] if profile else []
-    text = merge((base / PARAMS_FILE).read_text(encoding="utf-8"), overlays)
+    text = (base / PARAMS_FILE).read_text(encoding="utf-8")
+    text = merge(text, overlays_of(text, profiles_of(base), request.profile, request.sets))
     recipe = dict(yaml_text.plain(yaml_text.parse(text, PARAMS_FILE)))
     check_recipes(ablation, recipe, dict(map(parse_assignment, request.sets)), str(path))
     return ablation

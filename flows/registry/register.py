@@ -78,9 +78,9 @@ class Registration:
 
 def registrable_models(config: RegistryConfig) -> tuple[RegistrableModel, RegistrableModel]:
     """Reward model and policy, in the order in which they are registered."""
-    gates = ("data", "reward", "policy")
+    gates = ("data", "sft", "reward", "policy")
     return (
-        RegistrableModel("reward", config.reward_model, "models/reward", gates[:2], "gate-reward"),
+        RegistrableModel("reward", config.reward_model, "models/reward", gates[:3], "gate-reward"),
         RegistrableModel("policy", config.policy, "models/policy", gates, "gate-policy"),
     )
 

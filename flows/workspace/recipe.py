@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flows.workspace.folder import cannot_write
 from rlhf_core.config.loading.load import PARAMS_FILE
-from rlhf_core.config.loading.overlay import merge, profile_text, rebase_sources
+from rlhf_core.config.loading.overlay import merge, overlays_of, rebase_sources
 from rlhf_core.config.loading.recipe import profiles_of
 from rlhf_core.files import atomic_write_text
 
@@ -22,8 +22,8 @@ def merged_params(base: Path, profile: str | None, sets: Sequence[str], folder: 
 
     Relative data paths in params.yaml and profiles start at ``base``, those in ``sets`` at the current folder.
     """
-    overlays = [(f"profile {profile}", profile_text(profiles_of(base), profile))] if profile else []
-    text = merge((base / PARAMS_FILE).read_text(encoding="utf-8"), overlays)
+    recipe = (base / PARAMS_FILE).read_text(encoding="utf-8")
+    text = merge(recipe, overlays_of(recipe, profiles_of(base), profile, sets))
     from_current_folder = merge(rebase_sources(text, base.resolve(), Path.cwd()), sets=sets)
     return rebase_sources(from_current_folder, Path.cwd(), folder.resolve())
 

@@ -10,10 +10,14 @@ from rlhf_core.config.model import StageConfig
 
 
 class BaseConfig(StageConfig):
-    """``source: scratch`` makes a tokenizer and a tiny Llama; anything else is a folder or a hub id."""
+    """``source: scratch`` makes a tokenizer and a tiny Llama; anything else is a folder or a hub id.
+
+    A pretrained model is trained with learning rates that suit it. ``allow_high_learning_rates`` lets others pass.
+    """
 
     source: str = "scratch"
     revision: str | None = None
+    allow_high_learning_rates: bool = False
     vocab_size: PositiveInt = 1024
     hidden_size: PositiveInt = 96
     intermediate_size: PositiveInt = 256

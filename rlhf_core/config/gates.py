@@ -31,6 +31,13 @@ class Condition(Strict):
         return self
 
 
+PERPLEXITY_HOLDS = Condition(
+    metric="perplexity",
+    at_most_of="perplexity_before",
+    why="a model that got worse at held-out demonstrations was wrecked, mostly by its learning rate",
+)
+
+
 class GatesConfig(StageConfig):
     """Conditions by gate. ``mode: report`` records the decision without enforcing it.
 
@@ -39,12 +46,13 @@ class GatesConfig(StageConfig):
 
     mode: Literal["enforce", "report"] = "enforce"
     data: tuple[Condition, ...] = Field(default=(), strict=False)
+    sft: tuple[Condition, ...] = Field(default=(PERPLEXITY_HOLDS,), strict=False)
     reward: tuple[Condition, ...] = Field(default=(), strict=False)
     policy: tuple[Condition, ...] = Field(default=(), strict=False)
 
     @model_validator(mode="after")
     def _no_empty_gate(self) -> GatesConfig:
-        for name in ("reward", "policy"):
+        for name in ("sft", "reward", "policy"):
             if self.mode == "enforce" and name in self.model_fields_set and not getattr(self, name):
                 raise ValueError(
                     f"gates.{name} is empty, and a gate without conditions vouches for nothing: give it at least one "

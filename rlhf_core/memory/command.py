@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import PARAMS_FILE, Params, check_params, load_params
-from rlhf_core.config.loading.overlay import merge, overridden, profile_text
+from rlhf_core.config.loading.overlay import merge, overlays_of, overridden
 from rlhf_core.config.loading.recipe import profiles_of
 from rlhf_core.config.operations import Trained
 from rlhf_core.errors import ConfigError, RlhfError
@@ -129,9 +129,8 @@ def check(request: PlanRequest) -> str:
 
 def _params(request: PlanRequest) -> Params:
     load_params(request.root)  # what is wrong with the file itself is reported by its path
-    overlays = []
-    if request.profile:
-        overlays.append((f"profile {request.profile}", profile_text(profiles_of(request.root), request.profile)))
-    recipe = merge((request.root / PARAMS_FILE).read_text(encoding="utf-8"), overlays, request.sets)
+    recipe = (request.root / PARAMS_FILE).read_text(encoding="utf-8")
+    overlays = overlays_of(recipe, profiles_of(request.root), request.profile, request.sets)
+    recipe = merge(recipe, overlays, request.sets)
     document = yaml_text.plain(yaml_text.parse(recipe, PARAMS_FILE))
     return check_params(overridden(document, request.options.settings(request.stages or tuple(STAGES))), "parameters")

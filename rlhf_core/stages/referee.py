@@ -13,7 +13,7 @@ STAGE = Stage(
     section="referee",
     config=RefereeConfig,
     run=partial(train_reward_model, name="referee", pairs="preferences_referee"),
-    inputs={"clean": "data/clean", "sft": "models/sft", "base": "models/base"},
+    inputs={"clean": "data/clean", "sft": "models/sft", "base": "models/base", "pass_": "gates/sft.pass"},
     outputs={
         "model": "models/referee",
         "metrics": "metrics/referee.json",

@@ -16,7 +16,7 @@ _METRICS = {
     f"{name}_metrics": f"metrics/{name}.json"
     for name in ("data", "sft", "reward", "referee", "critic", "ppo", "evaluation")
 }
-_GATES = {f"{name}_gate": f"gates/{name}.json" for name in ("data", "reward", "policy")}
+_GATES = {f"{name}_gate": f"gates/{name}.json" for name in ("data", "sft", "reward", "policy")}
 _HISTORIES = {f"{name}_history": f"history/{name}.jsonl" for name in ("sft", "reward", "referee", "critic", "ppo")}
 _SAMPLES = {
     "comparisons": "samples/comparisons.parquet",

@@ -84,7 +84,7 @@ STAGE = Stage(
     section="reward",
     config=RewardConfig,
     run=partial(train_reward_model, name="reward", pairs="preferences", describe=plots_and_baseline),
-    inputs={"clean": "data/clean", "sft": "models/sft", "base": "models/base"},
+    inputs={"clean": "data/clean", "sft": "models/sft", "base": "models/base", "pass_": "gates/sft.pass"},
     outputs={
         "model": "models/reward",
         "metrics": "metrics/reward.json",

@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.loading.problems import nearest
+from rlhf_core.config.pretrained import PROFILE, SCRATCH, is_pretrained
 from rlhf_core.errors import ConfigError
 
 DEFAULT_PROFILE = "demo"
@@ -42,6 +43,26 @@ def merge(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[st
         _put(document, *parse_assignment(assignment))
     check_params(document, "parameters")
     return yaml_text.dump(document)
+
+
+def overlays_of(base: str, folder: Path, profile: str | None, sets: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """The overlays for :func:`merge`: the profile, and ``pretrained`` beneath it where ``sets`` choose such a model.
+
+    A base that trains a pretrained model already, or a profile that chooses one, has settings of its own.
+
+    Args:
+        base: Text of the params.yaml that is changed.
+        folder: The profiles.
+        profile: Name of the profile, if there is one.
+        sets: ``section.key=value`` overrides.
+    """
+    overlays = [(f"profile {profile}", profile_text(folder, profile))] if profile else []
+    chosen = [value for path, value in map(parse_assignment, sets) if path == "base.source"]
+    documents = [yaml_text.parse(base, "params.yaml"), *(yaml_text.parse(text, name) for name, text in overlays)]
+    sources = [str((document.get("base") or {}).get("source", SCRATCH)) for document in documents]
+    if chosen and is_pretrained(str(chosen[-1])) and not any(map(is_pretrained, sources)):
+        overlays.insert(0, (f"profile {PROFILE}", profile_text(folder, PROFILE)))
+    return overlays
 
 
 def parse_assignment(assignment: str) -> tuple[str, Any]:

@@ -16,11 +16,12 @@ from rlhf_core.errors import DataError
 from rlhf_core.files import read_json, sha256_file
 
 STAGES = ("data", "sft", "reward", "referee", "critic", "ppo", "evaluation")
-GATES = ("data", "reward", "policy")
+GATES = ("data", "sft", "reward", "policy")
 HISTORIES = ("sft", "reward", "referee", "critic", "ppo")
 # The parts that do not run after a failed gate. Their files in the workspace are from an earlier run.
 BEHIND_GATE = {
     "data": ("sft", "reward", "referee", "critic", "ppo", "evaluation", "policy"),
+    "sft": ("reward", "referee", "critic", "ppo", "evaluation", "policy"),
     "reward": ("critic", "ppo", "evaluation", "policy"),
 }
 IMAGE_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
@@ -70,9 +71,10 @@ def load_sources(inputs: Mapping[str, Path], params: Path | None = None) -> Repo
     stale = dict.fromkeys(BEHIND_GATE.get(failed or "", ()), f"not run: the {failed} gate failed")
     read_metrics = {name: stale.get(name) or _read_object(inputs.get(f"{name}_metrics")) for name in STAGES}
     missing |= {f"{name} metrics": reason for name, reason in read_metrics.items() if isinstance(reason, str)}
-    if "policy" in stale and "policy" in gates:
-        del gates["policy"]
-        missing["policy gate"] = stale["policy"]
+    for name in set(stale) & set(gates):
+        if GATES.index(name) > GATES.index(str(failed)):
+            del gates[name]
+            missing[f"{name} gate"] = stale[name]
     comparisons: list[JsonObject] = []
     table = inputs.get("comparisons")
     if "evaluation" not in stale and table is not None and table.is_file():

@@ -15,6 +15,7 @@ STAGES = (
     "validate",
     "base",
     "sft",
+    "gate-sft",
     "reward",
     "referee",
     "gate-reward",

@@ -32,7 +32,9 @@ from rlhf_core.models.base import load_tokenizer, train_tokenizer
 DVC_YAML = """
 stages:
   validate: {cmd: "true", outs: [data/clean, gates/data.json], metrics: [metrics/data.json]}
-  reward: {cmd: "true", deps: [data/clean], outs: [models/reward], metrics: [metrics/reward.json]}
+  sft: {cmd: "true", deps: [data/clean], metrics: [metrics/sft.json]}
+  gate-sft: {cmd: "true", deps: [metrics/sft.json], outs: [gates/sft.json, gates/sft.pass]}
+  reward: {cmd: "true", deps: [data/clean, gates/sft.pass], outs: [models/reward], metrics: [metrics/reward.json]}
   referee: {cmd: "true", deps: [data/clean], outs: [models/referee], metrics: [metrics/referee.json]}
   gate-reward:
     cmd: "true"
@@ -104,9 +106,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [Prompt(f"{i:016x}", [Message("user", f"question {i}?")], "other", "test", str(i)) for i in range(8)]
     write_rows(workspace / "data" / "clean" / "prompts" / "test.parquet", rows)
     (workspace / "metrics").mkdir()
-    for name in ("data", "reward", "referee", "ppo", "evaluation"):
+    for name in ("data", "sft", "reward", "referee", "ppo", "evaluation"):
         (workspace / "metrics" / f"{name}.json").write_text('{"kl": 1.0, "nested": {"win_rate": 0.7}}')
     write_gate(workspace, "data", ["metrics/data.json"])
+    write_gate(workspace, "sft", ["metrics/sft.json"])
+    (workspace / "gates" / "sft.pass").write_text("passed\n")
     write_gate(workspace, "reward", ["metrics/reward.json", "metrics/referee.json"])
     (workspace / "gates" / "reward.pass").write_text("passed\n")
     write_gate(workspace, "policy", ["metrics/evaluation.json", "metrics/ppo.json"])
