@@ -15,6 +15,7 @@ from rlhf_core.api.run_folder import run_context
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.schema import Preference
+from rlhf_core.models.base import fitting_length
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.training.reward.run import RewardModelRun, split_of, train_scalar
 from rlhf_core.training.run_context import RunContext
@@ -75,8 +76,9 @@ def train_reward_model(
     train, checks = held_out(given, checks, "preferences")
     config = config or default_reward_config(len(train), model)
     tokenizer = with_chat_template(tokenizer)
-    pairs = split_of(train, tokenizer, config.max_tokens, "preferences")
-    held = split_of(checks, tokenizer, config.max_tokens, "validation")
+    longest = fitting_length(config.max_tokens, model)
+    pairs = split_of(train, tokenizer, longest, "preferences")
+    held = split_of(checks, tokenizer, longest, "validation")
     with run_context(context) as run:
         trained = train_scalar(config, name, model, tokenizer, pairs, held, run)
     evaluated = RewardModelRun.evaluated(trained, pairs, {"validation": held})

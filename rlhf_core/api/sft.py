@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,12 +19,14 @@ from rlhf_core.config.sft import SftConfig
 from rlhf_core.data.chat import pad_id
 from rlhf_core.data.schema import Demonstration
 from rlhf_core.errors import DataError
-from rlhf_core.models.base import save_policy
+from rlhf_core.models.base import fitting_length, save_policy
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.examples import tokenised_examples
 from rlhf_core.training.loop import Loop, LoopSettings
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.training.sft import SftTask
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_LR = 1e-5
 
@@ -107,13 +110,16 @@ def fine_tune(
     Raises:
         DataError: All rows are longer than ``config.max_tokens``.
     """
-    examples, dropped = tokenised_examples(tokenizer, train, config.max_tokens)
-    checks, _ = tokenised_examples(tokenizer, validation, config.max_tokens)
+    longest = fitting_length(config.max_tokens, model)
+    examples, dropped = tokenised_examples(tokenizer, train, longest)
+    checks, _ = tokenised_examples(tokenizer, validation, longest)
     for name, kept, rows in (("training", examples, train), ("validation", checks, validation)):
         if not kept:
-            raise DataError(
-                f"all {len(rows)} {name} demonstrations are longer than {config.max_tokens} tokens; raise max_tokens"
-            )
+            raise DataError(f"all {len(rows)} {name} demonstrations are longer than {longest} tokens; raise max_tokens")
+    if dropped:
+        logger.warning(
+            "sft: %d of %d demonstrations are longer than %d tokens and were left out", dropped, len(train), longest
+        )
     engine = build_engine(model, config.optimizer, config.steps, "sft", context)
     task = SftTask(engine, model, examples, checks, config, pad_id(tokenizer))
     settings = LoopSettings("sft", config.seed, config.steps, config.eval_every, config.checkpoint)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -102,6 +103,17 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
     """Load the tokenizer of a folder or hub id. It pads on the left, as generation needs."""
     with reading(path):
         return AutoTokenizer.from_pretrained(str(path), revision=revision, padding_side="left", trust_remote_code=False)
+
+
+def fitting_length(max_tokens: int, source: Path | PreTrainedModel) -> int:
+    """``max_tokens``, or the number of positions that the model at ``source`` has if those are fewer."""
+    if isinstance(source, PreTrainedModel):
+        config = source.config
+    else:
+        with reading(source):
+            config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
+    positions = getattr(config, "max_position_embeddings", None)
+    return max_tokens if positions is None else min(max_tokens, int(positions))
 
 
 def load_policy(

@@ -10,7 +10,7 @@ from functools import partial
 
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.files import atomic_dir, atomic_write_json
-from rlhf_core.models.base import load_tokenizer
+from rlhf_core.models.base import fitting_length, load_tokenizer
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.reward.baselines import bag_of_words_accuracy
 from rlhf_core.training.reward.plots import draw_reward_plots
@@ -52,8 +52,9 @@ def train_reward_model(
     init = inputs[config.init]
     tokenizer = load_tokenizer(init)
     folders = {"train": pairs, "validation": pairs, "test": "preferences"}
+    longest = fitting_length(config.max_tokens, init)
     splits = {
-        split: read_split(inputs.clean / folder / f"{split}.parquet", tokenizer, config.max_tokens)
+        split: read_split(inputs.clean / folder / f"{split}.parquet", tokenizer, longest)
         for split, folder in folders.items()
     }
     trained = train_scalar(config, name, init, tokenizer, splits["train"], splits["validation"], context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from rlhf_core.training.reward.evaluation import accuracy_by_category, evaluate_
 from rlhf_core.training.reward.trainer import PairScores, RewardTask, score_pairs
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,11 @@ def split_of(rows: list[Preference], tokenizer: PreTrainedTokenizerBase, max_tok
             f"{name} has no usable pair: of {len(rows)}, {dropped['over_long']} exceed max_tokens {max_tokens} "
             f"and {dropped['identical']} have two equal replies; raise max_tokens or look at the data"
         )
+    if dropped["over_long"]:
+        logger.warning(
+            "%s: %d of %d pairs are longer than %d tokens and were left out",
+            name, dropped["over_long"], len(rows), max_tokens,
+        )  # fmt: skip
     return Split([rows[pair.row] for pair in pairs], pairs, dropped)
 
 
