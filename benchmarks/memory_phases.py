@@ -282,7 +282,9 @@ def _experience(
     with meter.phase("rewards"):
         rewards = reward_fn(_tokens(rollout))
     experience = Experience.of_rollout(rollout, predictions)
-    experience = with_rewards(experience, rewards, RunningMeanStd(), config.kl.coefficient, config)
+    moments = RunningMeanStd()
+    moments.update(rewards)
+    experience = with_rewards(experience, rewards, moments, config.kl.coefficient, config)
     return with_advantages(experience, config.advantage)
 
 

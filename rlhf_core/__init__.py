@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from rlhf_core.config.model import OptimizerConfig as OptimizerConfig
     from rlhf_core.config.ppo import PpoConfig as PpoConfig
     from rlhf_core.config.ppo import PtxConfig as PtxConfig
+    from rlhf_core.config.ppo import RolloutConfig as RolloutConfig
     from rlhf_core.config.reward import RewardConfig as RewardConfig
     from rlhf_core.config.sft import SftConfig as SftConfig
     from rlhf_core.errors import RlhfError as RlhfError
+    from rlhf_core.errors import TrainingPaused as TrainingPaused
     from rlhf_core.models.base import load_policy as load_policy
     from rlhf_core.models.heads import ScalarModel as ScalarModel
     from rlhf_core.training.run_context import RunContext as RunContext
@@ -42,6 +44,7 @@ _MODULES = {
     "PtxConfig": "config.ppo",
     "RewardConfig": "config.reward",
     "RlhfError": "errors",
+    "RolloutConfig": "config.ppo",
     "RunContext": "training.run_context",
     "ScalarModel": "models.heads",
     "SftConfig": "config.sft",
@@ -49,6 +52,7 @@ _MODULES = {
     "TrainedCritic": "api.critic",
     "TrainedPolicy": "api.ppo",
     "TrainedRewardModel": "api.reward_model",
+    "TrainingPaused": "errors",
     "load_policy": "models.base",
     "train_critic": "api.critic",
     "train_ppo": "api.ppo",

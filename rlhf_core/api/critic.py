@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.api.inputs import rows_of, with_chat_template
+from rlhf_core.api.inputs import checked_tokenizer, require_type, rows_of
 from rlhf_core.api.reward_function import RewardFunction, reward_fn_of
+from rlhf_core.api.reward_model import TrainedRewardModel
 from rlhf_core.api.run_folder import run_context
 from rlhf_core.config.critic import CriticConfig
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.ppo import RolloutConfig
+from rlhf_core.config.reward_sources import DEFAULT_SOURCES
 from rlhf_core.data.schema import Prompt
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.heads import ScalarModel
@@ -54,10 +57,10 @@ def train_critic(
     policy: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Iterable[Prompt | Mapping[str, Any] | str],
-    reward: RewardFunction | ScalarModel,
+    reward: RewardFunction | ScalarModel | TrainedRewardModel,
     *,
     rollout: RolloutConfig | None = None,
-    init: ScalarModel | None = None,
+    init: ScalarModel | TrainedRewardModel | None = None,
     config: CriticConfig | None = None,
     context: RunContext | None = None,
 ) -> TrainedCritic:
@@ -79,19 +82,24 @@ def train_critic(
         TrainingPaused: Three steps in a row were not finite.
     """
     rollout = rollout or RolloutConfig()
-    if rollout.critic_mode != "separate":
-        raise ConfigError("critic_mode shared is for the pipeline's stages; use separate here")
+    refuse_pipeline_settings(rollout)
+    require_type(config, CriticConfig, "config")
+    score = reward.model if isinstance(reward, TrainedRewardModel) else reward
+    start = init.model if isinstance(init, TrainedRewardModel) else init
     config = config or CriticConfig(optimizer=OptimizerConfig(lr=DEFAULT_LR, schedule="constant", warmup=0.0))
     seed_everything(config.seed)
-    tokenizer = with_chat_template(tokenizer)
+    tokenizer = checked_tokenizer(tokenizer, policy)
     encoded = encode_prompts(prompts, tokenizer, policy, rollout.max_new_tokens)
-    reward_fn = reward_fn_of(reward, encoded, tokenizer, rollout.micro_batch_size)
-    critic = _initial_critic(policy, init, config)
+    reward_fn = reward_fn_of(score, encoded, tokenizer, rollout.micro_batch_size)
+    critic = _initial_critic(policy, start, config)
     steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
-    with run_context(context) as run:
+    with (
+        evaluating(policy),
+        run_context(context, "train_critic", config, rollout, encoded, reward, policy, critic) as run,
+    ):
         engine = build_engine(critic, config.optimizer, steps, "critic", run)
         sampling = Sampling.for_rollouts(tokenizer, rollout)
-        pair = SeparateActorCritic(policy.eval(), critic, {"critic": engine}, sampling, rollout.micro_batch_size)
+        pair = SeparateActorCritic(policy, critic, {"critic": engine}, sampling, rollout.micro_batch_size)
         trainer = CriticTrainer(config, rollout, pair, reward_fn, encoded, run)
         metrics = trainer.run()
         history = trainer.history.rows()
@@ -99,6 +107,29 @@ def train_critic(
     if config.lora is not None:
         merge_adapters(critic)
     return TrainedCritic(critic, trainer.moments, rollout, metrics, history)
+
+
+def refuse_pipeline_settings(rollout: RolloutConfig) -> None:
+    """Refuse settings that only the pipeline's stages read.
+
+    Raises:
+        ConfigError: One of them is set.
+    """
+    if rollout.critic_mode != "separate":
+        raise ConfigError("critic_mode shared is for the pipeline's stages; leave it at separate here")
+    if rollout.reward.sources != DEFAULT_SOURCES:
+        raise ConfigError("reward.sources is for the pipeline's stages; give the reward as an argument here")
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Put a given model in evaluation mode inside the block."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def encode_prompts(

@@ -6,15 +6,13 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.formats import read_records
 from rlhf_core.data.readers.containers import Record
 from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt
-from rlhf_core.errors import DataError, ModelError
-
-# A prompt: the user's words, or the turns so far as {"role": ..., "content": ...}.
-PromptLike = str | Sequence[Mapping[str, str]]
+from rlhf_core.errors import ConfigError, DataError, ModelError
+from rlhf_core.models.forward import embedding_weight
 
 Row = TypeVar("Row", Demonstration, Preference, Prompt)
 
@@ -33,6 +31,8 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
     Raises:
         DataError: There are none, they are of no known format, or one of them is not of the format of the first.
     """
+    if isinstance(records, str | Mapping):
+        raise DataError(f"{name} is one {type(records).__name__}; give a list of records")
     listed = list(records)
     if not listed:
         raise DataError(f"{name} is empty; at least one record is needed")
@@ -44,10 +44,22 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
     if result.refused:
         first = result.refused[0]
         raise DataError(f"{name}, record {first['position']}: {first['reason']}")
-    return [
+    rows = [
         kind(**row | {"prompt": [Message(turn["role"], turn["content"]) for turn in row["prompt"]]})
         for row in result.rows
     ]
+    for number, row in enumerate(rows, start=1):
+        _require_usable(row, f"{name}, record {number}")
+    return rows
+
+
+def _require_usable(row: Demonstration | Preference | Prompt, where: str) -> None:
+    if not row.prompt or row.prompt[-1].role != "user":
+        raise DataError(f"{where}: the prompt must end with a turn of the user")
+    if not any(turn.content.strip() for turn in row.prompt):
+        raise DataError(f"{where}: the prompt is empty")
+    if isinstance(row, Demonstration) and not row.reply.strip():
+        raise DataError(f"{where}: the reply is empty")
 
 
 def held_out(rows: Sequence[Row], validation: Sequence[Row] | None, name: str) -> tuple[list[Row], list[Row]]:
@@ -64,14 +76,17 @@ def held_out(rows: Sequence[Row], validation: Sequence[Row] | None, name: str) -
     return [row for n, row in enumerate(rows) if n not in numbers], [rows[n] for n in sorted(numbers)]
 
 
-def with_chat_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+def checked_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> PreTrainedTokenizerBase:
     """Return the tokenizer, or a copy for a model that knows no roles: its template joins the texts of the turns.
 
     Where the tokenizer begins every text with a special token, so does the template.
 
     Raises:
-        ModelError: It has no end-of-sequence token, so that no reply could ever end.
+        ModelError: It has no end-of-sequence token, so that no reply could ever end, or more entries than the model.
     """
+    entries = embedding_weight(model).shape[0]
+    if len(tokenizer) > entries:
+        raise ModelError(f"the tokenizer has {len(tokenizer)} entries, the model only {entries}: they differ")
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token; set tokenizer.eos_token to one of "
@@ -83,3 +98,13 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
     begins = plain.bos_token_id is not None and plain.encode("a")[:1] == [plain.bos_token_id]
     plain.chat_template = ("{{ bos_token }}" if begins else "") + PLAIN_TEMPLATE
     return plain
+
+
+def require_type(value: object, kind: type, name: str) -> None:
+    """Check the class of an argument, where a mistake would show much later and as something else.
+
+    Raises:
+        ConfigError: ``value`` is neither None nor of that class.
+    """
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"{name} is a {type(value).__name__}; a {kind.__name__} is needed")

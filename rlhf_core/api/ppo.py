@@ -10,9 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.api.critic import TrainedCritic, encode_prompts
-from rlhf_core.api.inputs import rows_of, with_chat_template
+from rlhf_core.api.critic import TrainedCritic, encode_prompts, evaluating, refuse_pipeline_settings
+from rlhf_core.api.inputs import checked_tokenizer, require_type, rows_of
 from rlhf_core.api.reward_function import RewardFunction, reward_fn_of
+from rlhf_core.api.reward_model import TrainedRewardModel
 from rlhf_core.api.run_folder import run_context
 from rlhf_core.api.selection import CheckpointSelector
 from rlhf_core.config.health.rule_changes import rules_for
@@ -29,7 +30,6 @@ from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import load_weights
 from rlhf_core.models.lora import WithoutAdapters, add_adapters, merge_adapters
 from rlhf_core.ppo.actor_critic_pair import separate_actor_critic
-from rlhf_core.ppo.callbacks.callback import TrainerCallback
 from rlhf_core.ppo.callbacks.health import HealthCallback
 from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
 from rlhf_core.ppo.callbacks.selection import SelectionCallback
@@ -74,10 +74,10 @@ def train_ppo(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Iterable[Prompt | Mapping[str, Any] | str],
-    reward: RewardFunction | ScalarModel,
+    reward: RewardFunction | ScalarModel | TrainedRewardModel,
     critic: TrainedCritic,
     *,
-    referee: ScalarModel | None = None,
+    referee: ScalarModel | TrainedRewardModel | None = None,
     validation_prompts: Iterable[Prompt | Mapping[str, Any] | str] = (),
     demonstrations: Iterable[Demonstration | Mapping[str, Any]] = (),
     config: PpoConfig | None = None,
@@ -93,7 +93,7 @@ def train_ppo(
         tokenizer: Its tokenizer.
         prompts: Strings, or records such as ``{"prompt": ...}``; see docs/data-formats.md.
         reward: ``f(prompts, replies)`` with one number per reply, or a reward model of the same tokenizer.
-        critic: The pre-trained critic. It is trained further.
+        critic: The pre-trained critic, of which a copy is trained further.
         referee: A second reward model, not trained on what ``reward`` was trained on: it selects the checkpoint.
         validation_prompts: What the referee judges replies to; needed with a referee.
         demonstrations: Texts of the ptx loss; needed where ``config.ptx.weight`` is not 0.
@@ -105,40 +105,43 @@ def train_ppo(
         DataError: A prompt leaves no room for a reply, or the reward function breaks its contract.
         TrainingPaused: A health rule paused the run, or three steps in a row were not finite.
     """
+    require_type(config, PpoConfig, "config")
+    require_type(critic, TrainedCritic, "critic")
+    score = reward.model if isinstance(reward, TrainedRewardModel) else reward
+    judge = referee.model if isinstance(referee, TrainedRewardModel) else referee
     texts = rows_of(Demonstration, demonstrations, "demonstrations") if (demonstrations := list(demonstrations)) else []
     config = config or default_ppo_config(ptx=bool(texts))
     _require_agreement(config, critic, texts)
+    if (validation_prompts := list(validation_prompts)) and judge is None:
+        raise ConfigError("validation_prompts are judged by a referee, but there is none; give one, or leave them out")
     seed_everything(config.seed)
-    tokenizer = with_chat_template(tokenizer)
+    tokenizer = checked_tokenizer(tokenizer, model)
     encoded = encode_prompts(prompts, tokenizer, model, config.max_new_tokens)
     policy, reference = _policy_and_reference(model, config)
+    value_model = copy.deepcopy(critic.model)
     if config.critic_lora is not None:
-        critic.model.add_adapters(config.critic_lora, derive_seed(config.seed, "ppo", "critic", "lora"))
-    selector = None
-    if referee is not None:
+        value_model.add_adapters(config.critic_lora, derive_seed(config.seed, "ppo", "critic", "lora"))
+    selector, checks = None, list[Sequence[Message]]()
+    if judge is not None:
         checks = [row.prompt for row in rows_of(Prompt, validation_prompts, "validation_prompts")]
-        selector = _selector(config, reference, tokenizer, checks, referee, reward)
-    health = HealthCallback(
-        HealthMonitor(
-            {"kl": config.selection.max_kl, "max_new_tokens": float(config.max_new_tokens)}, rules_for(config)
-        ),
-        config.health,
-    )
-    with run_context(context) as run:
+    limits = {"kl": config.selection.max_kl, "max_new_tokens": float(config.max_new_tokens)}
+    health = HealthCallback(HealthMonitor(limits, rules_for(config)), config.health)
+    inputs = (config, encoded, checks, texts, score, judge, model, critic.model)
+    with evaluating(model), run_context(context, "train_ppo", *inputs) as run:
+        if judge is not None:
+            selector = _selector(config, reference, tokenizer, checks, judge, score)
         sampling = Sampling.for_rollouts(tokenizer, config.rollout)
-        pair = separate_actor_critic(config, policy, critic.model, sampling, run)
-        callbacks: list[TrainerCallback] = [health]
-        if selector is not None:
-            callbacks.insert(0, SelectionCallback(selector, config.selection.every, run.work / "best"))
+        pair = separate_actor_critic(config, policy, value_model, sampling, run)
+        selection = [SelectionCallback(selector, config.selection.every, run.work / "best")] if selector else []
         trainer = Trainer(
             learner=Learner(config, pair, reference, _ptx_data(config, texts, tokenizer)),
-            reward_fn=reward_fn_of(reward, encoded, tokenizer, config.micro_batch_size),
+            reward_fn=reward_fn_of(score, encoded, tokenizer, config.micro_batch_size),
             prompts=encoded,
             decode=lambda ids: decode_reply(tokenizer, ids)[0],
             moments=copy.deepcopy(critic.moments),
             context=run,
-            callbacks=callbacks,
-            referee=reward_model_fn(referee.eval(), config.micro_batch_size) if referee is not None else None,
+            callbacks=(*selection, health),
+            referee=reward_model_fn(judge.eval(), config.micro_batch_size) if judge is not None else None,
         )
         trainer.run()
         trained, choice = pair.release_policy(), None
@@ -172,6 +175,12 @@ def _require_agreement(config: PpoConfig, critic: TrainedCritic, texts: Sequence
             f"the critic was pre-trained with another {differing[0]} ({getattr(critic.rollout, differing[0])}) than "
             f"this run's ({getattr(config.rollout, differing[0])}); give train_critic rollout=config.rollout"
         )
+    refuse_pipeline_settings(config.rollout)
+    for name in ("policy_init", "share_base"):
+        if getattr(config, name) != PpoConfig.model_fields[name].default:
+            raise ConfigError(f"{name} is for the pipeline's stages; the policy starts as the given model here")
+    if texts and not config.ptx.weight:
+        raise ConfigError("demonstrations are for the ptx loss, but ptx.weight is 0; leave them out, or set a weight")
     if config.ptx.weight and not texts:
         raise ConfigError(
             f"ptx.weight is {config.ptx.weight}, but there are no demonstrations; give some, or set it to 0"
@@ -183,7 +192,7 @@ def _policy_and_reference(model: PreTrainedModel, config: PpoConfig) -> tuple[Pr
     policy = copy.deepcopy(model).eval()
     if config.policy_lora is None:
         policy.requires_grad_(True)
-        return policy, model.eval()
+        return policy, model
     add_adapters(policy, config.policy_lora, derive_seed(config.seed, "ppo", "lora"))
     without: Any = WithoutAdapters(policy)
     return policy, without

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.errors import ConfigError
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.prompts import TrainingPrompts
 from rlhf_core.ppo.reward_sources.mixture import RewardMixture, WeightedSource
@@ -28,6 +29,8 @@ def reward_fn_of(
     """Make the reward function that the trainers call on tokens."""
     if isinstance(reward, ScalarModel):
         return reward_model_fn(reward.eval(), micro_batch_size)
+    if not callable(reward):
+        raise ConfigError(f"reward is a {type(reward).__name__}; give a function f(prompts, replies) or a reward model")
     function = PythonFunction(reward, f"the reward function {getattr(reward, '__name__', '')}".rstrip())
     source = WeightedSource("function", 1.0, RankShared(function))
     return RewardMixture([source], PromptReader(prompts), tokenizer)

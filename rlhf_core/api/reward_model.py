@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.api.inputs import held_out, rows_of, with_chat_template
+from rlhf_core.api.inputs import checked_tokenizer, held_out, require_type, rows_of
 from rlhf_core.api.run_folder import run_context
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
@@ -71,15 +71,16 @@ def train_reward_model(
         DataError: A record cannot be read, or no pair is usable.
         TrainingPaused: Three steps in a row were not finite.
     """
+    require_type(config, RewardConfig, "config")
     given = rows_of(Preference, preferences, "preferences")
     checks = rows_of(Preference, validation, "validation") if validation is not None else None
     train, checks = held_out(given, checks, "preferences")
     config = config or default_reward_config(len(train), model)
-    tokenizer = with_chat_template(tokenizer)
+    tokenizer = checked_tokenizer(tokenizer, model)
     longest = fitting_length(config.max_tokens, model)
     pairs = split_of(train, tokenizer, longest, "preferences")
     held = split_of(checks, tokenizer, longest, "validation")
-    with run_context(context) as run:
+    with run_context(context, f"train_reward_model {name}", config, train, checks, model) as run:
         trained = train_scalar(config, name, model, tokenizer, pairs, held, run)
     evaluated = RewardModelRun.evaluated(trained, pairs, {"validation": held})
     return TrainedRewardModel(trained.model, tokenizer, evaluated.metrics(), trained.result.history)

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.api.inputs import held_out, rows_of, with_chat_template
+from rlhf_core.api.inputs import checked_tokenizer, held_out, require_type, rows_of
 from rlhf_core.api.run_folder import run_context
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.sft import SftConfig
@@ -75,12 +75,14 @@ def train_sft(
         DataError: A record cannot be read, or all are longer than ``config.max_tokens``.
         TrainingPaused: Three steps in a row were not finite.
     """
+    require_type(config, SftConfig, "config")
     given = rows_of(Demonstration, demonstrations, "demonstrations")
     checks = rows_of(Demonstration, validation, "validation") if validation is not None else None
     train, checks = held_out(given, checks, "demonstrations")
     config = config or default_sft_config(len(train), model)
-    with run_context(context) as run:
-        return fine_tune(copy.deepcopy(model), with_chat_template(tokenizer), train, checks, config, run)
+    tokenizer = checked_tokenizer(tokenizer, model)
+    with run_context(context, "train_sft", config, train, checks, model) as run:
+        return fine_tune(copy.deepcopy(model), tokenizer, train, checks, config, run)
 
 
 def default_sft_config(rows: int, model: PreTrainedModel) -> SftConfig:

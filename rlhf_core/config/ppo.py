@@ -144,7 +144,7 @@ class SelectionConfig(Strict):
 
 
 class RolloutConfig(Strict):
-    """What decides the units of returns: critic pre-training and PPO must agree on every one of these settings."""
+    """Rollout settings shared by critic pre-training and PPO. All but the batch sizes fix the scale of returns."""
 
     critic_mode: CriticMode = "separate"
     max_new_tokens: PositiveInt = 64

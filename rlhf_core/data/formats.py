@@ -112,7 +112,7 @@ def _row(record: Record, shape: Format, kind: str, source: str) -> dict[str, Any
     if record.problem:
         raise Refusal(record.problem)
     if not shape.matches(record.value):
-        raise Refusal(f"not of the file's format {shape.name}: expected {shape.example}")
+        raise Refusal(f"does not match the format {shape.name} of the first record: expected {shape.example}")
     parsed = shape.parse(record.value)
     labels = record.value if isinstance(record.value, dict) else {}
     row: dict[str, Any] = _content(parsed, kind)

@@ -1,4 +1,4 @@
-"""Critic pre-training: the policy is frozen, and the critic learns its returns up to a threshold (algorithms.md §3).
+"""Critic pre-training: values are fitted to the frozen policy's returns, up to a threshold (algorithms.md §3).
 
 Rewards are normalised, clipped and penalised as in PPO, and the running moments are handed on with the critic. Source:
 paper, section 5.3.3.
@@ -143,7 +143,9 @@ class CriticTrainer:
                 rollout = sample_replies(pair.policy, prompts, pair.sampling, self.rollout.sampling_batch_size)
             with clock.phase("forward"):
                 experience = score_rollout(pair, pair.policy, rollout)
+            with clock.phase("rewards"):
                 rewards = self.reward_fn(experience.batch)
+        self.moments.update(rewards)
         experience = with_rewards(experience, rewards, self.moments, self.rollout.kl.coefficient, self.rollout)
         experience = with_advantages(experience, self.rollout.advantage)
 

@@ -1,4 +1,6 @@
-"""Divergence from the reference policy: estimators and the controllers of its coefficient (algorithms.md §4.5).
+"""KL to the reference policy: estimators and the controllers of its coefficient (algorithms.md §4.5).
+
+The penalty itself is applied in the token rewards (``rewards.py``) or in the policy loss (``policy_loss.py``).
 
 Shapes: B sequences, T response positions, V vocabulary. All divergences are in nats.
 """

@@ -52,6 +52,6 @@ class TrainingPrompts:
         longest = max(len(ids) for ids in self.ids)
         if positions is not None and longest + max_new_tokens > positions:
             raise DataError(
-                f"the longest prompt has {longest} tokens; with ppo.max_new_tokens {max_new_tokens} that exceeds the "
-                f"model's {positions} positions; shorten prompts (validate.max_prompt_chars) or max_new_tokens"
+                f"the longest prompt ({longest} tokens) and max_new_tokens ({max_new_tokens}) exceed the model's "
+                f"{positions} positions: lower max_new_tokens, or leave out long prompts (validate.max_prompt_chars)"
             )

@@ -43,16 +43,15 @@ def reward_metrics(reward_fn: RewardFn) -> dict[str, float]:
 def with_rewards(
     experience: Experience, rewards: Tensor, moments: RunningMeanStd, kl_coef: float, config: RolloutConfig
 ) -> Experience:
-    """Add raw, shaped and token rewards to a rollout; ``moments`` take in the batch first.
+    """Add raw, shaped and token rewards to a rollout.
 
     Args:
         experience: The rollout.
         rewards: Raw rewards (B,).
-        moments: Running moments of raw rewards, updated in place.
+        moments: Running moments of raw rewards, those of this rollout included.
         kl_coef: Weight of the KL penalty, if ``config`` places it in the reward.
         config: The reward's transform, clip and penalties.
     """
-    moments.update(rewards)
     shaped = normalize_and_clip_rewards(rewards, moments, config.reward)
     shaped = apply_penalties(shaped, experience.lengths, experience.finished, config.reward, config.max_new_tokens)
     kl = kl_estimate(experience.policy_logprobs, experience.ref_logprobs, "k1")

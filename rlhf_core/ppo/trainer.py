@@ -85,7 +85,8 @@ class Trainer:
             if self.done:
                 bar.advance(self.done)
             while not (preempted := preemption.requested()) and self.done < total:
-                before, record = self.done, self.iterate()
+                before = self.done
+                record = self.iterate()
                 shown = {"reward": "reward_mean", "kl": "kl", "length": "length"}
                 bar.advance(self.done - before, **{label: record.metrics[name] for label, name in shown.items()})
             if preempted:
@@ -106,7 +107,9 @@ class Trainer:
                 rollout = sample_replies(pair.policy, prompts, pair.sampling, config.sampling_batch_size)
             with clock.phase("forward"):
                 experience = score_rollout(pair, learner.reference, rollout)
+            with clock.phase("rewards"):
                 rewards = self.reward_fn(experience.batch)
+        self.moments.update(rewards)
         experience = with_rewards(experience, rewards, self.moments, kl_coef, config.rollout)
         experience = with_advantages(experience, config.advantage)
         if config.surrogate.fixed_reference:

@@ -13,7 +13,9 @@ from rlhf_core.training.checkpoints.store import CheckpointStore
 
 @dataclass(frozen=True)
 class RunContext:
-    """Everything a stage or trainer is given besides its parameters and data. Nothing here changes its numbers.
+    """Everything a stage or trainer is given besides its parameters and data.
+
+    Apart from the state found in ``work``, nothing here changes its numbers.
 
     Attributes:
         work: Folder of the run's partial state. What an interrupted run left there is resumed.

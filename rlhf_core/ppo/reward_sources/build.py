@@ -74,7 +74,7 @@ def build_reward_fn(sources: RewardSources, context: SourceContext) -> RewardMix
     So what is wrong shows at the start of a stage rather than after hours.
 
     Raises:
-        ConfigError, ModelError, DataError: A source cannot be had, names what does not exist, or breaks its contract.
+        ConfigError, ModelError, DataError: A source cannot be loaded, or breaks its contract.
     """
     weighted = [
         WeightedSource(name, source.weight, build_source(source, name, context))

@@ -165,6 +165,41 @@ def test_an_interrupted_run_continues_with_the_same_call(
     assert same(weights(resumed.model), weights(straight.model))
 
 
+def test_one_critic_serves_several_runs(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    model, tokenizer = llama
+    config = rlhf.PpoConfig(**PPO)
+    critic = rlhf.train_critic(
+        model, tokenizer, QUESTIONS, by_length, rollout=config.rollout, config=rlhf.CriticConfig(max_rollouts=1)
+    )
+    before, model_was_training = weights(critic.model), model.training
+    one, other = (rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, critic, config=config) for _ in range(2))
+    assert same(weights(one.model), weights(other.model)) and same(weights(critic.model), before)
+    assert model.training == model_was_training
+
+
+def test_a_folder_belongs_to_one_run(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path) -> None:
+    model, tokenizer = llama
+    context, config = rlhf.RunContext(tmp_path / "work"), rlhf.PpoConfig(**PPO)
+    critic = rlhf.train_critic(
+        model, tokenizer, QUESTIONS, by_length, rollout=config.rollout,
+        config=rlhf.CriticConfig(max_rollouts=1), context=context,
+    )  # fmt: skip
+    with pytest.raises(rlhf.RlhfError, match="holds a run of train_critic"):
+        rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, critic, config=config, context=context)
+    mine = rlhf.RunContext(tmp_path / "ppo")
+    first = rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, critic, config=config, context=mine)
+    again = rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, critic, config=config, context=mine)
+    assert same(weights(first.model), weights(again.model))
+    for changed in (
+        {"config": rlhf.PpoConfig(**PPO | {"seed": 2})},
+        {"prompts": QUESTIONS[:8]},
+        {"reward": lambda prompts, replies: [-float(len(reply)) for reply in replies]},
+    ):
+        call = {"prompts": QUESTIONS, "reward": by_length, "critic": critic, "config": config} | changed
+        with pytest.raises(rlhf.RlhfError, match="with other settings, data or models"):
+            rlhf.train_ppo(model, tokenizer, context=mine, **call)
+
+
 def test_adapters_alone_may_be_trained(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
     model, tokenizer = llama
     lora = rlhf.LoraConfig(rank=2)
@@ -215,6 +250,56 @@ REFUSED: dict[str, Refused] = {
         ),
         ConfigError,
         "no demonstrations",
+    ),
+    "one string": (
+        lambda m, t, c: rlhf.train_critic(m, t, "Name a colour", by_length),
+        DataError,
+        "prompts is one str",
+    ),
+    "a table of columns": (
+        lambda m, t, c: rlhf.train_critic(m, t, {"prompt": QUESTIONS}, by_length),
+        DataError,
+        "prompts is one dict",
+    ),
+    "an empty prompt": (
+        lambda m, t, c: rlhf.train_critic(m, t, ["a", " "], by_length),
+        DataError,
+        "prompts, record 2: the prompt is empty",
+    ),
+    "an empty reply": (
+        lambda m, t, c: rlhf.train_sft(m, t, [{"prompt": "a", "completion": ""}] * 3),
+        DataError,
+        "record 1: the reply is empty",
+    ),
+    "a prompt that ends with a reply": (
+        lambda m, t, c: rlhf.train_critic(m, t, [{"prompt": [{"role": "assistant", "content": "a"}]}], by_length),
+        DataError,
+        "record 1: the prompt must end with a turn of the user",
+    ),
+    "no function": (lambda m, t, c: rlhf.train_critic(m, t, QUESTIONS, 3), ConfigError, "reward is a int"),
+    "another stage's settings": (
+        lambda m, t, c: rlhf.train_sft(m, t, [{"prompt": "a", "completion": "b"}] * 3, config=rlhf.PpoConfig(**PPO)),
+        ConfigError,
+        "config is a PpoConfig; a SftConfig is needed",
+    ),
+    "a shared critic": (
+        lambda m, t, c: rlhf.train_critic(m, t, QUESTIONS, by_length, rollout=rlhf.RolloutConfig(critic_mode="shared")),
+        ConfigError,
+        "leave it at separate",
+    ),
+    "a start other than the model": (
+        lambda m, t, c: rlhf.train_ppo(
+            m, t, QUESTIONS, by_length, c, config=rlhf.PpoConfig(**PPO | {"policy_init": "base"})
+        ),
+        ConfigError,
+        "policy_init is for the pipeline's stages",
+    ),
+    "prompts for no referee": (
+        lambda m, t, c: rlhf.train_ppo(
+            m, t, QUESTIONS, by_length, c, validation_prompts=QUESTIONS, config=rlhf.PpoConfig(**PPO)
+        ),
+        ConfigError,
+        "judged by a referee",
     ),
     "a referee without prompts": (
         lambda m, t, c: rlhf.train_ppo(m, t, QUESTIONS, by_length, c, referee=c.model, config=rlhf.PpoConfig(**PPO)),

@@ -110,8 +110,8 @@ GOOD_HH = PAIR_FORMATS["hh-rlhf"]
         ({**GOOD_HH, "chosen": "\n\nHuman: Hi?\n\nAssistant: "}, "final reply of chosen is empty"),
         ({**GOOD_HH, "chosen": "\n\nHuman: Hi?\n\nAssistant: a\n\nHuman: b"}, "ends with a human turn"),
         ({**GOOD_HH, "chosen": "\n\nHuman: Hi?"}, "no assistant's turn"),
-        ({"wrong": 1}, "not of the file's format hh-rlhf"),
-        (7, "not of the file's format hh-rlhf"),
+        ({"wrong": 1}, "does not match the format hh-rlhf"),
+        (7, "does not match the format hh-rlhf"),
     ],
 )
 def test_bad_hh_rows_are_refused_with_a_reason(record: Any, reason: str, tmp_path: Path) -> None:
@@ -258,4 +258,4 @@ def test_describe_tells_format_kinds_and_refusals(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps([GOOD_HH, {"wrong": 1}]))
     text = describe_sources(["x.json"], 1, tmp_path)
     assert "format   hh-rlhf" in text and "rows     1 as preferences, of 2" in text
-    assert "refused  1: not of the file's format" in text and '"chosen": "yes"' in text
+    assert "refused  1: does not match the format" in text and '"chosen": "yes"' in text

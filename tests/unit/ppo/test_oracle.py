@@ -157,6 +157,7 @@ class Case:
         moments.update(torch.tensor(self.history, dtype=torch.float64))
         experience = Experience.of_rollout(rollout, predictions)
         rewards = torch.from_numpy(self.scores)
+        moments.update(rewards)
         experience = with_rewards(experience, rewards, moments, self.s.beta, self.config.rollout)
         experience = with_advantages(experience, self.config.advantage)
         return with_fixed_reference(experience) if self.s.fixed_reference else experience

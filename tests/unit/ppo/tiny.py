@@ -157,7 +157,9 @@ def collect(
     experience = score_rollout(pair, tiny.reference, sample_replies(pair.policy, batch, pair.sampling))
     kl_coef = config.kl.coefficient if kl_coef is None else kl_coef
     rewards = tiny.reward_fn(experience.batch)
-    experience = with_rewards(experience, rewards, RunningMeanStd(), kl_coef, config.rollout)
+    moments = RunningMeanStd()
+    moments.update(rewards)
+    experience = with_rewards(experience, rewards, moments, kl_coef, config.rollout)
     experience = with_advantages(experience, config.advantage)
     return with_fixed_reference(experience) if config.surrogate.fixed_reference else experience
 
