@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from rlhf_core import cli as core
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_NOT_PROMOTED, EXIT_OK, GateFailed, RlhfError
 
 DEBUG = "--debug"
+UNEXPECTED_LENGTH = 500
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -243,25 +244,35 @@ for command in core.app.registered_commands:
 
 
 def main() -> None:
-    """Run the command line: errors are one line, with a traceback only under ``--debug``."""
+    """Run the command line: an error is printed as a message, with a traceback only under ``--debug``."""
     debug = DEBUG in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != DEBUG]
     try:
         app(args=arguments, prog_name="rlhf")
-    except RlhfError as error:
-        _fail(f"rlhf: {' '.join(str(error).split())}", error.exit_code, error, debug)
-    except KeyboardInterrupt as error:
-        _fail("rlhf: stopped", EXIT_INTERRUPTED, error, debug)
-    except Exception as error:
-        text = " ".join(str(error).split())[:500]
-        _fail(f"rlhf: {type(error).__name__}: {text} (add {DEBUG} for the traceback)", 1, error, debug)
+    except (Exception, KeyboardInterrupt) as error:
+        if debug:
+            raise
+        raise SystemExit(_report_error(error)) from None
 
 
-def _fail(text: str, code: int, error: BaseException, debug: bool) -> None:
-    if debug:
-        raise error
-    sys.stderr.write(f"{text}\n")
-    raise SystemExit(code) from None
+def _report_error(error: BaseException) -> int:
+    """Print ``error`` on standard error and return the exit status that goes with it."""
+    from flows.commands.error_text import print_error, print_gate_failure
+
+    match error:
+        case GateFailed():
+            print_gate_failure(error, sys.stderr)
+            return error.exit_code
+        case RlhfError():
+            print_error(str(error), sys.stderr)
+            return error.exit_code
+        case KeyboardInterrupt():
+            print_error("stopped", sys.stderr)
+            return EXIT_INTERRUPTED
+        case _:
+            message = str(error).strip()[:UNEXPECTED_LENGTH]
+            print_error(f"{type(error).__name__}: {message} (add {DEBUG} for the traceback)", sys.stderr)
+            return 1
 
 
 if __name__ == "__main__":

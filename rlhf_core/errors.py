@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 EXIT_OK = 0
 EXIT_USER_ERROR = 2
 EXIT_GATE_FAILED = 3
@@ -14,7 +16,8 @@ EXIT_INTERRUPTED = 130
 class RlhfError(Exception):
     """A failure with a message for the user: what went wrong, where, and what to do about it.
 
-    The command line prints the message on one line and exits with ``exit_code``; ``--debug`` adds the traceback.
+    The command line prints the message, several mistakes on a line each, and exits with ``exit_code``; ``--debug`` adds
+    the traceback.
     """
 
     exit_code = EXIT_USER_ERROR
@@ -43,9 +46,13 @@ class CheckpointError(RlhfError):
 
 
 class GateFailed(RlhfError):
-    """A gate's conditions do not hold; the evidence is in ``gates/NAME.json``."""
+    """A gate's conditions do not hold; ``evidence`` is the ``gates/NAME.json`` that says which, if there is one."""
 
     exit_code = EXIT_GATE_FAILED
+
+    def __init__(self, message: str = "", evidence: Path | None = None) -> None:
+        super().__init__(message)
+        self.evidence = evidence
 
 
 class TrainingPaused(RlhfError):

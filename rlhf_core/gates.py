@@ -62,19 +62,13 @@ class GateDecision:
         """Write ``gates/NAME.json`` atomically."""
         atomic_write_json(path, self.as_dict())
 
-    def format_table(self) -> str:
-        """A plain text table of the conditions, one line each, for terminals and logs."""
-        head = ("", "metric", "value", "bound", "why")
-        rows = [
-            ("ok" if c.passed else "FAIL", c.metric, c.note if c.value is None else _number(c.value), c.bound, c.why)
-            for c in self.conditions
-        ]
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(4)]
-        lines = ["  ".join([*(row[i].ljust(widths[i]) for i in range(4)), row[4]]).rstrip() for row in [head, *rows]]
-        count = sum(not c.passed for c in self.conditions)
-        failed = f"failed ({count} conditions)" if self.conditions else "failed (it has no conditions)"
-        verdict = "passed" if self.passed else failed
-        return "\n".join([f"gate {self.name}: {verdict}, mode {self.mode}", *lines])
+    def failure(self) -> str:
+        """Describe in one line which conditions do not hold."""
+        if not self.conditions:
+            return f"the {self.name} gate failed: it has no conditions"
+        failed = [c for c in self.conditions if not c.passed]
+        reasons = [f"{c.metric} is {c.note or _number(c.value or 0.0)}, bound {c.bound}" for c in failed]
+        return f"the {self.name} gate failed: {'; '.join(reasons)}"
 
 
 def decide(
@@ -163,7 +157,7 @@ def settle(decision: GateDecision, evidence: Path, pass_file: Path | None = None
     """Write the decision, then open or shut the gate.
 
     The pass file has constant content, so that editing a bound which still holds does not re-run training. It is
-    removed, and :class:`GateFailed` raised with the table, when the gate is enforced and a condition fails.
+    removed, and :class:`GateFailed` raised, when the gate is enforced and a condition fails.
     """
     decision.save(evidence)
     if decision.opens:
@@ -172,7 +166,7 @@ def settle(decision: GateDecision, evidence: Path, pass_file: Path | None = None
         return
     if pass_file is not None:
         pass_file.unlink(missing_ok=True)
-    raise GateFailed(f"{decision.format_table()}\nevidence: {evidence}")
+    raise GateFailed(f"{decision.failure()}; evidence: {evidence}", evidence)
 
 
 def _number(value: float) -> str:

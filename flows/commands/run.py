@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.commands.display import Display
+from flows.commands.error_text import print_failed_gates
 from flows.commands.summary import exit_code, summary
 from flows.dvc_repo.root import ensure_dvc
 from flows.pipeline.events import EVENTS_VARIABLE, EventReader, PipelineEvent, RunEnded, new_events_file
@@ -27,7 +28,7 @@ from flows.workspace.folder import cannot_write, private_path
 from flows.workspace.lock import LOCK_HELD_VARIABLE, locked
 from flows.workspace.services_file import running_services
 from rlhf_core.config.loading.load import Params, load_params
-from rlhf_core.errors import EXIT_INTERRUPTED, RlhfError
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, RlhfError
 
 if TYPE_CHECKING:
     from flows.commands.service_monitor import ServiceMonitor
@@ -198,4 +199,6 @@ class PipelineRun:
         code = exit_code(end.state)
         result = f"{end.state}: {end.message}"
         print(result if code == 0 else f"rlhf: {result}", file=sys.stdout if code == 0 else sys.stderr)
+        if code == EXIT_GATE_FAILED:
+            print_failed_gates(self.workspace, sys.stderr)
         return code

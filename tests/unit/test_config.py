@@ -128,7 +128,8 @@ def test_a_gate_that_files_can_never_pass_is_refused_before_anything_is_trained(
 def test_each_of_several_problems_has_its_line() -> None:
     with pytest.raises(ConfigError) as caught:
         check_params({"sft": {"stepz": 3}, "ppo": {"iterations": -1}})
-    assert len(str(caught.value).splitlines()) == 2
+    heading, *problems = str(caught.value).splitlines()
+    assert heading == "params.yaml: 2 problems" and len(problems) == 2
 
 
 def test_defaults_are_valid_and_sets_keep_comments() -> None:

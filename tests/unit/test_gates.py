@@ -75,11 +75,10 @@ def test_evidence_holds_value_bound_reason_and_hash(tmp_path: Path) -> None:
     assert saved["conditions"][1]["passed"] is True
 
 
-def test_table_names_what_failed() -> None:
-    rules = [condition("kl", at_most=1.0), condition("nothing", at_least=0.0)]
-    table = decide("policy", rules, NESTED).format_table()
-    assert "gate policy: failed (2 conditions)" in table
-    assert "FAIL" in table and "missing" in table and "<= 1" in table
+def test_the_failure_is_one_line_that_names_what_failed_and_by_how_much() -> None:
+    rules = [condition("kl", at_most=1.0), condition("kl", at_least=1.0), condition("nothing", at_least=0.0)]
+    failure = decide("policy", rules, NESTED).failure()
+    assert failure == "the policy gate failed: kl is 2.5, bound <= 1; nothing is missing, bound >= 0"
 
 
 def test_a_shut_gate_leaves_evidence_and_no_stale_pass(tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ def test_missing_metrics_file_is_one_clear_line(tmp_path: Path) -> None:
 def test_a_gate_without_conditions_fails() -> None:
     decision = decide("policy", [], NESTED)
     assert not decision.passed and not decision.opens
-    assert "failed (it has no conditions)" in decision.format_table()
+    assert decision.failure() == "the policy gate failed: it has no conditions"
 
 
 def test_an_empty_gate_is_refused_where_it_would_be_enforced() -> None:

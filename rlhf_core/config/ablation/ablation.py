@@ -116,7 +116,7 @@ def load_ablation(path: Path) -> Ablation:
     try:
         ablation = Ablation.model_validate(yaml_text.plain(yaml_text.read(path)))
     except ValidationError as error:
-        raise ConfigError(f"{path}: {describe(error, Ablation, '')}") from error
+        raise ConfigError(describe(str(path), error, Ablation, "")) from error
     try:
         _check_variants(ablation)
         _check_figures(ablation)

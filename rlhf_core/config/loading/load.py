@@ -204,7 +204,7 @@ def check_params(document: Any, name: str = PARAMS_FILE) -> Params:
     try:
         return Params.model_validate(yaml_text.plain(document))
     except ValidationError as error:
-        raise ConfigError(f"{name}: {describe(error, Params, '')}") from error
+        raise ConfigError(describe(name, error, Params, "")) from error
 
 
 def load_params(workspace: Path) -> Params:
@@ -228,4 +228,4 @@ def load_section(workspace: Path, section: str, model: type[Model]) -> Model:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{workspace / PARAMS_FILE}: {describe(error, model, section)}") from error
+        raise ConfigError(describe(str(workspace / PARAMS_FILE), error, model, section)) from error

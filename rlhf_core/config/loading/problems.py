@@ -19,9 +19,17 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"did you mean '{close[0]}'?" if close else f"known names: {', '.join(names)}"
 
 
-def describe(error: ValidationError, model: type[BaseModel], prefix: str) -> str:
-    """One line per problem of ``error``, joined by newlines. ``prefix`` is the section's name in params.yaml."""
-    return "\n".join(_line(problem, model, prefix) for problem in error.errors())
+def describe(source: str, error: ValidationError, model: type[BaseModel], prefix: str) -> str:
+    """Describe the problems of ``error`` in ``source``: one on the same line, several on a line each.
+
+    Args:
+        source: Name of the file that was read.
+        prefix: Name of the section of params.yaml that ``model`` is, or "" for a whole file.
+    """
+    lines = [_line(problem, model, prefix) for problem in error.errors()]
+    if len(lines) == 1:
+        return f"{source}: {lines[0]}"
+    return "\n".join([f"{source}: {len(lines)} problems", *(f"  {line}" for line in lines)])
 
 
 def _line(problem: Any, model: type[BaseModel], prefix: str) -> str:

@@ -1,0 +1,82 @@
+"""How an error is printed: its lines as they are, and a gate's refusal as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from flows.stage.gate_conditions import condition_rows
+from rlhf_core.errors import DataError, GateFailed
+from rlhf_core.files import read_json
+
+PROGRAM = "rlhf"
+
+
+def error_console(stream: TextIO) -> Console:
+    """Return a console for ``stream``: as wide as a terminal, without control codes when it is none or ``NO_COLOR``."""
+    return Console(file=stream, highlight=False, markup=False, emoji=False)
+
+
+def print_error(message: str, stream: TextIO) -> None:
+    """Print ``rlhf: MESSAGE`` with its line breaks; long lines are wrapped at words on a terminal only."""
+    console = error_console(stream)
+    text = Text.assemble((f"{PROGRAM}:", "bold red"), " ", message.strip())
+    console.print(text, soft_wrap=not console.is_terminal)
+
+
+def print_gate_failure(error: GateFailed, stream: TextIO) -> None:
+    """Print which conditions of a gate failed as a table, or the message where the evidence cannot be read."""
+    decision = _read_decision(error.evidence)
+    if decision is None:
+        print_error(str(error), stream)
+        return
+    name = decision.get("gate", error.evidence.stem if error.evidence else "")
+    failed = sum(not row.passed for row in condition_rows(decision))
+    total = len(condition_rows(decision))
+    counted = f"{failed} of {total} conditions do not hold" if total else "it has no conditions"
+    print_error(f"the {name} gate failed: {counted}", stream)
+    console = error_console(stream)
+    console.print(gate_table(decision))
+    console.print(f"evidence: {error.evidence}", soft_wrap=not console.is_terminal)
+
+
+def print_failed_gates(workspace: Path, stream: TextIO) -> None:
+    """Print the table of every gate of ``workspace`` whose conditions do not hold."""
+    console = error_console(stream)
+    for path in sorted((workspace / "gates").glob("*.json")):
+        decision = _read_decision(path)
+        if decision is not None and not decision.get("passed"):
+            console.print(f"gate {path.stem}", style="bold")
+            console.print(gate_table(decision))
+
+
+def _read_decision(evidence: Path | None) -> Mapping[str, Any] | None:
+    """Return the content of ``gates/NAME.json``, None if there is none or it is no JSON."""
+    if evidence is None:
+        return None
+    try:
+        decision: Mapping[str, Any] = read_json(evidence)
+    except DataError:
+        return None
+    return decision
+
+
+def gate_table(decision: Mapping[str, Any]) -> Group:
+    """Return a gate's conditions as a table, failures first, and below it the reason for each bound that failed."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("")
+    table.add_column("metric", overflow="fold")
+    table.add_column("value", justify="right")
+    table.add_column("bound", overflow="fold")
+    rows = condition_rows(decision)
+    for row in rows:
+        mark = Text("ok", style="green") if row.passed else Text("FAIL", style="bold red")
+        table.add_row(mark, row.metric, row.value, row.bound)
+    reasons = [Text.assemble((row.metric, "bold"), f": {row.why}") for row in rows if not row.passed and row.why]
+    return Group(Padding(table, (0, 0, 0, 2)), *(Padding(reason, (0, 0, 0, 2)) for reason in reasons))

@@ -1,0 +1,172 @@
+"""What the command line prints of an error: its lines kept, a gate's refusal as a table."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows import cli
+from flows.commands.error_text import print_error, print_failed_gates, print_gate_failure
+from flows.stage.gate_conditions import ConditionRow, condition_rows
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_USER_ERROR, GateFailed
+
+WHY = "below this the proxy misleads PPO more than it guides it"
+CONDITIONS = [
+    {"metric": "kl", "value": 2.31, "bound": "<= 6", "limit": 6.0, "passed": True, "why": "nats per sequence"},
+    {
+        "metric": "comparison.referee.win_rate_low95",
+        "value": 0.4999996,
+        "bound": ">= 0.5",
+        "limit": 0.5,
+        "passed": False,
+        "why": WHY,
+    },
+    {
+        "metric": "policy.length",
+        "value": 55.234567,
+        "bound": "<= max(1.6 * sft.length, sft.length + 0)",
+        "limit": 48.12345,
+        "passed": False,
+        "why": "longer is not better",
+    },
+    {"metric": "absent", "value": None, "bound": ">= 1", "limit": 1.0, "passed": False, "why": "w", "note": "missing"},
+]
+DECISION: dict[str, Any] = {"gate": "policy", "passed": False, "mode": "enforce", "conditions": CONDITIONS}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A colour terminal of 80 columns."""
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    return Terminal()
+
+
+@pytest.fixture
+def failure(tmp_path: Path) -> GateFailed:
+    evidence = tmp_path / "policy.json"
+    evidence.write_text(json.dumps(DECISION))
+    return GateFailed("the policy gate failed: kl is 9", evidence)
+
+
+def test_conditions_are_rounded_signed_and_sorted_by_failure() -> None:
+    rows = condition_rows(DECISION)
+    assert [row.metric for row in rows] == ["comparison.referee.win_rate_low95", "policy.length", "absent", "kl"]
+    # Four digits would show 0.5 ≥ 0.5 as a failure; nine tell the two apart.
+    assert (rows[0].value, rows[0].bound) == ("0.4999996", "≥ 0.5")
+    assert (rows[1].value, rows[1].bound) == ("55.23", "≤ 48.12")
+    assert rows[2] == ConditionRow("absent", False, "missing", "≥ 1", "w")
+    assert rows[3].passed and rows[3].value == "2.31"
+    # A bound whose other metric is missing has no number.
+    unknown = {"metric": "m", "value": 1.0, "bound": "<= max(2 * a.b, a.b + 0)", "limit": None, "passed": False}
+    assert condition_rows({"conditions": [unknown]})[0].bound == "≤ max(2 × a.b, a.b + 0)"
+
+
+def test_a_gate_failure_is_a_table_that_fits_80_columns(terminal: Terminal, failure: GateFailed) -> None:
+    terminal.isatty = lambda: False  # type: ignore[method-assign]
+    print_gate_failure(failure, terminal)
+    lines = terminal.getvalue().splitlines()
+    assert lines[0] == "rlhf: the policy gate failed: 3 of 4 conditions do not hold"
+    assert all(len(line) <= 80 for line in lines if "evidence" not in line), lines
+    assert "\x1b" not in terminal.getvalue()
+    assert [line.split()[:2] for line in lines[2:6]] == [
+        ["FAIL", "comparison.referee.win_rate_low95"],
+        ["FAIL", "policy.length"],
+        ["FAIL", "absent"],
+        ["ok", "kl"],
+    ]
+    assert len({line.index(sign) for line, sign in zip(lines[2:6], "≥≤≥≤", strict=True)}) == 1
+    assert f"evidence: {failure.evidence}" in lines
+    assert "nats per sequence" not in terminal.getvalue()
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_a_terminal_gets_colours_unless_no_color_is_set(
+    terminal: Terminal, failure: GateFailed, monkeypatch: pytest.MonkeyPatch, colour: bool
+) -> None:
+    if not colour:
+        monkeypatch.setenv("NO_COLOR", "1")
+    print_gate_failure(failure, terminal)
+    assert ("\x1b[1;31mFAIL" in terminal.getvalue()) is colour
+    assert ("\x1b[32mok" in terminal.getvalue()) is colour
+
+
+def test_a_gate_failure_without_readable_evidence_is_its_message(terminal: Terminal, tmp_path: Path) -> None:
+    for evidence in (None, tmp_path / "none.json"):
+        stream = io.StringIO()
+        print_gate_failure(GateFailed("the policy gate failed: kl is 9", evidence), stream)
+        assert stream.getvalue() == "rlhf: the policy gate failed: kl is 9\n"
+
+
+def test_long_lines_are_wrapped_at_words_on_a_terminal_and_never_in_a_pipe(terminal: Terminal) -> None:
+    message = "word " * 40 + "[bold]/path[/bold] :smile:"
+    print_error(message, terminal)
+    assert max(map(len, terminal.getvalue().splitlines())) <= 80 + len("\x1b[1;31m\x1b[0m")
+    pipe = io.StringIO()
+    print_error(message, pipe)
+    assert pipe.getvalue() == f"rlhf: {message}\n"
+
+
+def test_two_wrong_settings_are_two_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "params.yaml").write_text("sft: {stepz: 3, batch_size: 0}\n")
+    (tmp_path / "dvc.yaml").write_text("stages: {}\n")
+    monkeypatch.setattr(sys, "argv", ["rlhf", "run", "--workspace", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == EXIT_USER_ERROR
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first == f"rlhf: {tmp_path / 'params.yaml'}: 2 problems"
+    assert sorted(line.strip().split(";")[0] for line in others) == [
+        "parameter 'sft.batch_size': input should be greater than 0 (got 0)",
+        "unknown parameter 'sft.stepz'",
+    ]
+
+
+def test_an_error_that_nobody_foresaw_names_its_type_and_the_flag_for_more(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def crash(**options: object) -> None:
+        raise ZeroDivisionError("a\nb")
+
+    monkeypatch.setattr(cli, "app", crash)
+    monkeypatch.setattr(sys, "argv", ["rlhf"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "rlhf: ZeroDivisionError: a\nb (add --debug for the traceback)\n"
+
+
+def test_after_a_run_the_tables_of_the_gates_that_failed_are_printed(tmp_path: Path) -> None:
+    (tmp_path / "gates").mkdir()
+    (tmp_path / "gates" / "policy.json").write_text(json.dumps(DECISION))
+    (tmp_path / "gates" / "reward.json").write_text(json.dumps({"gate": "reward", "passed": True, "conditions": []}))
+    (tmp_path / "gates" / "data.json").write_text("not JSON")
+    stream = io.StringIO()
+    print_failed_gates(tmp_path, stream)
+    assert stream.getvalue().startswith("gate policy\n") and stream.getvalue().count("FAIL") == 3
+    assert "gate reward" not in stream.getvalue()
+
+
+def test_the_exit_status_of_a_failed_gate_is_its_own(monkeypatch: pytest.MonkeyPatch, failure: GateFailed) -> None:
+    def refuse(**options: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(cli, "app", refuse)
+    monkeypatch.setattr(sys, "argv", ["rlhf"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == EXIT_GATE_FAILED
