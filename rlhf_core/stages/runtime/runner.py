@@ -224,11 +224,18 @@ def _interruptible() -> Iterator[None]:
 
 
 def workspace_root(given: Path | None = None) -> Path:
-    """The workspace that ``given`` or the current folder lies in: the nearest folder upwards with a params.yaml."""
-    start = Path(given or os.environ.get("RLHF_WORKSPACE") or Path.cwd()).resolve()
-    for folder in (start, *start.parents):
+    """Return the workspace ``given`` or of ``RLHF_WORKSPACE``, else the nearest one at or above the current folder.
+
+    Raises:
+        RlhfError: the folder that was named has no params.yaml, or there is none at or above the current folder.
+    """
+    named = given or os.environ.get("RLHF_WORKSPACE")
+    start = Path(named or Path.cwd()).resolve()
+    for folder in (start,) if named else (start, *start.parents):
         if (folder / "params.yaml").is_file():
             return folder
+    if named:
+        raise RlhfError(f"{start} is no workspace (it has no params.yaml); make one with: rlhf init {named}")
     raise RlhfError(
         f"{start} is not in a workspace (no params.yaml); make one with `rlhf init DIR`, or use --workspace"
     )

@@ -59,9 +59,27 @@ def test_a_folder_outside_of_a_workspace_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RLHF_WORKSPACE", raising=False)
     for options in ([], ["--profile", "paper-7b"], ["--workspace", str(tmp_path)]):
-        with pytest.raises(RlhfError, match="is not in a workspace") as refusal:
+        with pytest.raises(RlhfError, match=r"is not in a workspace|is no workspace") as refusal:
             CliRunner().invoke(app, ["plan", *options], catch_exceptions=False)
         assert refusal.value.exit_code == EXIT_USER_ERROR and "\n" not in str(refusal.value)
+
+
+def test_a_named_folder_is_not_replaced_by_a_workspace_above_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace(tmp_path, "seed: 1\n")
+    inside = tmp_path / "docs"
+    inside.mkdir()
+    monkeypatch.delenv("RLHF_WORKSPACE", raising=False)
+    for folder in (inside, tmp_path / "typo"):
+        with pytest.raises(RlhfError, match=f"{folder} is no workspace"):
+            CliRunner().invoke(app, ["plan", "--workspace", str(folder)], catch_exceptions=False)
+    monkeypatch.setenv("RLHF_WORKSPACE", str(inside))
+    with pytest.raises(RlhfError, match=f"{inside} is no workspace"):
+        CliRunner().invoke(app, ["plan"], catch_exceptions=False)
+    monkeypatch.delenv("RLHF_WORKSPACE")
+    monkeypatch.chdir(inside)
+    assert CliRunner().invoke(app, ["plan", "--stage", "sft"], catch_exceptions=False).exit_code == 0
 
 
 def test_the_flag_of_the_former_dry_run_is_still_accepted(tmp_path: Path) -> None:
