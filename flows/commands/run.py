@@ -13,6 +13,7 @@ from flows.commands.display import Display
 from flows.commands.error_text import print_failed_gates
 from flows.commands.summary import exit_code, summary
 from flows.dvc_repo.root import ensure_dvc
+from flows.dvc_repo.tracked_params import check_tracked_params
 from flows.pipeline.events import EVENTS_VARIABLE, EventReader, PipelineEvent, RunEnded, new_events_file
 from flows.prefect_server.services import (
     Services,
@@ -57,6 +58,7 @@ def run(workspace: Path, options: RunOptions) -> int:
     signals.install()
     display = Display(workspace)
     params = load_params(workspace)
+    check_tracked_params(workspace)
     try:
         with locked(workspace, wait=options.wait, on_wait=display.line):
             os.environ[OWNER_VARIABLE] = os.environ[LOCK_HELD_VARIABLE] = ownership_tag(workspace)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from flows.commands.display import Display
 from flows.dvc_repo.root import ensure_dvc
+from flows.dvc_repo.tracked_params import check_tracked_params
 from flows.prefect_server.services import Services, check_port_option, open_services, wait_for_server
 from flows.supervision import signals
 from flows.supervision.ports import LOOPBACK, claim_port
@@ -45,6 +46,7 @@ def up(workspace: Path, options: UpOptions) -> int:
     signals.install()
     check_port_option(options.port)
     params = load_params(workspace)
+    check_tracked_params(workspace)
     display = Display(workspace)
     mlflow_port = claim_port(options.mlflow_port, "the MLflow UI", "--mlflow-port")
     ensure_dvc(workspace)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flows.commands.checks import FAIL, OK, WARN, DoctorCheck
+from flows.dvc_repo.tracked_params import check_tracked_params
 from flows.workspace.lock import lock_holder
 from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import RlhfError
@@ -32,10 +33,12 @@ def workspace_checks(workspace: Path | None) -> Iterator[DoctorCheck]:
     yield DoctorCheck(OK, "lock", f"held by {holder}" if holder else "free")
     try:
         params = load_params(workspace)
+        if (workspace / "dvc.yaml").is_file():
+            check_tracked_params(workspace)
     except RlhfError as error:
         yield DoctorCheck(FAIL, "params.yaml", str(error), "correct it; `rlhf run` would refuse it too")
         return
-    yield DoctorCheck(OK, "params.yaml", "every parameter is known and in range")
+    yield DoctorCheck(OK, "params.yaml", "every parameter is known and in range, and DVC finds those it tracks")
     yield from _sources(workspace, params)
 
 

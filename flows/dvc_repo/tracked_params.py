@@ -1,0 +1,81 @@
+"""The parameters that dvc.yaml names: DVC refuses a stage while one of them is left out of params.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.loading import yaml_text
+from rlhf_core.config.loading.load import PARAMS_FILE, Params
+from rlhf_core.errors import ConfigError
+
+DVC_FILE = "dvc.yaml"
+
+
+def check_tracked_params(workspace: Path) -> None:
+    """Check that params.yaml has every parameter that a stage of dvc.yaml names.
+
+    The program has defaults for them, but DVC compares what is written in the file.
+
+    Raises:
+        ConfigError: some are left out; the message has the lines to add.
+    """
+    document = yaml_text.plain(yaml_text.read(workspace / PARAMS_FILE))
+    missing = [path for path in tracked_params(workspace) if not _has(document, path)]
+    if not missing:
+        return
+    defaults = Params().model_dump(mode="json", by_alias=True)
+    lines: dict[str, Any] = {}
+    without_default = []
+    for path in missing:
+        value = _default_at(defaults, path)
+        if value is None or value == []:
+            without_default.append(path)
+        else:
+            _set(lines, path, {} if isinstance(value, dict) else value)
+    message = [f"{workspace / PARAMS_FILE} leaves out parameters that {DVC_FILE} names, so DVC would refuse its stages"]
+    if lines:
+        message.append("add these, which are the defaults, to their sections:")
+        message += [f"  {line}" for line in yaml_text.dump(lines).splitlines()]
+    if without_default:
+        message.append(
+            f"add {', '.join(without_default)}, which no default can stand for (`rlhf init DIR` has examples)"
+        )
+    raise ConfigError("\n".join(message))
+
+
+def tracked_params(workspace: Path) -> list[str]:
+    """Return the dotted names of params.yaml's parameters in dvc.yaml, each once, a section before its parts."""
+    stages = yaml_text.plain(yaml_text.read(workspace / DVC_FILE)).get("stages") or {}
+    return sorted({name for stage in stages.values() for name in _names_of(stage)})
+
+
+def _names_of(stage: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a stage's parameters of params.yaml; other files are entries of their own."""
+    for entry in stage.get("params") or []:
+        if isinstance(entry, str):
+            yield entry
+        elif isinstance(entry, Mapping):
+            yield from entry.get(PARAMS_FILE) or []
+
+
+def _has(document: Any, path: str) -> bool:
+    for part in path.split("."):
+        if not isinstance(document, Mapping) or part not in document:
+            return False
+        document = document[part]
+    return True
+
+
+def _default_at(defaults: Any, path: str) -> Any:
+    for part in path.split("."):
+        defaults = defaults.get(part) if isinstance(defaults, Mapping) else None
+    return defaults
+
+
+def _set(lines: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for part in parents:
+        lines = lines.setdefault(part, {})
+    lines[last] = value
