@@ -1,4 +1,7 @@
-"""Prefect artifacts of a run: stage table, gate tables, link to the report, progress of a running stage."""
+"""Prefect artifacts of a run: verdict, stage table, gate tables, report, progress of a running stage.
+
+The Prefect UI renders the cells of tables as Markdown.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,15 @@ from uuid import UUID
 
 from prefect.artifacts import (
     create_link_artifact,
+    create_markdown_artifact,
     create_progress_artifact,
     create_table_artifact,
     update_progress_artifact,
 )
 
+from flows.pipeline.verdict import RunVerdict
+from flows.pipeline.verdict_markdown import markdown_text, verdict_markdown
+from flows.stage.gate_conditions import condition_rows
 from flows.stage.outcome import StageOutcome, last_progress
 from flows.stage.run import stage_log
 from flows.supervision.log_reader import LogReader
@@ -31,29 +38,54 @@ def artifact_key(*parts: str) -> str:
 def publish_stage_table(outcomes: Iterable[StageOutcome]) -> None:
     """Create a table with a row per stage: its result, duration and message."""
     rows: list[dict[str, Any]] = [
-        {"stage": o.stage, "result": o.action, "seconds": round(o.ended - o.started, 1), "message": o.message}
+        {
+            "stage": o.stage,
+            "result": o.action,
+            "seconds": round(o.ended - o.started, 1),
+            "message": markdown_text(o.message),
+        }
         for o in outcomes
     ]
     create_table_artifact(rows, key="stages", description="Stages of this run")
 
 
 def publish_gate_tables(workspace: Path) -> None:
-    """Create a table of conditions for each gate that has left evidence."""
+    """Create a table of conditions, failures first, for each gate that has left evidence."""
     for path in sorted((workspace / "gates").glob("*.json")):
         gate = read_json(path)
         rows = [
-            {key: condition.get(key) for key in ("metric", "value", "bound", "passed", "why")}
-            for condition in gate.get("conditions", [])
+            {
+                "metric": row.metric,
+                "passed": "yes" if row.passed else "NO",
+                "value": row.value,
+                "bound": row.bound,
+                "why": markdown_text(row.why),
+            }
+            for row in condition_rows(gate)
         ]
         verdict = "passed" if gate.get("passed") else "FAILED"
         create_table_artifact(rows, key=artifact_key("gate", path.stem), description=f"Gate {path.stem}: {verdict}")
 
 
-def publish_report_link(workspace: Path) -> None:
-    """Create a link to the report, if there is one."""
+def publish_verdict(verdict: RunVerdict, report_link: str | None) -> None:
+    """Create a page with the verdict, its key numbers and where the report is."""
+    create_markdown_artifact(
+        verdict_markdown(verdict, report_link), key="verdict", description=f"Verdict: {verdict.headline}"
+    )
+
+
+def publish_report(workspace: Path, report_link: str | None) -> None:
+    """Create a link to the report where a server shows it, else a note of its path, if there is a report.
+
+    Browsers do not follow links from a served page to a local file.
+    """
     report = workspace / "report.html"
-    if report.is_file():
-        create_link_artifact(report.as_uri(), link_text="report.html", key="report", description=str(report))
+    if not report.is_file():
+        return
+    if report_link:
+        create_link_artifact(report_link, link_text=report.name, key="report", description=str(report))
+    else:
+        create_markdown_artifact(f"The report is the file `{report}`.", key="report", description=str(report))
 
 
 class ProgressArtifact:

@@ -23,8 +23,9 @@ from flows.jobs.run_on_pool import run_on_pool, run_on_remote_pool
 from flows.pipeline.artifacts import (
     ProgressArtifact,
     publish_gate_tables,
-    publish_report_link,
+    publish_report,
     publish_stage_table,
+    publish_verdict,
 )
 from flows.pipeline.events import (
     EVENTS_VARIABLE,
@@ -43,9 +44,9 @@ from flows.pipeline.late_runs import cancel_late_runs
 from flows.pipeline.preflight import memory_refusal
 from flows.pipeline.registration import MATCH_LOG, promote_task, register_task
 from flows.pipeline.schedule import Schedule, final_name
-from flows.pipeline.verdict import RegistrationResult, reach_verdict
+from flows.pipeline.verdict import RegistrationResult, RunVerdict, reach_verdict
 from flows.prefect_server.flow_runs import cancel_orphans
-from flows.registry.mlflow_client import end_pipeline_run, log_final_artifacts, start_pipeline_run
+from flows.registry.mlflow_client import end_pipeline_run, log_final_artifacts, report_address, start_pipeline_run
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageFailed, StageSpec, run_stage, stage_log
 from flows.stage.stage_hash import stage_hash
@@ -123,15 +124,20 @@ def _run_pipeline(workspace: Path, promote: bool) -> State[Any]:
     if failed and REPORT_STAGE in graph and not signals.STOP.is_set():
         outcomes[REPORT_STAGE] = write_report.with_options(task_run_name=REPORT_STAGE)(context, graph[REPORT_STAGE])
     state = _final_state(outcomes, failed)
+    verdict: RunVerdict | None = None
     if run_id:
         registration = _register(context, run_id, promote) if state.is_completed() else RegistrationResult()
         if registration.error:
             state = Failed(name="RegistrationFailed", message=f"registration: {registration.error}")
-        events.emit(VerdictReached(reach_verdict(workspace, outcomes, registration)))
+        verdict = reach_verdict(workspace, outcomes, registration)
+        events.emit(VerdictReached(verdict))
     if not signals.STOP.is_set():
+        report_link = report_address(workspace, run_id) if run_id else None
+        if verdict is not None:
+            publish_verdict(verdict, report_link)
         publish_stage_table(list(outcomes.values()))
         publish_gate_tables(workspace)
-        publish_report_link(workspace)
+        publish_report(workspace, report_link)
     if run_id:
         if not signals.STOP.is_set():
             log_final_artifacts(workspace, run_id)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from flows.registry.links import mlflow_links
 from flows.supervision.file_lock import file_lock
 from rlhf_core.config.loading.load import PARAMS_FILE, load_section
 from rlhf_core.config.loading.yaml_text import plain, read
@@ -126,6 +127,15 @@ def log_final_artifacts(workspace: Path, run_id: str) -> list[str]:
     for path in sorted((workspace / "metrics").glob("*.json")):
         log_numbers(client, run_id, {f"{path.stem}.{key}": v for key, v in flatten(read_json(path)).items()})
     return sent
+
+
+def report_address(workspace: Path, run_id: str) -> str | None:
+    """Return the page of the run's copy of the report in the MLflow UI, None where no UI is served."""
+    links = mlflow_links(workspace)
+    if links is None:
+        return None
+    client = connect(workspace)
+    return links.run(experiment_id(client, workspace), run_id, "report.html")
 
 
 def log_params(client: MlflowClient, run_id: str, workspace: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from flows.supervision.processes import is_alive, start_token
 from flows.workspace.folder import PRIVATE, private_path
@@ -22,12 +24,24 @@ def record_services(workspace: Path, api_url: str, addresses: dict[str, str]) ->
 
 def running_services(workspace: Path) -> str | None:
     """Return the Prefect API address of the live ``rlhf up`` of this workspace, None if there is none."""
+    record = _live_record(workspace)
+    return str(record["api_url"]) if record else None
+
+
+def running_addresses(workspace: Path) -> Mapping[str, str]:
+    """Return the addresses of the user interfaces of the live ``rlhf up``, by name; empty if there is none."""
+    record = _live_record(workspace)
+    return dict(record.get("addresses", {})) if record else {}
+
+
+def _live_record(workspace: Path) -> Mapping[str, Any] | None:
+    """Return the record of a process that still runs, else None."""
     try:
-        record = json.loads((workspace / PRIVATE / SERVICES_FILE).read_text(encoding="utf-8"))
-        alive = is_alive(int(record["pid"]), record["start_token"])
-        return str(record["api_url"]) if alive else None
+        record: Mapping[str, Any] = json.loads((workspace / PRIVATE / SERVICES_FILE).read_text(encoding="utf-8"))
+        alive = is_alive(int(record["pid"]), record["start_token"]) and "api_url" in record
     except (OSError, ValueError, KeyError):
         return None
+    return record if alive else None
 
 
 def forget_services(workspace: Path) -> None:

@@ -1,0 +1,48 @@
+"""Addresses of pages of the MLflow UI, where one is known to be served."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from flows.workspace.services_file import running_addresses
+
+MLFLOW_SERVICE = "mlflow"
+
+
+@dataclass(frozen=True)
+class MlflowLinks:
+    """Pages of the MLflow UI at ``address``."""
+
+    address: str
+
+    def experiment(self, experiment_id: str) -> str:
+        """Return the address of the runs of an experiment."""
+        return f"{self.address}/#/experiments/{experiment_id}/runs"
+
+    def run(self, experiment_id: str, run_id: str, artifact: str | None = None) -> str:
+        """Return the address of a run, or of one of its artifacts."""
+        page = f"{self.address}/#/experiments/{experiment_id}/runs/{run_id}"
+        return f"{page}/artifacts/{quote(artifact)}" if artifact else page
+
+    def model(self, name: str, version: str | None = None) -> str:
+        """Return the address of a registered model, or of one of its versions."""
+        page = f"{self.address}/#/models/{quote(name, safe='')}"
+        return f"{page}/versions/{version}" if version else page
+
+
+def mlflow_links(workspace: Path) -> MlflowLinks | None:
+    """Return the pages of the server of ``MLFLOW_TRACKING_URI``, or of a running ``rlhf up``; None if neither serves.
+
+    A user name and password in the variable are left out.
+    """
+    uri = os.environ.get("MLFLOW_TRACKING_URI", "").strip()
+    if uri:
+        parts = urlsplit(uri)
+        if parts.scheme not in ("http", "https"):
+            return None
+        return MlflowLinks(urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/"))
+    address = running_addresses(workspace).get(MLFLOW_SERVICE)
+    return MlflowLinks(address) if address else None
