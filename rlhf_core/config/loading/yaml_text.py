@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,11 @@ from rlhf_core.errors import ConfigError
 
 
 def _yaml() -> Any:
+    """Return a reader and writer in the style in which DVC writes, so that ``dvc exp run -S`` changes no other line."""
     from ruamel.yaml import YAML
 
     yaml = YAML()
-    yaml.indent(mapping=2, sequence=4, offset=2)
-    yaml.width = 4096
-    yaml.preserve_quotes = True
+    yaml.default_flow_style = False
     return yaml
 
 
@@ -47,10 +47,26 @@ def parse_scalar(text: str) -> Any:
 
 
 def dump(document: Any) -> str:
-    """YAML text of a round-trip document."""
+    """Return the YAML text of a round-trip document, with comments except those within lists, which DVC drops too."""
     stream = io.StringIO()
-    _yaml().dump(document, stream)
+    _yaml().dump(_in_block_style(document), stream)
     return stream.getvalue()
+
+
+def _in_block_style(document: Any) -> Any:
+    """Return a copy in which every mapping and list that is not empty is written with an item per line."""
+    document = copy.deepcopy(document)
+    sections = [document]
+    while sections:
+        section = sections.pop()
+        for key, value in section.items():
+            if isinstance(value, list) and value:
+                section[key] = plain(value)
+            elif isinstance(value, dict) and value:
+                if hasattr(value, "fa"):  # a mapping that was read from YAML text
+                    value.fa.set_block_style()
+                sections.append(value)
+    return document
 
 
 def read(path: Path) -> Any:
