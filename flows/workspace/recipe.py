@@ -14,7 +14,9 @@ from rlhf_core.files import atomic_write_text
 DVC_FILE = "dvc.yaml"
 TRIALS = "workspaces"
 DVC_IGNORE = "# never part of a dependency or an output\n__pycache__\n*.pyc\n.rlhf\nwork\n"
-GIT_IGNORE = "/.rlhf/\n/work/\n/workspaces/\n/ablation/\n/mlflow.db\n/mlartifacts/\n/report.html\n__pycache__/\n"
+GIT_IGNORE = (
+    "/.rlhf/\n/work/\n/workspaces/\n/ablation/\n/mlflow.db\n/mlartifacts/\n/report.html\n/dvc_plots/\n__pycache__/\n"
+)
 
 
 def merged_params(base: Path, profile: str | None, sets: Sequence[str], folder: Path) -> str:

@@ -1,14 +1,15 @@
-"""Stage report: one HTML file of whatever a run has left, finished or not."""
+"""Stage report: one HTML file, the headline metrics and the curves of whatever a run has left, finished or not."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rlhf_core.config.report import ReportConfig
+from rlhf_core.evaluation.report.headline import headline_metrics, write_curves
 from rlhf_core.evaluation.report.render import render
 from rlhf_core.evaluation.report.sources import load_sources
 from rlhf_core.evaluation.report.view import build_context
-from rlhf_core.files import atomic_write_text
+from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.run_context import RunContext
 
@@ -27,13 +28,15 @@ _INPUTS = _METRICS | _GATES | _HISTORIES | _SAMPLES
 
 
 def run(config: ReportConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
-    """Write ``report.html``.
+    """Write ``report.html``, the headline metrics and the training curves.
 
     Missing parts are named. Files of stages behind a failed gate are from an earlier run and are left out. The
     workspace's params.yaml is quoted for the reader; nothing depends on it.
     """
     sources = load_sources(inputs, outputs.report.parent / "params.yaml")
     atomic_write_text(outputs.report, render(build_context(sources, config.title, config.replies)))
+    atomic_write_json(outputs.headline, headline_metrics(sources.metrics))
+    write_curves(sources.histories, outputs.curves)
     return {"missing_parts": float(len(sources.missing))}
 
 
@@ -43,6 +46,6 @@ STAGE = Stage(
     config=ReportConfig,
     run=run,
     inputs=_INPUTS,
-    outputs={"report": "report.html"},
+    outputs={"report": "report.html", "headline": "metrics/summary.json", "curves": "plots/curves"},
     optional_inputs=frozenset(_INPUTS),
 )

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from commands import ROOT
 
 from rlhf_core.config.gates import Condition
+from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.report import ReportConfig
 from rlhf_core.data.schema import write_table
 from rlhf_core.evaluation.comparison import compare
 from rlhf_core.evaluation.report.charts import Series, interval_chart, line_chart, nice_ticks
+from rlhf_core.evaluation.report.headline import CURVES, HEADLINE, headline_metrics
 from rlhf_core.evaluation.report.view import flatten, format_number, spread_over_categories
 from rlhf_core.gates import decide
 from rlhf_core.stages import report
@@ -52,7 +55,8 @@ def write(path: Path, text: str) -> None:
 
 def render(root: Path) -> str:
     inputs = Paths({key: root / path for key, path in report.STAGE.inputs.items()})
-    report.run(ReportConfig(replies=4), inputs, Paths({"report": root / "report.html"}), RunContext(root / "work"))
+    outputs = Paths({key: root / path for key, path in report.STAGE.outputs.items()})
+    report.run(ReportConfig(replies=4), inputs, outputs, RunContext(root / "work"))
     page = (root / "report.html").read_text()
     parser = Balanced()
     parser.feed(page)
@@ -163,3 +167,32 @@ def test_numbers_for_people() -> None:
         "True",
     ]
     assert flatten({"a": {"b": 1, "c": [1]}, "d": 2}) == [("a.b", 1), ("d", 2)]
+
+
+def test_the_headline_has_what_there_is_and_every_curve_is_complete(tmp_path: Path) -> None:
+    fill(tmp_path)
+    write(tmp_path / "metrics/sft.json", '{"perplexity": 1.23456789, "train_loss": 0.3}')
+    write(tmp_path / "history/sft.jsonl", '{"step": 10, "loss": 2.5}\n{"step": 20}\n{"step": 30, "loss": 1.5}\n')
+    write(tmp_path / "plots/curves/critic.csv", "of an earlier run")
+    render(tmp_path)
+    headline = json.loads((tmp_path / "metrics/summary.json").read_text())
+    assert headline["sft_perplexity"] == 1.2346 and headline["kl"] == 2.5 and headline["length"] == 20.0
+    assert {"win_rate", "win_rate_low95", "gold_win_rate"} <= headline.keys() <= HEADLINE.keys()
+    # `dvc metrics show` needs the width of each name and four spaces beside the path of the file.
+    assert len("metrics/summary.json") + sum(4 + len(name) for name in HEADLINE) <= 120
+    # A row without a loss, such as one of a step that was skipped, is left out; so is a curve without rows.
+    assert (tmp_path / "plots/curves/sft.csv").read_text() == "step,loss\n10,2.5\n30,1.5\n"
+    assert [path.name for path in (tmp_path / "plots/curves").iterdir()] == ["sft.csv"]
+
+
+def test_numbers_that_are_not_finite_are_no_headline() -> None:
+    assert headline_metrics({"sft": {"perplexity": float("nan")}, "evaluation": {"kl": "much"}}) == {}
+
+
+def test_every_curve_that_dvc_plots_is_written() -> None:
+    plots = yaml_text.plain(yaml_text.read(ROOT / "dvc.yaml"))["plots"]
+    for (definition,) in (plot.values() for plot in plots):
+        for path, column in definition["y"].items():
+            columns = CURVES[Path(path).stem]
+            assert path == f"plots/curves/{Path(path).stem}.csv" and column in columns
+            assert definition["x"] == columns[0]
