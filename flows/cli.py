@@ -8,13 +8,16 @@ from typing import Annotated
 
 import typer
 
+from flows.commands.help_text import Commands, CommandWithProfiles, profile_names
+from rlhf_core import __version__
 from rlhf_core import cli as core
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_NOT_PROMOTED, EXIT_OK, GateFailed, RlhfError
 
 DEBUG = "--debug"
 UNEXPECTED_LENGTH = 500
 app = typer.Typer(
-    add_completion=False,
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -33,14 +36,32 @@ app = typer.Typer(
 Workspace = Annotated[
     Path | None, typer.Option("--workspace", "-w", help="Folder with params.yaml; default: the current one.")
 ]
-Profile = Annotated[str | None, typer.Option("--profile", "-p", help="Overlay on params.yaml, such as smoke.")]
+Profile = Annotated[
+    str | None,
+    typer.Option("--profile", "-p", help="Overlay on params.yaml, such as smoke.", autocompletion=profile_names),
+]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", "-s", help="section.key=value, overrides params.yaml; may be repeated.")
 ]
 Reason = Annotated[str | None, typer.Option("--reason", help="The reason; recorded with the decision.")]
 
 
-@app.command()
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rlhf-pipeline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options that stand before the command; the help of the whole is that of ``app``."""
+
+
+@app.command(cls=CommandWithProfiles)
 def run(
     profile: Profile = None,
     sets: Sets = None,
@@ -53,7 +74,10 @@ def run(
 
     With --profile or --set the run has a workspace of its own under workspaces/ (the same for the same settings).
 
-    Examples: rlhf run | rlhf run --profile smoke | rlhf run --set ppo.kl.coefficient=0.1 --set seed=2
+    Examples:
+    $ rlhf run
+    $ rlhf run --profile smoke
+    $ rlhf run --set ppo.kl.coefficient=0.1 --set seed=2
     """
     from flows.commands.init import trial_workspace
     from flows.commands.run import RunOptions
@@ -86,7 +110,7 @@ def up(
     raise typer.Exit(stay_up(find_workspace(workspace), UpOptions(port, mlflow_port)))
 
 
-@app.command()
+@app.command(cls=CommandWithProfiles, no_args_is_help=True)
 def init(
     folder: Annotated[Path, typer.Argument(help="The folder to create; it may exist.")],
     profile: Profile = None,
@@ -104,7 +128,7 @@ def init(
     typer.echo(f"{created} is ready; next: rlhf run --workspace {created}")
 
 
-@app.command()
+@app.command(cls=CommandWithProfiles)
 def ablate(
     profile: Profile = None,
     sets: Sets = None,
@@ -125,7 +149,10 @@ def ablate(
     interruption resumes. The results (table.md, results.csv, figures) go to ablation/demo, those of a part to
     ablation/demo-part.
 
-    Examples: rlhf ablate --list | rlhf ablate | rlhf ablate --variants ppo-max,vanilla --seeds 1,2 --iterations 20
+    Examples:
+    $ rlhf ablate --list
+    $ rlhf ablate
+    $ rlhf ablate --variants ppo-max,vanilla --seeds 1,2 --iterations 20
     """
     from flows.ablation.command import AblationOptions
     from flows.ablation.command import ablate as run_ablation
@@ -158,7 +185,9 @@ def promote(
 
     Exit codes: 0 it is champion now (in a dry run: it would be), 5 not promoted, 2 it could not be decided.
 
-    Examples: rlhf promote --dry-run | rlhf promote --force --reason "champion was trained on leaked data"
+    Examples:
+    $ rlhf promote --dry-run
+    $ rlhf promote --force --reason "champion was trained on leaked data"
     """
     from flows.registry.promotion import promote as decide
     from flows.workspace.folder import find_workspace
@@ -181,7 +210,9 @@ def rollback(
 ) -> None:
     """Restore the previous champion. A second rollback goes back one champion further.
 
-    Examples: rlhf rollback --reason "rude replies seen in production" | rlhf rollback --to 3 --reason "drifted since"
+    Examples:
+    $ rlhf rollback --reason "rude replies seen in production"
+    $ rlhf rollback --to 3 --reason "drifted since"
     """
     from flows.registry.promotion import rollback as restore
     from flows.workspace.folder import find_workspace
@@ -203,7 +234,10 @@ def chat(
 ) -> None:
     """Chat with the champion, or with a model folder. One reply per line when input is not a terminal.
 
-    Examples: rlhf chat | rlhf chat models/sft | echo "what color is the lamp?" | rlhf chat models/policy
+    Examples:
+    $ rlhf chat
+    $ rlhf chat models/sft
+    $ echo "what color is the lamp?" | rlhf chat models/policy
     """
     from rlhf_core.cli import talk
 

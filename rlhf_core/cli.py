@@ -11,7 +11,7 @@ from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
 WorkspaceOption = Annotated[
-    Path | None, typer.Option("--workspace", "-w", help="Folder with params.yaml; default: the one you are in.")
+    Path | None, typer.Option("--workspace", "-w", help="Folder with params.yaml; default: the current one.")
 ]
 
 
@@ -20,7 +20,7 @@ def stage(
     name: Annotated[str, typer.Argument(help="Stage name, such as sft or gate-reward; an unknown one lists them all.")],
     workspace: WorkspaceOption = None,
 ) -> None:
-    """Run one stage here and now, in this process, whether or not it is up to date.
+    """Run one stage here and now, in this process, whether it is up to date or not.
 
     `dvc repro NAME` runs the same command when something it depends on has changed.
 
@@ -59,16 +59,20 @@ def plan(
     gpus: Annotated[int | None, typer.Option(help="GPUs that share a job: one process on each.")] = None,
     gpu_memory: Annotated[float | None, typer.Option(help="Memory of one GPU in GiB.")] = None,
     zero: Annotated[int | None, typer.Option("--zero-stage", help="DeepSpeed's ZeRO stage, 0 to 3.")] = None,
-    offload: Annotated[str | None, typer.Option(help="To host memory: none, optimizer or parameters.")] = None,
+    offload: Annotated[
+        str | None, typer.Option(help="What waits in host memory: none, optimizer or parameters.")
+    ] = None,
     frozen: Annotated[str | None, typer.Option(help="Frozen models: device, offload or sharded.")] = None,
-    gradient_checkpointing: Annotated[bool | None, typer.Option(help="Compute layers again in backward.")] = None,
+    gradient_checkpointing: Annotated[
+        bool | None, typer.Option(help="Compute activations again in the backward pass.")
+    ] = None,
     bf16: Annotated[bool | None, typer.Option("--bf16/--fp32", help="Weights in bfloat16 or float32.")] = None,
     lora_rank: Annotated[int | None, typer.Option(help="Adapters of this rank instead of all weights.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt of rollouts.")] = None,
     config: Annotated[Path | None, typer.Option(help="config.json in place of the starting model's.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Has no effect: every estimate is a dry run.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="One line; refuse what cannot fit.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Print one line; exit with 2 if it cannot fit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
 ) -> None:
     """Estimate memory per GPU by model and phase of every training stage, and what to change when it does not fit.
 
@@ -113,7 +117,7 @@ def data(
     files: Annotated[list[str], typer.Argument(help="Files, globs or hub:owner/name[:split].")],
     show: Annotated[int, typer.Option(help="Rows to print of each file.")] = 1,
 ) -> None:
-    """Tell what the readers make of data files: the format, how many rows, what is refused and why.
+    """Describe data files: their format, how many rows they have, and which rows would be refused and why.
 
     Example: rlhf data 'exports/*.jsonl.gz'
     """
@@ -129,7 +133,7 @@ def match(
     output: Annotated[Path, typer.Option(help="JSON file for the result.")],
     workspace: WorkspaceOption = None,
 ) -> None:
-    """Play two policies against each other on the fixed test prompts, by every judge there is.
+    """Compare the replies of two policies to the fixed test prompts by every judge that is available.
 
     `rlhf promote` does this and acts on the result; this command only measures.
     """

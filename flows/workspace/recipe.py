@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from flows.workspace.folder import cannot_write
 from rlhf_core.config.loading.load import PARAMS_FILE
 from rlhf_core.config.loading.overlay import merge, overlays_of, rebase_sources
-from rlhf_core.config.loading.recipe import profiles_of
+from rlhf_core.config.loading.recipe import profile_headers, profiles_of
 from rlhf_core.files import atomic_write_text
 
+PROFILE_LINE = "# Profile "  # opens what the comment at the top of params.yaml says about the profile
+HEADER_WIDTH = 118
 DVC_FILE = "dvc.yaml"
 TRIALS = "workspaces"
 DVC_IGNORE = "# never part of a dependency or an output\n__pycache__\n*.pyc\n.rlhf\nwork\n"
@@ -27,7 +31,17 @@ def merged_params(base: Path, profile: str | None, sets: Sequence[str], folder: 
     recipe = (base / PARAMS_FILE).read_text(encoding="utf-8")
     text = merge(recipe, overlays_of(recipe, profiles_of(base), profile, sets))
     from_current_folder = merge(rebase_sources(text, base.resolve(), Path.cwd()), sets=sets)
-    return rebase_sources(from_current_folder, Path.cwd(), folder.resolve())
+    params = rebase_sources(from_current_folder, Path.cwd(), folder.resolve())
+    return with_profile_header(params, profile, profile_headers(profiles_of(base))[profile]) if profile else params
+
+
+def with_profile_header(params: str, profile: str, header: str) -> str:
+    """Replace what the opening comment of params.yaml says about the profile that it is by ``header``."""
+    lines = params.splitlines()
+    end = next((number for number, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    general = itertools.takewhile(lambda line: not line.startswith(PROFILE_LINE), lines[:end])
+    comment = textwrap.wrap(f"Profile {profile}: {header}", HEADER_WIDTH, break_on_hyphens=False)
+    return "\n".join([*general, *(f"# {line}" for line in comment), *lines[end:]]) + "\n"
 
 
 def write_recipe(folder: Path, params: str, base: Path) -> None:

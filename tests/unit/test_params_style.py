@@ -8,7 +8,7 @@ import pytest
 from commands import ROOT
 from dvc.utils.hydra import apply_overrides
 
-from flows.workspace.recipe import merged_params
+from flows.workspace.recipe import merged_params, with_profile_header
 from rlhf_core.config.loading.overlay import profiles
 
 NAMES = sorted(profiles(ROOT / "profiles"))
@@ -27,3 +27,22 @@ def test_dvc_changes_one_line(profile: str | None, tmp_path: Path) -> None:
 def test_the_file_in_the_repository_is_what_is_written() -> None:
     text = (ROOT / "params.yaml").read_text()
     assert merged_params(ROOT, None, [], ROOT) == text
+
+
+def test_every_profile_has_a_header_of_its_own(tmp_path: Path) -> None:
+    smoke = merged_params(ROOT, "smoke", ["seed=3"], tmp_path).splitlines()
+    assert smoke[2].startswith("# Profile smoke: The whole pipeline") and "demo" not in smoke[2]
+    assert smoke[3] == "seed: 3" or smoke[3].startswith("# ")
+    assert (ROOT / "params.yaml").read_text().splitlines()[:2] == smoke[:2]
+    long = with_profile_header("# General.\n# Profile demo: one\n# two\nseed: 1\n", "x", "word " * 60)
+    first, second, *others = long.splitlines()
+    assert first == "# General." and second.startswith("# Profile x: word") and others[-1] == "seed: 1"
+    assert max(map(len, long.splitlines())) <= 120 and "two" not in long
+    assert with_profile_header("seed: 1\n", "x", "about.") == "# Profile x: about.\nseed: 1\n"
+
+
+def test_the_profile_of_a_workspace_is_that_of_its_own_params(tmp_path: Path) -> None:
+    """A trial of a workspace that was made with a profile names the profile of the trial alone."""
+    (tmp_path / "params.yaml").write_text(merged_params(ROOT, "smoke", [], tmp_path))
+    trial = merged_params(tmp_path, "vanilla", [], tmp_path)
+    assert "# Profile vanilla: " in trial and "Profile smoke" not in trial

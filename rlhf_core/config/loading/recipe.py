@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sysconfig
 from pathlib import Path
 
@@ -22,3 +23,15 @@ def profiles_of(base: Path) -> Path:
     """The folder of profiles: the workspace's own if it has one, else the project's."""
     own = base / "profiles"
     return own if own.is_dir() else recipe_folder() / "profiles"
+
+
+def profile_headers(folder: Path) -> dict[str, str]:
+    """Return the comment that opens each profile, as one paragraph, by the profile's name."""
+    return {path.stem: _header(path) for path in sorted(folder.glob("*.yaml"))}
+
+
+def _header(path: Path) -> str:
+    """Return the text of a file's first lines that are comments."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comments = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    return " ".join(line.lstrip("# ") for line in comments)

@@ -1,0 +1,89 @@
+"""The help of the command line: whole sentences, the profiles with a line each, and it comes at once."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import ROOT, command_environment, run
+from typer.testing import CliRunner
+
+from flows.cli import app
+from flows.commands.help_text import joined_lines, profile_list, profile_names
+from rlhf_core import __version__
+from rlhf_core.config.loading.recipe import profile_headers
+
+COMMANDS = [str(command.name or command.callback.__name__) for command in app.registered_commands if command.callback]
+
+
+def shown(*words: str) -> str:
+    """What the command prints on a terminal of 80 columns."""
+    result = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1", "TERMINAL_WIDTH": "80"}).invoke(app, [*words])
+    return result.output
+
+
+def test_a_paragraph_is_joined_and_examples_keep_their_lines() -> None:
+    text = "One\ntwo.\n\nThree\nfour.\n\nExamples:\n$ a b\n$ c"
+    assert joined_lines(text) == "One two.\n\nThree four.\n\nExamples:\n$ a b\n$ c"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_line_of_a_help_ends_before_its_width(command: str) -> None:
+    assert shown(command, "-h") == shown(command, "--help")
+    prose = shown(command, "--help").partition("╭")[0]
+    assert max(map(len, prose.splitlines())) <= 80
+    for line, following in zip(prose.splitlines(), prose.splitlines()[1:], strict=False):
+        example = line.startswith(" $ ") or line.strip() == "Examples:"
+        if line.strip() and following.strip() and not example:
+            # The first word of the next line would not have fitted.
+            assert len(line.rstrip()) + 1 + len(following.split()[0]) > 79, line
+
+
+@pytest.mark.parametrize("words", [("--help",), ("init",), ("init", "-h"), ("run", "-h")])
+def test_the_profiles_are_listed_with_a_line_each(words: tuple[str, ...]) -> None:
+    lines = [line.strip() for line in shown(*words).splitlines()]
+    for name in profile_headers(ROOT / "profiles"):
+        (line,) = (line for line in lines if re.match(rf"{name}\s{{2,}}\w", line))
+        assert 20 < len(line) <= 78
+
+
+def test_every_profile_says_what_it_is_in_its_first_sentence() -> None:
+    assert all(len(line) <= 78 for line in profile_list().splitlines())
+
+
+def test_a_workspace_with_profiles_of_its_own_lists_those(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("params.yaml", "dvc.yaml"):
+        (tmp_path / name).touch()
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "mine.yaml").write_text("# My own. And more.\n# Of it.\nseed: 2\n# not this\n")
+    monkeypatch.chdir(tmp_path)
+    assert profile_list().splitlines()[1:] == ["  mine  My own"]
+    assert profile_names("m") == ["mine"] and profile_names("x") == []
+
+
+def test_the_version_is_printed() -> None:
+    assert shown("--version") == f"rlhf-pipeline {__version__}\n"
+
+
+def test_a_shell_completes_commands_and_profiles() -> None:
+    script = f"{sys.executable} -m flows.cli"
+    for words, count, expected in (("rlhf ru", 1, "run"), ("rlhf run --profile smo", 3, "smoke")):
+        completion = {"_RLHF_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+        done = run(*script.split(), cwd=ROOT, **completion)
+        assert expected in done.stdout.split(), done.stdout + done.stderr
+
+
+def test_the_help_loads_no_heavy_library() -> None:
+    code = (
+        "import sys\nfrom flows.cli import app\n"
+        "try: app(['--help'])\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'prefect', 'dvc', 'mlflow', 'pandas', 'numpy', 'pydantic', 'ruamel'}\n"
+        "print('loaded', sorted(heavy & {name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=command_environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "loaded []"
