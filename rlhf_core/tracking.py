@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,7 +93,8 @@ def experiment_id(client: Any, workspace: Path, name: str) -> str:
     local = tracking_uri(workspace).startswith("sqlite:")
     try:
         location = (workspace / "mlartifacts").as_uri() if local else None
-        return str(client.create_experiment(name, artifact_location=location))
+        kind = {"mlflow.experimentKind": "custom_model_development"}
+        return str(client.create_experiment(name, artifact_location=location, tags=kind))
     except MlflowException:
         return str(client.get_experiment_by_name(name).experiment_id)
 
@@ -116,7 +118,8 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
         lock.acquire()
         client = MlflowClient(tracking_uri(workspace))
         experiment_key = experiment_id(client, workspace, experiment)
-    tags = {"mlflow.runName": stage, "rlhf.stage": stage}
+    name = f"{stage} · {workspace.resolve().name} · {datetime.now():%Y-%m-%d %H:%M:%S}"
+    tags = {"mlflow.runName": name, "stage": stage, "workspace": workspace.resolve().name, "rlhf.stage": stage}
     if os.environ.get(PARENT_RUN_VARIABLE):
         tags["mlflow.parentRunId"] = os.environ[PARENT_RUN_VARIABLE]
     run_id = client.create_run(experiment_key, tags=tags).info.run_id

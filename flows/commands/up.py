@@ -95,10 +95,23 @@ def _start_services(services: Services, params: Params, mlflow_port: int, displa
     monitor = ServiceMonitor(services, params, pools, display.line, WORKER_RESTARTS)
     monitor.workers.start_missing()
     record_services(workspace, services.api_url, {"prefect": services.ui_url, "mlflow": mlflow_url})
-    display.line(f"Prefect UI {services.ui_url}")
-    display.line(f"MLflow UI  {mlflow_url}")
+    for line in deep_links(workspace, services.ui_url):
+        display.line(line)
     display.line("up: scheduled runs start by themselves, `rlhf run` here uses this server; Ctrl-C stops everything")
     return monitor
+
+
+def deep_links(workspace: Path, prefect_url: str) -> list[str]:
+    """Return the addresses of the pages that a person opens: runs on both servers, schedules, registered models."""
+    from flows.registry.links import mlflow_links
+    from flows.registry.mlflow_client import connect, experiment_id
+
+    lines = [f"Prefect: runs {prefect_url}/runs", f"         schedules {prefect_url}/deployments"]
+    links = mlflow_links(workspace)
+    if links is not None:
+        lines.append(f"MLflow:  runs {links.experiment(experiment_id(connect(workspace), workspace))}")
+        lines.append(f"         models {links.models}")
+    return lines
 
 
 def _start_mlflow(services: Services, port: int) -> str:

@@ -18,11 +18,16 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, State
 from flows.jobs.job import JOB_FLOW, Handoff
 from flows.stage.run import StageSpec, run_stage
 from flows.supervision import signals
+from flows.workspace.run_label import job_label
 
 PREEMPTED = "Preempted"
 
 
-@flow(name=JOB_FLOW, flow_run_name="{stage}", persist_result=False, validate_parameters=True)
+def _run_name() -> str:
+    return job_label(runtime.flow_run.parameters["workspace"], runtime.flow_run.parameters["stage"])
+
+
+@flow(name=JOB_FLOW, flow_run_name=_run_name, persist_result=False, validate_parameters=True)
 def stage_job(
     workspace: str,
     stage: str,

@@ -18,6 +18,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.deployments import run_deployment
 
 from flows.jobs.job import Job, job_deployment
+from flows.workspace.run_label import job_label
 
 RECENT = 200
 ATTEMPTS = 3
@@ -73,8 +74,8 @@ def _submit(job: Job, idempotency_key: str, tags: Sequence[str]) -> FlowRun:
         timeout=0,
         as_subflow=True,
         idempotency_key=idempotency_key,
-        flow_run_name=job.stage,
-        tags=tags,
+        flow_run_name=job_label(str(job.workspace), job.stage),
+        tags=[job.workspace.name, job.stage, *tags],
         work_queue_name=job.placement.queue,
         job_variables=job.placement.job_variables(),
     )

@@ -7,10 +7,11 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
-from prefect import flow, get_run_logger, task
+from prefect import flow, get_run_logger, runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext, get_run_context
 from prefect.futures import PrefectFuture
@@ -45,8 +46,10 @@ from flows.pipeline.preflight import memory_refusal
 from flows.pipeline.registration import MATCH_LOG, promote_task, register_task
 from flows.pipeline.schedule import Schedule, final_name
 from flows.pipeline.verdict import RegistrationResult, RunVerdict, reach_verdict
+from flows.pipeline.verdict_markdown import verdict_markdown
 from flows.prefect_server.flow_runs import cancel_orphans
 from flows.registry.mlflow_client import end_pipeline_run, log_final_artifacts, report_address, start_pipeline_run
+from flows.registry.run_description import describe_run
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageFailed, StageSpec, run_stage, stage_log
 from flows.stage.stage_hash import stage_hash
@@ -54,9 +57,11 @@ from flows.supervision import signals
 from flows.supervision.processes import OWNER_VARIABLE, ownership_tag
 from flows.workspace.cleanup import cleanup
 from flows.workspace.lock import LOCK_HELD_VARIABLE, locked_unless_inherited
+from flows.workspace.run_label import run_label
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.config.operations import FlowConfig
 from rlhf_core.config.placement import Placement
+from rlhf_core.errors import RlhfError
 
 PIPELINE_FLOW = "rlhf-pipeline"
 RUNNER = cast("TaskRunner[PrefectFuture[Any]]", ThreadPoolTaskRunner(max_workers=16))
@@ -85,8 +90,19 @@ class PipelineContext:
         return StageSpec(self.workspace, node.name, node.outputs, self.environment, grace, command)
 
 
+def _run_name() -> str:
+    """Return the name of this flow run; a workspace whose params.yaml is wrong has one too."""
+    workspace = Path(str(runtime.flow_run.parameters.get("workspace", "."))).resolve()
+    try:
+        profile = load_params(workspace).profile
+    except RlhfError:
+        profile = ""
+    return run_label(workspace, profile, datetime.now())
+
+
 @flow(
     name=PIPELINE_FLOW,
+    flow_run_name=_run_name,
     persist_result=False,
     task_runner=RUNNER,
     on_failure=[cancel_orphans],
@@ -114,7 +130,9 @@ def _run_pipeline(workspace: Path, promote: bool) -> State[Any]:
     params = load_params(workspace)
     graph = read_graph(workspace)
     # Only a pipeline with a gated policy is recorded in MLflow and registers models.
-    run_id = start_pipeline_run(workspace) if any(POLICY_EVIDENCE in node.outputs for node in graph.values()) else None
+    recorded = any(POLICY_EVIDENCE in node.outputs for node in graph.values())
+    name = runtime.flow_run.name or run_label(workspace, params.profile, datetime.now())
+    run_id = start_pipeline_run(workspace, name) if recorded else None
     environment = {PARENT_RUN_VARIABLE: run_id} if run_id else {}
     events = EventWriter(os.environ.get(EVENTS_VARIABLE))
     context = PipelineContext(workspace, params.pools, params.flow, environment, events)
@@ -132,18 +150,27 @@ def _run_pipeline(workspace: Path, promote: bool) -> State[Any]:
         verdict = reach_verdict(workspace, outcomes, registration)
         events.emit(VerdictReached(verdict))
     if not signals.STOP.is_set():
-        report_link = report_address(workspace, run_id) if run_id else None
-        if verdict is not None:
-            publish_verdict(verdict, report_link)
-        publish_stage_table(list(outcomes.values()))
-        publish_gate_tables(workspace)
-        publish_report(workspace, report_link)
+        _publish(workspace, run_id, outcomes, verdict)
     if run_id:
-        if not signals.STOP.is_set():
-            log_final_artifacts(workspace, run_id)
         end_pipeline_run(run_id, str(state.type.value), workspace)
     events.emit(RunEnded(state.name or state.type.value, state.message or ""))
     return state
+
+
+def _publish(
+    workspace: Path, run_id: str | None, outcomes: Mapping[str, StageOutcome], verdict: RunVerdict | None
+) -> None:
+    """Show stages, gates, verdict and report on the Prefect server, and on the run in MLflow if there is one."""
+    report_link = report_address(workspace, run_id) if run_id else None
+    publish_stage_table(list(outcomes.values()))
+    publish_gate_tables(workspace)
+    publish_report(workspace, report_link)
+    if verdict is not None:
+        publish_verdict(verdict, report_link)
+    if run_id:
+        log_final_artifacts(workspace, run_id)
+        if verdict is not None:
+            describe_run(workspace, run_id, verdict.headline, verdict_markdown(verdict, report_link))
 
 
 def _run_stages(graph: Mapping[str, StageNode], context: PipelineContext) -> dict[str, StageOutcome]:

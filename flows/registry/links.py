@@ -27,6 +27,11 @@ class MlflowLinks:
         page = f"{self.address}/#/experiments/{experiment_id}/runs/{run_id}"
         return f"{page}/artifacts/{quote(artifact)}" if artifact else page
 
+    @property
+    def models(self) -> str:
+        """The address of the list of registered models."""
+        return f"{self.address}/#/models"
+
     def model(self, name: str, version: str | None = None) -> str:
         """Return the address of a registered model, or of one of its versions."""
         page = f"{self.address}/#/models/{quote(name, safe='')}"

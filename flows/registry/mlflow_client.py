@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 
 from flows.registry.links import mlflow_links
 from flows.supervision.file_lock import file_lock
-from rlhf_core.config.loading.load import PARAMS_FILE, load_section
+from flows.workspace.run_label import run_tags
+from rlhf_core.config.loading.load import PARAMS_FILE, load_params, load_section
 from rlhf_core.config.loading.yaml_text import plain, read
 from rlhf_core.config.operations import TrackingConfig
 from rlhf_core.errors import RlhfError
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
 PIPELINE_TAG = "rlhf.pipeline"
 FINAL_FILES = ("report.html", PARAMS_FILE, "dvc.lock")
 FINAL_FOLDERS = ("metrics", "gates", "plots")
+HEADLINE_FILE = Path("metrics") / "summary.json"
+# The UI otherwise guesses from the first runs whether an experiment trains models or traces agents.
+EXPERIMENT_TAGS = {
+    "mlflow.experimentKind": "custom_model_development",
+    "mlflow.note.content": "Runs of the RLHF pipeline: one for each `rlhf run`, and below it one for each stage.",
+}
 FINAL_STATES = {
     "finished": "FINISHED",
     "completed": "FINISHED",
@@ -89,7 +96,7 @@ def prepare_tracking(workspace: Path) -> str:
     return tracking_uri(workspace)
 
 
-def start_pipeline_run(workspace: Path, tags: Mapping[str, str] | None = None) -> str:
+def start_pipeline_run(workspace: Path, name: str) -> str:
     """Open the parent run of a pipeline run with params.yaml flattened into its parameters; returns its id.
 
     Stages become its children when ``RLHF_PARENT_RUN_ID`` holds that id.
@@ -97,9 +104,9 @@ def start_pipeline_run(workspace: Path, tags: Mapping[str, str] | None = None) -
     prepare_tracking(workspace)
     client = connect(workspace)
     experiment = experiment_id(client, workspace)
-    name = workspace.resolve().name
-    labels = {"mlflow.runName": f"pipeline {name}", "rlhf.workspace": name, PIPELINE_TAG: "true"}
-    run_id = str(client.create_run(experiment, tags={**labels, **(tags or {})}).info.run_id)
+    labels = run_tags(workspace, load_params(workspace).profile)
+    own = {"mlflow.runName": name, "rlhf.workspace": workspace.resolve().name, PIPELINE_TAG: "true"}
+    run_id = str(client.create_run(experiment, tags={**labels, **own}).info.run_id)
     log_params(client, run_id, workspace)
     return run_id
 
@@ -113,7 +120,10 @@ def end_pipeline_run(run_id: str, status: str, workspace: Path | None = None) ->
 
 
 def log_final_artifacts(workspace: Path, run_id: str) -> list[str]:
-    """Copy report, metrics, gates and plots into the run and its final numbers into its metrics; returns what went."""
+    """Copy report, metrics, gates and plots into the run, and the headline into its metrics; returns what went.
+
+    The other final numbers are metrics of the stages' runs.
+    """
     client = connect(workspace)
     sent = []
     for name in FINAL_FILES:
@@ -124,8 +134,8 @@ def log_final_artifacts(workspace: Path, run_id: str) -> list[str]:
         if (workspace / name).is_dir():
             client.log_artifacts(run_id, str(workspace / name), name)
             sent.append(f"{name}/")
-    for path in sorted((workspace / "metrics").glob("*.json")):
-        log_numbers(client, run_id, {f"{path.stem}.{key}": v for key, v in flatten(read_json(path)).items()})
+    if (workspace / HEADLINE_FILE).is_file():
+        log_numbers(client, run_id, read_json(workspace / HEADLINE_FILE))
     return sent
 
 
@@ -206,7 +216,7 @@ def experiment_id(client: MlflowClient, workspace: Path) -> str:
     local = tracking_uri(workspace).startswith("sqlite:")
     try:
         place = (workspace.resolve() / "mlartifacts").as_uri() if local else None
-        return str(client.create_experiment(name, artifact_location=place))
+        return str(client.create_experiment(name, artifact_location=place, tags=EXPERIMENT_TAGS))
     except MlflowException:
         found = client.get_experiment_by_name(name)
         if found is None:

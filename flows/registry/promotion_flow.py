@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, get_run_logger
+from prefect import flow, get_run_logger, runtime
 from prefect.flow_runs import pause_flow_run
 from prefect.input import RunInput
 
@@ -22,7 +23,12 @@ class Approval(RunInput):
     reason: str = ""
 
 
-@flow(name="rlhf_promotion", persist_result=False)
+def _run_name() -> str:
+    workspace = Path(runtime.flow_run.parameters["workspace"])
+    return f"{workspace.name} · promotion · {datetime.now():%Y-%m-%d %H:%M:%S}"
+
+
+@flow(name="rlhf-promotion", flow_run_name=_run_name, persist_result=False)
 def promotion_flow(workspace: str, approval: bool = False) -> dict[str, Any]:
     """Promote the challenger of ``workspace`` if it beats the champion.
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ from flows.registry.mlflow_client import (
 )
 from flows.registry.model_artifacts import CONTENT_TAG, log_model
 from flows.workspace.lock import locked
-from rlhf_core.config.loading.load import load_section
+from flows.workspace.run_label import SEPARATOR, run_label
+from rlhf_core.config.loading.load import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import GateFailed
 from rlhf_core.files import read_json, sha256_tree
@@ -223,7 +225,8 @@ def _registration_run(
     client: MlflowClient, workspace: Path, model: RegistrableModel, parent: str | None
 ) -> Iterator[str]:
     experiment = experiment_id(client, workspace)
-    tags = {"mlflow.runName": f"register {model.name}"}
+    label = run_label(workspace, load_params(workspace).profile, datetime.now())
+    tags = {"mlflow.runName": f"register {model.name}{SEPARATOR}{label}"}
     if parent:
         tags["mlflow.parentRunId"] = parent
     run = str(client.create_run(experiment, tags=tags).info.run_id)

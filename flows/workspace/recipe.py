@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flows.workspace.folder import cannot_write
+from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import PARAMS_FILE
 from rlhf_core.config.loading.overlay import merge, overlays_of, rebase_sources
 from rlhf_core.config.loading.recipe import profile_headers, profiles_of
@@ -29,7 +30,10 @@ def merged_params(base: Path, profile: str | None, sets: Sequence[str], folder: 
     Relative data paths in params.yaml and profiles start at ``base``, those in ``sets`` at the current folder.
     """
     recipe = (base / PARAMS_FILE).read_text(encoding="utf-8")
-    text = merge(recipe, overlays_of(recipe, profiles_of(base), profile, sets))
+    overlays = overlays_of(recipe, profiles_of(base), profile, sets)
+    if profile:
+        overlays.append(("the profile's name", yaml_text.dump({"profile": profile})))
+    text = merge(recipe, overlays)
     from_current_folder = merge(rebase_sources(text, base.resolve(), Path.cwd()), sets=sets)
     params = rebase_sources(from_current_folder, Path.cwd(), folder.resolve())
     return with_profile_header(params, profile, profile_headers(profiles_of(base))[profile]) if profile else params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import sys
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ stages:
   ppo: {cmd: python train.py 4, deps: [raw.txt], outs: [policy.txt]}
   report: {cmd: cat policy.txt > report.html, deps: [policy.txt], outs: [report.html]}
 """
-PARAMS = "seed: 1\npools: {ppo: gpu-pool}\n"
+PARAMS = "seed: 1\nprofile: tiny\npools: {ppo: gpu-pool}\n"
 
 
 def rows(workspace: Path, query: str) -> list[tuple[str, ...]]:
@@ -62,7 +63,12 @@ def test_a_stage_on_the_pool_runs_there_and_a_second_run_computes_nothing(tmp_pa
     jobs = rows(
         toy, "select r.name, state_type from flow_run r join flow f on f.id = r.flow_id where f.name='rlhf-stage'"
     )
-    assert jobs == [("ppo", "COMPLETED")]
+    assert jobs == [(f"{toy.name} · ppo", "COMPLETED")]
+    (pipeline,) = rows(
+        toy, "select r.name, r.tags from flow_run r join flow f on f.id = r.flow_id where f.name='rlhf-pipeline'"
+    )
+    assert re.fullmatch(rf"{toy.name} · tiny · 2\d{{3}}-\d\d-\d\d \d\d:\d\d:\d\d", pipeline[0])
+    assert set(json.loads(pipeline[1])) == {toy.name, "tiny"}
     # A GPU on which the stage would not fit refuses only what has to be computed.
     (toy / "params.yaml").write_text(PARAMS + "plan: {gpu_memory_gb: 1.05}\n")
     second = rlhf("run", cwd=toy)

@@ -34,8 +34,9 @@ Model = TypeVar("Model", bound=Strict)
 
 
 class Params(Strict):
-    """The whole of params.yaml."""
+    """The whole of params.yaml. ``profile`` is the name of the profile that it was made with; it labels runs."""
 
+    profile: str = ""
     seed: int = Field(default=1, ge=0)
     collect: CollectConfig = CollectConfig()
     validate_: ValidateConfig = Field(default=ValidateConfig(), alias="validate")

@@ -19,12 +19,14 @@ from flows.registry.champion import champion_folder
 from flows.registry.mlflow_client import (
     connect,
     end_pipeline_run,
+    experiment_id,
     fluent,
     log_final_artifacts,
     start_pipeline_run,
     tracking_uri,
 )
 from flows.registry.register import register
+from flows.registry.run_description import describe_run
 from flows.supervision.environment import child_environment
 from flows.supervision.ports import free_port
 from rlhf_core.errors import ModelError, RlhfError
@@ -46,7 +48,7 @@ SCORED = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "blue
 
 
 def test_both_models_are_registered_with_lineage_and_gate_report(workspace: Path) -> None:
-    run_id = start_pipeline_run(workspace)
+    run_id = start_pipeline_run(workspace, "demo · now")
     result = register(workspace, run_id)
     assert result.refused == {}
     assert result.registered[policy_name(workspace)].version == "1"
@@ -182,14 +184,40 @@ def test_no_champion_is_one_clear_line(workspace: Path) -> None:
 
 
 def test_a_pipeline_run_holds_parameters_final_numbers_and_files(workspace: Path) -> None:
-    run_id = start_pipeline_run(workspace)
+    (workspace / "metrics" / "summary.json").write_text('{"win_rate": 0.7, "kl": 2.0}')
+    run_id = start_pipeline_run(workspace, "demo · now")
     sent = log_final_artifacts(workspace, run_id)
     end_pipeline_run(run_id, "Cancelled", workspace)
     assert sent == ["params.yaml", "dvc.lock", "metrics/", "gates/"]
     run = connect(workspace).get_run(run_id)
     assert run.info.status == "KILLED"
     assert run.data.params["evaluate.sampling.max_new_tokens"] == "8"
-    assert run.data.metrics["evaluation.nested.win_rate"] == 0.7
+    # The headline alone; the other final numbers are metrics of the stages' runs.
+    assert run.data.metrics == {"win_rate": 0.7, "kl": 2.0}
+    assert run.info.run_name == "demo · now" and run.data.tags["workspace"] == workspace.name
+    experiment = connect(workspace).get_experiment(run.info.experiment_id)
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+
+
+def test_run_versions_and_models_are_described_by_the_verdict(workspace: Path) -> None:
+    run_id = start_pipeline_run(workspace, "demo · now")
+    register(workspace, run_id)
+    describe_run(workspace, run_id, "better than SFT", "**Better than SFT**")
+    client = connect(workspace)
+    tags = client.get_run(run_id).data.tags
+    assert (tags["verdict"], tags["mlflow.note.content"]) == ("better than SFT", "**Better than SFT**")
+    model = client.get_registered_model(policy_name(workspace))
+    assert model.description.endswith("version 1, from a run whose verdict on the policy is: better than SFT.")
+    version = client.get_model_version(policy_name(workspace), "1")
+    assert version.description == "Registered by the run demo · now.\n\n**Better than SFT**"
+    # Another run that registers nothing new leaves the version to the run that made it.
+    later = start_pipeline_run(workspace, "demo · later")
+    register(workspace, later)
+    describe_run(workspace, later, "worse than champion version 1", "**Worse**")
+    assert client.get_model_version(policy_name(workspace), "1").description == version.description
+    own = f"tags.`mlflow.parentRunId` = '{run_id}'"
+    names = {run.info.run_name for run in client.search_runs([experiment_id(client, workspace)], own)}
+    assert len(names) == 2 and all(f" · {workspace.name} · 2" in name for name in names)
 
 
 def test_the_core_writes_to_the_same_record(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from flows.supervision.ports import free_port
 
 
 def test_status_shows_stages_gates_run_registry_and_partial_work(workspace: Path) -> None:
-    run_id = start_pipeline_run(workspace)
+    run_id = start_pipeline_run(workspace, "demo · now")
     register(workspace, run_id)
     promote(workspace)
     (workspace / "work" / "ppo" / "abc" / "step-000005").mkdir(parents=True)
