@@ -1,0 +1,205 @@
+"""The verdict of a run: is the new policy better, by which judges, and was it registered and promoted?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from flows.registry.decisions import PromotionDecision
+from flows.stage.outcome import StageOutcome, failed_conditions
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
+from rlhf_core.files import read_json
+
+EVALUATE_STAGE = "evaluate"
+EVALUATION = Path("metrics") / "evaluation.json"
+REPORT = "report.html"
+# The reward model is what the policy was optimised against, so its opinion is no evidence.
+OPTIMISED_AGAINST = "reward"
+EVEN_WIN_RATE = 0.5
+
+
+class Standing(StrEnum):
+    """How the new policy compares with its opponent; NOT_COMPARED if the run did not get that far."""
+
+    BETTER = "better"
+    NOT_SHOWN_BETTER = "not shown better"
+    WORSE = "worse"
+    NOT_COMPARED = "not compared"
+
+
+@dataclass(frozen=True)
+class JudgeResult:
+    """The win rate of the new policy by one judge, ties counted as half, with its 95 % interval over prompts."""
+
+    judge: str
+    win_rate: float
+    low95: float
+    high95: float
+    prompts: int
+
+
+@dataclass(frozen=True)
+class KlEstimate:
+    """KL of the new policy from SFT in nats per reply, with its 95 % interval."""
+
+    mean: float
+    low95: float
+    high95: float
+
+
+@dataclass(frozen=True)
+class RunVerdict:
+    """The outcome of a pipeline run for the person who started it.
+
+    Attributes:
+        opponent: ``SFT`` or ``champion version N``; empty if nothing was compared.
+        judges: one result per judge that the policy was not optimised against; empty if nothing was compared.
+        not_compared_because: the failure that ended the run before the evaluation, else empty.
+        registered: what was registered and what was refused, in one line.
+        promotion: whether the policy was promoted and why, in one line.
+        report: path of the report relative to the workspace, None if there is none.
+        next_command: the command to type next; without ``--workspace``, which depends on the current folder.
+        next_hint: what that command is for, in a few words.
+    """
+
+    standing: Standing
+    opponent: str
+    judges: tuple[JudgeResult, ...]
+    kl: KlEstimate | None
+    not_compared_because: str
+    registered: str
+    promotion: str
+    report: str | None
+    next_command: str
+    next_hint: str
+
+    @property
+    def headline(self) -> str:
+        """The verdict in one line: ``better than champion version 3`` or why there is none."""
+        if self.standing is Standing.NOT_COMPARED:
+            return f"no verdict: {self.not_compared_because}"
+        return f"{self.standing} than {self.opponent}"
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> RunVerdict:
+        """Rebuild a verdict from the result of ``dataclasses.asdict``, also after a round trip through JSON."""
+        kl = fields["kl"]
+        return cls(
+            **{
+                **fields,
+                "standing": Standing(fields["standing"]),
+                "judges": tuple(JudgeResult(**judge) for judge in fields["judges"]),
+                "kl": None if kl is None else KlEstimate(**kl),
+            }
+        )
+
+
+def reach_verdict(
+    workspace: Path,
+    outcomes: Mapping[str, StageOutcome],
+    *,
+    registered: str = "",
+    decision: PromotionDecision | None = None,
+    undecided_because: str = "",
+) -> RunVerdict:
+    """Read the verdict of a run from its stored evaluation, gates and match.
+
+    The opponent is the champion if the promotion played a match against it, else SFT.
+
+    Args:
+        outcomes: how each stage ended, by name. An evaluation of an earlier run does not count.
+        registered: what the registration did; empty if the run did not reach it.
+        decision: the promotion decision of this run, None if none was made.
+        undecided_because: why no decision was made although there is a challenger, such as a missing approval.
+    """
+    failed = next((o for o in outcomes.values() if o.action in ("failed", "stopped")), None)
+    failure = describe_failure(workspace, failed) if failed else ""
+    evaluate = outcomes.get(EVALUATE_STAGE)
+    evaluation = read_json(workspace / EVALUATION) if evaluate is not None and evaluate.ok else None
+    judges: tuple[JudgeResult, ...] = ()
+    opponent = ""
+    if decision is not None and decision.match:
+        judges, opponent = judge_results(decision.match["comparison"]), f"champion version {decision.champion}"
+    elif evaluation is not None:
+        judges, opponent = judge_results(evaluation["comparison"]), "SFT"
+    next_command, next_hint = _next_step(failed, decision, undecided_because)
+    return RunVerdict(
+        standing=standing_of(judges),
+        opponent=opponent,
+        judges=judges,
+        kl=None if evaluation is None else KlEstimate(*(evaluation[key] for key in ("kl", "kl_low95", "kl_high95"))),
+        not_compared_because="" if judges else failure or "this pipeline has no evaluation",
+        registered=registered or f"nothing: {failure or 'the run did not reach the registration'}",
+        promotion=_describe_promotion(decision, undecided_because),
+        report=REPORT if (workspace / REPORT).is_file() else None,
+        next_command=next_command,
+        next_hint=next_hint,
+    )
+
+
+def judge_results(comparison: Mapping[str, Mapping[str, float]]) -> tuple[JudgeResult, ...]:
+    """Return the results of an evaluation or a match by judge, without the reward model's."""
+    return tuple(
+        JudgeResult(
+            name, result["win_rate"], result["win_rate_low95"], result["win_rate_high95"], int(result["prompts"])
+        )
+        for name, result in sorted(comparison.items())
+        if name != OPTIMISED_AGAINST
+    )
+
+
+def standing_of(judges: tuple[JudgeResult, ...]) -> Standing:
+    """Conclude from the intervals of all judges; judges that contradict each other show nothing.
+
+    BETTER needs every judge's lower bound above one half. WORSE needs one upper bound below one half, and no judge
+    whose lower bound is above.
+    """
+    if not judges:
+        return Standing.NOT_COMPARED
+    if all(judge.low95 > EVEN_WIN_RATE for judge in judges):
+        return Standing.BETTER
+    any_better = any(judge.low95 > EVEN_WIN_RATE for judge in judges)
+    any_worse = any(judge.high95 < EVEN_WIN_RATE for judge in judges)
+    return Standing.WORSE if any_worse and not any_better else Standing.NOT_SHOWN_BETTER
+
+
+def describe_failure(workspace: Path, failed: StageOutcome) -> str:
+    """Say in one line which stage ended the run and why; of a gate, which conditions failed."""
+    if failed.action == "stopped":
+        return f"stopped during {failed.stage}"
+    evidence = workspace / "gates" / f"{failed.stage.removeprefix('gate-')}.json"
+    if failed.exit_code == EXIT_GATE_FAILED and evidence.is_file():
+        return f"{failed.stage} failed: {failed_conditions(read_json(evidence))}"
+    first_line = failed.message.strip().partition("\n")[0]
+    return f"{failed.stage} failed: {first_line}"
+
+
+def _describe_promotion(decision: PromotionDecision | None, undecided_because: str) -> str:
+    if decision is None:
+        return f"not promoted: {undecided_because or 'no policy was registered that may be promoted'}"
+    if decision.promoted:
+        return f"version {decision.challenger} is champion: {decision.reason}"
+    if decision.is_champion:
+        return f"version {decision.challenger} was champion already"
+    return f"not promoted: {decision.reason}"
+
+
+def _next_step(failed: StageOutcome | None, decision: PromotionDecision | None, undecided: str) -> tuple[str, str]:
+    """Return the command to type next, and what it is for."""
+    if failed is not None:
+        if failed.action == "stopped":
+            return "rlhf run", "resumes from here"
+        hints = {
+            EXIT_GATE_FAILED: "after a change of data or params.yaml; what is up to date is not repeated",
+            EXIT_TRAINING_PAUSED: f"after a change of the settings of {failed.stage}; the report shows why it paused",
+            EXIT_USER_ERROR: "once that is corrected; what is up to date is not repeated",
+        }
+        return "rlhf run", hints.get(failed.exit_code, "resumes from the last checkpoint")
+    if decision is not None and decision.is_champion:
+        return "rlhf chat", "talk to the champion"
+    if undecided:
+        return "rlhf promote", "decide on the challenger"
+    return "rlhf chat models/policy", "talk to the new policy; `rlhf chat` is the champion"
