@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from flows.pipeline.verdict import RunVerdict
 from flows.stage.outcome import StageOutcome
 from flows.workspace.folder import private_path
 
@@ -26,10 +27,15 @@ class RunPlanned:
 
 @dataclass(frozen=True)
 class StageStarted:
-    """A stage was started beside the flow, or submitted to ``pool``."""
+    """A stage was started beside the flow, or submitted to ``pool``.
+
+    Its output is what its log holds from byte ``log_start`` on. ``started`` is in seconds since the epoch.
+    """
 
     stage: str
     pool: str | None = None
+    started: float = 0.0
+    log_start: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,10 +63,25 @@ class StagePreempted:
 
 
 @dataclass(frozen=True)
+class PhaseStarted:
+    """The run entered a phase after its stages; its progress, if any, goes to the log file of the name ``log``."""
+
+    phase: str
+    log: str | None = None
+
+
+@dataclass(frozen=True)
 class RegistryUpdated:
     """Models were registered, refused or promoted; ``message`` says which."""
 
     message: str
+
+
+@dataclass(frozen=True)
+class VerdictReached:
+    """The verdict of a run of a pipeline with a gated policy."""
+
+    verdict: RunVerdict
 
 
 @dataclass(frozen=True)
@@ -71,14 +92,26 @@ class RunEnded:
     message: str
 
 
-PipelineEvent = RunPlanned | StageStarted | StageEnded | StageRetried | StagePreempted | RegistryUpdated | RunEnded
+PipelineEvent = (
+    RunPlanned
+    | StageStarted
+    | StageEnded
+    | StageRetried
+    | StagePreempted
+    | PhaseStarted
+    | RegistryUpdated
+    | VerdictReached
+    | RunEnded
+)
 KINDS: dict[str, type[PipelineEvent]] = {
     "plan": RunPlanned,
     "start": StageStarted,
     "stage": StageEnded,
     "retry": StageRetried,
     "preempted": StagePreempted,
+    "phase": PhaseStarted,
     "registry": RegistryUpdated,
+    "verdict": VerdictReached,
     "end": RunEnded,
 }
 KIND_OF = {event_type: kind for kind, event_type in KINDS.items()}
@@ -90,6 +123,8 @@ def _decode(line: bytes) -> PipelineEvent:
     del fields["time"]
     if event_type is StageEnded:
         return StageEnded(StageOutcome(**fields["outcome"]))
+    if event_type is VerdictReached:
+        return VerdictReached(RunVerdict.from_dict(fields["verdict"]))
     return event_type(**fields)
 
 

@@ -29,6 +29,7 @@ from flows.pipeline.artifacts import (
 from flows.pipeline.events import (
     EVENTS_VARIABLE,
     EventWriter,
+    PhaseStarted,
     RegistryUpdated,
     RunEnded,
     RunPlanned,
@@ -36,15 +37,17 @@ from flows.pipeline.events import (
     StagePreempted,
     StageRetried,
     StageStarted,
+    VerdictReached,
 )
 from flows.pipeline.late_runs import cancel_late_runs
 from flows.pipeline.preflight import memory_refusal
-from flows.pipeline.registration import promote_task, register_task
+from flows.pipeline.registration import MATCH_LOG, promote_task, register_task
 from flows.pipeline.schedule import Schedule, final_name
+from flows.pipeline.verdict import RegistrationResult, reach_verdict
 from flows.prefect_server.flow_runs import cancel_orphans
 from flows.registry.mlflow_client import end_pipeline_run, log_final_artifacts, start_pipeline_run
 from flows.stage.outcome import StageOutcome
-from flows.stage.run import StageFailed, StageSpec, run_stage
+from flows.stage.run import StageFailed, StageSpec, run_stage, stage_log
 from flows.stage.stage_hash import stage_hash
 from flows.supervision import signals
 from flows.supervision.processes import OWNER_VARIABLE, ownership_tag
@@ -120,8 +123,11 @@ def _run_pipeline(workspace: Path, promote: bool) -> State[Any]:
     if failed and REPORT_STAGE in graph and not signals.STOP.is_set():
         outcomes[REPORT_STAGE] = write_report.with_options(task_run_name=REPORT_STAGE)(context, graph[REPORT_STAGE])
     state = _final_state(outcomes, failed)
-    if state.is_completed() and run_id:
-        state = _register(context, run_id, promote) or state
+    if run_id:
+        registration = _register(context, run_id, promote) if state.is_completed() else RegistrationResult()
+        if registration.error:
+            state = Failed(name="RegistrationFailed", message=f"registration: {registration.error}")
+        events.emit(VerdictReached(reach_verdict(workspace, outcomes, registration)))
     if not signals.STOP.is_set():
         publish_stage_table(list(outcomes.values()))
         publish_gate_tables(workspace)
@@ -152,7 +158,7 @@ def _run_stages(graph: Mapping[str, StageNode], context: PipelineContext) -> dic
 
 def _submit(node: StageNode, context: PipelineContext) -> Any:
     placement = context.pools.get(node.name)
-    context.events.emit(StageStarted(node.name, placement.pool if placement else None))
+    context.events.emit(_stage_started(context, node, placement))
     options = stage_task.with_options(
         name=node.name,
         task_run_name=node.name,
@@ -160,6 +166,12 @@ def _submit(node: StageNode, context: PipelineContext) -> Any:
         retry_delay_seconds=context.flow.retry_delay_seconds,
     )
     return options.submit(context, node, placement)
+
+
+def _stage_started(context: PipelineContext, node: StageNode, placement: Placement | None) -> StageStarted:
+    log = stage_log(context.workspace, node.name)
+    log_start = log.stat().st_size if log.exists() else 0
+    return StageStarted(node.name, placement.pool if placement else None, time.time(), log_start)
 
 
 def _outcome_of(stage: str, future: Any) -> StageOutcome:
@@ -238,7 +250,7 @@ def _run_as_job(context: PipelineContext, node: StageNode, placement: Placement,
 @task(persist_result=False, cache_policy=NO_CACHE)
 def write_report(context: PipelineContext, node: StageNode) -> StageOutcome:
     """Write the report of a run that failed with the stage's own command: DVC would require every dependency."""
-    context.events.emit(StageStarted(node.name))
+    context.events.emit(_stage_started(context, node, None))
     outcome = run_stage(context.spec(node, command=("/bin/sh", "-c", node.command)))
     context.events.emit(StageEnded(outcome))
     return outcome
@@ -252,23 +264,28 @@ def _final_state(outcomes: Mapping[str, StageOutcome], failed: StageOutcome | No
     return Failed(name=final_name(failed.exit_code), message=f"{failed.stage}: {failed.message}")
 
 
-def _register(context: PipelineContext, run_id: str, promote: bool) -> State[Any] | None:
-    """Register what passed its gates and promote it if params.yaml allows; a refusal does not fail the run.
-
-    Returns:
-        A failed state if registration or promotion raised, else None.
-    """
+def _register(context: PipelineContext, run_id: str, promote: bool) -> RegistrationResult:
+    """Register what passed its gates and promote it if params.yaml allows; a refusal does not fail the run."""
     config = load_params(context.workspace).registry
+    registered = ""
     try:
-        registered = register_task(context.workspace, run_id)
-        context.events.emit(RegistryUpdated(registered.message))
-        if not registered.has_challenger:
-            return None
+        context.events.emit(PhaseStarted("registering the models"))
+        registration = register_task(context.workspace, run_id)
+        registered = registration.message
+        context.events.emit(RegistryUpdated(registered))
+        if not registration.has_challenger:
+            return RegistrationResult(registered)
         if config.approval:
             message = "promotion waits for approval: run `rlhf promote`, or the promotion deployment"
             context.events.emit(RegistryUpdated(message))
-        elif promote and config.auto_promote:
-            context.events.emit(RegistryUpdated(promote_task(context.workspace)))
+            return RegistrationResult(registered, undecided_because="it waits for approval")
+        if not promote or not config.auto_promote:
+            because = "registry.auto_promote is off" if promote else "the run was started with --no-promote"
+            return RegistrationResult(registered, undecided_because=because)
+        context.events.emit(PhaseStarted("deciding on the promotion", log=MATCH_LOG))
+        decision = promote_task(context.workspace)
+        verb = "promoted to" if decision.promoted else "not promoted to"
+        context.events.emit(RegistryUpdated(f"{verb} @champion: {decision.reason}"))
+        return RegistrationResult(registered, decision)
     except Exception as error:
-        return Failed(name="RegistrationFailed", message=f"registration: {error}")
-    return None
+        return RegistrationResult(registered, error=str(error))

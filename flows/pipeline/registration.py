@@ -8,9 +8,12 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from flows.registry.decisions import PromotionDecision
 from flows.registry.promotion import promote
 from flows.registry.register import register
 from rlhf_core.config.loading.load import load_params
+
+MATCH_LOG = "match"
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,6 @@ def register_task(workspace: Path, run_id: str | None = None) -> RegistrationSum
 
 
 @task(name="promote", persist_result=False, cache_policy=NO_CACHE)
-def promote_task(workspace: Path) -> str:
-    """Decide on the challenger and return one line on the decision."""
-    decision = promote(workspace)
-    return f"{'promoted to' if decision.promoted else 'not promoted to'} @champion: {decision.reason}"
+def promote_task(workspace: Path) -> PromotionDecision:
+    """Decide on the challenger and return the decision."""
+    return promote(workspace)

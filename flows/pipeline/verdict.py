@@ -15,6 +15,7 @@ from rlhf_core.files import read_json
 
 EVALUATE_STAGE = "evaluate"
 EVALUATION = Path("metrics") / "evaluation.json"
+KL_KEYS = ("kl", "kl_low95", "kl_high95")
 REPORT = "report.html"
 # The reward model is what the policy was optimised against, so its opinion is no evidence.
 OPTIMISED_AGAINST = "reward"
@@ -48,6 +49,23 @@ class KlEstimate:
     mean: float
     low95: float
     high95: float
+
+
+@dataclass(frozen=True)
+class RegistrationResult:
+    """What the last steps of a run did; all fields are empty if the run did not reach them.
+
+    Attributes:
+        registered: one line on what was registered and what was refused.
+        decision: the promotion decision, None if none was made.
+        undecided_because: why no decision was made although there is a challenger.
+        error: the message of an exception in registration or promotion.
+    """
+
+    registered: str = ""
+    decision: PromotionDecision | None = None
+    undecided_because: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,12 +116,7 @@ class RunVerdict:
 
 
 def reach_verdict(
-    workspace: Path,
-    outcomes: Mapping[str, StageOutcome],
-    *,
-    registered: str = "",
-    decision: PromotionDecision | None = None,
-    undecided_because: str = "",
+    workspace: Path, outcomes: Mapping[str, StageOutcome], registration: RegistrationResult
 ) -> RunVerdict:
     """Read the verdict of a run from its stored evaluation, gates and match.
 
@@ -111,29 +124,29 @@ def reach_verdict(
 
     Args:
         outcomes: how each stage ended, by name. An evaluation of an earlier run does not count.
-        registered: what the registration did; empty if the run did not reach it.
-        decision: the promotion decision of this run, None if none was made.
-        undecided_because: why no decision was made although there is a challenger, such as a missing approval.
+        registration: what the last steps of the run did.
     """
+    decision = registration.decision
     failed = next((o for o in outcomes.values() if o.action in ("failed", "stopped")), None)
     failure = describe_failure(workspace, failed) if failed else ""
     evaluate = outcomes.get(EVALUATE_STAGE)
-    evaluation = read_json(workspace / EVALUATION) if evaluate is not None and evaluate.ok else None
+    evaluated = evaluate is not None and evaluate.ok and (workspace / EVALUATION).is_file()
+    evaluation = read_json(workspace / EVALUATION) if evaluated else {}
     judges: tuple[JudgeResult, ...] = ()
     opponent = ""
     if decision is not None and decision.match:
         judges, opponent = judge_results(decision.match["comparison"]), f"champion version {decision.champion}"
-    elif evaluation is not None:
+    elif "comparison" in evaluation:
         judges, opponent = judge_results(evaluation["comparison"]), "SFT"
-    next_command, next_hint = _next_step(failed, decision, undecided_because)
+    next_command, next_hint = _next_step(failed, registration)
     return RunVerdict(
         standing=standing_of(judges),
         opponent=opponent,
         judges=judges,
-        kl=None if evaluation is None else KlEstimate(*(evaluation[key] for key in ("kl", "kl_low95", "kl_high95"))),
+        kl=KlEstimate(*(evaluation[key] for key in KL_KEYS)) if set(KL_KEYS) <= set(evaluation) else None,
         not_compared_because="" if judges else failure or "this pipeline has no evaluation",
-        registered=registered or f"nothing: {failure or 'the run did not reach the registration'}",
-        promotion=_describe_promotion(decision, undecided_because),
+        registered=registration.registered or f"nothing: {failure or registration.error or 'the run was stopped'}",
+        promotion=_describe_promotion(registration),
         report=REPORT if (workspace / REPORT).is_file() else None,
         next_command=next_command,
         next_hint=next_hint,
@@ -177,9 +190,11 @@ def describe_failure(workspace: Path, failed: StageOutcome) -> str:
     return f"{failed.stage} failed: {first_line}"
 
 
-def _describe_promotion(decision: PromotionDecision | None, undecided_because: str) -> str:
+def _describe_promotion(registration: RegistrationResult) -> str:
+    decision = registration.decision
     if decision is None:
-        return f"not promoted: {undecided_because or 'no policy was registered that may be promoted'}"
+        reason = registration.undecided_because or registration.error
+        return f"not promoted: {reason or 'no policy was registered that may be promoted'}"
     if decision.promoted:
         return f"version {decision.challenger} is champion: {decision.reason}"
     if decision.is_champion:
@@ -187,7 +202,7 @@ def _describe_promotion(decision: PromotionDecision | None, undecided_because: s
     return f"not promoted: {decision.reason}"
 
 
-def _next_step(failed: StageOutcome | None, decision: PromotionDecision | None, undecided: str) -> tuple[str, str]:
+def _next_step(failed: StageOutcome | None, registration: RegistrationResult) -> tuple[str, str]:
     """Return the command to type next, and what it is for."""
     if failed is not None:
         if failed.action == "stopped":
@@ -198,8 +213,10 @@ def _next_step(failed: StageOutcome | None, decision: PromotionDecision | None, 
             EXIT_USER_ERROR: "once that is corrected; what is up to date is not repeated",
         }
         return "rlhf run", hints.get(failed.exit_code, "resumes from the last checkpoint")
-    if decision is not None and decision.is_champion:
-        return "rlhf chat", "talk to the champion"
-    if undecided:
+    if registration.error:
+        return "rlhf run", "tries the registration again; the stages are up to date"
+    if registration.undecided_because:
         return "rlhf promote", "decide on the challenger"
+    if registration.decision is not None and registration.decision.is_champion:
+        return "rlhf chat", "talk to the champion"
     return "rlhf chat models/policy", "talk to the new policy; `rlhf chat` is the champion"

@@ -10,6 +10,7 @@ from flows.pipeline.events import (
     KINDS,
     EventReader,
     EventWriter,
+    PhaseStarted,
     PipelineEvent,
     RegistryUpdated,
     RunEnded,
@@ -18,17 +19,33 @@ from flows.pipeline.events import (
     StagePreempted,
     StageRetried,
     StageStarted,
+    VerdictReached,
     new_events_file,
 )
+from flows.pipeline.verdict import JudgeResult, KlEstimate, RunVerdict, Standing
 from flows.stage.outcome import StageOutcome
 
+VERDICT = RunVerdict(
+    standing=Standing.BETTER,
+    opponent="SFT",
+    judges=(JudgeResult("referee", 0.8, 0.75, 0.85, 320),),
+    kl=KlEstimate(1.9, 1.7, 2.1),
+    not_compared_because="",
+    registered="rlhf-policy version 3",
+    promotion="version 3 is champion: there is no champion yet",
+    report="report.html",
+    next_command="rlhf chat",
+    next_hint="talk to the champion",
+)
 EVENTS: list[PipelineEvent] = [
     RunPlanned(["collect", "ppo"]),
-    StageStarted("ppo", "gpu-pool"),
+    StageStarted("ppo", "gpu-pool", started=1.5, log_start=64),
     StagePreempted("ppo", "preempted, waiting for a worker of gpu-pool"),
     StageRetried("ppo", "its job was killed", 5),
     StageEnded(StageOutcome.failed("ppo", "no: step 3", 4, started=1.0, ended=2.5, work_seconds=1.25)),
+    PhaseStarted("deciding on the promotion", log="match"),
     RegistryUpdated("rlhf-policy version 3"),
+    VerdictReached(VERDICT),
     RunEnded("TrainingPaused", "ppo: no: step 3"),
 ]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flows.pipeline.verdict import RunVerdict, Standing, judge_results, reach_verdict, standing_of
+from flows.pipeline.verdict import RegistrationResult, RunVerdict, Standing, judge_results, reach_verdict, standing_of
 from flows.registry.decisions import PromotionDecision
 from flows.stage.outcome import StageOutcome
 from rlhf_core.errors import EXIT_GATE_FAILED
@@ -49,7 +49,7 @@ def test_the_standing_is_by_the_intervals_of_every_judge(
 
 def test_the_reward_model_is_no_judge(tmp_path: Path) -> None:
     workspace_with(tmp_path, reward=interval(0.8, 0.9, 0.95), referee=interval(0.4, 0.5, 0.6))
-    verdict = reach_verdict(tmp_path, EVALUATED, registered="policy version 4", decision=decided(champion=None))
+    verdict = reach_verdict(tmp_path, EVALUATED, RegistrationResult("policy version 4", decided(champion=None)))
     assert verdict.headline == "not shown better than SFT"
     assert [judge.judge for judge in verdict.judges] == ["referee"]
 
@@ -58,7 +58,7 @@ def test_a_match_makes_the_champion_the_opponent(tmp_path: Path) -> None:
     workspace_with(tmp_path, referee=interval(0.7, 0.8, 0.9))
     match = {"comparison": {"referee": interval(0.2, 0.3, 0.4)}}
     decision = decided(match=match).refused("not above 0.5 with 95 % confidence by referee")
-    verdict = reach_verdict(tmp_path, EVALUATED, registered="policy version 4", decision=decision)
+    verdict = reach_verdict(tmp_path, EVALUATED, RegistrationResult("policy version 4", decision))
     assert verdict.headline == "worse than champion version 3"
     assert verdict.judges[0].low95 == 0.2 and verdict.kl is not None and verdict.kl.high95 == 2.1
     assert verdict.promotion == "not promoted: not above 0.5 with 95 % confidence by referee"
@@ -69,7 +69,7 @@ def test_a_promoted_policy_is_talked_to_next(tmp_path: Path) -> None:
     (tmp_path / "report.html").touch()
     workspace_with(tmp_path, referee=interval(0.7, 0.8, 0.9))
     decision = decided(champion=None).accepted("there is no champion yet")
-    verdict = reach_verdict(tmp_path, EVALUATED, registered="policy version 4", decision=decision)
+    verdict = reach_verdict(tmp_path, EVALUATED, RegistrationResult("policy version 4", decision))
     assert verdict.headline == "better than SFT"
     assert verdict.promotion == "version 4 is champion: there is no champion yet"
     assert (verdict.report, verdict.next_command) == ("report.html", "rlhf chat")
@@ -78,7 +78,7 @@ def test_a_promoted_policy_is_talked_to_next(tmp_path: Path) -> None:
 def test_an_evaluation_of_an_earlier_run_does_not_count(tmp_path: Path) -> None:
     workspace_with(tmp_path, referee=interval(0.7, 0.8, 0.9))
     outcomes = {"sft": StageOutcome.failed("sft", "out of memory\nmore"), "evaluate": StageOutcome.skipped("evaluate")}
-    verdict = reach_verdict(tmp_path, outcomes)
+    verdict = reach_verdict(tmp_path, outcomes, RegistrationResult())
     assert verdict.standing is Standing.NOT_COMPARED and verdict.kl is None
     assert verdict.headline == "no verdict: sft failed: out of memory"
     assert verdict.registered == "nothing: sft failed: out of memory"
@@ -94,7 +94,7 @@ def test_a_failed_gate_is_named_with_its_conditions(tmp_path: Path) -> None:
     ]
     (tmp_path / "gates" / "policy.json").write_text(json.dumps({"passed": False, "conditions": conditions}))
     failed = StageOutcome.failed("gate-policy", "gate policy: failed\n a table", EXIT_GATE_FAILED)
-    verdict = reach_verdict(tmp_path, {**EVALUATED, "gate-policy": failed})
+    verdict = reach_verdict(tmp_path, {**EVALUATED, "gate-policy": failed}, RegistrationResult())
     assert verdict.headline == "better than SFT"
     assert verdict.registered == "nothing: gate-policy failed: kl is 7.1, bound <= 6"
     assert "params.yaml" in verdict.next_hint
@@ -102,12 +102,21 @@ def test_a_failed_gate_is_named_with_its_conditions(tmp_path: Path) -> None:
 
 def test_a_promotion_that_waits_is_the_next_command(tmp_path: Path) -> None:
     workspace_with(tmp_path, referee=interval(0.7, 0.8, 0.9))
-    verdict = reach_verdict(tmp_path, EVALUATED, registered="version 4", undecided_because="it waits for approval")
+    verdict = reach_verdict(
+        tmp_path, EVALUATED, RegistrationResult("version 4", undecided_because="it waits for approval")
+    )
     assert verdict.promotion == "not promoted: it waits for approval"
     assert verdict.next_command == "rlhf promote"
 
 
+def test_an_error_of_the_registration_is_told(tmp_path: Path) -> None:
+    workspace_with(tmp_path, referee=interval(0.7, 0.8, 0.9))
+    verdict = reach_verdict(tmp_path, EVALUATED, RegistrationResult(error="MLflow does not answer"))
+    assert verdict.registered == "nothing: MLflow does not answer"
+    assert verdict.promotion == "not promoted: MLflow does not answer" and verdict.next_command == "rlhf run"
+
+
 def test_a_verdict_survives_json(tmp_path: Path) -> None:
     workspace_with(tmp_path, referee=interval(0.7, 0.8, 0.9))
-    verdict = reach_verdict(tmp_path, EVALUATED, registered="version 4", decision=decided())
+    verdict = reach_verdict(tmp_path, EVALUATED, RegistrationResult("version 4", decided()))
     assert RunVerdict.from_dict(json.loads(json.dumps(asdict(verdict)))) == verdict
