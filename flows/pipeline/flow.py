@@ -282,7 +282,7 @@ def _register(context: PipelineContext, run_id: str, promote: bool) -> Registrat
         if not promote or not config.auto_promote:
             because = "registry.auto_promote is off" if promote else "the run was started with --no-promote"
             return RegistrationResult(registered, undecided_because=because)
-        context.events.emit(PhaseStarted("deciding on the promotion", log=MATCH_LOG))
+        context.events.emit(PhaseStarted("promotion", log=MATCH_LOG))
         decision = promote_task(context.workspace)
         verb = "promoted to" if decision.promoted else "not promoted to"
         context.events.emit(RegistryUpdated(f"{verb} @champion: {decision.reason}"))
