@@ -7,11 +7,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from flows.commands.display.formats import format_seconds
+from flows.commands.display.run_state import read_run_state
+from flows.commands.display.stage_lines import describe_stages
 from flows.dvc_repo.status import describe_changes, dvc_status
 from flows.registry.alias_transaction import pending
 from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, get_version, read_aliases, versions
 from flows.registry.mlflow_client import PIPELINE_TAG, connect, has_record
-from flows.workspace.lock import lock_holder
+from flows.workspace.lock import LockHolder, lock_holder
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.config.loading.yaml_text import plain, read
 from rlhf_core.config.operations import RegistryConfig
@@ -30,7 +33,7 @@ def status(workspace: Path) -> str:
     params = load_params(workspace)
     holder = lock_holder(workspace)
     parts = {
-        "stages": stage_lines(workspace),
+        "stages": stage_lines(workspace) if holder is None else running_stage_lines(workspace, holder),
         "gates": gate_lines(workspace),
         "to resume": partial_work(workspace),
         "last run": _lines_or_error(lambda: last_run(workspace, params.tracking.experiment, holder is not None)),
@@ -62,6 +65,22 @@ def stage_lines(workspace: Path) -> list[str]:
     names = [name for name, stage in stages.items() if not stage.get("always_changed")]
     width = max((len(name) for name in names), default=0)
     return [f"{name.ljust(width)}  {_state(name, stale, recorded)}" for name in names]
+
+
+def running_stage_lines(workspace: Path, holder: LockHolder) -> list[str]:
+    """Return one line per stage of the run under way: done and its result, running and its progress, or waiting.
+
+    DVC, which a stage keeps locked, is not asked.
+    """
+    since = datetime.fromisoformat(holder.since)
+    state = read_run_state(workspace, since)
+    if state is None or state.ended or not state.stages:
+        return ["a command has just started, or does not report its stages; it keeps DVC from telling their state"]
+    now = datetime.now()
+    elapsed = format_seconds((now - since).total_seconds())
+    phase = f"; {state.phase}" if state.phase else ""
+    head = f"{state.done}/{len(state.stages)} done after {elapsed}{phase}"
+    return [head, *describe_stages(list(state.stages.values()), now.timestamp())]
 
 
 def _state(name: str, stale: Mapping[str, Any], recorded: Mapping[str, Any]) -> str:

@@ -38,6 +38,7 @@ from flows.pipeline.events import (
     StageRetried,
     StageStarted,
     VerdictReached,
+    new_events_file,
 )
 from flows.pipeline.late_runs import cancel_late_runs
 from flows.pipeline.preflight import memory_refusal
@@ -102,20 +103,21 @@ def rlhf_pipeline(workspace: str = ".", promote: bool = True) -> State[Any]:
         signals.install()
     folder = Path(workspace).resolve()
     with locked_unless_inherited(folder):
+        events_file = os.environ.get(EVENTS_VARIABLE)
         if not os.environ.get(LOCK_HELD_VARIABLE):
             os.environ[OWNER_VARIABLE] = ownership_tag(folder)
             cleanup(folder)
             cancel_late_runs()
-        return _run_pipeline(folder, promote)
+            events_file = events_file or str(new_events_file(folder))  # `rlhf status` reads it
+        return _run_pipeline(folder, promote, EventWriter(events_file))
 
 
-def _run_pipeline(workspace: Path, promote: bool) -> State[Any]:
+def _run_pipeline(workspace: Path, promote: bool, events: EventWriter) -> State[Any]:
     params = load_params(workspace)
     graph = read_graph(workspace)
     # Only a pipeline with a gated policy is recorded in MLflow and registers models.
     run_id = start_pipeline_run(workspace) if any(POLICY_EVIDENCE in node.outputs for node in graph.values()) else None
     environment = {PARENT_RUN_VARIABLE: run_id} if run_id else {}
-    events = EventWriter(os.environ.get(EVENTS_VARIABLE))
     context = PipelineContext(workspace, params.pools, params.flow, environment, events)
     events.emit(RunPlanned(tuple(graph)))
     outcomes = _run_stages(graph, context)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from flows.commands.display.stage_progress import StageProgress
 from flows.commands.display.stage_results import describe_result
 from flows.pipeline.events import (
+    EventReader,
     PhaseStarted,
     PipelineEvent,
     RunEnded,
@@ -16,6 +18,7 @@ from flows.pipeline.events import (
     StagePreempted,
     StageRetried,
     StageStarted,
+    events_file,
 )
 from flows.pipeline.verdict import describe_failure
 from flows.stage.outcome import StageOutcome
@@ -108,3 +111,18 @@ class RunState:
 
     def _log(self, name: str) -> Path:
         return self.workspace / PRIVATE / "logs" / f"{name}.log"
+
+
+def read_run_state(workspace: Path, since: datetime) -> RunState | None:
+    """Return the state of the run that holds the workspace ``since`` then, None if it has not written events.
+
+    Nothing is changed: this is for a process that looks on.
+    """
+    path = events_file(workspace)
+    if not path.is_file() or path.stat().st_mtime < since.timestamp():
+        return None
+    state = RunState(workspace)
+    for event in EventReader(path).read_new():
+        state.apply(event)
+    state.refresh()
+    return state

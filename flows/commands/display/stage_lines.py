@@ -8,7 +8,7 @@ from flows.commands.display.formats import format_metrics, format_seconds
 from flows.commands.display.run_state import StageState
 
 
-def stage_lines(stages: Sequence[StageState], now: float) -> list[str]:
+def describe_stages(stages: Sequence[StageState], now: float) -> list[str]:
     """Return a line per stage without control codes, for output that is not a terminal."""
     width = max((len(stage.name) for stage in stages), default=0)
     return [f"{stage.name:<{width}}  {describe_stage(stage, now)}" for stage in stages]

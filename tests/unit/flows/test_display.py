@@ -13,7 +13,7 @@ from rich.console import Console
 
 from flows.commands.display.formats import format_metrics, format_rate, format_seconds
 from flows.commands.display.run_state import RunState
-from flows.commands.display.stage_lines import stage_lines
+from flows.commands.display.stage_lines import describe_stages
 from flows.commands.display.stage_progress import StageProgress
 from flows.commands.display.stage_results import describe_result
 from flows.commands.display.stage_table import RunTable
@@ -146,7 +146,7 @@ def test_a_retried_stage_says_why_it_waits(tmp_path: Path) -> None:
     state.apply(RunPlanned(("ppo", "report")))
     state.apply(StageStarted("ppo", "gpu-pool", 40.0))
     state.apply(StageRetried("ppo", "its job was killed\ntrace", 5))
-    lines = stage_lines(list(state.stages.values()), now=50.0)
+    lines = describe_stages(list(state.stages.values()), now=50.0)
     assert lines == [
         "ppo     running for 0:10, its job was killed; trying again in 5 s",
         "report  waiting",
@@ -156,7 +156,7 @@ def test_a_retried_stage_says_why_it_waits(tmp_path: Path) -> None:
 def test_plain_lines_tell_what_the_table_shows(tmp_path: Path) -> None:
     state = running_state(tmp_path)
     state.apply(StageEnded(StageOutcome.failed(STAGES[7], "no\nmore", 1, started=40.0, ended=100.0)))
-    lines = stage_lines(list(state.stages.values()), now=100.0)
+    lines = describe_stages(list(state.stages.values()), now=100.0)
     assert lines[5] == "stage-05  ran in 0:51"
     assert lines[6] == "stage-06  running 3/9, 0:15 left, reward 0.25, kl 1.5"
     assert lines[7] == "stage-07  failed after 1:00, no"
