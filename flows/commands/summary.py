@@ -86,7 +86,7 @@ def verdict_rows(verdict: RunVerdict, workspace: Path) -> list[tuple[str, str]]:
         rows.append(("KL", f"{kl.mean:.2f} nats per reply from SFT, 95 % interval {kl.low95:.2f} to {kl.high95:.2f}"))
     rows += [("registered", verdict.registered), ("promotion", verdict.promotion)]
     if verdict.report:
-        rows.append(("report", str(workspace / verdict.report)))
+        rows.append(("report", display_path(workspace / verdict.report)))
     here = Path.cwd().resolve()
     command = verdict.next_command
     if workspace.resolve() not in (here, *here.parents):

@@ -71,6 +71,17 @@ def terminal(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Termina
         opened.tmux("kill-server")
 
 
+@needs_tmux
+@pytest.mark.parametrize("terminal", [(120, 40)], indirect=True)
+def test_a_terminal_that_becomes_narrower_shows_each_stage_once(terminal: Terminal) -> None:
+    terminal.step(0)
+    terminal.wait_for("submitted")
+    terminal.tmux("resize-window", "-x", "60", "-y", "24")
+    terminal.step(1)
+    lines = terminal.wait_for("45/90")
+    assert len(rows_of("sft", lines)) == len(rows_of("ppo", lines)) == 1
+
+
 def rows_of(stage: str, lines: list[str]) -> list[str]:
     return [line for line in lines if line[3:].startswith(f"{stage} ")]
 

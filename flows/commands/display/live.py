@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
@@ -76,6 +76,6 @@ class LiveDisplay:
                 self._final = True
             self._live.stop()
 
-    def _table(self) -> RenderableType:
+    def _table(self) -> Text:
         with self._state_lock:
             return self._run_table.draw(self.state, time.time(), self.watch.seconds, final=self._final)
