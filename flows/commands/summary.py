@@ -1,8 +1,7 @@
-"""The summary at the end of a run: stages and their times, gates, logs, and the verdict with the next command."""
+"""The summary at the end of a run: stages and their times, logs, and the verdict with the next command."""
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from flows.pipeline.events import PipelineEvent, StageEnded
 from flows.pipeline.verdict import RunVerdict, Standing
-from flows.stage.outcome import StageOutcome, failed_conditions
+from flows.stage.outcome import StageOutcome
 from flows.workspace.folder import display_path
 
 STYLES = {Standing.BETTER: "bold green", Standing.WORSE: "bold red"}
@@ -43,20 +42,6 @@ def work_spans(outcomes: Sequence[StageOutcome]) -> list[tuple[float, float]]:
     return [(o.ended - o.work_seconds, o.ended) for o in outcomes if o.work_seconds > 0]
 
 
-def gate_lines(workspace: Path) -> list[str]:
-    """Return one line per gate with evidence."""
-    lines = []
-    for path in sorted((workspace / "gates").glob("*.json")):
-        try:
-            gate = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            continue
-        passed, count = gate.get("passed"), len(gate.get("conditions", []))
-        verdict = f"passed ({count} conditions)" if passed else f"FAILED: {failed_conditions(gate)}"
-        lines.append(f"  gate {path.stem:<8} {verdict}")
-    return lines
-
-
 def summary(workspace: Path, events: Sequence[PipelineEvent], total: float) -> list[str]:
     """Return the lines to print at the end of a run that lasted ``total`` seconds."""
     outcomes = [event.outcome for event in events if isinstance(event, StageEnded)]
@@ -65,7 +50,6 @@ def summary(workspace: Path, events: Sequence[PipelineEvent], total: float) -> l
     busy = busy_seconds(work_spans(outcomes))
     times = f"{total:.1f} s in all, {busy:.1f} s of stage work, {total - busy:.1f} s around it"
     lines = [f"stages: {', '.join(counts) or 'none'}; {times}"]
-    lines += gate_lines(workspace)
     lines.append(f"logs:   {workspace / '.rlhf' / 'logs'}")
     return lines
 

@@ -44,7 +44,7 @@ from flows.pipeline.late_runs import cancel_late_runs
 from flows.pipeline.preflight import memory_refusal
 from flows.pipeline.registration import MATCH_LOG, promote_task, register_task
 from flows.pipeline.schedule import Schedule, final_name
-from flows.pipeline.verdict import RegistrationResult, reach_verdict
+from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, reach_verdict
 from flows.prefect_server.flow_runs import cancel_orphans
 from flows.registry.mlflow_client import end_pipeline_run, log_final_artifacts, start_pipeline_run
 from flows.stage.outcome import StageOutcome
@@ -60,7 +60,6 @@ from rlhf_core.config.placement import Placement
 
 PIPELINE_FLOW = "rlhf-pipeline"
 RUNNER = cast("TaskRunner[PrefectFuture[Any]]", ThreadPoolTaskRunner(max_workers=16))
-REPORT_STAGE = "report"
 POLICY_EVIDENCE = "gates/policy.json"
 PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
 POLL_SECONDS = 0.05
