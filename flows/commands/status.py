@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from flows.commands.display.formats import format_seconds
 from flows.commands.display.run_state import read_run_state
@@ -15,7 +18,7 @@ from flows.registry.alias_transaction import pending
 from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, get_version, read_aliases, versions
 from flows.registry.mlflow_client import PIPELINE_TAG, connect, has_record
 from flows.workspace.lock import LockHolder, lock_holder
-from rlhf_core.config.loading.load import load_params
+from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.config.loading.yaml_text import plain, read
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
@@ -32,17 +35,23 @@ def status(workspace: Path) -> str:
     workspace = workspace.resolve()
     params = load_params(workspace)
     holder = lock_holder(workspace)
-    parts = {
+    console = Console(stderr=True, force_terminal=sys.stderr.isatty())
+    with console.status("reading stages, runs and models"):
+        parts = _sections(workspace, params, holder)
+    head = f"workspace {workspace}\nin use by: {holder or 'nobody'}"
+    sections = [f"{title}\n" + "\n".join(f"  {line}" for line in lines or ["none"]) for title, lines in parts.items()]
+    report = workspace / "report.html"
+    return "\n\n".join([head, *sections, f"report: {report if report.is_file() else 'not written yet'}"])
+
+
+def _sections(workspace: Path, params: Params, holder: LockHolder | None) -> dict[str, list[str]]:
+    return {
         "stages": stage_lines(workspace) if holder is None else running_stage_lines(workspace, holder),
         "gates": gate_lines(workspace),
         "to resume": partial_work(workspace),
         "last run": _lines_or_error(lambda: last_run(workspace, params.tracking.experiment, holder is not None)),
         "registry": _lines_or_error(lambda: registry_lines(workspace, params.registry)),
     }
-    head = f"workspace {workspace}\nin use by: {holder or 'nobody'}"
-    sections = [f"{title}\n" + "\n".join(f"  {line}" for line in lines or ["none"]) for title, lines in parts.items()]
-    report = workspace / "report.html"
-    return "\n\n".join([head, *sections, f"report: {report if report.is_file() else 'not written yet'}"])
 
 
 def _lines_or_error(describe: Callable[[], Iterable[str]]) -> list[str]:

@@ -194,8 +194,10 @@ def describe_failure(workspace: Path, failed: StageOutcome) -> str:
 def _describe_promotion(registration: RegistrationResult) -> str:
     decision = registration.decision
     if decision is None:
-        reason = registration.undecided_because or registration.error
-        return f"not promoted: {reason or 'no policy was registered that may be promoted'}"
+        nothing = (
+            "no policy was registered that may be promoted" if registration.registered else "nothing was registered"
+        )
+        return f"not promoted: {registration.undecided_because or registration.error or nothing}"
     if decision.promoted:
         return f"version {decision.challenger} is champion: {decision.reason}"
     if decision.is_champion:

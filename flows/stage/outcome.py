@@ -214,10 +214,16 @@ def _rounded(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else "missing" if value is None else str(value)
 
 
+def progress_lines(log_text: str) -> list[LoggedProgress]:
+    """Return all progress lines in the text of a stage's log."""
+    return [
+        LoggedProgress(int(line["done"]), int(line["total"]), line[0].strip()) for line in PROGRESS.finditer(log_text)
+    ]
+
+
 def last_progress(log_text: str) -> LoggedProgress | None:
     """Return the last progress line in the text of a stage's log, None if there is none."""
-    lines = list(PROGRESS.finditer(log_text))
-    return LoggedProgress(int(lines[-1]["done"]), int(lines[-1]["total"]), lines[-1][0].strip()) if lines else None
+    return next(reversed(progress_lines(log_text)), None)
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:

@@ -15,11 +15,11 @@ class LogReader:
         self.log = log
         self.start = start if start is not None else log.stat().st_size if log.exists() else 0
 
-    def text(self, last_bytes: int | None = None, *, first_bytes: int = -1) -> str:
-        """Return everything appended so far, or only its last ``last_bytes`` or first ``first_bytes`` bytes."""
+    def text(self, last_bytes: int | None = None) -> str:
+        """Return everything appended so far, or only its last ``last_bytes`` bytes."""
         if not self.log.exists():
             return ""
         start = self.start if last_bytes is None else max(self.start, self.log.stat().st_size - last_bytes)
         with self.log.open("rb") as stream:
             stream.seek(start)
-            return stream.read(first_bytes).decode("utf-8", errors="replace")
+            return stream.read().decode("utf-8", errors="replace")

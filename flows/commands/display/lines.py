@@ -28,10 +28,10 @@ class LineDisplay:
         self._last_tick = -PROGRESS_EVERY_SECONDS
 
     def phase(self, text: str) -> None:
-        """Print what the run is doing now."""
-        self.state.enter_phase(text)
-        if text:
+        """Print what the run is doing now, unless that was printed last."""
+        if text and text != self.state.phase:
             self.line(text)
+        self.state.enter_phase(text)
 
     def line(self, text: str) -> None:
         """Print one line with the time since the start."""

@@ -64,9 +64,9 @@ class RunState:
                 self._end_stage(outcome)
             case StageRetried(name, message, delay_seconds):
                 first_line = message.strip().partition("\n")[0]
-                self._stage(name).note = f"{first_line}; trying again in {delay_seconds:g} s"
+                self._restart(name, f"{first_line}; trying again in {delay_seconds:g} s")
             case StagePreempted(name, message):
-                self._stage(name).note = message
+                self._restart(name, message)
             case PhaseStarted(phase, log):
                 self.enter_phase(phase)
                 self.phase_progress = StageProgress(self._log(log), 0) if log else None
@@ -97,6 +97,12 @@ class RunState:
     def done(self) -> int:
         """How many stages are up to date."""
         return sum(stage.outcome is not None and stage.outcome.ok for stage in self.stages.values())
+
+    def _restart(self, name: str, note: str) -> None:
+        stage = self._stage(name)
+        stage.note = note
+        if stage.progress is not None:
+            stage.progress.restart()
 
     def _end_stage(self, outcome: StageOutcome) -> None:
         stage = self._stage(outcome.stage)

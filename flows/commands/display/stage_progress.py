@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from flows.stage.outcome import LoggedProgress, last_progress
+from flows.stage.outcome import LoggedProgress, progress_lines
 from flows.supervision.log_reader import LogReader
 
 TAIL_BYTES = 4096
@@ -14,8 +14,8 @@ TAIL_BYTES = 4096
 class StageProgress:
     """Follows the progress lines that a stage appends to its log.
 
-    The rate is that between the first progress line of this loop and the last one, so that steps which a resumed
-    stage made in an earlier process do not count.
+    The rate is that of the last minutes, between the first and the last of the lines that one loop has printed last.
+    So steps which a resumed stage made in an earlier process do not count.
     """
 
     def __init__(self, log: Path, start: int | None = None) -> None:
@@ -23,18 +23,23 @@ class StageProgress:
         self.first: LoggedProgress | None = None
         self.latest: LoggedProgress | None = None
         self.latest_at = 0.0
+        self._abandoned: LoggedProgress | None = None
 
     def refresh(self) -> None:
         """Read what the log says now."""
-        latest = last_progress(self.reader.text(TAIL_BYTES))
-        if latest is None or latest == self.latest:
+        lines = progress_lines(self.reader.text(TAIL_BYTES))
+        if not lines or lines[-1] in (self.latest, self._abandoned):
             return
-        if self.first is None:
-            # The log may be long when this process starts to follow it.
-            self.first = last_progress(_first_line_with_progress(self.reader.text(first_bytes=TAIL_BYTES)))
-        if self.first is None or not _same_loop(self.first, latest):
-            self.first = latest
-        self.latest, self.latest_at = latest, self.reader.log.stat().st_mtime
+        self.latest, self.latest_at = lines[-1], self.reader.log.stat().st_mtime
+        self.first = self.latest
+        for line in reversed(lines):
+            if not _same_loop(line, self.first):
+                break
+            self.first = line
+
+    def restart(self) -> None:
+        """Forget the progress so far: the stage starts anew."""
+        self._abandoned, self.first, self.latest = self.latest, None, None
 
     @property
     def rate(self) -> float | None:
@@ -42,7 +47,7 @@ class StageProgress:
         if self.latest is None or self.first is None or self.latest.seconds is None or self.first.seconds is None:
             return None
         steps, seconds = self.latest.done - self.first.done, self.latest.seconds - self.first.seconds
-        if self.first is self.latest or seconds <= 0:
+        if seconds <= 0:
             steps, seconds = self.latest.done, self.latest.seconds
         return steps / seconds if steps > 0 and seconds > 0 else None
 
@@ -55,15 +60,11 @@ class StageProgress:
         return max(0.0, (self.latest.total - self.latest.done) / rate - since)
 
 
-def _first_line_with_progress(text: str) -> str:
-    return next((line for line in text.splitlines() if last_progress(line)), "")
-
-
-def _same_loop(first: LoggedProgress, latest: LoggedProgress) -> bool:
+def _same_loop(earlier: LoggedProgress, later: LoggedProgress) -> bool:
     """Whether two progress lines are of one loop of one process: a retry or the next loop starts anew."""
     return (
-        first.description == latest.description
-        and first.total == latest.total
-        and first.done <= latest.done
-        and (first.seconds or 0.0) <= (latest.seconds or 0.0)
+        earlier.description == later.description
+        and earlier.total == later.total
+        and earlier.done <= later.done
+        and (earlier.seconds or 0.0) <= (later.seconds or 0.0)
     )

@@ -41,7 +41,7 @@ def test_a_progress_line_gives_its_time_and_metrics() -> None:
 
 
 def test_rate_and_time_left_are_those_of_this_process(tmp_path: Path) -> None:
-    # Resumed at step 50: 10 more steps took 20 s, so the 30 that are left take 60 s, of which 5 have gone by.
+    # It went on from step 50: 10 more steps took 20 s, so the 30 that are left take 60 s, of which 5 have gone by.
     progress = progress_of(tmp_path / "ppo.log", "ppo: 50/90 1 s", "ppo: 55/90 11 s", "ppo: 60/90 21 s kl 1.5")
     assert progress.rate == pytest.approx(0.5)
     assert progress.seconds_left(105.0) == pytest.approx(55.0)
@@ -61,6 +61,23 @@ def test_without_times_there_is_no_rate(tmp_path: Path) -> None:
 def test_a_retry_in_the_same_log_starts_anew(tmp_path: Path) -> None:
     progress = progress_of(tmp_path / "sft.log", "sft: 40/50 100 s", "sft: 10/50 5 s")
     assert progress.rate == pytest.approx(2.0)
+
+
+def test_a_resumed_stage_is_measured_from_where_it_resumed(tmp_path: Path) -> None:
+    progress = progress_of(tmp_path / "ppo.log", "ppo: 10/90 1 s", "ppo: 20/90 5 s", "ppo: 21/90 1 s", "ppo: 22/90 3 s")
+    assert progress.rate == pytest.approx(0.5)
+
+
+def test_a_restarted_stage_has_no_progress_until_it_prints_some(tmp_path: Path) -> None:
+    log = tmp_path / "ppo.log"
+    progress = progress_of(log, "ppo: 10/90 5 s")
+    progress.restart()
+    progress.refresh()
+    assert progress.latest is None
+    with log.open("a") as stream:
+        stream.write("ppo: 11/90 1 s\n")
+    progress.refresh()
+    assert progress.latest is not None and progress.latest.done == 11
 
 
 def test_what_an_earlier_run_left_in_the_log_is_not_read(tmp_path: Path) -> None:

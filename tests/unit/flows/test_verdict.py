@@ -83,6 +83,7 @@ def test_evaluation_and_report_of_an_earlier_run_do_not_count(tmp_path: Path) ->
     assert verdict.standing is Standing.NOT_COMPARED and verdict.kl is None and verdict.report is None
     assert verdict.headline == "no verdict: sft failed: out of memory"
     assert verdict.registered == "nothing: sft failed: out of memory"
+    assert verdict.promotion == "not promoted: nothing was registered"
     assert (verdict.next_command, verdict.next_hint) == ("rlhf run", "resumes from the last checkpoint")
 
 
