@@ -91,7 +91,8 @@ class RunTable:
             return Text(stage.note or "starting", style="dim")
         done, total = progress.latest.done, progress.latest.total
         left, rate, metrics = progress.seconds_left(now), progress.rate, _metrics(progress)
-        required = [f"{done}/{total}", *([f"{format_seconds(left)} left"] if left is not None else [])]
+        remaining = "finishing" if done >= total else f"{format_seconds(left)} left" if left is not None else ""
+        required = [part for part in (f"{done}/{total}", remaining) if part]
         rates = [format_rate(rate)] if rate is not None else []
         for parts in ([*required, *rates, *([metrics] if metrics else [])], [*required, *rates], required):
             text = GAP.join(parts)

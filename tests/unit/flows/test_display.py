@@ -157,6 +157,14 @@ def test_the_row_of_a_running_stage_holds_bar_count_time_left_rate_and_metrics(t
     assert "3/9  0:13 left  2.5 s each  reward 0.25  kl 1.5" in row and "1:02  ━" in row
 
 
+def test_a_stage_whose_loop_is_over_is_finishing(tmp_path: Path) -> None:
+    state = running_state(tmp_path)
+    progress_of(tmp_path / ".rlhf" / "logs" / f"{STAGES[6]}.log", "x: 9/9 30 s")
+    state.refresh()
+    console = Console(file=io.StringIO(), width=80, height=24)
+    assert "9/9  finishing" in RunTable(console).draw(state, now=102.0, elapsed=62.0).plain
+
+
 def test_a_retried_stage_says_why_it_waits(tmp_path: Path) -> None:
     state = RunState(tmp_path)
     state.apply(RunPlanned(("ppo", "report")))
