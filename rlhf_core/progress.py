@@ -10,56 +10,64 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 Item = TypeVar("Item")
-LINE_EVERY_SECONDS = 5.0
+# Between lines passes a tenth of the time since the start, within these bounds in seconds: the first steps are seen at
+# once, and the log of a long stage stays small.
+SHORTEST_INTERVAL, LONGEST_INTERVAL = 1.0, 5.0
+QUIET_BELOW_SECONDS = 2.0
 
 
 class Progress(Protocol):
     """What a loop reports to."""
 
-    def advance(self, n: int = 1, **figures: float) -> None:
-        """Move on by ``n`` and show ``figures`` beside the count."""
+    def advance(self, n: int = 1, **metrics: float) -> None:
+        """Move on by ``n`` steps and show ``metrics`` beside the count."""
 
 
 class LineProgress:
-    """One line every few seconds on stderr, and a last one when the work is done."""
+    """Prints a line to stderr every few seconds, and a last one when the work is done."""
 
     def __init__(self, total: int, description: str) -> None:
         self.total, self.description, self.done = total, description, 0
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         self.started = self.printed = time.monotonic()
+        self.printed_done = -1
 
-    def advance(self, n: int = 1, **figures: float) -> None:
+    def advance(self, n: int = 1, **metrics: float) -> None:
         self.done += n
-        self.figures = figures or self.figures
-        if time.monotonic() - self.printed >= LINE_EVERY_SECONDS:
+        self.metrics = metrics or self.metrics
+        now = time.monotonic()
+        interval = min(max((now - self.started) / 10, SHORTEST_INTERVAL), LONGEST_INTERVAL)
+        if now - self.printed >= interval:
             self.line()
 
     def line(self) -> None:
-        self.printed = time.monotonic()
+        """Print one line: ``sft: 64/550 5 s loss 1.121``."""
+        self.printed, self.printed_done = time.monotonic(), self.done
         seconds = self.printed - self.started
-        print(f"{self.description}: {self.done}/{self.total} {seconds:.0f} s {_format(self.figures)}".rstrip(),
+        print(f"{self.description}: {self.done}/{self.total} {seconds:.0f} s {_format(self.metrics)}".rstrip(),
               file=sys.stderr, flush=True)  # fmt: skip
 
     def close(self) -> None:
-        if time.monotonic() - self.started >= 2.0:
+        """Print the last line, unless it is printed already or the work was over at once."""
+        if time.monotonic() - self.started >= QUIET_BELOW_SECONDS and self.printed_done != self.done:
             self.line()
 
 
 class SilentProgress:
     """Shows nothing: of several ranks that do the same, the first reports."""
 
-    def advance(self, n: int = 1, **figures: float) -> None:
+    def advance(self, n: int = 1, **metrics: float) -> None:
         """Accept and forget."""
 
 
 class BarProgress:
-    """A rich bar with the remaining time and the figures."""
+    """A rich bar with the remaining time and the metrics."""
 
     def __init__(self, bar: Any, task: Any) -> None:
         self.bar, self.task = bar, task
 
-    def advance(self, n: int = 1, **figures: float) -> None:
-        fields = {"figures": _format(figures)} if figures else {}
+    def advance(self, n: int = 1, **metrics: float) -> None:
+        fields = {"metrics": _format(metrics)} if metrics else {}
         self.bar.update(self.task, advance=n, **fields)
 
 
@@ -79,18 +87,18 @@ def progress(total: int, description: str) -> Iterator[Progress]:
     from rich.progress import Progress as RichProgress
 
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with RichProgress(*columns, TextColumn("{task.fields[figures]}"), console=Console(stderr=True)) as bar:
-        yield BarProgress(bar, bar.add_task(description, total=total, figures=""))
+    with RichProgress(*columns, TextColumn("{task.fields[metrics]}"), console=Console(stderr=True)) as bar:
+        yield BarProgress(bar, bar.add_task(description, total=total, metrics=""))
 
 
 def track(items: Iterable[Item], description: str, total: int | None = None) -> Iterator[Item]:
     """Iterate over ``items`` and show how far it got. ``total`` defaults to their length."""
     count = total if total is not None else len(items)  # type: ignore[arg-type]
-    with progress(count, description) as shown:
+    with progress(count, description) as bar:
         for item in items:
             yield item
-            shown.advance()
+            bar.advance()
 
 
-def _format(figures: dict[str, float]) -> str:
-    return " ".join(f"{name} {value:.4g}" for name, value in figures.items())
+def _format(metrics: dict[str, float]) -> str:
+    return " ".join(f"{name} {value:.4g}" for name, value in metrics.items())

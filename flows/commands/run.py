@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.commands.display import Display
+from flows.commands.display.display import Display, open_display
 from flows.commands.error_text import print_failed_gates
-from flows.commands.summary import exit_code, summary
+from flows.commands.summary import exit_code, print_verdict, summary
 from flows.dvc_repo.root import ensure_dvc
 from flows.dvc_repo.tracked_params import check_tracked_params
-from flows.pipeline.events import EVENTS_VARIABLE, EventReader, PipelineEvent, RunEnded, new_events_file
+from flows.pipeline.events import EVENTS_VARIABLE, EventReader, PipelineEvent, RunEnded, VerdictReached, new_events_file
 from flows.prefect_server.services import (
     Services,
     open_services,
@@ -56,11 +56,14 @@ def run(workspace: Path, options: RunOptions) -> int:
         RlhfError: the run cannot be started; nothing has been run.
     """
     signals.install()
-    display = Display(workspace)
     params = load_params(workspace)
     check_tracked_params(workspace)
     try:
-        with locked(workspace, wait=options.wait, on_wait=display.line):
+        with (
+            open_display(workspace, "preparing the workspace") as display,
+            locked(workspace, wait=options.wait, on_wait=display.phase),
+        ):
+            display.phase("preparing the workspace")
             os.environ[OWNER_VARIABLE] = os.environ[LOCK_HELD_VARIABLE] = ownership_tag(workspace)
             ensure_dvc(workspace)
             _check_remote_pools(workspace, params)
@@ -104,6 +107,7 @@ class PipelineRun:
 
     def execute(self) -> int:
         """Run to the end and return the exit status; whatever was started is stopped."""
+        self.display.phase("starting Prefect")
         use_server_of_workspace(self.workspace, signals.STOP.is_set)
         services = open_services(self.workspace, self.options.port, self.display.line)
         if services.embedded:
@@ -135,6 +139,7 @@ class PipelineRun:
             self.display.line(
                 "this Prefect server accepts no automations: a run whose machine dies keeps its pool slot"
             )
+        self.display.phase("starting workers" if self.params.pools else "setting up the pipeline")
         deploy_jobs(self.workspace, self.params)
         pools = self.params.pool_names()
         monitor = ServiceMonitor(services, self.params, pools, self.display.line, WORKER_RESTARTS)
@@ -143,6 +148,7 @@ class PipelineRun:
         return monitor
 
     def _start_flow(self) -> SupervisedProcess:
+        self.display.phase("reading the stages")
         command = [sys.executable, "-m", "flows.pipeline.run_flow", str(self.workspace)]
         variables = {LOCK_HELD_VARIABLE: os.environ[LOCK_HELD_VARIABLE], EVENTS_VARIABLE: str(self.reader.path)}
         return start_supervised(
@@ -171,8 +177,7 @@ class PipelineRun:
         return next((event for event in reversed(self.events) if isinstance(event, RunEnded)), None)
 
     def _stop(self, services: Services, stopped: bool) -> None:
-        if stopped:
-            self.display.line("stopping")
+        self.display.phase("stopping" if stopped else "stopping the services")
         try:
             if self.flow is not None:
                 from flows.commands.service_monitor import end_active_runs
@@ -189,18 +194,24 @@ class PipelineRun:
             cleanup(self.workspace)
 
     def _print_result(self, stopped: bool) -> int:
+        """Print summary, final state and verdict; return the exit status."""
+        self.display.close()
         for line in summary(self.workspace, self.events, self.display.watch.seconds):
             print(line, flush=True)
-        if stopped:
-            print("cancelled; the next `rlhf run` resumes from here", file=sys.stderr)
-            return EXIT_INTERRUPTED
         end = self._end()
-        if self.problem or end is None:
-            print(f"rlhf: {self.problem}; `rlhf run` resumes from the last checkpoint", file=sys.stderr)
-            return 1
-        code = exit_code(end.state)
-        result = f"{end.state}: {end.message}"
-        print(result if code == 0 else f"rlhf: {result}", file=sys.stdout if code == 0 else sys.stderr)
-        if code == EXIT_GATE_FAILED:
-            print_failed_gates(self.workspace, sys.stderr)
+        if stopped:
+            code = EXIT_INTERRUPTED
+            print("cancelled; the next `rlhf run` resumes from here", file=sys.stderr, flush=True)
+        elif self.problem or end is None:
+            code = 1
+            print(f"rlhf: {self.problem}; `rlhf run` resumes from the last checkpoint", file=sys.stderr, flush=True)
+        else:
+            code = exit_code(end.state)
+            result = f"{end.state}: {end.message}"
+            print(result if code == 0 else f"rlhf: {result}", file=sys.stdout if code == 0 else sys.stderr, flush=True)
+            if code == EXIT_GATE_FAILED:
+                print_failed_gates(self.workspace, sys.stderr)
+        verdict = next((event.verdict for event in self.events if isinstance(event, VerdictReached)), None)
+        if verdict is not None:
+            print_verdict(verdict, self.workspace)
         return code

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from flows.commands.display.formats import format_seconds
+from flows.commands.display.run_state import read_run_state
+from flows.commands.display.stage_lines import describe_stages
 from flows.dvc_repo.status import describe_changes, dvc_status
 from flows.registry.alias_transaction import pending
 from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, get_version, read_aliases, versions
 from flows.registry.mlflow_client import PIPELINE_TAG, connect, has_record
-from flows.workspace.lock import lock_holder
-from rlhf_core.config.loading.load import load_params
+from flows.workspace.lock import LockHolder, lock_holder
+from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.config.loading.yaml_text import plain, read
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
@@ -29,17 +35,23 @@ def status(workspace: Path) -> str:
     workspace = workspace.resolve()
     params = load_params(workspace)
     holder = lock_holder(workspace)
-    parts = {
-        "stages": stage_lines(workspace),
+    console = Console(stderr=True, force_terminal=sys.stderr.isatty())
+    with console.status("reading stages, runs and models"):
+        parts = _sections(workspace, params, holder)
+    head = f"workspace {workspace}\nin use by: {holder or 'nobody'}"
+    sections = [f"{title}\n" + "\n".join(f"  {line}" for line in lines or ["none"]) for title, lines in parts.items()]
+    report = workspace / "report.html"
+    return "\n\n".join([head, *sections, f"report: {report if report.is_file() else 'not written yet'}"])
+
+
+def _sections(workspace: Path, params: Params, holder: LockHolder | None) -> dict[str, list[str]]:
+    return {
+        "stages": stage_lines(workspace) if holder is None else running_stage_lines(workspace, holder),
         "gates": gate_lines(workspace),
         "to resume": partial_work(workspace),
         "last run": _lines_or_error(lambda: last_run(workspace, params.tracking.experiment, holder is not None)),
         "registry": _lines_or_error(lambda: registry_lines(workspace, params.registry)),
     }
-    head = f"workspace {workspace}\nin use by: {holder or 'nobody'}"
-    sections = [f"{title}\n" + "\n".join(f"  {line}" for line in lines or ["none"]) for title, lines in parts.items()]
-    report = workspace / "report.html"
-    return "\n\n".join([head, *sections, f"report: {report if report.is_file() else 'not written yet'}"])
 
 
 def _lines_or_error(describe: Callable[[], Iterable[str]]) -> list[str]:
@@ -62,6 +74,22 @@ def stage_lines(workspace: Path) -> list[str]:
     names = [name for name, stage in stages.items() if not stage.get("always_changed")]
     width = max((len(name) for name in names), default=0)
     return [f"{name.ljust(width)}  {_state(name, stale, recorded)}" for name in names]
+
+
+def running_stage_lines(workspace: Path, holder: LockHolder) -> list[str]:
+    """Return one line per stage of the run under way: done and its result, running and its progress, or waiting.
+
+    DVC, which a stage keeps locked, is not asked.
+    """
+    since = datetime.fromisoformat(holder.since)
+    state = read_run_state(workspace, since)
+    if state is None or state.ended or not state.stages:
+        return ["a command has just started, or does not report its stages; it keeps DVC from telling their state"]
+    now = datetime.now()
+    elapsed = format_seconds((now - since).total_seconds())
+    phase = f"; {state.phase}" if state.phase else ""
+    head = f"{state.done}/{len(state.stages)} done after {elapsed}{phase}"
+    return [head, *describe_stages(list(state.stages.values()), now.timestamp())]
 
 
 def _state(name: str, stale: Mapping[str, Any], recorded: Mapping[str, Any]) -> str:

@@ -1,14 +1,18 @@
-"""The summary at the end of a run: stages and their times, gates, where to find report and logs."""
+"""The summary at the end of a run: stages and their times, logs, and the verdict with the next command."""
 
 from __future__ import annotations
 
-import json
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from flows.pipeline.events import PipelineEvent, StageEnded
-from flows.stage.outcome import StageOutcome, failed_conditions
+from flows.pipeline.verdict import RunVerdict, Standing
+from flows.stage.outcome import StageOutcome
+from flows.workspace.folder import display_path
 
+STYLES = {Standing.BETTER: "bold green", Standing.WORSE: "bold red"}
 EXIT_CODES = {
     "Completed": 0,
     "GateFailed": 3,
@@ -38,20 +42,6 @@ def work_spans(outcomes: Sequence[StageOutcome]) -> list[tuple[float, float]]:
     return [(o.ended - o.work_seconds, o.ended) for o in outcomes if o.work_seconds > 0]
 
 
-def gate_lines(workspace: Path) -> list[str]:
-    """Return one line per gate with evidence."""
-    lines = []
-    for path in sorted((workspace / "gates").glob("*.json")):
-        try:
-            gate = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            continue
-        passed, count = gate.get("passed"), len(gate.get("conditions", []))
-        verdict = f"passed ({count} conditions)" if passed else f"FAILED: {failed_conditions(gate)}"
-        lines.append(f"  gate {path.stem:<8} {verdict}")
-    return lines
-
-
 def summary(workspace: Path, events: Sequence[PipelineEvent], total: float) -> list[str]:
     """Return the lines to print at the end of a run that lasted ``total`` seconds."""
     outcomes = [event.outcome for event in events if isinstance(event, StageEnded)]
@@ -60,9 +50,47 @@ def summary(workspace: Path, events: Sequence[PipelineEvent], total: float) -> l
     busy = busy_seconds(work_spans(outcomes))
     times = f"{total:.1f} s in all, {busy:.1f} s of stage work, {total - busy:.1f} s around it"
     lines = [f"stages: {', '.join(counts) or 'none'}; {times}"]
-    lines += gate_lines(workspace)
-    report = workspace / "report.html"
-    if report.is_file():
-        lines.append(f"report: {report}")
     lines.append(f"logs:   {workspace / '.rlhf' / 'logs'}")
     return lines
+
+
+def verdict_rows(verdict: RunVerdict, workspace: Path) -> list[tuple[str, str]]:
+    """Return the verdict as pairs of label and text; the last one is the command to type next."""
+    rows = [("verdict", verdict.headline)]
+    rows += [
+        (
+            "" if number else "judges",
+            f"{judge.judge}: win rate {judge.win_rate:.1%}, 95 % interval {judge.low95:.1%} to {judge.high95:.1%}, "
+            f"{judge.prompts} prompts",
+        )
+        for number, judge in enumerate(verdict.judges)
+    ]
+    if verdict.kl is not None:
+        kl = verdict.kl
+        rows.append(("KL", f"{kl.mean:.2f} nats per reply from SFT, 95 % interval {kl.low95:.2f} to {kl.high95:.2f}"))
+    rows += [("registered", verdict.registered), ("promotion", verdict.promotion)]
+    if verdict.report:
+        rows.append(("report", display_path(workspace / verdict.report)))
+    here = Path.cwd().resolve()
+    command = verdict.next_command
+    if workspace.resolve() not in (here, *here.parents):
+        command += f" --workspace {shlex.quote(display_path(workspace))}"
+    return [*rows, ("next", f"{command}   ({verdict.next_hint})")]
+
+
+def print_verdict(verdict: RunVerdict, workspace: Path) -> None:
+    """Print the verdict: aligned and coloured on a terminal, a line per row elsewhere."""
+    rows = verdict_rows(verdict, workspace)
+    if not sys.stdout.isatty():
+        for label, text in rows:
+            print(f"{label:<10}  {text}")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for label, text in rows:
+        style = {"verdict": STYLES.get(verdict.standing, "bold"), "next": "bold cyan"}.get(label, "")
+        table.add_row(Text(label, style="dim"), Text(text, style=style, overflow="fold"))
+    Console(highlight=False).print("", table)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.commands.display import Display
+from flows.commands.display.display import Display, open_display
 from flows.dvc_repo.root import ensure_dvc
 from flows.dvc_repo.tracked_params import check_tracked_params
 from flows.prefect_server.services import Services, check_port_option, open_services, wait_for_server
@@ -47,30 +47,37 @@ def up(workspace: Path, options: UpOptions) -> int:
     check_port_option(options.port)
     params = load_params(workspace)
     check_tracked_params(workspace)
-    display = Display(workspace)
     mlflow_port = claim_port(options.mlflow_port, "the MLflow UI", "--mlflow-port")
-    ensure_dvc(workspace)
-    with locked(workspace):  # a run that is under way has services of its own
-        kill_leftover_processes(workspace)
-    with locked(workspace, "services.lock"):
-        os.environ[OWNER_VARIABLE] = ownership_tag(workspace)
-        services = open_services(workspace, options.port, display.line)
-        try:
-            monitor = _start_services(services, params, mlflow_port, display)
-            while not signals.STOP.wait(POLL_SECONDS):
-                if problem := monitor.check():
-                    raise RlhfError(problem)
-            return EXIT_OK if signals.last() == signal.SIGTERM else EXIT_INTERRUPTED
-        except KeyboardInterrupt:
-            return EXIT_INTERRUPTED
-        finally:
-            from flows.commands.service_monitor import end_active_runs
+    with open_display(workspace, "preparing the workspace") as display:
+        ensure_dvc(workspace)
+        with locked(workspace):  # a run that is under way has services of its own
+            kill_leftover_processes(workspace)
+        with locked(workspace, "services.lock"):
+            os.environ[OWNER_VARIABLE] = ownership_tag(workspace)
+            return _serve(workspace, options.port, params, mlflow_port, display)
 
-            display.line("stopping")
-            forget_services(workspace)
-            end_active_runs(services, True, "rlhf up was stopped", display.line)
-            services.stop()
-            kill_leftover_processes(workspace, patience=1.0)
+
+def _serve(workspace: Path, port: int | None, params: Params, mlflow_port: int, display: Display) -> int:
+    """Start the services, keep them running until a signal, and stop them; return the exit status."""
+    display.phase("starting Prefect and MLflow")
+    services = open_services(workspace, port, display.line)
+    try:
+        monitor = _start_services(services, params, mlflow_port, display)
+        display.close()
+        while not signals.STOP.wait(POLL_SECONDS):
+            if problem := monitor.check():
+                raise RlhfError(problem)
+        return EXIT_OK if signals.last() == signal.SIGTERM else EXIT_INTERRUPTED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    finally:
+        from flows.commands.service_monitor import end_active_runs
+
+        display.phase("stopping")
+        forget_services(workspace)
+        end_active_runs(services, True, "rlhf up was stopped", display.line)
+        services.stop()
+        kill_leftover_processes(workspace, patience=1.0)
 
 
 def _start_services(services: Services, params: Params, mlflow_port: int, display: Display) -> ServiceMonitor:

@@ -12,9 +12,10 @@ from typing import Any
 
 from flows.pipeline.verdict import RunVerdict
 from flows.stage.outcome import StageOutcome
-from flows.workspace.folder import private_path
+from flows.workspace.folder import PRIVATE, private_path
 
 EVENTS_VARIABLE = "RLHF_EVENTS"
+EVENTS_FILE = "events.jsonl"
 _lock = threading.Lock()
 
 
@@ -129,7 +130,7 @@ def _decode(line: bytes) -> PipelineEvent:
 
 
 class EventWriter:
-    """Appends events to a file; does nothing without one, as in a scheduled run."""
+    """Appends events to a file; does nothing without one."""
 
     def __init__(self, path: str | None) -> None:
         self.path = Path(path) if path else None
@@ -162,8 +163,13 @@ class EventReader:
         return [_decode(line) for line in complete.splitlines()]
 
 
+def events_file(workspace: Path) -> Path:
+    """Return the path of the events of the workspace's last run, which may not exist."""
+    return workspace / PRIVATE / EVENTS_FILE
+
+
 def new_events_file(workspace: Path) -> Path:
     """Create an empty events file for one run and return its path."""
-    path = private_path(workspace, "events.jsonl")
+    path = private_path(workspace, EVENTS_FILE)
     path.write_text("", encoding="utf-8")
     return path

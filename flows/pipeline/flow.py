@@ -40,12 +40,13 @@ from flows.pipeline.events import (
     StageRetried,
     StageStarted,
     VerdictReached,
+    new_events_file,
 )
 from flows.pipeline.late_runs import cancel_late_runs
 from flows.pipeline.preflight import memory_refusal
 from flows.pipeline.registration import MATCH_LOG, promote_task, register_task
 from flows.pipeline.schedule import Schedule, final_name
-from flows.pipeline.verdict import RegistrationResult, RunVerdict, reach_verdict
+from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.pipeline.verdict_markdown import verdict_markdown
 from flows.prefect_server.flow_runs import cancel_orphans
 from flows.registry.mlflow_client import end_pipeline_run, log_final_artifacts, report_address, start_pipeline_run
@@ -65,7 +66,6 @@ from rlhf_core.errors import RlhfError
 
 PIPELINE_FLOW = "rlhf-pipeline"
 RUNNER = cast("TaskRunner[PrefectFuture[Any]]", ThreadPoolTaskRunner(max_workers=16))
-REPORT_STAGE = "report"
 POLICY_EVIDENCE = "gates/policy.json"
 PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
 POLL_SECONDS = 0.05
@@ -119,14 +119,16 @@ def rlhf_pipeline(workspace: str = ".", promote: bool = True) -> State[Any]:
         signals.install()
     folder = Path(workspace).resolve()
     with locked_unless_inherited(folder):
+        events_file = os.environ.get(EVENTS_VARIABLE)
         if not os.environ.get(LOCK_HELD_VARIABLE):
             os.environ[OWNER_VARIABLE] = ownership_tag(folder)
             cleanup(folder)
             cancel_late_runs()
-        return _run_pipeline(folder, promote)
+            events_file = events_file or str(new_events_file(folder))  # `rlhf status` reads it
+        return _run_pipeline(folder, promote, EventWriter(events_file))
 
 
-def _run_pipeline(workspace: Path, promote: bool) -> State[Any]:
+def _run_pipeline(workspace: Path, promote: bool, events: EventWriter) -> State[Any]:
     params = load_params(workspace)
     graph = read_graph(workspace)
     # Only a pipeline with a gated policy is recorded in MLflow and registers models.
@@ -134,7 +136,6 @@ def _run_pipeline(workspace: Path, promote: bool) -> State[Any]:
     name = runtime.flow_run.name or run_label(workspace, params.profile, datetime.now())
     run_id = start_pipeline_run(workspace, name) if recorded else None
     environment = {PARENT_RUN_VARIABLE: run_id} if run_id else {}
-    events = EventWriter(os.environ.get(EVENTS_VARIABLE))
     context = PipelineContext(workspace, params.pools, params.flow, environment, events)
     events.emit(RunPlanned(tuple(graph)))
     outcomes = _run_stages(graph, context)
@@ -315,7 +316,7 @@ def _register(context: PipelineContext, run_id: str, promote: bool) -> Registrat
         if not promote or not config.auto_promote:
             because = "registry.auto_promote is off" if promote else "the run was started with --no-promote"
             return RegistrationResult(registered, undecided_because=because)
-        context.events.emit(PhaseStarted("deciding on the promotion", log=MATCH_LOG))
+        context.events.emit(PhaseStarted("promotion", log=MATCH_LOG))
         decision = promote_task(context.workspace)
         verb = "promoted to" if decision.promoted else "not promoted to"
         context.events.emit(RegistryUpdated(f"{verb} @champion: {decision.reason}"))

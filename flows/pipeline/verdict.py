@@ -14,6 +14,7 @@ from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_E
 from rlhf_core.files import read_json
 
 EVALUATE_STAGE = "evaluate"
+REPORT_STAGE = "report"
 EVALUATION = Path("metrics") / "evaluation.json"
 KL_KEYS = ("kl", "kl_low95", "kl_high95")
 REPORT = "report.html"
@@ -78,7 +79,7 @@ class RunVerdict:
         not_compared_because: the failure that ended the run before the evaluation, else empty.
         registered: what was registered and what was refused, in one line.
         promotion: whether the policy was promoted and why, in one line.
-        report: path of the report relative to the workspace, None if there is none.
+        report: path of the report relative to the workspace, None if this run has none.
         next_command: the command to type next; without ``--workspace``, which depends on the current folder.
         next_hint: what that command is for, in a few words.
     """
@@ -123,13 +124,13 @@ def reach_verdict(
     The opponent is the champion if the promotion played a match against it, else SFT.
 
     Args:
-        outcomes: how each stage ended, by name. An evaluation of an earlier run does not count.
+        outcomes: how each stage ended, by name. Evaluation and report of an earlier run do not count.
         registration: what the last steps of the run did.
     """
     decision = registration.decision
     failed = next((o for o in outcomes.values() if o.action in ("failed", "stopped")), None)
     failure = describe_failure(workspace, failed) if failed else ""
-    evaluate = outcomes.get(EVALUATE_STAGE)
+    evaluate, reported = outcomes.get(EVALUATE_STAGE), outcomes.get(REPORT_STAGE)
     evaluated = evaluate is not None and evaluate.ok and (workspace / EVALUATION).is_file()
     evaluation = read_json(workspace / EVALUATION) if evaluated else {}
     judges: tuple[JudgeResult, ...] = ()
@@ -147,7 +148,7 @@ def reach_verdict(
         not_compared_because="" if judges else failure or "this pipeline has no evaluation",
         registered=registration.registered or f"nothing: {failure or registration.error or 'the run was stopped'}",
         promotion=_describe_promotion(registration),
-        report=REPORT if (workspace / REPORT).is_file() else None,
+        report=REPORT if reported is not None and reported.ok and (workspace / REPORT).is_file() else None,
         next_command=next_command,
         next_hint=next_hint,
     )
@@ -193,8 +194,10 @@ def describe_failure(workspace: Path, failed: StageOutcome) -> str:
 def _describe_promotion(registration: RegistrationResult) -> str:
     decision = registration.decision
     if decision is None:
-        reason = registration.undecided_because or registration.error
-        return f"not promoted: {reason or 'no policy was registered that may be promoted'}"
+        nothing = (
+            "no policy was registered that may be promoted" if registration.registered else "nothing was registered"
+        )
+        return f"not promoted: {registration.undecided_because or registration.error or nothing}"
     if decision.promoted:
         return f"version {decision.challenger} is champion: {decision.reason}"
     if decision.is_champion:

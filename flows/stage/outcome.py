@@ -24,6 +24,8 @@ OUTCOMES = "outcomes"
 # Exit codes that a retry would not change. A preempted stage is run again without using up a retry.
 FINAL_CODES = {EXIT_USER_ERROR, EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_PREEMPTED, EXIT_INTERRUPTED}
 PROGRESS = re.compile(r"^(?P<what>[^:\r\n]{1,60}): (?P<done>\d+)/(?P<total>\d+)\b(?P<rest>[^\r\n]*)", re.MULTILINE)
+PROGRESS_DETAILS = re.compile(r": \d+/\d+ (?P<seconds>\d+(\.\d+)?) s\b(?P<metrics>.*)$")
+METRIC = re.compile(r"(\S+) ([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|inf|nan))(?=\s|$)")
 
 Action = Literal["ran", "cached", "failed", "stopped", "skipped"]
 
@@ -134,6 +136,23 @@ class LoggedProgress:
     total: int
     line: str
 
+    @property
+    def description(self) -> str:
+        """What is counted, such as ``sft``."""
+        return self.line.partition(":")[0]
+
+    @property
+    def seconds(self) -> float | None:
+        """The time since the loop started, None if the line does not say."""
+        match = PROGRESS_DETAILS.search(self.line)
+        return float(match["seconds"]) if match else None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics that the line ends with, such as ``loss 0.41``."""
+        match = PROGRESS_DETAILS.search(self.line)
+        return {name: float(value) for name, value in METRIC.findall(match["metrics"])} if match else {}
+
 
 def clear_outcome(workspace: Path, stage: str) -> None:
     """Delete the outcome and the report of an earlier run of the stage."""
@@ -188,13 +207,23 @@ def load_gate_file(workspace: Path, outputs: tuple[str, ...]) -> GateFile | None
 def failed_conditions(decision: Mapping[str, Any]) -> str:
     """Describe the failed conditions of a gate's decision in one line."""
     failed = [c for c in decision.get("conditions", []) if not c.get("passed")]
-    return "; ".join(f"{c.get('metric')} is {c.get('value')}, bound {c.get('bound')}" for c in failed)
+    return "; ".join(f"{c.get('metric')} is {_rounded(c.get('value'))}, bound {c.get('bound')}" for c in failed)
+
+
+def _rounded(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "missing" if value is None else str(value)
+
+
+def progress_lines(log_text: str) -> list[LoggedProgress]:
+    """Return all progress lines in the text of a stage's log."""
+    return [
+        LoggedProgress(int(line["done"]), int(line["total"]), line[0].strip()) for line in PROGRESS.finditer(log_text)
+    ]
 
 
 def last_progress(log_text: str) -> LoggedProgress | None:
     """Return the last progress line in the text of a stage's log, None if there is none."""
-    lines = list(PROGRESS.finditer(log_text))
-    return LoggedProgress(int(lines[-1]["done"]), int(lines[-1]["total"]), lines[-1][0].strip()) if lines else None
+    return next(reversed(progress_lines(log_text)), None)
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:

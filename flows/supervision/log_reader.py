@@ -6,11 +6,14 @@ from pathlib import Path
 
 
 class LogReader:
-    """Reads the part of a log file that was appended after the reader was created; the file may not exist yet."""
+    """Reads the part of a log file from byte ``start`` on, by default what is appended after the reader was created.
 
-    def __init__(self, log: Path) -> None:
+    The file may not exist yet.
+    """
+
+    def __init__(self, log: Path, start: int | None = None) -> None:
         self.log = log
-        self.start = log.stat().st_size if log.exists() else 0
+        self.start = start if start is not None else log.stat().st_size if log.exists() else 0
 
     def text(self, last_bytes: int | None = None) -> str:
         """Return everything appended so far, or only its last ``last_bytes`` bytes."""

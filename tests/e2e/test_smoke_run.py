@@ -72,6 +72,16 @@ def test_history_has_a_row_per_iteration(smoke: SmokeRun) -> None:
     assert [row["iteration"] for row in rows] == list(range(1, 7))
 
 
+def test_the_run_ends_with_its_verdict_and_one_command(smoke: SmokeRun) -> None:
+    lines = smoke.completed.stdout.splitlines()
+    (verdict,) = [line for line in lines if line.startswith("verdict  ")]
+    assert verdict.removeprefix("verdict     ") in ("better than SFT", "not shown better than SFT", "worse than SFT")
+    assert any(line.startswith("judges      gold: win rate ") for line in lines)
+    assert any(line.startswith("promotion   version 1 is champion") for line in lines)
+    assert lines[-1].startswith("next        rlhf chat --workspace ")
+    assert "\x1b" not in smoke.completed.stdout
+
+
 def test_a_second_run_has_nothing_to_do(smoke: SmokeRun) -> None:
     lock = (smoke.workspace / "dvc.lock").read_text()
     again = run("rlhf", "run", "--workspace", smoke.workspace, cwd=ROOT)

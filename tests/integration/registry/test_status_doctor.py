@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,13 @@ from flows.commands.checks import FAIL, OK
 from flows.commands.checks.machine import check_package
 from flows.commands.doctor import doctor
 from flows.commands.status import status
+from flows.pipeline.events import EventWriter, RunPlanned, StageEnded, StageStarted, new_events_file
 from flows.registry.mlflow_client import end_pipeline_run, start_pipeline_run
 from flows.registry.promotion import promote
 from flows.registry.register import register
+from flows.stage.outcome import StageOutcome
 from flows.supervision.ports import free_port
+from flows.workspace.lock import locked
 
 
 def test_status_shows_stages_gates_run_registry_and_partial_work(workspace: Path) -> None:
@@ -52,6 +57,40 @@ def test_status_names_the_holder_of_the_lock(workspace: Path) -> None:
     record = {"pid": os.getpid(), "since": "2026-01-01T00:00:00", "command": "rlhf run"}
     (workspace / ".rlhf" / "lock").write_text(json.dumps(record))
     assert f"in use by: `rlhf run` (pid {os.getpid()}" in status(workspace)
+
+
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_status_while_a_run_is_under_way_shows_its_progress_without_dvc(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.commands.status.dvc_status", lambda *_: pytest.fail("DVC is locked by the run"))
+    writer = EventWriter(str(new_events_file(workspace)))
+    log = workspace / ".rlhf" / "logs" / "ppo.log"
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("ppo: 90/90 96 s\n")  # of an earlier run
+    started = time.time() - 62
+    writer.emit(RunPlanned(("fingerprint", "ppo", "report")))
+    writer.emit(StageEnded(StageOutcome.ran("fingerprint", started, started + 2.0, 1.0)))
+    writer.emit(StageStarted("ppo", "gpu-pool", started, log_start=log.stat().st_size))
+    with locked(workspace):
+        assert "ppo          running for 1:0" in status(workspace)
+        with log.open("a") as stream:
+            stream.write("ppo: 45/90 45 s reward 0.3418 kl 1.894\n")
+        screen = status(workspace)
+        assert "stages\n  1/3 done after 0:0" in screen
+        assert "  fingerprint  ran in 0:02\n" in screen
+        assert re.search(r"ppo          running 45/90, 0:4\d left, reward 0\.342, kl 1\.89\n", screen), screen
+        assert "  report       waiting\n" in screen
+
+
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_status_does_not_take_the_events_of_an_earlier_run_for_this_one(workspace: Path) -> None:
+    path = new_events_file(workspace)
+    EventWriter(str(path)).emit(RunPlanned(("fingerprint", "ppo")))
+    os.utime(path, (1.0, 1.0))
+    with locked(workspace):
+        screen = status(workspace)
+    assert "waiting" not in screen and "it keeps DVC from telling their state" in screen
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)

@@ -43,7 +43,7 @@ EVENTS: list[PipelineEvent] = [
     StagePreempted("ppo", "preempted, waiting for a worker of gpu-pool"),
     StageRetried("ppo", "its job was killed", 5),
     StageEnded(StageOutcome.failed("ppo", "no: step 3", 4, started=1.0, ended=2.5, work_seconds=1.25)),
-    PhaseStarted("deciding on the promotion", log="match"),
+    PhaseStarted("promotion", log="match"),
     RegistryUpdated("rlhf-policy version 3"),
     VerdictReached(VERDICT),
     RunEnded("TrainingPaused", "ppo: no: step 3"),

@@ -14,7 +14,7 @@ from flows.registry.decisions import PromotionDecision
 from flows.stage.outcome import StageOutcome
 from rlhf_core.errors import EXIT_GATE_FAILED
 
-EVALUATED = {"evaluate": StageOutcome.ran("evaluate", 0.0, 1.0, 1.0)}
+EVALUATED = {name: StageOutcome.ran(name, 0.0, 1.0, 1.0) for name in ("evaluate", "report")}
 
 
 def interval(low: float, rate: float, high: float) -> dict[str, float]:
@@ -75,13 +75,15 @@ def test_a_promoted_policy_is_talked_to_next(tmp_path: Path) -> None:
     assert (verdict.report, verdict.next_command) == ("report.html", "rlhf chat")
 
 
-def test_an_evaluation_of_an_earlier_run_does_not_count(tmp_path: Path) -> None:
+def test_evaluation_and_report_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
     workspace_with(tmp_path, referee=interval(0.7, 0.8, 0.9))
+    (tmp_path / "report.html").touch()
     outcomes = {"sft": StageOutcome.failed("sft", "out of memory\nmore"), "evaluate": StageOutcome.skipped("evaluate")}
     verdict = reach_verdict(tmp_path, outcomes, RegistrationResult())
-    assert verdict.standing is Standing.NOT_COMPARED and verdict.kl is None
+    assert verdict.standing is Standing.NOT_COMPARED and verdict.kl is None and verdict.report is None
     assert verdict.headline == "no verdict: sft failed: out of memory"
     assert verdict.registered == "nothing: sft failed: out of memory"
+    assert verdict.promotion == "not promoted: nothing was registered"
     assert (verdict.next_command, verdict.next_hint) == ("rlhf run", "resumes from the last checkpoint")
 
 

@@ -1,0 +1,54 @@
+"""The result of a finished stage in a few words: ``perplexity 1.52``, ``passed 7/7``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flows.pipeline.verdict import judge_results
+from rlhf_core.errors import RlhfError
+from rlhf_core.files import read_json
+
+Describe = Callable[[Mapping[str, Any]], str]
+
+
+def describe_result(workspace: Path, stage: str) -> str:
+    """Describe what ``stage`` has produced; empty for a stage that is not known or whose metrics cannot be read."""
+    if stage not in RESULTS:
+        return ""
+    file, describe = RESULTS[stage]
+    try:
+        return describe(read_json(workspace / file))
+    except (RlhfError, LookupError, TypeError, ValueError, AttributeError):
+        return ""  # a pipeline of one's own may have a stage of this name with other metrics
+
+
+def _gate(gate: Mapping[str, Any]) -> str:
+    conditions = gate["conditions"]
+    passed = sum(bool(condition["passed"]) for condition in conditions)
+    verdict = "passed" if gate["passed"] else f"failed, mode {gate['mode']}:"
+    return f"{verdict} {passed}/{len(conditions)}"
+
+
+def _win_rates(evaluation: Mapping[str, Any]) -> str:
+    rates = ", ".join(f"{judge.judge} {judge.win_rate:.2f}" for judge in judge_results(evaluation["comparison"]))
+    return f"win rate by {rates}"
+
+
+def _selected(ppo: Mapping[str, Any]) -> str:
+    selected = ppo["selected"]
+    return f"iteration {selected['iteration']} selected, KL {selected['kl']:.2f}, win rate {selected['win_rate']:.2f}"
+
+
+RESULTS: dict[str, tuple[str, Describe]] = {
+    "validate": ("gates/data.json", _gate),
+    "sft": ("metrics/sft.json", lambda m: f"perplexity {m['perplexity']:.3g}"),
+    "reward": ("metrics/reward.json", lambda m: f"accuracy {m['accuracy']:.3f}"),
+    "referee": ("metrics/referee.json", lambda m: f"accuracy {m['accuracy']:.3f}"),
+    "gate-reward": ("gates/reward.json", _gate),
+    "critic": ("metrics/critic.json", lambda m: f"explained variance {m['explained_variance']:.2f}"),
+    "ppo": ("metrics/ppo.json", _selected),
+    "evaluate": ("metrics/evaluation.json", _win_rates),
+    "gate-policy": ("gates/policy.json", _gate),
+}

@@ -1,0 +1,71 @@
+"""A scripted run on the real display, for tests: waits for the file ``step-N`` of its workspace before step N."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from flows.commands.display.display import Display, open_display
+from flows.commands.summary import print_verdict
+from flows.pipeline.events import PhaseStarted, RunEnded, RunPlanned, StageEnded, StageStarted
+from flows.pipeline.verdict import JudgeResult, KlEstimate, RunVerdict, Standing
+from flows.stage.outcome import StageOutcome
+
+STAGES = ("collect", "validate", "base", "sft", "reward", "referee", "gate-reward", "critic", "ppo", "evaluate")
+PROGRESS = "ppo: {}/90 {} s reward 0.3418 kl 1.894 length 22.56\n"
+VERDICT = RunVerdict(
+    standing=Standing.NOT_SHOWN_BETTER,
+    opponent="champion version 3",
+    judges=(JudgeResult("gold", 0.52, 0.47, 0.57, 320), JudgeResult("referee", 0.6, 0.55, 0.65, 320)),
+    kl=KlEstimate(1.9, 1.7, 2.1),
+    not_compared_because="",
+    registered="rlhf-reward-model version 1 (as before); rlhf-policy version 4",
+    promotion="not promoted: not above 0.5 with 95 % confidence by gold: gold win rate 0.520 (at least 0.470)",
+    report="report.html",
+    next_command="rlhf chat models/policy",
+    next_hint="talk to the new policy",
+)
+
+
+def steps(workspace: Path, display: Display) -> Iterator[None]:
+    """Go through a run: a phase, the plan, finished stages, two running ones, a match, the end."""
+    logs = workspace / ".rlhf" / "logs"
+    logs.mkdir(parents=True)
+    yield
+    display.line("Prefect UI http://127.0.0.1:4200 (while this runs)")
+    display.event(RunPlanned(STAGES))
+    for number, stage in enumerate(STAGES[:-2]):
+        display.event(StageStarted(stage, None, 1000.0 + number))
+        outcome = (
+            StageOutcome.ran(stage, 1000.0, 1051.0, 40.0) if number else StageOutcome.cached(stage, 1000.0, 1002.0)
+        )
+        display.event(StageEnded(outcome))
+    display.event(StageStarted("ppo", "gpu-pool", time.time()))
+    yield
+    for iteration in (30, 31, 45):
+        with (logs / "ppo.log").open("a") as log:
+            log.write(PROGRESS.format(iteration, iteration + 3))
+    yield
+    display.event(StageEnded(StageOutcome.ran("ppo", 1000.0, 1099.0, 90.0)))
+    display.event(StageEnded(StageOutcome.failed("evaluate", "a message that is long " * 10, 1)))
+    display.event(PhaseStarted("promotion", log="match"))
+    (logs / "match.log").write_text("match: 34/640 5 s\n")
+    yield
+    display.event(RunEnded("Completed", "10 stages ran"))
+    yield
+
+
+def main(workspace: Path) -> None:
+    with open_display(workspace, "starting Prefect") as display:
+        for number, _ in enumerate(steps(workspace, display)):
+            while not (workspace / f"step-{number}").exists():
+                display.tick()
+                time.sleep(0.02)
+    print_verdict(VERDICT, workspace)
+    print("the end")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,193 @@
+"""The table of a run: progress read from logs, results of stages, and rows that fit any terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from flows.commands.display.formats import format_metrics, format_rate, format_seconds
+from flows.commands.display.run_state import RunState
+from flows.commands.display.stage_lines import describe_stages
+from flows.commands.display.stage_progress import StageProgress
+from flows.commands.display.stage_results import describe_result
+from flows.commands.display.stage_table import RunTable
+from flows.pipeline.events import RunPlanned, StageEnded, StageRetried, StageStarted
+from flows.stage.outcome import StageOutcome, last_progress
+
+STAGES = tuple(f"stage-{number:02}" for number in range(13))
+
+
+def progress_of(log: Path, *lines: str, written: float = 100.0) -> StageProgress:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("\n".join(lines) + "\n")
+    os.utime(log, (written, written))
+    progress = StageProgress(log, 0)
+    progress.refresh()
+    return progress
+
+
+def test_a_progress_line_gives_its_time_and_metrics() -> None:
+    logged = last_progress("sft: 64/550 5 s loss 1.121 tokens_s 1.547e+04\n")
+    assert logged is not None and logged.description == "sft" and logged.seconds == 5.0
+    assert logged.metrics == {"loss": 1.121, "tokens_s": 15470.0}
+    bare = last_progress("ppo: 3/9\n")
+    assert bare is not None and bare.seconds is None and bare.metrics == {}
+
+
+def test_rate_and_time_left_are_those_of_this_process(tmp_path: Path) -> None:
+    # It went on from step 50: 10 more steps took 20 s, so the 30 that are left take 60 s, of which 5 have gone by.
+    progress = progress_of(tmp_path / "ppo.log", "ppo: 50/90 1 s", "ppo: 55/90 11 s", "ppo: 60/90 21 s kl 1.5")
+    assert progress.rate == pytest.approx(0.5)
+    assert progress.seconds_left(105.0) == pytest.approx(55.0)
+    assert progress.seconds_left(1000.0) == 0.0
+
+
+def test_the_first_line_alone_gives_a_rate(tmp_path: Path) -> None:
+    assert progress_of(tmp_path / "sft.log", "sft: 10/50 5 s").rate == pytest.approx(2.0)
+
+
+def test_without_times_there_is_no_rate(tmp_path: Path) -> None:
+    progress = progress_of(tmp_path / "ppo.log", "ppo: 3/9", "ppo: 4/9")
+    assert progress.latest is not None and progress.latest.done == 4
+    assert progress.rate is None and progress.seconds_left() is None
+
+
+def test_a_retry_in_the_same_log_starts_anew(tmp_path: Path) -> None:
+    progress = progress_of(tmp_path / "sft.log", "sft: 40/50 100 s", "sft: 10/50 5 s")
+    assert progress.rate == pytest.approx(2.0)
+
+
+def test_a_resumed_stage_is_measured_from_where_it_resumed(tmp_path: Path) -> None:
+    progress = progress_of(tmp_path / "ppo.log", "ppo: 10/90 1 s", "ppo: 20/90 5 s", "ppo: 21/90 1 s", "ppo: 22/90 3 s")
+    assert progress.rate == pytest.approx(0.5)
+
+
+def test_a_restarted_stage_has_no_progress_until_it_prints_some(tmp_path: Path) -> None:
+    log = tmp_path / "ppo.log"
+    progress = progress_of(log, "ppo: 10/90 5 s")
+    progress.restart()
+    progress.refresh()
+    assert progress.latest is None
+    with log.open("a") as stream:
+        stream.write("ppo: 11/90 1 s\n")
+    progress.refresh()
+    assert progress.latest is not None and progress.latest.done == 11
+
+
+def test_what_an_earlier_run_left_in_the_log_is_not_read(tmp_path: Path) -> None:
+    log = tmp_path / "sft.log"
+    log.write_text("sft: 550/550 40 s\n")
+    progress = StageProgress(log, log.stat().st_size)
+    progress.refresh()
+    assert progress.latest is None
+
+
+@pytest.mark.parametrize(
+    ("stage", "file", "content", "result"),
+    [
+        ("sft", "metrics/sft.json", {"perplexity": 1.5234}, "perplexity 1.52"),
+        (
+            "gate-reward",
+            "gates/reward.json",
+            {"passed": True, "mode": "enforce", "conditions": 7 * [{"passed": True}]},
+            "passed 7/7",
+        ),
+        (
+            "gate-policy",
+            "gates/policy.json",
+            {"passed": False, "mode": "report", "conditions": [{"passed": True}, {"passed": False}]},
+            "failed, mode report: 1/2",
+        ),
+        ("sft", "metrics/sft.json", {"other": 1}, ""),
+        ("custom", "metrics/custom.json", {"perplexity": 1.0}, ""),
+    ],
+)
+def test_a_finished_stage_is_described_by_its_metrics(
+    tmp_path: Path, stage: str, file: str, content: dict[str, Any], result: str
+) -> None:
+    (tmp_path / file).parent.mkdir()
+    (tmp_path / file).write_text(json.dumps(content))
+    assert describe_result(tmp_path, stage) == result
+
+
+def test_a_stage_without_metrics_has_no_result(tmp_path: Path) -> None:
+    assert describe_result(tmp_path, "sft") == ""
+
+
+def running_state(workspace: Path) -> RunState:
+    """Six stages have ended, two run, five wait."""
+    state = RunState(workspace)
+    state.apply(RunPlanned(STAGES))
+    for name in STAGES[:8]:
+        state.apply(StageStarted(name, None, 40.0))
+    for name in STAGES[:6]:
+        state.apply(StageEnded(StageOutcome.ran(name, 40.0, 91.0, 50.0)))
+    progress_of(workspace / ".rlhf" / "logs" / f"{STAGES[6]}.log", "x: 1/9 5 s", "x: 3/9 10 s reward 0.25 kl 1.5")
+    state.refresh()
+    return state
+
+
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("width", [30, 40, 80, 120])
+@pytest.mark.parametrize("height", [8, 12, 17, 24, 40])
+def test_the_table_fits_width_and_height(tmp_path: Path, width: int, height: int, final: bool) -> None:
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True)
+    drawn = RunTable(console).draw(running_state(tmp_path), now=100.0, elapsed=62.0, final=final)
+    lines = console.render_lines(drawn, pad=False)
+    texts = ["".join(segment.text for segment in line) for line in lines]
+    assert max(map(len, texts)) <= width
+    if final:
+        assert sum("stage-" in text for text in texts) == len(STAGES)
+    else:
+        assert len(texts) <= height - 1
+        assert any("stage-06" in text for text in texts) and any("stage-07" in text for text in texts)
+    assert "6/13" in texts[-1] and "1:02" in texts[-1]
+
+
+def test_the_row_of_a_running_stage_holds_bar_count_time_left_rate_and_metrics(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=120, height=40)
+    console.print(RunTable(console).draw(running_state(tmp_path), now=102.0, elapsed=62.0))
+    row = next(line for line in console.file.getvalue().splitlines() if "stage-06" in line)  # type: ignore[attr-defined]
+    assert "3/9  0:13 left  2.5 s each  reward 0.25  kl 1.5" in row and "1:02  ━" in row
+
+
+def test_a_stage_whose_loop_is_over_is_finishing(tmp_path: Path) -> None:
+    state = running_state(tmp_path)
+    progress_of(tmp_path / ".rlhf" / "logs" / f"{STAGES[6]}.log", "x: 9/9 30 s")
+    state.refresh()
+    console = Console(file=io.StringIO(), width=80, height=24)
+    assert "9/9  finishing" in RunTable(console).draw(state, now=102.0, elapsed=62.0).plain
+
+
+def test_a_retried_stage_says_why_it_waits(tmp_path: Path) -> None:
+    state = RunState(tmp_path)
+    state.apply(RunPlanned(("ppo", "report")))
+    state.apply(StageStarted("ppo", "gpu-pool", 40.0))
+    state.apply(StageRetried("ppo", "its job was killed\ntrace", 5))
+    lines = describe_stages(list(state.stages.values()), now=50.0)
+    assert lines == [
+        "ppo     running for 0:10, its job was killed; trying again in 5 s",
+        "report  waiting",
+    ]
+
+
+def test_plain_lines_tell_what_the_table_shows(tmp_path: Path) -> None:
+    state = running_state(tmp_path)
+    state.apply(StageEnded(StageOutcome.failed(STAGES[7], "no\nmore", 1, started=40.0, ended=100.0)))
+    lines = describe_stages(list(state.stages.values()), now=100.0)
+    assert lines[5] == "stage-05  ran in 0:51"
+    assert lines[6] == "stage-06  running 3/9, 0:15 left, reward 0.25, kl 1.5"
+    assert lines[7] == "stage-07  failed after 1:00, no"
+    assert lines[8] == "stage-08  waiting"
+
+
+def test_formats() -> None:
+    assert [format_seconds(s) for s in (0, 62.4, 3599, 3660, 90000)] == ["0:00", "1:02", "59:59", "1h01m", "1d01h"]
+    assert format_rate(13.96) == "14/s" and format_rate(0.25) == "4 s each"
+    assert format_metrics({"loss": 0.40971, "tokens_s": 17840.0}) == ["loss 0.41", "17.8k tokens/s"]
