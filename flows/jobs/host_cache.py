@@ -25,13 +25,13 @@ def cache_limit() -> int | None:
     Raises:
         RlhfError: the environment variable is not a number.
     """
-    setting = os.environ.get(LIMIT_VARIABLE, "").strip()
+    limit = os.environ.get(LIMIT_VARIABLE, "").strip()
     try:
-        gigabytes = float(setting) if setting else DEFAULT_GB
+        gigabytes = float(limit) if limit else DEFAULT_GB
     except ValueError:
         gigabytes = -1.0
     if not 0 <= gigabytes < float("inf"):
-        raise RlhfError(f"{LIMIT_VARIABLE} is {setting!r}; give a number of gigabytes, 0 for no limit")
+        raise RlhfError(f"{LIMIT_VARIABLE} is {limit!r}; give a number of gigabytes, 0 for no limit")
     return int(gigabytes * GB) or None
 
 

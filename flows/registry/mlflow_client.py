@@ -210,18 +210,18 @@ def experiment_id(client: MlflowClient, workspace: Path) -> str:
     from mlflow.exceptions import MlflowException
 
     name = load_section(workspace, "tracking", TrackingConfig).experiment
-    found = client.get_experiment_by_name(name)
-    if found is not None:
-        return str(found.experiment_id)
+    experiment = client.get_experiment_by_name(name)
+    if experiment is not None:
+        return str(experiment.experiment_id)
     local = tracking_uri(workspace).startswith("sqlite:")
     try:
-        place = (workspace.resolve() / "mlartifacts").as_uri() if local else None
-        return str(client.create_experiment(name, artifact_location=place, tags=EXPERIMENT_TAGS))
+        artifacts = (workspace.resolve() / "mlartifacts").as_uri() if local else None
+        return str(client.create_experiment(name, artifact_location=artifacts, tags=EXPERIMENT_TAGS))
     except MlflowException:
-        found = client.get_experiment_by_name(name)
-        if found is None:
+        experiment = client.get_experiment_by_name(name)
+        if experiment is None:
             raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
 
 def _legal(key: str) -> str:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.api.critic import TrainedCritic, encode_prompts, evaluating, refuse_pipeline_settings
-from rlhf_core.api.inputs import checked_tokenizer, require_type, rows_of
+from rlhf_core.api.critic import TrainedCritic, evaluating
+from rlhf_core.api.inputs import require_type, rows_of
+from rlhf_core.api.ppo_inputs import PpoInputs
 from rlhf_core.api.reward_function import RewardFunction, reward_fn_of
 from rlhf_core.api.reward_model import TrainedRewardModel
 from rlhf_core.api.run_folder import run_context
 from rlhf_core.api.selection import CheckpointSelector
 from rlhf_core.config.health.rule_changes import rules_for
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.ppo import PpoConfig, PtxConfig, RolloutConfig
+from rlhf_core.config.ppo import PpoConfig, PtxConfig
 from rlhf_core.data.chat import decode_reply, encode_dialogue, pad_id
-from rlhf_core.data.schema import Demonstration, Message, Prompt
-from rlhf_core.errors import ConfigError
+from rlhf_core.data.schema import Demonstration, Prompt
 from rlhf_core.evaluation.generation import OnPolicyReplies, on_policy_replies
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.selection import CheckpointChoice, SelectionEvaluator
@@ -106,52 +106,58 @@ def train_ppo(
         TrainingPaused: A health rule paused the run, or three steps in a row were not finite.
     """
     require_type(config, PpoConfig, "config")
-    require_type(critic, TrainedCritic, "critic")
-    score = reward.model if isinstance(reward, TrainedRewardModel) else reward
-    judge = referee.model if isinstance(referee, TrainedRewardModel) else referee
-    texts = rows_of(Demonstration, demonstrations, "demonstrations") if (demonstrations := list(demonstrations)) else []
+    texts = rows_of(Demonstration, given, "demonstrations") if (given := list(demonstrations)) else []
     config = config or default_ppo_config(ptx=bool(texts))
-    _require_agreement(config, critic, texts)
-    if (validation_prompts := list(validation_prompts)) and judge is None:
-        raise ConfigError("validation_prompts are judged by a referee, but there is none; give one, or leave them out")
+    inputs = PpoInputs.checked(
+        config, model, tokenizer, prompts, reward, critic, referee, list(validation_prompts), texts
+    )
     seed_everything(config.seed)
-    tokenizer = checked_tokenizer(tokenizer, model)
-    encoded = encode_prompts(prompts, tokenizer, model, config.max_new_tokens)
-    policy, reference = _policy_and_reference(model, config)
-    value_model = copy.deepcopy(critic.model)
-    if config.critic_lora is not None:
-        value_model.add_adapters(config.critic_lora, derive_seed(config.seed, "ppo", "critic", "lora"))
-    selector, checks = None, list[Sequence[Message]]()
-    if judge is not None:
-        checks = [row.prompt for row in rows_of(Prompt, validation_prompts, "validation_prompts")]
-    limits = {"kl": config.selection.max_kl, "max_new_tokens": float(config.max_new_tokens)}
-    health = HealthCallback(HealthMonitor(limits, rules_for(config)), config.health)
-    inputs = (config, encoded, checks, texts, score, judge, model, critic.model)
-    with evaluating(model), run_context(context, "train_ppo", *inputs) as run:
-        if judge is not None:
-            selector = _selector(config, reference, tokenizer, checks, judge, score)
-        sampling = Sampling.for_rollouts(tokenizer, config.rollout)
-        pair = separate_actor_critic(config, policy, value_model, sampling, run)
-        selection = [SelectionCallback(selector, config.selection.every, run.work / "best")] if selector else []
-        trainer = Trainer(
-            learner=Learner(config, pair, reference, _ptx_data(config, texts, tokenizer)),
-            reward_fn=reward_fn_of(score, encoded, tokenizer, config.micro_batch_size),
-            prompts=encoded,
-            decode=lambda ids: decode_reply(tokenizer, ids)[0],
-            moments=copy.deepcopy(critic.moments),
-            context=run,
-            callbacks=(*selection, health),
-            referee=reward_model_fn(judge.eval(), config.micro_batch_size) if judge is not None else None,
-        )
-        trainer.run()
-        trained, choice = pair.release_policy(), None
-        if selector is not None:
-            choice = selector.choice()
+    with evaluating(model), run_context(context, "train_ppo", *inputs.identity()) as run:
+        ppo = assemble(inputs, run)
+        ppo.trainer.run()
+        trained, choice = ppo.trainer.learner.pair.release_policy(), None
+        if ppo.selector is not None:
+            choice = ppo.selector.choice()
             load_weights(trained, load_best(run.work / "best", choice.candidate.iteration))
-        history, samples = trainer.history.rows(), trainer.samples.rows()
+        history, samples = ppo.trainer.history.rows(), ppo.trainer.samples.rows()
     if config.policy_lora is not None:
         merge_adapters(trained)
-    return TrainedPolicy(trained.eval(), tokenizer, choice, health.findings, history, samples)
+    return TrainedPolicy(trained.eval(), inputs.tokenizer, choice, ppo.health.findings, history, samples)
+
+
+@dataclass(frozen=True)
+class PpoRun:
+    """A run ready to start: the trainer, and those of its parts that are read afterwards."""
+
+    trainer: Trainer
+    health: HealthCallback
+    selector: CheckpointSelector | None
+
+
+def assemble(inputs: PpoInputs, context: RunContext) -> PpoRun:
+    """Build policy, reference and critic with their engines, and the callbacks; what was given is copied."""
+    config, tokenizer = inputs.config, inputs.tokenizer
+    policy, reference = _policy_and_reference(inputs.model, config)
+    critic = copy.deepcopy(inputs.critic.model)
+    if config.critic_lora is not None:
+        critic.add_adapters(config.critic_lora, derive_seed(config.seed, "ppo", "critic", "lora"))
+    selector = _selector(inputs, reference, inputs.referee) if inputs.referee is not None else None
+    pair = separate_actor_critic(config, policy, critic, Sampling.for_rollouts(tokenizer, config.rollout), context)
+    limits = {"kl": config.selection.max_kl, "max_new_tokens": float(config.max_new_tokens)}
+    health = HealthCallback(HealthMonitor(limits, rules_for(config)), config.health)
+    selection = [SelectionCallback(selector, config.selection.every, context.work / "best")] if selector else []
+    referee = reward_model_fn(inputs.referee.eval(), config.micro_batch_size) if inputs.referee is not None else None
+    trainer = Trainer(
+        learner=Learner(config, pair, reference, _ptx_data(inputs)),
+        reward_fn=reward_fn_of(inputs.reward, inputs.prompts, tokenizer, config.micro_batch_size),
+        prompts=inputs.prompts,
+        decode=lambda ids: decode_reply(tokenizer, ids)[0],
+        moments=copy.deepcopy(inputs.critic.moments),
+        context=context,
+        callbacks=(*selection, health),
+        referee=referee,
+    )
+    return PpoRun(trainer, health, selector)
 
 
 def default_ppo_config(ptx: bool) -> PpoConfig:
@@ -162,29 +168,6 @@ def default_ppo_config(ptx: bool) -> PpoConfig:
         critic_optimizer=OptimizerConfig(lr=DEFAULT_CRITIC_LR, schedule="constant", warmup=0.0),
         ptx=PtxConfig() if ptx else PtxConfig(weight=0.0),
     )
-
-
-def _require_agreement(config: PpoConfig, critic: TrainedCritic, texts: Sequence[Demonstration]) -> None:
-    differing = [
-        name
-        for name in RolloutConfig.model_fields
-        if getattr(config.rollout, name) != getattr(critic.rollout, name) and "batch_size" not in name
-    ]
-    if differing:
-        raise ConfigError(
-            f"the critic was pre-trained with another {differing[0]} ({getattr(critic.rollout, differing[0])}) than "
-            f"this run's ({getattr(config.rollout, differing[0])}); give train_critic rollout=config.rollout"
-        )
-    refuse_pipeline_settings(config.rollout)
-    for name in ("policy_init", "share_base"):
-        if getattr(config, name) != PpoConfig.model_fields[name].default:
-            raise ConfigError(f"{name} is for the pipeline's stages; the policy starts as the given model here")
-    if texts and not config.ptx.weight:
-        raise ConfigError("demonstrations are for the ptx loss, but ptx.weight is 0; leave them out, or set a weight")
-    if config.ptx.weight and not texts:
-        raise ConfigError(
-            f"ptx.weight is {config.ptx.weight}, but there are no demonstrations; give some, or set it to 0"
-        )
 
 
 def _policy_and_reference(model: PreTrainedModel, config: PpoConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -198,29 +181,24 @@ def _policy_and_reference(model: PreTrainedModel, config: PpoConfig) -> tuple[Pr
     return policy, without
 
 
-def _selector(
-    config: PpoConfig,
-    reference: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[Message]],
-    referee: ScalarModel,
-    reward: RewardFunction | ScalarModel,
-) -> CheckpointSelector:
-    """The referee on the first ``config.selection.prompts`` validation prompts."""
-    prompts = prompts[: config.selection.prompts]
+def _selector(inputs: PpoInputs, reference: PreTrainedModel, referee: ScalarModel) -> CheckpointSelector:
+    config, tokenizer, prompts = inputs.config, inputs.tokenizer, inputs.validation_prompts
     seed, rows_together = derive_seed(config.seed, "ppo", "selection"), config.selection.batch_size
     sampling = Sampling.for_rollouts(tokenizer, config.rollout)
 
     def sample(policy: PreTrainedModel) -> OnPolicyReplies:
         return on_policy_replies(policy, tokenizer, prompts, sampling, seed, rows_together)
 
-    judge = ModelJudge(referee.eval(), tokenizer, "referee", rows_together)
-    other = ModelJudge(reward, tokenizer, "reward", rows_together) if isinstance(reward, ScalarModel) else None
-    return CheckpointSelector(SelectionEvaluator(reference, prompts, judge, sample, other), config.selection)
+    judge, proxy = ModelJudge(referee.eval(), tokenizer, "referee", rows_together), None
+    if isinstance(inputs.reward, ScalarModel):
+        proxy = ModelJudge(inputs.reward, tokenizer, "reward", rows_together)
+    return CheckpointSelector(SelectionEvaluator(reference, prompts, judge, sample, proxy), config.selection)
 
 
-def _ptx_data(config: PpoConfig, texts: Sequence[Demonstration], tokenizer: PreTrainedTokenizerBase) -> PtxData | None:
+def _ptx_data(inputs: PpoInputs) -> PtxData | None:
+    config = inputs.config
     if config.ptx.weight == 0:
         return None
-    pairs = [encode_dialogue(tokenizer, row.prompt, row.reply) for row in texts]
-    return PtxData(pairs, config.ptx.batch_size, derive_seed(config.seed, "ppo", "ptx"), pad_id(tokenizer))
+    pairs = [encode_dialogue(inputs.tokenizer, row.prompt, row.reply) for row in inputs.demonstrations]
+    seed = derive_seed(config.seed, "ppo", "ptx")
+    return PtxData(pairs, config.ptx.batch_size, seed, pad_id(inputs.tokenizer))

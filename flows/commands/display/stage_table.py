@@ -46,12 +46,12 @@ class RunTable:
         metrics_below = width < WIDE
         rows_of_running = (1 + metrics_below) * len(state.running)
         most = len(state.stages) if final else height - 3 - rows_of_running + len(state.running)
-        before, shown, after = _collapse(list(state.stages.values()), most)
+        before, visible, after = _collapse(list(state.stages.values()), most)
         name_width = min(max(map(len, state.stages), default=0), width // 2)
         rows = []
         if before:
             rows.append(Text.assemble((self.done, "green"), GAP, (f"{before} more stages done", "dim")))
-        for stage in shown:
+        for stage in visible:
             rows.append(self._stage_row(stage, now, name_width, width))
             if metrics_below and stage in state.running and (metrics := _metrics(stage.progress)):
                 indent = " " * (1 + len(GAP) + name_width + len(GAP) + TIME_WIDTH + len(GAP))

@@ -101,10 +101,10 @@ class Ablation(Strict):
 
     def overrides(self, name: str) -> dict[str, Any]:
         """Parameters by dotted path that make the variant out of the recipe, ``common`` not included."""
-        found: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         for switch in self.dropped(name):
-            found |= self.switches[switch]
-        return found | self._changed(name)
+            changes |= self.switches[switch]
+        return changes | self._changed(name)
 
     def _changed(self, name: str) -> dict[str, Any]:
         variant = self.variant(name)

@@ -66,16 +66,17 @@ def _with_thresholds(rule: Rule, threshold: float | Mapping[str, float]) -> tupl
             raise ConfigError(f"{path}: the rule has no check '{name}'; {nearest(name, names)}")
     changed = {names[name]: bound for name, bound in threshold.items()}
     return tuple(
-        replace(check, bound=changed[place]) if place in changed else check for place, check in enumerate(rule.checks)
+        replace(check, bound=changed[position]) if position in changed else check
+        for position, check in enumerate(rule.checks)
     )
 
 
 def _check_names(rule: Rule) -> dict[str, int]:
-    """Name and place of each check with a threshold: its metric, or ``METRIC of WHAT`` where that occurs twice."""
+    """Name and position of each check with a threshold: its metric, or ``METRIC of WHAT`` where that occurs twice."""
     metrics = [check.metric for check in rule.checks]
     return {
-        check.metric if metrics.count(check.metric) == 1 else f"{check.metric} of {check.of}": place
-        for place, check in enumerate(rule.checks)
+        check.metric if metrics.count(check.metric) == 1 else f"{check.metric} of {check.of}": position
+        for position, check in enumerate(rule.checks)
         if check.op != "not_finite"
     }
 

@@ -167,22 +167,22 @@ class Params(Strict):
     def _pools_fit(self) -> Params:
         """A job of a pool is one machine, whose GPUs are one for each process of the stage."""
         launches = {str(stage): launch for stage, launch in self.compute.launch.items()}
-        shared = {place.pool: place.shared for place in self.pools.values()}
-        for stage, place in self.pools.items():
-            if place.shared != shared[place.pool]:
+        shared = {job.pool: job.shared for job in self.pools.values()}
+        for stage, job in self.pools.items():
+            if job.shared != shared[job.pool]:
                 raise ValueError(
-                    f"pools.{stage}.shared is {str(place.shared).lower()}, but another stage says the opposite of the "
-                    f"pool {place.pool}: its workers see the workspace or they do not, so say the same of both"
+                    f"pools.{stage}.shared is {str(job.shared).lower()}, but another stage says the opposite of the "
+                    f"pool {job.pool}: its workers see the workspace or they do not, so say the same of both"
                 )
             launch = launches.get(stage, LaunchConfig())
             if launch.nodes > 1:
                 raise ValueError(
-                    f"compute.launch.{stage}.nodes is {launch.nodes}, but a job of the pool {place.pool} is one "
+                    f"compute.launch.{stage}.nodes is {launch.nodes}, but a job of the pool {job.pool} is one "
                     f"machine; set nodes to 1, or take {stage} out of pools and start it as docs/operations.md says"
                 )
-            if place.gpus and place.gpus != launch.processes:
+            if job.gpus and job.gpus != launch.processes:
                 raise ValueError(
-                    f"pools.{stage}.gpus is {place.gpus}, but the stage runs as {launch.processes} process(es), one "
+                    f"pools.{stage}.gpus is {job.gpus}, but the stage runs as {launch.processes} process(es), one "
                     "GPU each (compute.launch); set both to the same number"
                 )
         return self

@@ -124,9 +124,9 @@ def _merge_into(target: Any, overlay: Any) -> None:
 
 def _put(document: Any, path: str, value: Any) -> None:
     *parents, last = path.split(".")
-    place = document
+    parent = document
     for part in parents:
-        if not isinstance(place.get(part), dict):
-            place[part] = {}
-        place = place[part]
-    place[last] = value
+        if not isinstance(parent.get(part), dict):
+            parent[part] = {}
+        parent = parent[part]
+    parent[last] = value

@@ -60,9 +60,9 @@ def function_files(workspace: Path, sources: RewardSources) -> list[str]:
         if isinstance(source, FunctionSource)
         for _, file in _reached(source.target.split(":")[0], workspace)
     )
-    place = workspace.resolve()
-    found = {file.resolve().relative_to(place).as_posix() for file in reached if file.resolve().is_relative_to(place)}
-    return sorted(found)
+    root = workspace.resolve()
+    inside = {file.resolve() for file in reached if file.resolve().is_relative_to(root)}
+    return sorted(file.relative_to(root).as_posix() for file in inside)
 
 
 def code_lines(workspace: Path, sources: RewardSources) -> list[str]:
@@ -83,15 +83,15 @@ def _reached(module: str, workspace: Path) -> list[tuple[str, Path]]:
     if root is None:
         return []
     installed = root in {Path(path) for path in sysconfig.get_paths().values()}
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     waiting = [module]
     while waiting:
         name = waiting.pop()
         file = _file(root, name)
-        if file is not None and name not in found:
-            found[name] = file
+        if file is not None and name not in files:
+            files[name] = file
             waiting += [] if installed else _imported(name, file)
-    return sorted(found.items())
+    return sorted(files.items())
 
 
 def _root(module: str, workspace: Path) -> Path | None:
@@ -101,8 +101,8 @@ def _root(module: str, workspace: Path) -> Path | None:
         spec = find_spec(top) or PathFinder.find_spec(top, [str(workspace)])
     except (ImportError, ValueError):
         return None
-    places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else [])] if spec else []
-    return next((root for place in places for root in Path(place).parents if _file(root, module)), None)
+    origins = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else [])] if spec else []
+    return next((root for origin in origins for root in Path(origin).parents if _file(root, module)), None)
 
 
 def _file(root: Path, module: str) -> Path | None:
