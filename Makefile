@@ -26,7 +26,7 @@ run: setup
 	$(BIN)/rlhf run
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

@@ -72,5 +72,5 @@ def test_a_stopped_stage_and_then_a_drained_worker_lose_no_work(tmp_path: Path) 
     assert (toy / "report.html").read_text() == "done"
     assert processes_of(toy) == []
     with sqlite3.connect(f"file:{toy}/.rlhf/prefect/prefect.db?mode=ro", uri=True) as database:
-        jobs = "select state_type from flow_run where name = 'ppo' order by created"
+        jobs = "select state_type from flow_run where name like '% · ppo' order by created"
         assert database.execute(jobs).fetchall() == [("CRASHED",), ("CRASHED",), ("COMPLETED",)]

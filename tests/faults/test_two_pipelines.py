@@ -33,7 +33,7 @@ def test_the_second_run_is_refused_in_one_line_and_the_first_continues(tmp_path:
     first = begin("run", cwd=toy)
     wait_until((toy / ".rlhf" / "logs" / "server.log").exists, 240, "start of the first run")
     second = rlhf("run", cwd=toy)
-    assert second.returncode == 2 and second.stdout == ""
+    assert second.returncode == 2 and second.stdout == "[   0.0 s] preparing the workspace\n"
     assert second.stderr.count("\n") == 1 and f"(pid {first.pid}, since 2" in second.stderr, second.stderr
     assert first.wait(600) == 0, (toy / "out.log").read_text()
     assert_nothing_lost(toy, faults=0)

@@ -13,6 +13,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from flows.workspace.folder import display_path
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("terminal_run.py")
 needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
@@ -121,6 +123,6 @@ def test_output_that_is_no_terminal_has_no_control_codes(tmp_path: Path, term: s
     assert "starting Prefect" in lines and "ppo          ran        99.0 s" in lines
     assert "verdict     not shown better than champion version 3" in lines
     assert lines[-2:] == [
-        f"next        rlhf chat models/policy --workspace {tmp_path}   (talk to the new policy)",
+        f"next        rlhf chat models/policy --workspace {display_path(tmp_path)}   (talk to the new policy)",
         "the end",
     ]

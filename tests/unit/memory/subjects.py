@@ -81,7 +81,7 @@ def exact_kl() -> Subject:
 def large(gpu_memory: float, **sections: Any) -> EstimateInputs:
     """LLaMA-7B in bfloat16 against GPUs of a given memory, by the limits of the settings."""
     defaults: dict[str, Any] = {
-        "base": {"source": "huggyllama/llama-7b", "dtype": "bfloat16"},
+        "base": {"source": "huggyllama/llama-7b", "dtype": "bfloat16", "allow_high_learning_rates": True},
         "plan": {"gpu_memory_gb": gpu_memory},
         "ppo": {"max_new_tokens": 256},
     }

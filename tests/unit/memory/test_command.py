@@ -98,7 +98,9 @@ def test_the_check_refuses_only_what_it_knows_cannot_fit(tmp_path: Path) -> None
     assert check(PlanRequest(known, stages=["report"])) == "not checked: no memory is planned for report"
     assert "not checked" in check(PlanRequest(workspace(tmp_path, "seed: 1\n"), stages=["ppo"]))
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
-    other = workspace(tmp_path, f"plan: {{gpu_memory_gb: 1}}\nbase: {{source: {tmp_path}}}\n")
+    other = workspace(
+        tmp_path, f"plan: {{gpu_memory_gb: 1}}\nbase: {{source: {tmp_path}, allow_high_learning_rates: true}}\n"
+    )
     assert check(PlanRequest(other, stages=["ppo"])).startswith("not checked: ")
 
 
