@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR
+from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR, RlhfError
 
+PIPE_WIDTH = 120
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
 WorkspaceOption = Annotated[
     Path | None, typer.Option("--workspace", "-w", help="Folder with params.yaml; default: the current one.")
@@ -116,14 +117,36 @@ def report(workspace: WorkspaceOption = None) -> None:
 def data(
     files: Annotated[list[str], typer.Argument(help="Files, globs or hub:owner/name[:split].")],
     show: Annotated[int, typer.Option(help="Rows to print of each file.")] = 1,
+    workspace: Annotated[
+        Path | None,
+        typer.Option("--workspace", "-w", help="Whose tokenizer and max_tokens to measure with; default: the current."),
+    ] = None,
 ) -> None:
-    """Describe data files: their format, how many rows they have, and which rows would be refused and why.
+    """Describe data files: format, rows, which would be refused and why, lengths, and the command to use them.
+
+    In a workspace whose base model is at hand, lengths are given in tokens too and compared with max_tokens.
 
     Example: rlhf data 'exports/*.jsonl.gz'
     """
-    from rlhf_core.data.inspect import describe_sources
+    import shutil
+    import sys
 
-    typer.echo(describe_sources(files, show))
+    from rich.console import Console
+
+    with Console(stderr=True).status("reading the files…"):
+        from rlhf_core.data.inspect import describe_sources
+        from rlhf_core.stages.runtime.runner import workspace_root
+        from rlhf_core.stages.token_limits import local_token_limits
+
+        tokens = None  # outside a workspace there is no tokenizer to measure with
+        try:
+            tokens = local_token_limits(workspace_root(workspace))
+        except RlhfError:
+            if workspace is not None:
+                raise
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
+        text = describe_sources(files, show, width=width, tokens=tokens)
+    typer.echo(text)
 
 
 @app.command()

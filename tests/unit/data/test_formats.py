@@ -258,4 +258,4 @@ def test_describe_tells_format_kinds_and_refusals(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps([GOOD_HH, {"wrong": 1}]))
     text = describe_sources(["x.json"], 1, tmp_path)
     assert "format   hh-rlhf" in text and "rows     1 as preferences, of 2" in text
-    assert "refused  1: does not match the format" in text and '"chosen": "yes"' in text
+    assert "refused  1: does not match the format" in text and "    chosen     yes\n" in text

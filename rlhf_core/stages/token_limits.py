@@ -1,0 +1,36 @@
+"""The tokenizer of a workspace and the longest sequences that its training keeps, where they are on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf_core.config.loading.load import load_params
+from rlhf_core.data.inspect import TokenLimits
+from rlhf_core.models.base import fitting_length, load_tokenizer
+from rlhf_core.stages.base import prepare_tokenizer
+
+SCRATCH = "scratch"
+
+
+def local_token_limits(workspace: Path) -> TokenLimits | None:
+    """Return the tokenizer and limits of ``workspace``; None if neither ``base.source`` nor models/base is a folder.
+
+    Nothing is downloaded. A tokenizer made from nothing depends on the data, so that other data would change it.
+
+    Raises:
+        RlhfError: params.yaml is wrong, or the model folder is incomplete.
+    """
+    params = load_params(workspace)
+    source = Path(params.base.source).expanduser()
+    if params.base.source == SCRATCH or not (workspace / source).is_dir():
+        source = Path("models") / "base"
+    folder = workspace / source
+    if not folder.is_dir():
+        return None
+    tokenizer = load_tokenizer(folder)
+    prepare_tokenizer(tokenizer, str(source))
+    limits = {
+        "preferences": ("reward.max_tokens", fitting_length(params.reward.max_tokens, folder)),
+        "demonstrations": ("sft.max_tokens", fitting_length(params.sft.max_tokens, folder)),
+    }
+    return TokenLimits(tokenizer, str(source), limits)
