@@ -239,14 +239,18 @@ def chat(
     $ rlhf chat models/sft
     $ echo "what color is the lamp?" | rlhf chat models/policy
     """
-    from rlhf_core.cli import talk
+    from rich.console import Console
 
-    if model is None:
-        from flows.registry.champion import champion_folder
+    with Console(stderr=True).status("looking up the model…"):
+        from flows.commands.chat import champion_model, folder_model
         from flows.workspace.folder import find_workspace
 
-        model = champion_folder(find_workspace(workspace))
-    talk(model, seed=seed, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
+        if model is None:
+            chosen = champion_model(find_workspace(workspace))
+        else:
+            chosen = folder_model(model, find_workspace(workspace) if workspace else None)
+    options = core.ChatOptions(seed, temperature, top_p, max_new_tokens)
+    core.talk(chosen.folder, options, chosen.about, chosen.workspace)
 
 
 @app.command()

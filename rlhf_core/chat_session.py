@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
@@ -15,7 +17,10 @@ from rlhf_core.models.base import load_policy
 from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms
 from rlhf_core.sampling.generation import evaluation_generate
 
-HELP = "/reset forgets the conversation, /quit (or end of input) leaves, anything else is said to the model"
+OnText = Callable[[str], None]
+# What decoding puts for bytes that are no character yet: the next token may complete it.
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+HELP = "/reset forgets the conversation, /help shows this, /quit or end of input leaves"
 
 
 class ChatSession:
@@ -47,19 +52,24 @@ class ChatSession:
         """Forget the conversation; the system turn stays."""
         self.turns, self.forgotten = [], 0
 
-    def say(self, text: str) -> str:
+    def say(self, text: str, on_text: OnText | None = None) -> str:
         """The model's reply to ``text``, which joins the conversation.
 
-        Where the model's context is full the oldest turns are forgotten (``forgotten`` counts them). ``DataError`` when
-        ``text`` alone does not fit; the conversation then stays as it was.
+        ``on_text`` is called with each piece of the reply as it is sampled, on one line. Where the model's context is
+        full the oldest turns are forgotten (``forgotten`` counts them). ``DataError`` when ``text`` alone does not fit;
+        the conversation then stays as it was.
         """
         turns = [*self.turns, Message("user", text)]
         ids, turns = self._fit(turns)
         uniforms = philox_uniforms(self.seed, [self._asked], self.sampling.max_new_tokens)
         sampling = EvaluationSampling.for_tokenizer(self.tokenizer, self.sampling)
-        rollout = evaluation_generate(self.model, [ids], uniforms, sampling)
+        stream = None if on_text is None else ReplyStream(self.tokenizer, on_text)
+        on_tokens = None if stream is None else stream.add
+        rollout = evaluation_generate(self.model, [ids], uniforms, sampling, on_tokens)
         reply, _ = decode_reply(self.tokenizer, rollout.replies()[0])
         reply = reply.strip()
+        if stream is not None:
+            stream.finish(reply)
         self._asked += 1
         self.turns = [*turns, Message("assistant", reply)]
         return reply
@@ -79,16 +89,49 @@ class ChatSession:
             dropped += 2  # a question goes with its answer
 
 
-def converse(session: ChatSession, source: TextIO, sink: TextIO) -> int:
+class ReplyStream:
+    """The text of one reply while its tokens are sampled, in one line, in pieces that are never taken back."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: OnText) -> None:
+        self.tokenizer, self.on_text = tokenizer, on_text
+        self.ids: list[int] = []
+        self.written = ""
+
+    def add(self, tokens: Tensor) -> None:
+        """Take the next token of the reply, the only row of ``tokens`` (1,)."""
+        self.ids += tokens.tolist()
+        text, _ = decode_reply(self.tokenizer, self.ids)
+        self._write(text.rstrip(INCOMPLETE))
+
+    def finish(self, reply: str) -> None:
+        """Write what of the whole ``reply`` is not written yet."""
+        self._write(reply)
+        line = one_line(reply)
+        if self.written != line:  # the tokenizer decodes the beginning otherwise when it knows the end
+            self.on_text(f"\n{line}")
+
+    def _write(self, text: str) -> None:
+        line = one_line(text)
+        if line.startswith(self.written) and line != self.written:
+            self.on_text(line[len(self.written) :])
+            self.written = line
+
+
+def one_line(text: str) -> str:
+    """Return ``text`` with every run of spaces and line breaks as one space."""
+    return " ".join(text.split())
+
+
+def converse(session: ChatSession, source: TextIO, sink: TextIO, introduction: Sequence[str] = ()) -> int:
     """Talk until ``/quit`` or the end of ``source``; returns how many replies were given.
 
-    On a terminal there is a prompt and the commands are explained. Otherwise each line of input gives exactly one line
-    of output (line breaks inside a reply become spaces), so that questions can be piped in.
+    On a terminal there is a prompt, replies appear as they are sampled, and ``introduction`` and the commands are
+    printed first. Otherwise each line of input gives exactly one line of output, so that questions can be piped in.
     """
     terminal = source.isatty()
     given = 0
     if terminal:
-        _tell(sink, HELP)
+        _print(sink, "\n".join([*introduction, HELP]))
     while True:
         if terminal:
             sink.write("you> ")
@@ -100,25 +143,31 @@ def converse(session: ChatSession, source: TextIO, sink: TextIO) -> int:
         if text == "/reset":
             session.reset()
         elif text == "/help":
-            _tell(sink, HELP)
+            _print(sink, HELP)
         elif text:
-            _tell(sink, ("model> " if terminal else "") + _reply(session, text, terminal))
+            if terminal:
+                _stream_reply(session, text, sink)
+            else:
+                _print(sink, one_line(session.say(text)))  # a turn that does not fit ends the program
             given += 1
 
 
-def _reply(session: ChatSession, text: str, terminal: bool) -> str:
-    """A turn that does not fit is refused in place; in a pipe it ends the program, where nobody reads along."""
+def _stream_reply(session: ChatSession, text: str, sink: TextIO) -> None:
+    """Write the reply as it is sampled. A turn that does not fit is refused, and the conversation goes on."""
+
+    def write(piece: str) -> None:
+        sink.write(piece)
+        sink.flush()
+
     before = session.forgotten
+    write("model> ")
     try:
-        reply = session.say(text)
+        session.say(text, write)
     except DataError as error:
-        if not terminal:
-            raise
-        return f"({error})"
-    note = " (the oldest turns no longer fit and are forgotten)" if terminal and session.forgotten > before else ""
-    return " ".join(reply.split()) + note
+        write(f"({error})")
+    write(" (the oldest turns no longer fit and are forgotten)\n" if session.forgotten > before else "\n")
 
 
-def _tell(sink: TextIO, text: str) -> None:
+def _print(sink: TextIO, text: str) -> None:
     sink.write(text + "\n")
     sink.flush()

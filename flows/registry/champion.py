@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flows.registry.alias_transaction import finish_interrupted
 from flows.registry.aliases import CHAMPION, alias_version
@@ -14,12 +15,24 @@ from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
+
 
 def champion_folder(workspace: Path, alias: str = CHAMPION) -> Path:
     """The Hugging Face folder of the policy with ``alias``, its content verified.
 
     A promotion that was interrupted is completed first. Raises ``RlhfError`` where no version has the alias and
     ``ModelError`` where its files are not the registered ones.
+    """
+    return verified_folder(workspace.resolve(), policy_with_alias(workspace, alias))
+
+
+def policy_with_alias(workspace: Path, alias: str = CHAMPION) -> ModelVersion:
+    """The version of the policy that ``alias`` points to, after an interrupted promotion was completed.
+
+    Raises:
+        RlhfError: No version has the alias.
     """
     workspace = workspace.resolve()
     config = load_section(workspace, "registry", RegistryConfig)
@@ -31,4 +44,4 @@ def champion_folder(workspace: Path, alias: str = CHAMPION) -> Path:
         raise RlhfError(
             f"no {alias} of {config.policy} in this workspace yet; `rlhf run` makes one, `rlhf status` shows what is"
         )
-    return verified_folder(workspace, version)
+    return version

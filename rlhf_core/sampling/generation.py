@@ -25,6 +25,7 @@ from rlhf_core.sampling.distribution import (
 
 # (logits (b, V), reply tokens so far (b, t)) -> log-probabilities of response position t (b, V)
 Distribution = Callable[[Tensor, Tensor], Tensor]
+OnTokens = Callable[[Tensor], None]
 COMPACT_BELOW = 0.75
 
 
@@ -65,14 +66,21 @@ def generate(
 
 
 def evaluation_generate(
-    model: PreTrainedModel, prompt_ids: Sequence[Sequence[int]], uniforms: Tensor, sampling: EvaluationSampling
+    model: PreTrainedModel,
+    prompt_ids: Sequence[Sequence[int]],
+    uniforms: Tensor,
+    sampling: EvaluationSampling,
+    on_tokens: OnTokens | None = None,
 ) -> Rollout:
-    """Sample with the evaluation filters (top-p, repetition penalty). Its log-probabilities are of no use to PPO."""
+    """Sample with the evaluation filters (top-p, repetition penalty). Its log-probabilities are of no use to PPO.
+
+    ``on_tokens`` is called after each step with the new token of every reply that was still being written.
+    """
 
     def distribution(logits: Tensor, generated: Tensor) -> Tensor:
         return evaluation_distribution(logits, generated, sampling)
 
-    return _decode(model, prompt_ids, uniforms, sampling.base, distribution)
+    return _decode(model, prompt_ids, uniforms, sampling.base, distribution, on_tokens)
 
 
 @dataclass
@@ -109,6 +117,7 @@ def _decode(
     uniforms: Tensor,
     sampling: Sampling,
     distribution: Distribution,
+    on_tokens: OnTokens | None = None,
 ) -> Rollout:
     prompts, prompt_mask = left_pad(prompt_ids, sampling.pad_id)
     prompts, prompt_mask = prompts.to(model.device), prompt_mask.to(model.device)
@@ -130,6 +139,8 @@ def _decode(
         rows = active.rows[writing]
         response[rows, t] = picked[writing]
         logprobs[rows, t] = log_probabilities.gather(1, picked.unsqueeze(1)).squeeze(1)[writing].float()
+        if on_tokens is not None:
+            on_tokens(response[rows, t])
         ended = rows[picked[writing] == sampling.eos_id]
         finished[ended] = True
         lengths[ended] = t + 1

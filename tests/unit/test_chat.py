@@ -10,8 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from rlhf_core import chat_session
-from rlhf_core.chat_session import HELP, ChatSession, converse
+from rlhf_core.chat_session import HELP, ChatSession, ReplyStream, converse, one_line
 from rlhf_core.config.model import SamplingConfig
+from rlhf_core.data.prompts_to_try import prompts_to_try
+from rlhf_core.data.schema import Message, Prompt, write_rows
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.base import train_tokenizer
 from rlhf_core.sampling.generation import Rollout
@@ -109,6 +111,77 @@ def test_a_terminal_gets_prompts_and_a_refusal_does_not_end_the_talk(session: Ch
     assert given == 2
     assert sink.getvalue().startswith(HELP + "\nyou> model> (that is ")
     assert sink.getvalue().count(HELP) == 2
+
+
+def test_streamed_pieces_are_the_reply_that_the_same_seed_gives_without_streaming(model, tokenizer) -> None:
+    sampling = SamplingConfig(max_new_tokens=30)
+    quiet, streaming = (ChatSession(model, tokenizer, sampling, seed=5) for _ in range(2))
+    pieces: list[str] = []
+    expected = quiet.say("the sky")
+    assert streaming.say("the sky", pieces.append) == expected
+    assert "".join(pieces) == one_line(expected) and len(pieces) > 5
+
+
+def test_a_piece_is_written_before_the_next_token_is_sampled(model, tokenizer) -> None:
+    class Watched(io.StringIO):
+        forwards = 0
+
+        def write(self, text: str) -> int:
+            self.seen = [*getattr(self, "seen", []), self.forwards]
+            return super().write(text)
+
+    sink = Watched()
+    handle = model.register_forward_hook(lambda *_: setattr(sink, "forwards", sink.forwards + 1))
+    try:
+        ChatSession(model, tokenizer, SamplingConfig(max_new_tokens=30), seed=5).say("the sky", sink.write)
+    finally:
+        handle.remove()
+    assert len(set(sink.seen)) == len(sink.seen) > 5  # each after another forward pass
+
+
+def test_a_character_of_several_tokens_is_written_once_it_is_whole(tokenizer: PreTrainedTokenizerBase) -> None:
+    pieces: list[str] = []
+    stream = ReplyStream(tokenizer, pieces.append)
+    ids = tokenizer.encode("a \u20ac b", add_special_tokens=False)
+    assert len(ids) > 5  # the sign has three bytes and none is joined
+    for token in ids:
+        stream.add(torch.tensor([token]))
+    stream.finish("a \u20ac b")
+    assert pieces == ["a", " \u20ac", " b"]
+
+
+def test_a_reply_that_decodes_otherwise_as_a_whole_is_written_again(tokenizer: PreTrainedTokenizerBase) -> None:
+    pieces: list[str] = []
+    stream = ReplyStream(tokenizer, pieces.append)
+    stream.add(torch.tensor(tokenizer.encode("a", add_special_tokens=False)))
+    stream.finish("b c")
+    assert pieces == ["a", "\nb c"]
+
+
+def test_a_pipe_gets_no_introduction_and_a_terminal_gets_it_first(session: ChatSession) -> None:
+    pipe, terminal = io.StringIO(), io.StringIO()
+    converse(session, io.StringIO("/quit"), pipe, ["model one"])
+    converse(session, Terminal("/quit"), terminal, ["model one"])
+    assert pipe.getvalue() == "" and terminal.getvalue() == f"model one\n{HELP}\nyou> "
+
+
+def prompt(text: str, category: str = "fact", *before: Message) -> Prompt:
+    return Prompt(text, [*before, Message("user", text)], category, "test", text)
+
+
+def test_prompts_to_try_are_short_held_out_and_of_different_categories(tmp_path: Path) -> None:
+    assert prompts_to_try(tmp_path) == []
+    rows = [
+        prompt("x" * 100),
+        prompt("two\nlines"),
+        prompt("with a system turn", "fact", Message("system", "be brief")),
+        prompt("one"),
+        prompt("two"),
+        prompt("how", "howto"),
+    ]
+    write_rows(tmp_path / "data" / "clean" / "prompts" / "test.parquet", rows)
+    assert prompts_to_try(tmp_path) == ["one", "how", "two"]
+    assert prompts_to_try(tmp_path, 2) == ["one", "how"]
 
 
 def test_a_missing_folder_is_a_clear_refusal(tmp_path: Path) -> None:
