@@ -255,11 +255,14 @@ def chat(
 
 @app.command()
 def status(workspace: Workspace = None) -> None:
-    """Show what the workspace has: stages, gates, champion and challenger."""
+    """Show stages, gates, the last run and its verdict, champion and challenger, and the next command."""
+    import shutil
+
     from flows.commands.status import status as describe
     from flows.workspace.folder import find_workspace
 
-    typer.echo(describe(find_workspace(workspace)))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    typer.echo(describe(find_workspace(workspace), width))
 
 
 @app.command()

@@ -1,68 +1,134 @@
-"""``rlhf status``: what a workspace holds and what is under way, on one screen."""
+"""``rlhf status``: what a workspace holds, what is under way, and what to do next, on one screen."""
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from flows.commands.display.formats import format_seconds
+from flows.commands.display.formats import format_age, format_seconds
 from flows.commands.display.run_state import read_run_state
 from flows.commands.display.stage_lines import describe_stages
+from flows.commands.registry_status import RegistryStatus, registry_status
+from flows.commands.summary import command_for, verdict_rows
 from flows.dvc_repo.status import describe_changes, dvc_status
-from flows.registry.alias_transaction import pending
-from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, get_version, read_aliases, versions
+from flows.pipeline.last_run import LastRun, read_last_run
 from flows.registry.mlflow_client import PIPELINE_TAG, connect, has_record
 from flows.workspace.lock import LockHolder, lock_holder
-from rlhf_core.config.loading.load import Params, load_params
+from rlhf_core.config.loading.load import load_params
 from rlhf_core.config.loading.yaml_text import plain, read
-from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.files import read_json
 
 DETAIL = 70
+INDENT = "  "
+ALIGNED = re.compile(r" *(\S+ )*?\S* {2,}(?=\S)")  # a label and the gap after it
+ENDINGS = {
+    "": "interrupted (its process is gone; the next run resumes)",
+    "GateFailed": "stopped by a gate",
+    "TrainingPaused": "training paused",
+    "UserError": "stopped by an error",
+}
+SAME_RUN_SECONDS = 60.0  # between the first event of a run and its start in MLflow
+SHOWN_OF_VERDICT = ("verdict", "judges", "", "KL", "registered", "promotion")
 
 
-def status(workspace: Path) -> str:
-    """Describe stages (as DVC sees them), gates, partial work, the last run, the registry, and the lock's holder.
+@dataclass(frozen=True)
+class StagesStatus:
+    """One line per stage, and how many have never run or are not up to date."""
+
+    lines: list[str]
+    not_run: int = 0
+    stale: int = 0
+
+
+def status(workspace: Path, width: int | None = None) -> str:
+    """Describe stages (as DVC sees them), gates, partial work, the last run, the registry, and the next command.
 
     Nothing is changed or created. Changed code shows here once the next run has refreshed the fingerprints.
+
+    Args:
+        width: Columns that longer lines are wrapped to; None wraps nothing.
     """
     workspace = workspace.resolve()
     params = load_params(workspace)
     holder = lock_holder(workspace)
+    experiment = params.tracking.experiment
+    now = datetime.now()
     console = Console(stderr=True, force_terminal=sys.stderr.isatty())
     with console.status("reading stages, runs and models"):
-        parts = _sections(workspace, params, holder)
-    head = f"workspace {workspace}\nin use by: {holder or 'nobody'}"
-    sections = [f"{title}\n" + "\n".join(f"  {line}" for line in lines or ["none"]) for title, lines in parts.items()]
-    report = workspace / "report.html"
-    return "\n\n".join([head, *sections, f"report: {report if report.is_file() else 'not written yet'}"])
-
-
-def _sections(workspace: Path, params: Params, holder: LockHolder | None) -> dict[str, list[str]]:
-    return {
-        "stages": stage_lines(workspace) if holder is None else running_stage_lines(workspace, holder),
+        stages = stages_status(workspace) if holder is None else running_stages(workspace, holder)
+        last = None if holder else read_last_run(workspace)
+        recorded = _lines_or_error(lambda: recorded_run(workspace, experiment, holder is not None, last))
+        try:
+            registry = registry_status(workspace, params.registry, stages.not_run + stages.stale, now)
+        except RlhfError as error:  # MLflow out of reach does not hide the rest
+            registry = RegistryStatus([str(error)])
+    resumable = partial_work(workspace)
+    sections = {
+        "stages": stages.lines,
         "gates": gate_lines(workspace),
-        "to resume": partial_work(workspace),
-        "last run": _lines_or_error(lambda: last_run(workspace, params.tracking.experiment, holder is not None)),
-        "registry": _lines_or_error(lambda: registry_lines(workspace, params.registry)),
+        "to resume": resumable,
+        "last run": (last_run_lines(workspace, last, now) if last else []) + recorded,
+        "registry": registry.lines,
     }
+    if holder is not None:
+        command, hint = "rlhf status", "a command is under way; a run ends with its verdict"
+    else:
+        command, hint = next_step(stages, bool(resumable), last, registry)
+    report = workspace / "report.html"
+    blocks = [[f"workspace {workspace}", f"in use by: {holder or 'nobody'}"]]
+    blocks += [[title, *(INDENT + line for line in lines or ["none"])] for title, lines in sections.items()]
+    blocks += [[f"report: {report if report.is_file() else 'not written yet'}"]]
+    blocks += [[f"next: {command_for(workspace, command)}   ({hint})"]]
+    return "\n\n".join("\n".join(_fit(line, width) for line in block) for block in blocks)
 
 
-def _lines_or_error(describe: Callable[[], Iterable[str]]) -> list[str]:
+def _fit(line: str, width: int | None) -> str:
+    """Wrap a line to ``width``, its continuation lines under the text after its label; words are never cut."""
+    if width is None or len(line) <= width:
+        return line
+    label = ALIGNED.match(line)
+    indent = len(label[0]) if label and len(label[0]) <= width // 2 else len(line) - len(line.lstrip()) + len(INDENT)
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _lines_or_error(describe: Callable[[], list[str]]) -> list[str]:
     """Return the lines of one section, or the message of an error: MLflow out of reach does not hide the rest."""
     try:
-        return list(describe())
+        return describe()
     except RlhfError as error:
         return [str(error)]
 
 
-def stage_lines(workspace: Path) -> list[str]:
+def next_step(stages: StagesStatus, resumable: bool, last: LastRun | None, registry: RegistryStatus) -> tuple[str, str]:
+    """Return the command to type next in an idle workspace, and what it is for."""
+    if registry.interrupted:
+        return "rlhf promote", f"completes the {registry.interrupted} that was interrupted"
+    if last is not None and not last.completed and last.verdict is not None:
+        return last.verdict.next_command, last.verdict.next_hint
+    if resumable or (last is not None and not last.state):
+        return "rlhf run", "resumes from the last checkpoint"
+    if stages.not_run or stages.stale:
+        counts = [f"{stages.stale} stale", f"{stages.not_run} that have not run"]
+        named = " and ".join(part for part in counts if not part.startswith("0 "))
+        return "rlhf run", f"brings stages up to date: {named}"
+    decided_since = last is None or (registry.decided is not None and registry.decided > last.last_event)
+    if last is not None and last.verdict is not None and not decided_since:
+        return last.verdict.next_command, last.verdict.next_hint
+    if registry.champion is not None:
+        return "rlhf chat", "talk to the champion"
+    return "rlhf run", "brings the pipeline up to date and registers its models"
+
+
+def stages_status(workspace: Path) -> StagesStatus:
     """Return one line per stage of dvc.yaml: up to date, not run yet, or stale and why."""
     stages = plain(read(workspace / "dvc.yaml")).get("stages") or {}
     lock = workspace / "dvc.lock"
@@ -70,13 +136,15 @@ def stage_lines(workspace: Path) -> list[str]:
     try:
         stale = dvc_status(workspace)
     except RlhfError as error:
-        return [str(error)]
+        return StagesStatus([str(error)])
     names = [name for name, stage in stages.items() if not stage.get("always_changed")]
     width = max((len(name) for name in names), default=0)
-    return [f"{name.ljust(width)}  {_state(name, stale, recorded)}" for name in names]
+    lines = [f"{name.ljust(width)}  {_state(name, stale, recorded)}" for name in names]
+    not_run = sum(name not in recorded for name in names)
+    return StagesStatus(lines, not_run, sum(name in recorded and name in stale for name in names))
 
 
-def running_stage_lines(workspace: Path, holder: LockHolder) -> list[str]:
+def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:
     """Return one line per stage of the run under way: done and its result, running and its progress, or waiting.
 
     DVC, which a stage keeps locked, is not asked.
@@ -84,12 +152,13 @@ def running_stage_lines(workspace: Path, holder: LockHolder) -> list[str]:
     since = datetime.fromisoformat(holder.since)
     state = read_run_state(workspace, since)
     if state is None or state.ended or not state.stages:
-        return ["a command has just started, or does not report its stages; it keeps DVC from telling their state"]
+        message = "a command has just started, or does not report its stages; it keeps DVC from telling their state"
+        return StagesStatus([message])
     now = datetime.now()
     elapsed = format_seconds((now - since).total_seconds())
     phase = f"; {state.phase}" if state.phase else ""
     head = f"{state.done}/{len(state.stages)} done after {elapsed}{phase}"
-    return [head, *describe_stages(list(state.stages.values()), now.timestamp())]
+    return StagesStatus([head, *describe_stages(list(state.stages.values()), now.timestamp())])
 
 
 def _state(name: str, stale: Mapping[str, Any], recorded: Mapping[str, Any]) -> str:
@@ -122,8 +191,20 @@ def partial_work(workspace: Path) -> list[str]:
     return lines
 
 
-def last_run(workspace: Path, experiment: str, in_use: bool) -> list[str]:
-    """Describe the newest pipeline run: when it started, how it ended, its id."""
+def last_run_lines(workspace: Path, last: LastRun, now: datetime) -> list[str]:
+    """Describe the last run: when it started, how it ended and how long it took, and its verdict with the numbers."""
+    age = format_age((now - last.last_event).total_seconds())
+    took = format_seconds(last.duration.total_seconds())
+    state = ENDINGS.get(last.state, last.state.lower())
+    lines = [f"{last.started:%Y-%m-%d %H:%M:%S}  {state} after {took}, {age}; stages computed: {last.ran}"]
+    if last.verdict is not None:
+        rows = verdict_rows(last.verdict, workspace)
+        lines += [f"{label:<10}  {text}" for label, text in rows if label in SHOWN_OF_VERDICT]
+    return lines
+
+
+def recorded_run(workspace: Path, experiment: str, in_use: bool, last: LastRun | None) -> list[str]:
+    """Describe the newest pipeline run in MLflow: when it started, how it ended, its id; of ``last`` the id only."""
     if not has_record(workspace):
         return []
     client = connect(workspace)
@@ -134,7 +215,12 @@ def last_run(workspace: Path, experiment: str, in_use: bool) -> list[str]:
     newest_first = ["attributes.start_time DESC"]
     ids = [mlflow_experiment.experiment_id]
     runs = client.search_runs(ids, of_workspace, max_results=1, order_by=newest_first)
-    return [_describe_run(run.info, in_use) for run in runs]
+    if not runs:
+        return []
+    info = runs[0].info
+    if last is not None and abs(info.start_time / 1000 - last.started.timestamp()) < SAME_RUN_SECONDS:
+        return [f"MLflow run  {info.run_id}"]
+    return [_describe_run(info, in_use)]
 
 
 def _describe_run(info: Any, in_use: bool) -> str:
@@ -144,29 +230,3 @@ def _describe_run(info: Any, in_use: bool) -> str:
         state = "interrupted (its process is gone; the next run resumes)"
     duration = f" after {(info.end_time - info.start_time) / 1000:.0f} s" if info.end_time else ""
     return f"{started:%Y-%m-%d %H:%M:%S}  {state}{duration}  (MLflow run {info.run_id})"
-
-
-def registry_lines(workspace: Path, config: RegistryConfig) -> list[str]:
-    """Describe each registered model: how many versions it has, and where its aliases point."""
-    if not has_record(workspace):
-        return []
-    client = connect(workspace)
-    lines = []
-    for name in (config.policy, config.reward_model):
-        count = len(versions(client, name))
-        if not count:
-            lines.append(f"{name}: no version yet")
-            continue
-        numbers = read_aliases(client, name)
-        aliases = ", ".join(
-            f"@{alias} v{numbers[alias]}" for alias in (CHAMPION, CHALLENGER, PREVIOUS) if alias in numbers
-        )
-        lines.append(f"{name}: {count} version{'s' if count > 1 else ''}; {aliases or 'no alias'}")
-        latest = get_version(client, name, numbers[CHALLENGER]) if CHALLENGER in numbers else None
-        if latest is not None and latest.tags.get("decision.reason"):
-            lines.append(f"  v{latest.version}, last decision: {latest.tags['decision.reason']}")
-    interrupted = pending(client, config)
-    if interrupted is not None:
-        action = interrupted.decision["action"]
-        lines.append(f"a {action} was interrupted; the next promote, rollback, run or chat completes it")
-    return lines

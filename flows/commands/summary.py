@@ -71,11 +71,15 @@ def verdict_rows(verdict: RunVerdict, workspace: Path) -> list[tuple[str, str]]:
     rows += [("registered", verdict.registered), ("promotion", verdict.promotion)]
     if verdict.report:
         rows.append(("report", display_path(workspace / verdict.report)))
+    return [*rows, ("next", f"{command_for(workspace, verdict.next_command)}   ({verdict.next_hint})")]
+
+
+def command_for(workspace: Path, command: str) -> str:
+    """Return ``command`` as it is to be typed in the current folder: with ``--workspace`` if that is elsewhere."""
     here = Path.cwd().resolve()
-    command = verdict.next_command
-    if workspace.resolve() not in (here, *here.parents):
-        command += f" --workspace {shlex.quote(display_path(workspace))}"
-    return [*rows, ("next", f"{command}   ({verdict.next_hint})")]
+    if workspace.resolve() in (here, *here.parents):
+        return command
+    return f"{command} --workspace {shlex.quote(display_path(workspace))}"
 
 
 def print_verdict(verdict: RunVerdict, workspace: Path) -> None:

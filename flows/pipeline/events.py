@@ -118,15 +118,23 @@ KINDS: dict[str, type[PipelineEvent]] = {
 KIND_OF = {event_type: kind for kind, event_type in KINDS.items()}
 
 
-def _decode(line: bytes) -> PipelineEvent:
+@dataclass(frozen=True)
+class RecordedEvent:
+    """An event and when it was written, in seconds since the epoch."""
+
+    time: float
+    event: PipelineEvent
+
+
+def _decode(line: bytes) -> RecordedEvent:
     fields: dict[str, Any] = json.loads(line)
     event_type = KINDS[fields.pop("kind")]
-    del fields["time"]
+    written = float(fields.pop("time"))
     if event_type is StageEnded:
-        return StageEnded(StageOutcome(**fields["outcome"]))
+        return RecordedEvent(written, StageEnded(StageOutcome(**fields["outcome"])))
     if event_type is VerdictReached:
-        return VerdictReached(RunVerdict.from_dict(fields["verdict"]))
-    return event_type(**fields)
+        return RecordedEvent(written, VerdictReached(RunVerdict.from_dict(fields["verdict"])))
+    return RecordedEvent(written, event_type(**fields))
 
 
 class EventWriter:
@@ -153,6 +161,10 @@ class EventReader:
 
     def read_new(self) -> list[PipelineEvent]:
         """Return the complete events that have not been returned yet."""
+        return [recorded.event for recorded in self.read_new_recorded()]
+
+    def read_new_recorded(self) -> list[RecordedEvent]:
+        """Return the complete events that have not been returned yet, with their times."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as stream:

@@ -15,6 +15,15 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}h{minutes:02}m" if hours < 24 else f"{hours // 24}d{hours % 24:02}h"
 
 
+def format_age(seconds: float) -> str:
+    """Format how long ago something was in whole units: ``just now``, ``20 minutes ago``, ``3 days ago``."""
+    for unit, name in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= unit:
+            count = int(seconds // unit)
+            return f"{count} {name}{'s' if count > 1 else ''} ago"
+    return "just now"
+
+
 def format_rate(per_second: float) -> str:
     """Format a rate as ``14/s``, or below one per second as ``3.2 s each``."""
     return f"{per_second:.3g}/s" if per_second >= 1 else f"{1 / per_second:.3g} s each"

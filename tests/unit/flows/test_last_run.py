@@ -1,0 +1,146 @@
+"""``rlhf status``: the last run as its events record it, the next command, and lines that fit the terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from flows.commands.display.formats import format_age
+from flows.commands.registry_status import RegistryStatus
+from flows.commands.status import StagesStatus, last_run_lines, next_step, status
+from flows.pipeline.events import EventWriter, RunEnded, RunPlanned, StageEnded, VerdictReached, new_events_file
+from flows.pipeline.last_run import LastRun, read_last_run
+from flows.pipeline.verdict import JudgeResult, KlEstimate, RunVerdict, Standing
+from flows.stage.outcome import StageOutcome
+
+STARTED = datetime(2026, 3, 4, 5, 6, 7)
+FRESH, IDLE = StagesStatus([]), RegistryStatus([], champion="3")
+VERDICT = RunVerdict(
+    standing=Standing.BETTER,
+    opponent="champion version 3",
+    judges=(JudgeResult("gold", 0.71, 0.66, 0.76, 320),),
+    kl=KlEstimate(1.9, 1.7, 2.1),
+    not_compared_because="",
+    registered="policy version 4",
+    promotion="version 4 is champion: better by every judge",
+    report="report.html",
+    next_command="rlhf chat",
+    next_hint="talk to the champion",
+)
+
+
+def run_of(state: str = "Completed", verdict: RunVerdict | None = VERDICT) -> LastRun:
+    return LastRun(STARTED, STARTED + timedelta(minutes=5, seconds=57), state, 13, verdict)
+
+
+def stopped(command: str, hint: str) -> RunVerdict:
+    return RunVerdict.from_dict(
+        {**VERDICT.__dict__, "judges": [], "kl": None, "next_command": command, "next_hint": hint}
+    )
+
+
+def emit(workspace: Path, *events: RunPlanned | StageEnded | VerdictReached | RunEnded) -> None:
+    writer = EventWriter(str(new_events_file(workspace)))
+    for event in events:
+        writer.emit(event)
+
+
+def test_the_last_run_is_read_from_its_events(tmp_path: Path) -> None:
+    assert read_last_run(tmp_path) is None
+    outcomes = [StageOutcome.ran("sft", 0.0, 1.0, 1.0), StageOutcome.skipped("ppo")]
+    emit(
+        tmp_path,
+        RunPlanned(("sft", "ppo")),
+        *map(StageEnded, outcomes),
+        VerdictReached(VERDICT),
+        RunEnded("Failed", ""),
+    )
+    lines = [json.loads(line) for line in (tmp_path / ".rlhf" / "events.jsonl").read_text().splitlines()]
+    last = read_last_run(tmp_path)
+    assert last is not None and (last.state, last.ran, last.verdict, last.completed) == ("Failed", 1, VERDICT, False)
+    assert last.started.timestamp() == pytest.approx(lines[0]["time"], abs=1e-3)
+    assert last.last_event.timestamp() == pytest.approx(lines[-1]["time"], abs=1e-3)
+
+
+def test_a_run_without_an_end_was_interrupted(tmp_path: Path) -> None:
+    emit(tmp_path, RunPlanned(("sft",)))
+    last = read_last_run(tmp_path)
+    assert last is not None and last.state == "" and not last.completed
+    assert "interrupted (its process is gone; the next run resumes)" in last_run_lines(tmp_path, last, STARTED)[0]
+
+
+def test_events_of_another_version_are_no_run(tmp_path: Path) -> None:
+    new_events_file(tmp_path).write_text('{"kind": "stage", "time": 1.0, "stage": "sft", "action": "ran"}\n')
+    assert read_last_run(tmp_path) is None
+
+
+def test_the_last_run_is_described_with_its_numbers_and_its_decision(tmp_path: Path) -> None:
+    lines = last_run_lines(tmp_path, run_of(), STARTED + timedelta(minutes=5, seconds=57, hours=3))
+    assert lines == [
+        "2026-03-04 05:06:07  completed after 5:57, 3 hours ago; stages computed: 13",
+        "verdict     better than champion version 3",
+        "judges      gold: win rate 71.0%, 95 % interval 66.0% to 76.0%, 320 prompts",
+        "KL          1.90 nats per reply from SFT, 95 % interval 1.70 to 2.10",
+        "registered  policy version 4",
+        "promotion   version 4 is champion: better by every judge",
+    ]
+    assert "stopped by a gate after 5:57" in last_run_lines(tmp_path, run_of("GateFailed", None), STARTED)[0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(59, "just now"), (60, "1 minute ago"), (7199, "1 hour ago"), (7200, "2 hours ago"), (3 * 86400, "3 days ago")],
+)
+def test_ages_are_in_whole_units(seconds: float, text: str) -> None:
+    assert format_age(seconds) == text
+
+
+GATE = stopped("rlhf run", "after a change of data")
+PROMOTE = stopped("rlhf promote", "decide on the challenger")
+LATER, EARLIER = STARTED + timedelta(hours=1), STARTED - timedelta(hours=1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "resumable", "last", "registry", "command", "hint"),
+    [
+        (FRESH, False, run_of(), IDLE, "rlhf chat", "talk to the champion"),
+        (FRESH, False, run_of(verdict=PROMOTE), RegistryStatus([], decided=EARLIER), "rlhf promote", "decide"),
+        (FRESH, False, run_of(verdict=PROMOTE), RegistryStatus([], "3", "", LATER), "rlhf chat", "talk"),
+        (StagesStatus([], 2, 3), True, run_of("GateFailed", GATE), IDLE, "rlhf run", "after a change of data"),
+        (StagesStatus([], 2, 0), True, run_of("", None), IDLE, "rlhf run", "resumes"),
+        (StagesStatus([], 0, 3), False, run_of(), IDLE, "rlhf run", "brings stages up to date: 3 stale"),
+        (StagesStatus([], 2, 3), False, None, IDLE, "rlhf run", "3 stale and 2 that have not run"),
+        (FRESH, False, None, RegistryStatus([]), "rlhf run", "registers its models"),
+        (FRESH, False, None, IDLE, "rlhf chat", "talk to the champion"),
+        (FRESH, True, run_of(), RegistryStatus([], "3", "rollback"), "rlhf promote", "completes the rollback"),
+    ],
+)
+def test_the_next_command(
+    stages: StagesStatus, resumable: bool, last: LastRun | None, registry: RegistryStatus, command: str, hint: str
+) -> None:
+    assert next_step(stages, resumable, last, registry)[0] == command
+    assert hint in next_step(stages, resumable, last, registry)[1]
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_every_line_with_a_break_in_it_fits_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    changes = {"ppo": [{"changed deps": {f"models/part{number}": "modified" for number in range(9)}}]}
+    monkeypatch.setattr("flows.commands.status.dvc_status", lambda *_: changes)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "params.yaml").write_text("{}\n")
+    stages = {name: {"cmd": "true"} for name in ("ppo", "gate-policy")}
+    for name in ("dvc.yaml", "dvc.lock"):
+        (tmp_path / name).write_text(json.dumps({"stages": stages}))
+    emit(tmp_path, RunPlanned(("ppo",)), VerdictReached(VERDICT), RunEnded("Completed", ""))
+    screen = status(tmp_path, width)
+    long = [line for line in screen.splitlines() if len(line) > width and " " in line.strip()]
+    assert [line for line in long if str(tmp_path) not in line] == []
+    assert re.search(r"\n {15}\w+", screen)  # under the text, not under the stage's name
+    assert " ".join(screen.split()).endswith("next: rlhf run (brings stages up to date: 1 stale)")
+    assert status(tmp_path).count("\n") < screen.count("\n")
