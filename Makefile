@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_VENV := .venv-docs
+# pip shows its progress on a terminal alone. Until 25.1 it showed none while it installed what it had downloaded.
+PIP := pip==25.3
+pip_install = if [ -t 1 ]; then quiet=; else quiet=--quiet; fi; $(1)/python -m pip install $$quiet --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export DVC_NO_ANALYTICS := 1
 export DO_NOT_TRACK := 1
@@ -17,10 +20,15 @@ setup: $(STAMP)
 
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else f"Python 3.11 to 3.13 is needed, this is {v.major}.{v.minor}; name another with make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@echo "1/3 creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(call pip_install,$(BIN)) $(PIP)
+	@echo "2/3 installing the $$(wc -l < requirements.lock | tr -d ' ') packages of requirements.lock, which takes some minutes"
+	@$(call pip_install,$(BIN)) -r requirements.lock
+	@echo "3/3 installing rlhf-pipeline"
+	@$(call pip_install,$(BIN)) --no-deps --no-build-isolation --editable .
 	@touch $(STAMP)
+	@echo "ready; next: source $(BIN)/activate && rlhf run"
 
 run: setup
 	$(BIN)/rlhf run
@@ -45,8 +53,10 @@ docs: $(DOCS_VENV)/.installed
 	@! grep -rnoE '<(script|link|img|iframe)[^>]+(src|href)="(https?:)?//[^"]+' site --include='*.html' || (echo 'a page of site/ loads from another host'; exit 1)
 
 $(DOCS_VENV)/.installed: requirements-docs.lock
-	$(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.lock
+	@echo "creating $(DOCS_VENV) with the tools of requirements-docs.lock"
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(call pip_install,$(DOCS_VENV)/bin) $(PIP)
+	@$(call pip_install,$(DOCS_VENV)/bin) -r requirements-docs.lock
 	@touch $@
 
 bench: setup

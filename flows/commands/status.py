@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -60,16 +60,19 @@ def status(workspace: Path, width: int | None = None) -> str:
     workspace = workspace.resolve()
     params = load_params(workspace)
     holder = lock_holder(workspace)
-    experiment = params.tracking.experiment
     now = datetime.now()
     console = Console(stderr=True, force_terminal=sys.stderr.isatty())
     with console.status("reading stages, runs and models"):
         stages = stages_status(workspace) if holder is None else running_stages(workspace, holder)
         last = None if holder else read_last_run(workspace)
-        recorded = _lines_or_error(lambda: recorded_run(workspace, experiment, holder is not None, last))
+        # MLflow out of reach does not hide the rest.
+        try:
+            recorded = recorded_run(workspace, params.tracking.experiment, holder is not None, last)
+        except RlhfError as error:
+            recorded = [str(error)]
         try:
             registry = registry_status(workspace, params.registry, stages.not_run + stages.stale, now)
-        except RlhfError as error:  # MLflow out of reach does not hide the rest
+        except RlhfError as error:
             registry = RegistryStatus([str(error)])
     resumable = partial_work(workspace)
     sections = {
@@ -98,14 +101,6 @@ def _fit(line: str, width: int | None) -> str:
     label = ALIGNED.match(line)
     indent = len(label[0]) if label and len(label[0]) <= width // 2 else len(line) - len(line.lstrip()) + len(INDENT)
     return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
-
-
-def _lines_or_error(describe: Callable[[], list[str]]) -> list[str]:
-    """Return the lines of one section, or the message of an error: MLflow out of reach does not hide the rest."""
-    try:
-        return describe()
-    except RlhfError as error:
-        return [str(error)]
 
 
 def next_step(stages: StagesStatus, resumable: bool, last: LastRun | None, registry: RegistryStatus) -> tuple[str, str]:

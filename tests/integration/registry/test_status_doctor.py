@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from integration.registry.conftest import policy_name
 
+from flows.commands.chat import champion_model
 from flows.commands.checks import FAIL, OK
 from flows.commands.checks.machine import check_package
 from flows.commands.doctor import doctor
@@ -40,6 +41,34 @@ def test_status_shows_stages_gates_run_registry_and_partial_work(workspace: Path
     assert f"{policy_name(workspace)}: 1 version; @champion v1, @challenger v1" in screen
     end_pipeline_run(run_id, "completed", workspace)
     assert "finished after" in status(workspace)
+
+
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_status_says_whether_the_champion_is_the_policy_of_the_workspace(contest: Path) -> None:
+    screen = status(contest)
+    assert "champion v1, registered " in screen
+    assert "ago: it is not the policy of this workspace, which is v2" in screen or "now: it is not the" in screen
+    assert re.search(r"last decision: \d{4}-\d\d-\d\d \d\d:\d\d, v1 promoted: there is no champion yet", screen)
+    assert promote(contest, force_reason="a test").promoted
+    screen = status(contest)
+    assert re.search(r"champion v2, registered .*: it is the policy of this workspace$", screen, re.MULTILINE)
+    assert "v2 promoted: forced: a test" in screen and "next: rlhf chat" in screen
+    (contest / "metrics" / "ppo.json").write_text("{}")
+    screen = status(contest)
+    assert re.search(r"it is the policy of this workspace, \d of whose stages are stale$", screen, re.MULTILINE)
+    assert "next: rlhf run" in screen
+    (contest / "models" / "policy" / "config.json").write_text("{}")
+    assert "it is not the policy of this workspace, which is not registered" in status(contest)
+
+
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_the_champion_introduces_itself_in_chat(workspace: Path) -> None:
+    run_id = start_pipeline_run(workspace, "demo · now")
+    register(workspace, run_id)
+    promote(workspace)
+    model = champion_model(workspace)
+    assert re.fullmatch(rf"{policy_name(workspace)} version 1 \(@champion\), registered [\d: -]+", model.about[0])
+    assert model.workspace == workspace and (model.folder / "config.json").is_file()
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)

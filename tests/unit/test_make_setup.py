@@ -1,0 +1,75 @@
+"""``make setup`` names each step before it begins it, and lets pip show its progress on a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Answers like Python, makes a venv of a copy of itself, and prints how pip is called.
+PYTHON = """#!/bin/sh
+case "$1 $2" in
+  "-c "*) exit 0 ;;
+  "--version "*) echo "Python 3.x" ;;
+  "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  "-m pip") echo "called: $*" ;;
+esac
+"""
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not on PATH")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in ("Makefile", "pyproject.toml", "requirements.lock"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "python").write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    return tmp_path
+
+
+def make_setup(checkout: Path, stdout: int) -> bytes:
+    command = ["make", "--no-print-directory", "setup", "PYTHON=./python"]
+    return subprocess.run(command, cwd=checkout, stdout=stdout, check=True, timeout=60).stdout
+
+
+def packages() -> int:
+    return len((ROOT / "requirements.lock").read_text().splitlines())
+
+
+def test_each_step_is_named_before_it_runs_and_done_once(checkout: Path) -> None:
+    lines = make_setup(checkout, subprocess.PIPE).decode().splitlines()
+    assert [line for line in lines if not line.startswith("called")] == [
+        "1/3 creating .venv with Python 3.x",
+        f"2/3 installing the {packages()} packages of requirements.lock, which takes some minutes",
+        "3/3 installing rlhf-pipeline",
+        "ready; next: source .venv/bin/activate && rlhf run",
+    ]
+    assert lines[0].startswith("1/3") and lines[2].startswith("2/3") and "-r requirements.lock" in lines[3]
+    assert lines[4].startswith("3/3") and lines[5].endswith("--editable .")
+    assert all("--quiet" in line for line in lines if line.startswith("called"))
+    assert b"called" not in make_setup(checkout, subprocess.PIPE)
+
+
+def test_on_a_terminal_pip_is_not_silenced(checkout: Path) -> None:
+    controller, terminal = pty.openpty()
+    try:
+        make_setup(checkout, terminal)
+        os.close(terminal)
+        output = b""
+        while True:
+            try:
+                chunk = os.read(controller, 4096)
+            except OSError:  # the terminal is closed and everything is read
+                break
+            if not chunk:
+                break
+            output += chunk
+    finally:
+        os.close(controller)
+    assert output.count(b"called: -m pip install") == 3 and b"--quiet" not in output
