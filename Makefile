@@ -22,7 +22,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else f"Python 3.11 to 3.13 is needed, this is {v.major}.{v.minor}; name another with make PYTHON=python3.12")'
 	@echo "1/3 creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(call pip_install,$(BIN)) $(PIP)
+	@$(call pip_install,$(BIN)) $(PIP) || echo "keeping the pip of this Python, which may show no progress while it installs"
 	@echo "2/3 installing the $$(wc -l < requirements.lock | tr -d ' ') packages of requirements.lock, which takes some minutes"
 	@$(call pip_install,$(BIN)) -r requirements.lock
 	@echo "3/3 installing rlhf-pipeline"
