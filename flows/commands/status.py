@@ -29,7 +29,7 @@ from rlhf_core.files import read_json
 
 DETAIL = 70
 INDENT = "  "
-ALIGNED = re.compile(r" *(\S+ )*?\S* {2,}(?=\S)")  # a label and the gap after it
+ALIGNED = re.compile(r" *\S+( \S+)*? {2,}(?=\S)")  # a label and the gap after it
 ENDINGS = {
     "": "interrupted (its process is gone; the next run resumes)",
     "GateFailed": "stopped by a gate",
@@ -91,16 +91,25 @@ def status(workspace: Path, width: int | None = None) -> str:
     blocks += [[title, *(INDENT + line for line in lines or ["none"])] for title, lines in sections.items()]
     blocks += [[f"report: {report if report.is_file() else 'not written yet'}"]]
     blocks += [[f"next: {command_for(workspace, command)}   ({hint})"]]
-    return "\n\n".join("\n".join(_fit(line, width) for line in block) for block in blocks)
+    return "\n\n".join("\n".join(fit_line(line, width) for line in block) for block in blocks)
 
 
-def _fit(line: str, width: int | None) -> str:
+def fit_line(line: str, width: int | None) -> str:
     """Wrap a line to ``width``, its continuation lines under the text after its label; words are never cut."""
     if width is None or len(line) <= width:
         return line
+    text = line.lstrip()
+    margin = line[: len(line) - len(text)]
     label = ALIGNED.match(line)
-    indent = len(label[0]) if label and len(label[0]) <= width // 2 else len(line) - len(line.lstrip()) + len(INDENT)
-    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    indent = len(label[0]) if label and len(label[0]) <= width // 2 else len(margin) + len(INDENT)
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=margin,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def next_step(stages: StagesStatus, resumable: bool, last: LastRun | None, registry: RegistryStatus) -> tuple[str, str]:

@@ -11,7 +11,7 @@ import pytest
 
 from flows.commands.display.formats import format_age
 from flows.commands.registry_status import RegistryStatus
-from flows.commands.status import StagesStatus, last_run_lines, next_step, status
+from flows.commands.status import StagesStatus, fit_line, last_run_lines, next_step, status
 from flows.pipeline.events import EventWriter, RunEnded, RunPlanned, StageEnded, VerdictReached, new_events_file
 from flows.pipeline.last_run import LastRun, read_last_run
 from flows.pipeline.verdict import JudgeResult, KlEstimate, RunVerdict, Standing
@@ -144,3 +144,16 @@ def test_every_line_with_a_break_in_it_fits_the_terminal(
     assert re.search(r"\n {15}\w+", screen)  # under the text, not under the stage's name
     assert " ".join(screen.split()).endswith("next: rlhf run (brings stages up to date: 1 stale)")
     assert status(tmp_path).count("\n") < screen.count("\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "wrapped"),
+    [
+        ("  KL  one two three", "  KL  one two\n      three"),  # under the text after the label
+        ("    one two three four", "    one two\n      three four"),  # no label: further in than the line
+        ("  a_path_that_is_too_long", "  a_path_that_is_too_long"),
+    ],
+)
+def test_continuation_lines_are_indented(line: str, wrapped: str) -> None:
+    assert fit_line(line, 16) == wrapped
+    assert fit_line(line, None) == line
