@@ -55,7 +55,7 @@ def test_bounds_keep_their_sign_values_are_rounded_and_passed_is_second(
     (tmp_path / "gates" / "reward.json").write_text(json.dumps({"passed": False, "conditions": conditions}))
     publish_gate_tables(tmp_path)
     failed, passed = published["gate-reward"]
-    assert failed == {"metric": "accuracy", "passed": "NO", "value": "0.41", "bound": "≥ 0.5", "why": "a\\|b"}
+    assert failed == {"metric": "accuracy", "passed": "NO", "value": "0.41", "bound": "≥ 0.5", "why": "a|b"}
     assert list(passed) == ["metric", "passed", "value", "bound", "why"]
     assert (passed["passed"], passed["value"], passed["bound"]) == ("yes", "2.346", "≤ 6")
 
@@ -63,8 +63,10 @@ def test_bounds_keep_their_sign_values_are_rounded_and_passed_is_second(
 def test_a_message_is_no_markup(published: dict[str, Any]) -> None:
     publish_stage_table([StageOutcome.failed("sft", "> quote *a* <b>\n>= 0.5 [x](y)")])
     (row,) = published["stages"]
-    assert row["message"] == r"&gt; quote \*a\* &lt;b&gt; ≥ 0.5 \[x\](y)"
-    assert markdown_text("win_rate_low95 >= 0.5") == "win_rate_low95 ≥ 0.5"
+    assert row["message"] == "› quote ∗a∗ ‹b› ≥ 0.5 [x] (y)"
+    assert markdown_text("> *a* <b>\n>= 0.5 [x](y)|win_rate_low95") == (
+        r"&gt; \*a\* &lt;b&gt; ≥ 0.5 \[x\](y)\|win_rate_low95"
+    )
 
 
 def test_the_verdict_names_judges_intervals_kl_and_the_next_command(published: dict[str, Any]) -> None:
