@@ -24,8 +24,7 @@ class MlflowLinks:
 
     def run(self, experiment_id: str, run_id: str, artifact: str | None = None) -> str:
         """Return the address of a run, or of one of its artifacts."""
-        page = f"{self.address}/#/experiments/{experiment_id}/runs/{run_id}"
-        return f"{page}/artifacts/{quote(artifact)}" if artifact else page
+        return f"{self.address}/{run_page(experiment_id, run_id, artifact)}"
 
     @property
     def models(self) -> str:
@@ -36,6 +35,12 @@ class MlflowLinks:
         """Return the address of a registered model, or of one of its versions."""
         page = f"{self.address}/#/models/{quote(name, safe='')}"
         return f"{page}/versions/{version}" if version else page
+
+
+def run_page(experiment_id: str, run_id: str, artifact: str | None = None) -> str:
+    """Return the page of a run, or of one of its artifacts, relative to any other page of the MLflow UI."""
+    page = f"#/experiments/{experiment_id}/runs/{run_id}"
+    return f"{page}/artifacts/{quote(artifact)}" if artifact else page
 
 
 def mlflow_links(workspace: Path) -> MlflowLinks | None:
