@@ -39,9 +39,12 @@ def find_chromium() -> str | None:
 
 
 class Browser:
-    """One browser process with one tab. ``profile`` is an empty folder for its settings and cache."""
+    """One browser process with one tab.
 
-    def __init__(self, executable: str, profile: Path, width: int = 1280, height: int = 800) -> None:
+    ``profile`` is an empty folder for its settings and cache. The window is high: lists that are below it stay empty.
+    """
+
+    def __init__(self, executable: str, profile: Path, width: int = 1280, height: int = 1800) -> None:
         command = [executable, *OPTIONS, f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank"]
         with (profile / "chromium.log").open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -49,7 +52,7 @@ class Browser:
         self.socket = connect(f"ws://127.0.0.1:{port}{path}", max_size=None, proxy=None)
         self.numbers = itertools.count(1)
         self.session: str | None = None
-        target = self.call("Target.createTarget", url="about:blank", width=width, height=height)["targetId"]
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
 
     def _debugging_address(self, file: Path) -> tuple[str, str]:

@@ -45,6 +45,10 @@ class ServedWorkspace:
     def prefect(self) -> str:
         return self.addresses["Prefect", "runs"].removesuffix("/runs")
 
+    @property
+    def mlflow(self) -> str:
+        return self.addresses["MLflow", "runs"].partition("/#/")[0]
+
     def artifact(self, key: str) -> dict[str, Any]:
         """Return an artifact of the run from the API of the Prefect server."""
         query = json.dumps({"artifacts": {"key": {"any_": [key]}}}).encode()
@@ -119,7 +123,8 @@ def test_every_printed_address_opens_its_page(
     served: ServedWorkspace, browser: Browser, server: str, label: str, expected: list[str]
 ) -> None:
     assert len(served.addresses) == 4
-    browser.open(served.addresses[server, label], *expected)
+    text = browser.open(served.addresses[server, label], *expected)
+    assert "Judges" not in text, "MLflow opens as generative AI, not as model training"
 
 
 @pytest.mark.parametrize("ui", ["", "/v2"])
@@ -146,20 +151,18 @@ def test_the_prefect_run_has_its_name_tags_and_verdict(served: ServedWorkspace, 
 
 
 def test_the_mlflow_run_and_what_it_registered_say_the_verdict(served: ServedWorkspace, browser: Browser) -> None:
-    links = MlflowLinks(served.addresses["MLflow", "models"].removesuffix("/#/models"))
+    links = MlflowLinks(served.mlflow)
     experiment, run, name = served.mlflow_run()
-    headline = served.verdict[:1].upper() + served.verdict[1:]
     assert RUN_NAME.fullmatch(name)
-    browser.open(links.run(experiment, run), name, headline, "95 % interval", "Registered: ")
-    browser.open(
-        links.model("rlhf-policy"), "The policy that PPO trained", f"verdict on the policy is: {served.verdict}"
-    )
+    browser.open(links.run(experiment, run), name, headline(served), "95 % interval", "Registered: ")
+    latest = f"verdict on the policy is: {served.verdict}"
+    browser.open(links.model("rlhf-policy"), "The policy that PPO trained", latest)
     for model in ("rlhf-policy", "rlhf-reward-model"):
         browser.open(links.model(model, "1"), f"Registered by the run {name}", headline(served))
 
 
 def test_the_description_of_the_run_links_to_its_report(served: ServedWorkspace, browser: Browser) -> None:
-    links = MlflowLinks(served.addresses["MLflow", "models"].removesuffix("/#/models"))
+    links = MlflowLinks(served.mlflow)
     experiment, run, _ = served.mlflow_run()
     browser.open(links.run(experiment, run), headline(served), "report.html")
     anchors = "[...document.querySelectorAll('a')].filter(a => a.innerText == 'report.html').map(a => a.href)"
