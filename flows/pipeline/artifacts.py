@@ -1,7 +1,4 @@
-"""Prefect artifacts of a run: verdict, stage table, gate tables, report, progress of a running stage.
-
-The Prefect UI renders the cells of tables as Markdown.
-"""
+"""Prefect artifacts of a run: verdict, stage table, gate tables, report, progress of a running stage."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from prefect.artifacts import (
 )
 
 from flows.pipeline.verdict import RunVerdict
-from flows.pipeline.verdict_markdown import markdown_text, verdict_markdown
+from flows.pipeline.verdict_markdown import verdict_markdown
 from flows.stage.gate_conditions import condition_rows
 from flows.stage.outcome import StageOutcome, last_progress
 from flows.stage.run import stage_log
@@ -28,11 +25,25 @@ from flows.supervision.log_reader import LogReader
 from rlhf_core.files import read_json
 
 TAIL_BYTES = 8192
+# What Markdown would read as markup, and what looks like it.
+LOOK_ALIKES = {">=": "≥", "<=": "≤", "<": "‹", ">": "›", "*": "∗", "`": "ˋ", "](": "] ("}
 
 
 def artifact_key(*parts: str) -> str:
     """Return a valid artifact key: lowercase letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")
+
+
+def table_cell(text: str) -> str:
+    """Return ``text`` on one line in characters that mean nothing to Markdown.
+
+    Prefect's first UI renders the cells of a table as Markdown, its second shows them as they are, so that neither
+    escaped nor raw markup suits both.
+    """
+    cell = " ".join(text.split())
+    for characters, replacement in LOOK_ALIKES.items():
+        cell = cell.replace(characters, replacement)
+    return cell
 
 
 def publish_stage_table(outcomes: Iterable[StageOutcome]) -> None:
@@ -42,7 +53,7 @@ def publish_stage_table(outcomes: Iterable[StageOutcome]) -> None:
             "stage": o.stage,
             "result": o.action,
             "seconds": round(o.ended - o.started, 1),
-            "message": markdown_text(o.message),
+            "message": table_cell(o.message),
         }
         for o in outcomes
     ]
@@ -59,7 +70,7 @@ def publish_gate_tables(workspace: Path) -> None:
                 "passed": "yes" if row.passed else "NO",
                 "value": row.value,
                 "bound": row.bound,
-                "why": markdown_text(row.why),
+                "why": table_cell(row.why),
             }
             for row in condition_rows(gate)
         ]

@@ -49,7 +49,8 @@ from flows.pipeline.schedule import Schedule, final_name
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.pipeline.verdict_markdown import verdict_markdown
 from flows.prefect_server.flow_runs import cancel_orphans
-from flows.registry.mlflow_client import end_pipeline_run, log_final_artifacts, report_address, start_pipeline_run
+from flows.registry.links import mlflow_links
+from flows.registry.mlflow_client import end_pipeline_run, log_final_artifacts, report_page, start_pipeline_run
 from flows.registry.run_description import describe_run
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageFailed, StageSpec, run_stage, stage_log
@@ -162,7 +163,9 @@ def _publish(
     workspace: Path, run_id: str | None, outcomes: Mapping[str, StageOutcome], verdict: RunVerdict | None
 ) -> None:
     """Show stages, gates, verdict and report on the Prefect server, and on the run in MLflow if there is one."""
-    report_link = report_address(workspace, run_id) if run_id else None
+    page = report_page(workspace, run_id) if run_id else ""
+    links = mlflow_links(workspace)
+    report_link = f"{links.address}/{page}" if links and page else None
     publish_stage_table(list(outcomes.values()))
     publish_gate_tables(workspace)
     publish_report(workspace, report_link)
@@ -171,7 +174,8 @@ def _publish(
     if run_id:
         log_final_artifacts(workspace, run_id)
         if verdict is not None:
-            describe_run(workspace, run_id, verdict.headline, verdict_markdown(verdict, report_link))
+            # Relative, for the address of the UI changes from one `rlhf up` to the next.
+            describe_run(workspace, run_id, verdict.headline, verdict_markdown(verdict, page))
 
 
 def _run_stages(graph: Mapping[str, StageNode], context: PipelineContext) -> dict[str, StageOutcome]:

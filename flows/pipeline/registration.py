@@ -24,7 +24,7 @@ class RegistrationSummary:
     has_challenger: bool
 
 
-@task(name="register", persist_result=False, cache_policy=NO_CACHE)
+@task(name="register", task_run_name="register", persist_result=False, cache_policy=NO_CACHE)
 def register_task(workspace: Path, run_id: str | None = None) -> RegistrationSummary:
     """Register the models of the workspace that passed their gates."""
     result = register(workspace, run_id)
@@ -38,7 +38,7 @@ def register_task(workspace: Path, run_id: str | None = None) -> RegistrationSum
     return RegistrationSummary("; ".join(parts), has_challenger)
 
 
-@task(name="promote", persist_result=False, cache_policy=NO_CACHE)
+@task(name="promote", task_run_name="promote", persist_result=False, cache_policy=NO_CACHE)
 def promote_task(workspace: Path) -> PromotionDecision:
     """Decide on the challenger and return the decision."""
     return promote(workspace)

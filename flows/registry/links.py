@@ -10,6 +10,8 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from flows.workspace.services_file import running_addresses
 
 MLFLOW_SERVICE = "mlflow"
+# Without it the UI shows its pages on generative AI, traces and judges, until one has chosen model training.
+MODEL_TRAINING = "?workflowType=machine_learning"
 
 
 @dataclass(frozen=True)
@@ -20,22 +22,27 @@ class MlflowLinks:
 
     def experiment(self, experiment_id: str) -> str:
         """Return the address of the runs of an experiment."""
-        return f"{self.address}/#/experiments/{experiment_id}/runs"
+        return f"{self.address}/#/experiments/{experiment_id}/runs{MODEL_TRAINING}"
 
     def run(self, experiment_id: str, run_id: str, artifact: str | None = None) -> str:
         """Return the address of a run, or of one of its artifacts."""
-        page = f"{self.address}/#/experiments/{experiment_id}/runs/{run_id}"
-        return f"{page}/artifacts/{quote(artifact)}" if artifact else page
+        return f"{self.address}/{run_page(experiment_id, run_id, artifact)}"
 
     @property
     def models(self) -> str:
         """The address of the list of registered models."""
-        return f"{self.address}/#/models"
+        return f"{self.address}/#/models{MODEL_TRAINING}"
 
     def model(self, name: str, version: str | None = None) -> str:
         """Return the address of a registered model, or of one of its versions."""
         page = f"{self.address}/#/models/{quote(name, safe='')}"
-        return f"{page}/versions/{version}" if version else page
+        return (f"{page}/versions/{version}" if version else page) + MODEL_TRAINING
+
+
+def run_page(experiment_id: str, run_id: str, artifact: str | None = None) -> str:
+    """Return the page of a run, or of one of its artifacts, relative to any other page of the MLflow UI."""
+    page = f"#/experiments/{experiment_id}/runs/{run_id}"
+    return (f"{page}/artifacts/{quote(artifact)}" if artifact else page) + MODEL_TRAINING
 
 
 def mlflow_links(workspace: Path) -> MlflowLinks | None:

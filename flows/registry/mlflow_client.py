@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from flows.registry.links import mlflow_links
+from flows.registry.links import run_page
 from flows.supervision.file_lock import file_lock
 from flows.workspace.run_label import run_tags
 from rlhf_core.config.loading.load import PARAMS_FILE, load_params, load_section
@@ -139,13 +139,9 @@ def log_final_artifacts(workspace: Path, run_id: str) -> list[str]:
     return sent
 
 
-def report_address(workspace: Path, run_id: str) -> str | None:
-    """Return the page of the run's copy of the report in the MLflow UI, None where no UI is served."""
-    links = mlflow_links(workspace)
-    if links is None:
-        return None
-    client = connect(workspace)
-    return links.run(experiment_id(client, workspace), run_id, "report.html")
+def report_page(workspace: Path, run_id: str) -> str:
+    """Return the page of the run's copy of the report, relative to the address of the MLflow UI."""
+    return run_page(experiment_id(connect(workspace), workspace), run_id, "report.html")
 
 
 def log_params(client: MlflowClient, run_id: str, workspace: Path) -> None:

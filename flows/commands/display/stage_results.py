@@ -44,6 +44,7 @@ def _selected(ppo: Mapping[str, Any]) -> str:
 RESULTS: dict[str, tuple[str, Describe]] = {
     "validate": ("gates/data.json", _gate),
     "sft": ("metrics/sft.json", lambda m: f"perplexity {m['perplexity']:.3g}"),
+    "gate-sft": ("gates/sft.json", _gate),
     "reward": ("metrics/reward.json", lambda m: f"accuracy {m['accuracy']:.3f}"),
     "referee": ("metrics/referee.json", lambda m: f"accuracy {m['accuracy']:.3f}"),
     "gate-reward": ("gates/reward.json", _gate),

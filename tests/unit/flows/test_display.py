@@ -104,6 +104,7 @@ def test_what_an_earlier_run_left_in_the_log_is_not_read(tmp_path: Path) -> None
             {"passed": False, "mode": "report", "conditions": [{"passed": True}, {"passed": False}]},
             "failed, mode report: 1/2",
         ),
+        ("gate-sft", "gates/sft.json", {"passed": True, "conditions": [{"passed": True}]}, "passed 1/1"),
         ("sft", "metrics/sft.json", {"other": 1}, ""),
         ("custom", "metrics/custom.json", {"perplexity": 1.0}, ""),
     ],

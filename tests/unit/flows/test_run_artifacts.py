@@ -13,7 +13,7 @@ from flows.pipeline import artifacts
 from flows.pipeline.artifacts import publish_gate_tables, publish_report, publish_stage_table, publish_verdict
 from flows.pipeline.verdict import JudgeResult, KlEstimate, RunVerdict, Standing
 from flows.pipeline.verdict_markdown import markdown_text, verdict_markdown
-from flows.registry.links import MlflowLinks, mlflow_links
+from flows.registry.links import MODEL_TRAINING, MlflowLinks, mlflow_links, run_page
 from flows.stage.outcome import StageOutcome
 from flows.workspace.services_file import record_services
 
@@ -55,7 +55,7 @@ def test_bounds_keep_their_sign_values_are_rounded_and_passed_is_second(
     (tmp_path / "gates" / "reward.json").write_text(json.dumps({"passed": False, "conditions": conditions}))
     publish_gate_tables(tmp_path)
     failed, passed = published["gate-reward"]
-    assert failed == {"metric": "accuracy", "passed": "NO", "value": "0.41", "bound": "≥ 0.5", "why": "a\\|b"}
+    assert failed == {"metric": "accuracy", "passed": "NO", "value": "0.41", "bound": "≥ 0.5", "why": "a|b"}
     assert list(passed) == ["metric", "passed", "value", "bound", "why"]
     assert (passed["passed"], passed["value"], passed["bound"]) == ("yes", "2.346", "≤ 6")
 
@@ -63,8 +63,10 @@ def test_bounds_keep_their_sign_values_are_rounded_and_passed_is_second(
 def test_a_message_is_no_markup(published: dict[str, Any]) -> None:
     publish_stage_table([StageOutcome.failed("sft", "> quote *a* <b>\n>= 0.5 [x](y)")])
     (row,) = published["stages"]
-    assert row["message"] == r"&gt; quote \*a\* &lt;b&gt; ≥ 0.5 \[x\](y)"
-    assert markdown_text("win_rate_low95 >= 0.5") == "win_rate_low95 ≥ 0.5"
+    assert row["message"] == "› quote ∗a∗ ‹b› ≥ 0.5 [x] (y)"
+    assert markdown_text("> *a* <b>\n>= 0.5 [x](y)|win_rate_low95") == (
+        r"&gt; \*a\* &lt;b&gt; ≥ 0.5 \[x\](y)\|win_rate_low95"
+    )
 
 
 def test_the_verdict_names_judges_intervals_kl_and_the_next_command(published: dict[str, Any]) -> None:
@@ -110,8 +112,11 @@ def test_the_mlflow_pages_are_those_of_a_running_up(tmp_path: Path, monkeypatch:
     record_services(tmp_path, "http://127.0.0.1:4200/api", {"mlflow": "http://127.0.0.1:5000"})
     links = mlflow_links(tmp_path)
     assert links == MlflowLinks("http://127.0.0.1:5000")
-    assert links.run("1", "ab") == "http://127.0.0.1:5000/#/experiments/1/runs/ab"
-    assert links.model("rlhf-policy", "3") == "http://127.0.0.1:5000/#/models/rlhf-policy/versions/3"
+    assert links.run("1", "ab") == "http://127.0.0.1:5000/#/experiments/1/runs/ab?workflowType=machine_learning"
+    assert (
+        run_page("1", "ab", "plots/kl 1.png") == f"#/experiments/1/runs/ab/artifacts/plots/kl%201.png{MODEL_TRAINING}"
+    )
+    assert links.model("rlhf-policy", "3") == f"http://127.0.0.1:5000/#/models/rlhf-policy/versions/3{MODEL_TRAINING}"
     record = json.loads((tmp_path / ".rlhf" / "services.json").read_text())
     assert record["pid"] == os.getpid()
     (tmp_path / ".rlhf" / "services.json").write_text(json.dumps({**record, "start_token": "another process"}))
