@@ -126,7 +126,7 @@ def train_ppo(
 
 
 @dataclass(frozen=True)
-class PpoRun:
+class AssembledPpo:
     """A run ready to start: the trainer, and those of its parts that are read afterwards."""
 
     trainer: Trainer
@@ -134,7 +134,7 @@ class PpoRun:
     selector: CheckpointSelector | None
 
 
-def assemble(inputs: PpoInputs, context: RunContext) -> PpoRun:
+def assemble(inputs: PpoInputs, context: RunContext) -> AssembledPpo:
     """Build policy, reference and critic with their engines, and the callbacks; what was given is copied."""
     config, tokenizer = inputs.config, inputs.tokenizer
     policy, reference = _policy_and_reference(inputs.model, config)
@@ -157,7 +157,7 @@ def assemble(inputs: PpoInputs, context: RunContext) -> PpoRun:
         callbacks=(*selection, health),
         referee=referee,
     )
-    return PpoRun(trainer, health, selector)
+    return AssembledPpo(trainer, health, selector)
 
 
 def default_ppo_config(ptx: bool) -> PpoConfig:
