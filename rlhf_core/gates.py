@@ -129,9 +129,9 @@ def _find(node: Any, parts: list[str]) -> Any:
     for end in range(len(parts), 0, -1):
         key = ".".join(parts[:end])
         if key in node:
-            found = _find(node[key], parts[end:])
-            if found is not None:
-                return found
+            value = _find(node[key], parts[end:])
+            if value is not None:
+                return value
     return None
 
 

@@ -40,8 +40,8 @@ class LaunchConfig(Strict):
             raise ValueError("nodes above 1 meet somewhere: set rendezvous to host:port of one of them")
         sharding = [name for name in ("zero", "offload", "deepspeed") if getattr(self, name) is not None]
         if self.engine != "deepspeed" and (sharding or self.frozen == "sharded"):
-            setting = sharding[0] if sharding else "frozen: sharded"
-            raise ValueError(f"{setting} is DeepSpeed's: set engine to deepspeed, or leave it out")
+            needless = sharding[0] if sharding else "frozen: sharded"
+            raise ValueError(f"{needless} is DeepSpeed's: set engine to deepspeed, or leave it out")
         if self.deepspeed is not None and len(sharding) > 1:
             raise ValueError(f"the file {self.deepspeed} says how to shard: leave out zero and offload")
         if self.offload == "parameters" and self.zero != 3:

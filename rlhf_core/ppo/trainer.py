@@ -87,8 +87,8 @@ class Trainer:
             while not (preempted := preemption.requested()) and self.done < total:
                 before = self.done
                 record = self.iterate()
-                shown = {"reward": "reward_mean", "kl": "kl", "length": "length"}
-                bar.advance(self.done - before, **{label: record.metrics[name] for label, name in shown.items()})
+                labels = {"reward": "reward_mean", "kl": "kl", "length": "length"}
+                bar.advance(self.done - before, **{label: record.metrics[name] for label, name in labels.items()})
             if preempted:
                 # After a rollback the state is that of a checkpoint and the journal.
                 if self.done and not self.checkpoints.holds(self.done):

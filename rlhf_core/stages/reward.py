@@ -76,8 +76,8 @@ def plots_and_baseline(run: RewardModelRun, outputs: Paths, context: RunContext)
         draw_reward_plots(plots, margins, run.trained.result.history)
     for plot in sorted(outputs.plots.glob("*.png")):
         context.tracker.log_artifact(plot, "plots")
-    words = bag_of_words_accuracy(run.train.rows, {name: split.rows for name, split in run.held_out.items()})
-    return {f"{metric_prefix(name)}baseline_bow": accuracy for name, accuracy in words.items()}
+    accuracies = bag_of_words_accuracy(run.train.rows, {name: split.rows for name, split in run.held_out.items()})
+    return {f"{metric_prefix(name)}baseline_bow": accuracy for name, accuracy in accuracies.items()}
 
 
 STAGE = Stage(

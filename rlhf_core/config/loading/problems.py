@@ -1,4 +1,4 @@
-"""Wrong parameters told in one clear line each: the path, what is wrong, and the nearest valid name."""
+"""Wrong parameters in one clear line each: the path, what is wrong, and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _line(problem: Any, model: type[BaseModel], prefix: str) -> str:
         return f"parameter '{path}.{_quoted(context['discriminator'])[0]}': there is no '{tag}'; {nearest(tag, tags)}"
     given = problem.get("input")
     hidden = kind == SECRET or isinstance(given, dict | BaseModel) or _holds_models(given)
-    shown = "" if hidden else f" (got {given!r})"
-    return f"parameter '{path}': {message[0].lower()}{message[1:]}{shown}"
+    suffix = "" if hidden else f" (got {given!r})"
+    return f"parameter '{path}': {message[0].lower()}{message[1:]}{suffix}"
 
 
 def _quoted(text: str) -> list[str]:

@@ -27,8 +27,8 @@ def parse(text: str, name: str) -> Any:
         document = _yaml().load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{name} is not valid YAML:{place} {error.problem or error.context}") from error
+        position = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{name} is not valid YAML:{position} {error.problem or error.context}") from error
     if document is None:
         document = _yaml().load("{}")
     if not isinstance(document, dict):

@@ -39,8 +39,8 @@ class PythonFunction:
             scores = self.function(prompts, texts)
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{Path(last.filename).name}, line {last.lineno}"
-            raise DataError(f"{self.who} raised {type(error).__name__}: {error} ({place})") from error
+            line = f"{Path(last.filename).name}, line {last.lineno}"
+            raise DataError(f"{self.who} raised {type(error).__name__}: {error} ({line})") from error
         return checked_rewards(scores, replies, self.who)
 
 
