@@ -71,3 +71,9 @@ def test_the_version_is_said_once_and_quoted_right() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"] and "version" not in project["project"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "rlhf_core.__version__"}
+
+
+def test_no_test_file_takes_the_name_of_a_standard_module() -> None:
+    """A script of the tests has its own folder first on its path, so `numbers.py` beside it hides Python's."""
+    files = (ROOT / "tests").rglob("*.py")
+    assert [str(path) for path in files if path.stem in sys.stdlib_module_names] == []

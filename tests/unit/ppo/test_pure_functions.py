@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from pydantic import ValidationError
-from unit.ppo.numbers import NAN, close, t
+from unit.ppo.tensors import NAN, close, t
 
 from rlhf_core.config.ppo import AdvantageConfig, KlConfig, PpoConfig, SurrogateConfig
 from rlhf_core.ppo.advantages import masked_whiten, normalize_and_clip_advantages

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from unit.ppo.numbers import NAN, close, t
+from unit.ppo.tensors import NAN, close, t
 
 from rlhf_core.config.ppo import RewardShapingConfig
 from rlhf_core.errors import DataError
