@@ -16,15 +16,13 @@ from rlhf_core.api.ppo_inputs import PpoInputs
 from rlhf_core.api.reward_function import RewardFunction, reward_fn_of
 from rlhf_core.api.reward_model import TrainedRewardModel
 from rlhf_core.api.run_folder import run_context
-from rlhf_core.api.selection import CheckpointSelector
+from rlhf_core.api.selection import CheckpointSelector, referee_selector
 from rlhf_core.config.health.rule_changes import rules_for
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.ppo import PpoConfig, PtxConfig
 from rlhf_core.data.chat import decode_reply, encode_dialogue, pad_id
 from rlhf_core.data.schema import Demonstration, Prompt
-from rlhf_core.evaluation.generation import OnPolicyReplies, on_policy_replies
-from rlhf_core.evaluation.judges.model import ModelJudge
-from rlhf_core.evaluation.selection import CheckpointChoice, SelectionEvaluator
+from rlhf_core.evaluation.selection import CheckpointChoice
 from rlhf_core.models.base import save_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import load_weights
@@ -141,7 +139,11 @@ def assemble(inputs: PpoInputs, context: RunContext) -> AssembledPpo:
     critic = copy.deepcopy(inputs.critic.model)
     if config.critic_lora is not None:
         critic.add_adapters(config.critic_lora, derive_seed(config.seed, "ppo", "critic", "lora"))
-    selector = _selector(inputs, reference, inputs.referee) if inputs.referee is not None else None
+    selector = None
+    if inputs.referee is not None:
+        proxy = inputs.reward if isinstance(inputs.reward, ScalarModel) else None
+        prompts = inputs.validation_prompts
+        selector = referee_selector(config, reference, tokenizer, prompts, inputs.referee.eval(), proxy)
     pair = separate_actor_critic(config, policy, critic, Sampling.for_rollouts(tokenizer, config.rollout), context)
     limits = {"kl": config.selection.max_kl, "max_new_tokens": float(config.max_new_tokens)}
     health = HealthCallback(HealthMonitor(limits, rules_for(config)), config.health)
@@ -179,20 +181,6 @@ def _policy_and_reference(model: PreTrainedModel, config: PpoConfig) -> tuple[Pr
     add_adapters(policy, config.policy_lora, derive_seed(config.seed, "ppo", "lora"))
     without: Any = WithoutAdapters(policy)
     return policy, without
-
-
-def _selector(inputs: PpoInputs, reference: PreTrainedModel, referee: ScalarModel) -> CheckpointSelector:
-    config, tokenizer, prompts = inputs.config, inputs.tokenizer, inputs.validation_prompts
-    seed, rows_together = derive_seed(config.seed, "ppo", "selection"), config.selection.batch_size
-    sampling = Sampling.for_rollouts(tokenizer, config.rollout)
-
-    def sample(policy: PreTrainedModel) -> OnPolicyReplies:
-        return on_policy_replies(policy, tokenizer, prompts, sampling, seed, rows_together)
-
-    judge, proxy = ModelJudge(referee.eval(), tokenizer, "referee", rows_together), None
-    if isinstance(inputs.reward, ScalarModel):
-        proxy = ModelJudge(inputs.reward, tokenizer, "reward", rows_together)
-    return CheckpointSelector(SelectionEvaluator(reference, prompts, judge, sample, proxy), config.selection)
 
 
 def _ptx_data(inputs: PpoInputs) -> PtxData | None:

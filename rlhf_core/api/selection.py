@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core import distributed
-from rlhf_core.config.ppo import SelectionConfig
+from rlhf_core.config.ppo import PpoConfig, SelectionConfig
+from rlhf_core.data.schema import Message
+from rlhf_core.evaluation.generation import OnPolicyReplies, on_policy_replies
+from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.selection import (
     CheckpointCandidate,
     CheckpointChoice,
@@ -18,8 +21,11 @@ from rlhf_core.evaluation.selection import (
     SelectionMetrics,
     choose,
 )
+from rlhf_core.models.heads import LastTokenModel
 from rlhf_core.ppo.callbacks.selection import SelectionResult
 from rlhf_core.ppo.run_checkpoint import nonfinite_as_none
+from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.training.rng import derive_seed
 
 
 @dataclass
@@ -58,3 +64,27 @@ class CheckpointSelector:
 def _candidate(row: Mapping[str, Any]) -> CheckpointCandidate:
     values: dict[str, Any] = {name: math.nan if value is None else value for name, value in row.items()}
     return CheckpointCandidate(**values)
+
+
+def referee_selector(
+    config: PpoConfig,
+    reference: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[Message]],
+    referee: LastTokenModel,
+    reward: LastTokenModel | None,
+) -> CheckpointSelector:
+    """Let ``referee`` compare replies to fixed ``prompts`` with those of ``reference``, sampled as PPO samples.
+
+    Args:
+        reward: The reward model, for the metric ``referee_gap`` alone; None where the reward is no model.
+    """
+    seed, rows_together = derive_seed(config.seed, "ppo", "selection"), config.selection.batch_size
+    sampling = Sampling.for_rollouts(tokenizer, config.rollout)
+
+    def sample(policy: PreTrainedModel) -> OnPolicyReplies:
+        return on_policy_replies(policy, tokenizer, prompts, sampling, seed, rows_together)
+
+    judge = ModelJudge(referee, tokenizer, "referee", rows_together)
+    proxy = ModelJudge(reward, tokenizer, "reward", rows_together) if reward is not None else None
+    return CheckpointSelector(SelectionEvaluator(reference, prompts, judge, sample, proxy), config.selection)
