@@ -41,12 +41,25 @@ def _selected(ppo: Mapping[str, Any]) -> str:
     return f"iteration {selected['iteration']} selected, KL {selected['kl']:.2f}, win rate {selected['win_rate']:.2f}"
 
 
+def _too_long(training: Mapping[str, Any]) -> str:
+    dropped = int(training.get("dropped_over_long", 0))
+    return f", {dropped} rows too long" if dropped else ""
+
+
+def _perplexity(sft: Mapping[str, Any]) -> str:
+    return f"perplexity {sft['perplexity']:.3g}{_too_long(sft)}"
+
+
+def _accuracy(reward: Mapping[str, Any]) -> str:
+    return f"accuracy {reward['accuracy']:.3f}{_too_long(reward)}"
+
+
 RESULTS: dict[str, tuple[str, Describe]] = {
     "validate": ("gates/data.json", _gate),
-    "sft": ("metrics/sft.json", lambda m: f"perplexity {m['perplexity']:.3g}"),
+    "sft": ("metrics/sft.json", _perplexity),
     "gate-sft": ("gates/sft.json", _gate),
-    "reward": ("metrics/reward.json", lambda m: f"accuracy {m['accuracy']:.3f}"),
-    "referee": ("metrics/referee.json", lambda m: f"accuracy {m['accuracy']:.3f}"),
+    "reward": ("metrics/reward.json", _accuracy),
+    "referee": ("metrics/referee.json", _accuracy),
     "gate-reward": ("gates/reward.json", _gate),
     "critic": ("metrics/critic.json", lambda m: f"explained variance {m['explained_variance']:.2f}"),
     "ppo": ("metrics/ppo.json", _selected),

@@ -93,6 +93,19 @@ def test_what_an_earlier_run_left_in_the_log_is_not_read(tmp_path: Path) -> None
     [
         ("sft", "metrics/sft.json", {"perplexity": 1.5234}, "perplexity 1.52"),
         (
+            "sft",
+            "metrics/sft.json",
+            {"perplexity": 1.5, "dropped_over_long": 42.0},
+            "perplexity 1.5, 42 rows too long",
+        ),
+        (
+            "reward",
+            "metrics/reward.json",
+            {"accuracy": 0.75, "dropped_over_long": 3.0},
+            "accuracy 0.750, 3 rows too long",
+        ),
+        ("referee", "metrics/referee.json", {"accuracy": 0.75, "dropped_over_long": 0.0}, "accuracy 0.750"),
+        (
             "gate-reward",
             "gates/reward.json",
             {"passed": True, "mode": "enforce", "conditions": 7 * [{"passed": True}]},
