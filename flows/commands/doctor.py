@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+from rich.console import Console
 
 from flows.commands.checks import FAIL, OK, WARN, DoctorCheck
 from flows.commands.checks.machine import machine_checks
@@ -21,7 +24,9 @@ def doctor(workspace: Path | None = None) -> tuple[str, int]:
     Returns:
         The text, one line per check, and the exit status: 2 if a check failed, else 0. Warnings do not count.
     """
-    checks = [*machine_checks(), *service_checks(), *workspace_checks(workspace)]
+    console = Console(stderr=True, force_terminal=sys.stderr.isatty())
+    with console.status("checking the machine, the services and the workspace"):
+        checks = [*machine_checks(), *service_checks(), *workspace_checks(workspace)]
     width = max(len(check.name) for check in checks)
     lines = [_line(check, width) for check in checks]
     failed = sum(check.level == FAIL for check in checks)

@@ -73,6 +73,8 @@ def _serve(workspace: Path, port: int | None, params: Params, mlflow_port: int, 
     finally:
         from flows.commands.service_monitor import end_active_runs
 
+        if signals.last() == signal.SIGINT and sys.stderr.isatty():
+            display.line("")  # the terminal has written ^C at the beginning of the line
         display.phase("stopping")
         forget_services(workspace)
         end_active_runs(services, True, "rlhf up was stopped", display.line)
