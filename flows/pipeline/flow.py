@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from prefect import flow, get_run_logger, runtime, task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
 from prefect.context import TaskRunContext, get_run_context
 from prefect.futures import PrefectFuture
 from prefect.states import Cancelled, Completed, Failed, State
@@ -59,7 +60,7 @@ from flows.supervision import signals
 from flows.supervision.processes import OWNER_VARIABLE, ownership_tag
 from flows.workspace.cleanup import cleanup
 from flows.workspace.lock import LOCK_HELD_VARIABLE, locked_unless_inherited
-from flows.workspace.run_label import run_label
+from flows.workspace.run_label import run_label, run_tags
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.config.operations import FlowConfig
 from rlhf_core.config.placement import Placement
@@ -134,6 +135,7 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventWriter) -> State[
     graph = read_graph(workspace)
     # Only a pipeline with a gated policy is recorded in MLflow and registers models.
     recorded = any(POLICY_EVIDENCE in node.outputs for node in graph.values())
+    _tag_flow_run(workspace, params.profile)
     name = runtime.flow_run.name or run_label(workspace, params.profile, datetime.now())
     run_id = start_pipeline_run(workspace, name) if recorded else None
     environment = {PARENT_RUN_VARIABLE: run_id} if run_id else {}
@@ -157,6 +159,13 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventWriter) -> State[
         end_pipeline_run(run_id, str(state.type.value), workspace)
     events.emit(RunEnded(state.name or state.type.value, state.message or ""))
     return state
+
+
+def _tag_flow_run(workspace: Path, profile: str) -> None:
+    """Add the workspace and the profile to the tags of this flow run, whether a command or a schedule started it."""
+    tags = sorted({*runtime.flow_run.tags, *run_tags(workspace, profile).values()})
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(runtime.flow_run.id, tags=tags)
 
 
 def _publish(

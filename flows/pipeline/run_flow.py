@@ -6,20 +6,13 @@ The process ends with the flow; the command that started it owns the services an
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-
-from prefect import tags
 
 from flows.pipeline.flow import rlhf_pipeline
-from flows.workspace.run_label import run_tags
-from rlhf_core.config.loading.load import load_params
 
 
 def main(argv: list[str]) -> int:
     """Run the flow; return 0 if it completed, else 1. The details are in the events file and on the server."""
-    workspace = Path(argv[0])
-    with tags(*run_tags(workspace, load_params(workspace).profile).values()):
-        state = rlhf_pipeline(argv[0], promote="--no-promote" not in argv, return_state=True)
+    state = rlhf_pipeline(argv[0], promote="--no-promote" not in argv, return_state=True)
     return 0 if state.is_completed() else 1
 
 

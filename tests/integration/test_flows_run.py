@@ -112,6 +112,8 @@ def test_a_schedule_creates_runs_that_complete(lasting: Path) -> None:
     subprocess.run([*command, "--interval", "3"], env=env, check=True, capture_output=True, timeout=240)
     query = "select count(*) from flow_run where auto_scheduled = 1 and state_type = 'COMPLETED'"
     wait_until(lambda: rows(lasting, query)[0][0] != 0, 400, "completed scheduled run")
+    tags = "select tags from flow_run where auto_scheduled = 1 and state_type = 'COMPLETED'"
+    assert {lasting.name, "tiny"} <= set(json.loads(rows(lasting, tags)[0][0]))
     assert (lasting / "report.html").read_text() == "done"
 
 
