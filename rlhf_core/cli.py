@@ -41,6 +41,7 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     """Refresh the code fingerprints that dvc.yaml's stages depend on."""
     from rlhf_core.config.loading.load import load_params
     from rlhf_core.fingerprint import write_fingerprints, write_sources
+    from rlhf_core.fingerprint.starting_model import write_starting_model
     from rlhf_core.ppo.reward_sources.tracked_files import write_tracked_files
     from rlhf_core.stages.runtime.names import STAGES
     from rlhf_core.stages.runtime.runner import workspace_root
@@ -50,6 +51,7 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     files = params.collect.files
     write_fingerprints(root, list(STAGES))
     write_sources(root, [*files.preferences, *files.demonstrations, *files.prompts, *files.pretrain])
+    write_starting_model(root, params.base.source)
     write_tracked_files(root, params.ppo.reward.sources)
 
 

@@ -10,7 +10,7 @@ from rlhf_core.config.model import StageConfig
 
 
 class BaseConfig(StageConfig):
-    """``source: scratch`` makes a tokenizer and a tiny Llama; anything else is a folder or a hub id.
+    """``source: scratch`` makes a tokenizer and a tiny Llama; anything else is a folder, a ``.gguf`` file or a hub id.
 
     A pretrained model is trained with learning rates that suit it. ``allow_high_learning_rates`` lets others pass.
     """

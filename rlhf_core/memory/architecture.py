@@ -13,6 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.base import scratch_config
+from rlhf_core.models.gguf import gguf_config, is_gguf
 
 # Fields that differ between a model made by the base stage and its settings only in what the tokenizer decides.
 SCRATCH_SIZES = (
@@ -102,7 +103,7 @@ def starting_architecture(base: BaseConfig, root: Path, config_file: Path | None
     """The architecture of the model that ``base`` names, relative folders starting at ``root``.
 
     Args:
-        base: The settings of the base stage: sizes, a folder or a hub id.
+        base: The settings of the base stage: sizes, a folder, a GGUF file or a hub id.
         root: The workspace.
         config_file: A config.json that takes the place of the starting model's.
 
@@ -115,6 +116,8 @@ def starting_architecture(base: BaseConfig, root: Path, config_file: Path | None
     if base.source == "scratch":
         return _from_scratch(base, root / "models" / "base" / "config.json")
     folder = root / Path(base.source).expanduser()
+    if is_gguf(folder):
+        return Architecture.of(gguf_config(folder).to_dict(), base.source)
     if folder.is_dir():
         return architecture_of_file(folder / "config.json")
     if base.source in PUBLISHED_CONFIGS:

@@ -1,4 +1,4 @@
-"""Base: the starting model, a new tokenizer and tiny Llama or any model from a folder or the hub."""
+"""Base: the starting model, a new tokenizer and tiny Llama or any model from a folder, a GGUF file or the hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, read_rows
 from rlhf_core.errors import ModelError
+from rlhf_core.fingerprint import starting_model
 from rlhf_core.models.base import load_policy, new_model, save_policy, train_tokenizer
+from rlhf_core.models.gguf import is_gguf, load_gguf
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
@@ -32,7 +34,10 @@ def run(config: BaseConfig, inputs: Paths, outputs: Paths, context: RunContext) 
         )
         model: PreTrainedModel = new_model(config, tokenizer, derive_seed(config.seed, "base", "weights"))
     else:
-        model, tokenizer = load_policy(_source(config.source), getattr(torch, config.dtype), config.revision)
+        source, dtype = _source(config.source), getattr(torch, config.dtype)
+        model, tokenizer = (
+            load_gguf(Path(source), dtype) if is_gguf(source) else load_policy(source, dtype, config.revision)
+        )
         prepare_tokenizer(tokenizer, config.source)
     save_policy(outputs.model, model, tokenizer)
     return {"parameters": float(sum(p.numel() for p in model.parameters())), "vocabulary": float(len(tokenizer))}
@@ -43,8 +48,9 @@ STAGE = Stage(
     section="base",
     config=BaseConfig,
     run=run,
-    inputs={"clean": "data/clean"},
+    inputs={"clean": "data/clean", "source": starting_model.FILE},
     outputs={"model": "models/base"},
+    optional_inputs=frozenset({"source"}),
 )
 
 

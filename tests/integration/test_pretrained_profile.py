@@ -7,19 +7,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from unit.training.tiny import SHAPE, text
+from smollm2 import SMOLLM2, needs_smollm2
+from transformers import AutoTokenizer
+from unit.training.tiny import SHAPE
 
 from flows.commands.init import initialise
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.config.loading.overlay import merge
 from rlhf_core.errors import ConfigError, GateFailed
-from rlhf_core.models.base import new_model, save_policy, train_tokenizer
+from rlhf_core.models.base import new_model, save_policy
 from rlhf_core.stages.runtime.runner import run_stage
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 FEW = [
     "collect.world.demonstrations=300",
     "collect.world.preferences=400",
@@ -30,13 +28,15 @@ FEW = [
 ]
 
 
+pytestmark = needs_smollm2
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama with random weights whose chat template is that of SmolLM2."""
+    """A Llama with random weights, and the tokenizer and chat template of SmolLM2."""
+    assert SMOLLM2 is not None
     folder = tmp_path_factory.mktemp("pretrained") / "base"
-    tokenizer = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"], "eos_token": "<|im_end|>"})
-    tokenizer.chat_template = CHATML
+    tokenizer = AutoTokenizer.from_pretrained(str(SMOLLM2.parent), gguf_file=SMOLLM2.name, padding_side="left")
     shape = SHAPE.model_copy(update={"max_positions": 512})
     save_policy(folder, new_model(shape, tokenizer, seed=1), tokenizer)
     return folder

@@ -86,12 +86,11 @@ def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
     source = params.base.source
     if source == "scratch" or (source.count("/") == 1 and not (workspace / source).exists()):
         yield DoctorCheck(OK, "base model", "made from nothing" if source == "scratch" else f"hub id {source}")
-    elif (workspace / source).is_dir():
+    elif (workspace / source).is_dir() or (source.endswith(".gguf") and (workspace / source).is_file()):
         yield DoctorCheck(OK, "base model", source)
     else:
-        yield DoctorCheck(
-            FAIL, "base model", f"base.source {source} does not exist", "give a folder, a hub id, or scratch"
-        )
+        remedy = "give a folder, a .gguf file, a hub id, or scratch"
+        yield DoctorCheck(FAIL, "base model", f"base.source {source} does not exist", remedy)
 
 
 def _source(workspace: Path, pattern: str) -> DoctorCheck:

@@ -82,14 +82,17 @@ def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
 
 
 def rebase_sources(text: str, origin: Path, target: Path) -> str:
-    """``text`` with the relative paths of ``collect.files`` and of reward sources, written for ``origin``, made right
-    for ``target``. A workspace's own ``models/`` stay its own."""
+    """``text`` with the relative paths of ``collect.files``, of the starting model and of reward sources, written for
+    ``origin``, made right for ``target``. A workspace's own ``models/`` stay its own."""
     document = yaml_text.parse(text, "params.yaml")
     files = (document.get("collect") or {}).get("files") or {}
     for sources in files.values():
         for position, source in enumerate(sources or []):
             if not source.startswith("hub:") and not os.path.isabs(source):
                 sources[position] = os.path.relpath(origin / source, target)
+    base = document.get("base") or {}
+    if is_pretrained(str(base.get("source", SCRATCH))):
+        base["source"] = _rebase_model(base["source"], origin, target)
     for reward_source in ((document.get("ppo") or {}).get("reward") or {}).get("sources") or []:
         for key in reward_source.keys() & {"path", "model"}:
             reward_source[key] = _rebase_model(reward_source[key], origin, target)
@@ -99,8 +102,8 @@ def rebase_sources(text: str, origin: Path, target: Path) -> str:
 
 
 def _rebase_model(path: str, origin: Path, target: Path) -> str:
-    """A folder that exists at ``origin``, seen from ``target``; anything else may be a hub id and stays as it is."""
-    if path.startswith(("models/", "~")) or os.path.isabs(path) or not (origin / path).is_dir():
+    """A folder or file that exists at ``origin``, seen from ``target``; anything else may be a hub id and stays."""
+    if path.startswith(("models/", "~")) or os.path.isabs(path) or not (origin / path).exists():
         return path
     moved = os.path.relpath(origin / path, target)
     return f"./{moved}" if moved.startswith("models/") else moved

@@ -38,12 +38,13 @@ def model_in(folder: Path) -> Path:
     return folder
 
 
-def test_the_policy_of_the_demo_is_said_to_be_a_toy(tmp_path: Path) -> None:
+def test_the_policy_of_the_demo_is_said_to_be_a_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     workspace = workspace_with(tmp_path, "world", "scratch")
     model = folder_model(model_in(workspace / "models" / "policy"), None)
     assert model.workspace == workspace
     assert model.about == (
-        f"the model in {workspace / 'models' / 'policy'}, written 2026-03-04 05:06",
+        "the model in models/policy, written 2026-03-04 05:06",
         "trained on 5,998 preference pairs of the synthetic world; base: random weights",
         TOY,
     )

@@ -1,0 +1,100 @@
+"""GGUF files as starting models: the same model as the one that was written, and one line for a bad file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from smollm2 import SMOLLM2, needs_smollm2
+from unit.models.gguf_files import write_gguf
+from unit.training.tiny import SHAPE, text
+
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.data.chat import encode_dialogue
+from rlhf_core.data.schema import Message
+from rlhf_core.errors import ModelError
+from rlhf_core.memory.architecture import starting_architecture
+from rlhf_core.models.base import load_policy, new_model, train_tokenizer
+from rlhf_core.models.gguf import load_gguf
+from rlhf_core.stages import base
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.training.run_context import RunContext
+
+TOKENIZER = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return new_model(SHAPE, TOKENIZER, seed=3).eval()
+
+
+@pytest.fixture(scope="module")
+def file(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_gguf(path, model, TOKENIZER)  # type: ignore[arg-type]
+    return path
+
+
+def run_base(source: Path, target: Path) -> dict[str, float]:
+    config = BaseConfig(source=str(source))
+    return base.run(config, Paths({}), Paths({"model": target / "base"}), RunContext(target / "work"))
+
+
+def test_the_base_stage_makes_a_plain_folder_that_computes_the_same(
+    file: Path, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    metrics = run_base(file, tmp_path)
+    assert metrics == {"parameters": float(sum(p.numel() for p in model.parameters())), "vocabulary": len(TOKENIZER)}
+    loaded, tokenizer = load_policy(tmp_path / "base")
+    ids = torch.tensor([TOKENIZER.encode("the sky is red near a tree")])
+    assert torch.allclose(loaded(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-6)
+    assert not hasattr(loaded.config, "quantization_config")
+    assert len(tokenizer) == len(TOKENIZER) and tokenizer.special_tokens_map.get("unk_token") is None
+    dialogue = [Message("user", "is the sky blue")], "very blue"
+    assert encode_dialogue(tokenizer, *dialogue) == encode_dialogue(TOKENIZER, *dialogue)
+
+
+def test_its_memory_is_planned_from_the_header(file: Path) -> None:
+    architecture = starting_architecture(BaseConfig(source=file.name), file.parent)
+    assert (architecture.layers, architecture.vocabulary) == (SHAPE.layers, len(TOKENIZER))
+    assert architecture.positions == SHAPE.max_positions
+
+
+@pytest.mark.parametrize("kept", [3, 40, 2_000, -200], ids=["magic", "header", "tokens", "weights"])
+def test_a_truncated_file_is_refused_in_one_line(file: Path, tmp_path: Path, kept: int) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ModelError, match=r"cut\.gguf") as refused:
+        load_gguf(cut)
+    assert "\n" not in str(refused.value)
+
+
+def test_another_architecture_is_refused_by_name(model: torch.nn.Module, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "other.gguf", model, TOKENIZER, architecture="clip")  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="clip"):
+        load_gguf(tmp_path / "other.gguf")
+
+
+def test_a_missing_file_and_a_missing_package_say_what_to_do(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModelError, match="no GGUF file at"):
+        run_base(tmp_path / "none.gguf", tmp_path)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ModelError, match=r"install rlhf-pipeline\[gguf\]"):
+        load_gguf(file)
+
+
+@pytest.mark.slow
+@needs_smollm2
+def test_smollm2_is_read_with_its_template(tmp_path: Path) -> None:
+    assert SMOLLM2 is not None
+    loaded, tokenizer = load_gguf(SMOLLM2)
+    assert sum(p.numel() for p in loaded.parameters()) == 134_515_008 and len(tokenizer) == 49_152
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True, return_tensors="pt"
+    )["input_ids"]
+    reply = loaded.generate(input_ids=prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
+    assert tokenizer.decode(reply) == "The capital of France is Paris.<|im_end|>"
