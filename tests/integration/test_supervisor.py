@@ -100,9 +100,12 @@ def test_descendants_of_a_nested_supervisor_are_stopped_by_that_one_alone(tmp_pa
         "while True: time.sleep(0.1)\n"
     )
     worker = (
-        "import os,subprocess,sys; subprocess.run([sys.executable,'-m','flows.supervision.supervisor',"
+        "import os,signal,subprocess,sys; "
+        "nested = subprocess.Popen([sys.executable,'-m','flows.supervision.supervisor',"
         "'--parent',str(os.getpid()),"
-        f"'--grace','20','--',sys.executable,'-c',{stage!r}])"
+        f"'--grace','20','--',sys.executable,'-c',{stage!r}]); "
+        # subprocess.run would kill the nested supervisor a quarter of a second after the signal
+        "signal.signal(signal.SIGINT, lambda *_: None); nested.wait()"
     )
     command = supervised(worker, grace=20.0)
     command[command.index("--") : command.index("--")] = ["--stop-signal", "INT"]
