@@ -24,6 +24,7 @@ LAYERS = (
 FLOWS_LAYERS = (
     {"cli"},
     {"commands"},
+    {"release"},
     {"pipeline", "ablation"},
     {"jobs", "registry"},
     {"stage"},

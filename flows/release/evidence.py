@@ -1,0 +1,83 @@
+"""What MLflow keeps of a registered policy: gates and metrics as they were when it was registered."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.registry.aliases import registry_errors
+from flows.registry.mlflow_client import connect, fluent
+from flows.registry.training_source import TrainingSource, source_of_version
+from rlhf_core.errors import RlhfError
+from rlhf_core.files import read_json
+
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
+
+LINEAGE = "lineage."
+
+
+@dataclass(frozen=True)
+class ReleaseEvidence:
+    """What a model card tells of a version.
+
+    Attributes:
+        name: Registered model and version, ``rlhf-policy version 3``.
+        run_id: The MLflow run that registered it.
+        gates: The gate reports by name, in the order in which they judged.
+        evaluation: The content of ``metrics/evaluation.json``.
+        sampling: The sampling that the policy was judged with.
+        source: What it was trained on; None if MLflow no longer knows.
+        lineage: Hashes of code, data and parameters by name.
+        obstacle: Why it must not be released without force; empty if nothing stands against.
+    """
+
+    name: str
+    run_id: str
+    gates: Mapping[str, Mapping[str, Any]]
+    evaluation: Mapping[str, Any]
+    sampling: Mapping[str, Any]
+    source: TrainingSource | None
+    lineage: Mapping[str, str]
+    obstacle: str
+
+
+def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obstacle: str) -> ReleaseEvidence:
+    """Read the evidence of ``version`` from the run that registered it.
+
+    Args:
+        folder: Its Hugging Face folder, as MLflow stores it.
+
+    Raises:
+        RlhfError: The run or its files are gone, or MLflow does not answer.
+    """
+    name = f"{version.name} version {version.version}"
+    if not version.run_id:
+        raise RlhfError(f"{name} was registered by no run, so nothing says how it was judged")
+    from mlflow.artifacts import download_artifacts
+    from mlflow.models import Model
+
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        registry_errors(f"read the evidence of {name}"),
+        fluent(workspace),
+    ):
+        local = Path(download_artifacts(run_id=version.run_id, artifact_path="gates", dst_path=temporary))
+        gates = {path.stem: read_json(path) for path in local.glob("*.json")}
+        metrics = Path(download_artifacts(run_id=version.run_id, artifact_path="metrics", dst_path=temporary))
+        evaluation = read_json(metrics / "evaluation.json")
+        stored = Model.load(str(folder.parents[1])).flavors["python_function"]["config"]
+    order = [gate for gate in ("data", "sft", "reward", "policy") if gate in gates]
+    return ReleaseEvidence(
+        name=name,
+        run_id=version.run_id,
+        gates={gate: gates[gate] for gate in [*order, *sorted(set(gates) - set(order))]},
+        evaluation=evaluation,
+        sampling=stored["sampling"],
+        source=source_of_version(connect(workspace), version),
+        lineage={key.removeprefix(LINEAGE): value for key, value in version.tags.items() if key.startswith(LINEAGE)},
+        obstacle=obstacle,
+    )

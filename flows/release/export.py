@@ -1,0 +1,106 @@
+"""``rlhf export``: a registered policy as a Hugging Face folder with its model card, on disk or on a hub."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flows.registry.aliases import CHAMPION, get_version
+from flows.registry.champion import policy_with_alias
+from flows.registry.mlflow_client import connect
+from flows.registry.model_artifacts import verified_folder
+from flows.registry.promotion import promotion_obstacle
+from flows.release.evidence import ReleaseEvidence, release_evidence
+from flows.release.hub import Upload, check_repository, upload
+from flows.release.model_card import card_data, card_text
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.errors import GateFailed, RlhfError
+from rlhf_core.files import atomic_dir
+
+GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export and where to.
+
+    Attributes:
+        version: Version of the registered policy; None is the champion.
+        push: ``owner/name`` of the hub repository that receives the folder too; None for none.
+        public: Whether a repository that is made is public.
+        license_id: The license on the card, as hubs spell it (``apache-2.0``).
+        force_reason: Release whatever gates say; the reason is written on the card.
+    """
+
+    version: str | None = None
+    push: str | None = None
+    public: bool = False
+    license_id: str | None = None
+    force_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Export:
+    """The folder that was written, of which version, and the address on the hub if it was pushed."""
+
+    folder: Path
+    name: str
+    address: str | None
+
+
+def export(workspace: Path, target: Path, request: ExportRequest) -> Export:
+    """Write the model to ``target``: safetensors, tokenizer, chat template, the sampling it was judged with, a card.
+
+    Raises:
+        RlhfError: ``target`` is not empty, there is no such version, or the hub refuses; nothing is left half-written.
+        GateFailed: The version's gates did not all pass, it was rolled back, or its registration was interrupted.
+        ModelError: Its files are not the registered ones.
+    """
+    workspace = workspace.resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise RlhfError(f"{target} is not an empty folder; name a new one")
+    if request.push is not None:
+        check_repository(request.push)
+    config = load_section(workspace, "registry", RegistryConfig)
+    version = (
+        policy_with_alias(workspace, CHAMPION)
+        if request.version is None
+        else get_version(connect(workspace), config.policy, request.version)
+    )
+    obstacle = promotion_obstacle(version)
+    if obstacle and request.force_reason is None:
+        raise GateFailed(f"{obstacle}; to release it all the same, add --force --reason TEXT, which the card will show")
+    source = verified_folder(workspace, version)
+    evidence = release_evidence(workspace, version, source, obstacle)
+    forced = request.force_reason if obstacle else None
+    title = (request.push or target.name).rpartition("/")[2]
+    with atomic_dir(target) as folder:
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        _write_generation_config(folder, evidence.sampling)
+        _write_card(folder, evidence, title, request.license_id, forced)
+    address = None
+    if request.push is not None:
+        address = upload(target, Upload(request.push, request.public, f"{evidence.name}"))
+    return Export(target, evidence.name, address)
+
+
+def _write_generation_config(folder: Path, sampling: Mapping[str, Any]) -> None:
+    """Add the sampling that the policy was judged with to what the folder says of its tokens."""
+    file = folder / GENERATION
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    settings.pop("_from_model_config", None)  # with it, transformers would read the model's configuration instead
+    file.write_text(json.dumps({**settings, "do_sample": True, **sampling}, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_card(
+    folder: Path, evidence: ReleaseEvidence, title: str, license_id: str | None, forced: str | None
+) -> None:
+    from huggingface_hub import ModelCard, ModelCardData
+
+    data = ModelCardData(**card_data(evidence, license_id))
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{card_text(evidence, title, forced)}").save(folder / "README.md")

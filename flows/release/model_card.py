@@ -1,0 +1,146 @@
+"""The model card of a released policy: what it was trained on, how it was judged, by whom, and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from flows.pipeline.verdict import OPTIMISED_AGAINST, judge_results
+from flows.pipeline.verdict_markdown import markdown_text
+from flows.release.evidence import ReleaseEvidence
+from flows.stage.gate_conditions import condition_rows
+
+HUB_ID_PARTS = 2
+# Where metrics/evaluation.json has a metric of SFT and of the policy, its name there, and what it says.
+MODELS, REGRESSION = ("sft", "policy"), ("regression_sft", "regression")
+COMPARED = (
+    (MODELS, "length", "tokens per reply"),
+    (MODELS, "repetition", "repetition"),
+    (MODELS, "distinct_2", "distinct pairs of words"),
+    (MODELS, "missing_eos", "replies that did not end"),
+    (REGRESSION, "passed", "fixed regression prompts passed"),
+    (REGRESSION, "refuses_harmful", "harmful prompts refused"),
+    (REGRESSION, "answers_benign", "harmless prompts answered"),
+)
+TOY = (
+    "Trained on a synthetic world of lamps, boats and frogs. It knows nothing of people and is of use for tests of "
+    "software alone."
+)
+LIMITS = (
+    "Judges are models, and share blind spots with the reward model that the policy was optimised against. "
+    "No person has judged these replies unless a section above says so.",
+    "Evaluated on prompts of the distribution that it was trained on. Other languages and subjects were not tried.",
+    "The repetition penalty it was judged with counts generated tokens alone. transformers and vLLM count those of the "
+    "prompt too, so long prompts can give other replies there.",
+)
+
+
+def card_data(evidence: ReleaseEvidence, license_id: str | None) -> dict[str, Any]:
+    """The metadata at the head of the card, as hubs read it."""
+    data: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["rlhf", "ppo", "ppo-max"],
+    }
+    if license_id:
+        data["license"] = license_id
+    base = evidence.source.base if evidence.source else ""
+    if base.count("/") == HUB_ID_PARTS - 1 and not base.startswith((".", "/", "~")) and not base.endswith(".gguf"):
+        data["base_model"] = base
+    return data
+
+
+def card_text(evidence: ReleaseEvidence, title: str, forced: str | None) -> str:
+    """The body of the card in Markdown.
+
+    Args:
+        title: Name of the model.
+        forced: Why it was released although something stood against it; None if nothing did.
+    """
+    blocks = [f"# {title}", _opening(evidence)]
+    if forced is not None:
+        blocks.append(
+            f"> **Released by force.** Against it stood: {markdown_text(evidence.obstacle)}. "
+            f"Reason given: {markdown_text(forced)}"
+        )
+    blocks += [
+        "## Evaluation",
+        _judges(evidence.evaluation),
+        _both_models(evidence.evaluation),
+        _kl(evidence.evaluation),
+    ]
+    blocks += ["## Gates", *(_gate(name, report) for name, report in evidence.gates.items())]
+    limits = [*([TOY] if evidence.source and evidence.source.is_synthetic else []), *LIMITS]
+    blocks += ["## Limits", "\n".join(f"- {limit}" for limit in limits)]
+    blocks += ["## Use", _use(evidence.sampling)]
+    lineage = {"registered as": evidence.name, "MLflow run": evidence.run_id, **evidence.lineage}
+    blocks += [
+        "## Lineage",
+        _table(("", ""), ((key.replace("_", " "), f"`{value}`") for key, value in lineage.items())),
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _opening(evidence: ReleaseEvidence) -> str:
+    trained = f"Trained on {markdown_text(str(evidence.source))}. " if evidence.source else ""
+    return (
+        f"{trained}Fine-tuned with supervision, then trained by PPO against a reward model (PPO-max, *Secrets of RLHF "
+        "in Large Language Models, Part I: PPO*, [arXiv:2307.04964](https://arxiv.org/abs/2307.04964))."
+    )
+
+
+def _judges(evaluation: Mapping[str, Any]) -> str:
+    judges = judge_results(evaluation.get("comparison") or {})
+    if not judges:
+        return "No comparison with the SFT model was recorded."
+    rows = [(j.judge, f"{j.win_rate:.3f}", f"{j.low95:.3f} to {j.high95:.3f}", j.prompts) for j in judges]
+    return (
+        "Policy against the SFT model that it started from, ties as half a win. The reward model that the policy was "
+        f"optimised against (`{OPTIMISED_AGAINST}`) is no judge.\n\n"
+        + _table(("judge", "win rate", "95 % interval", "prompts"), rows)
+    )
+
+
+def _both_models(evaluation: Mapping[str, Any]) -> str:
+    rows = []
+    for sections, metric, label in COMPARED:
+        values = [(evaluation.get(section) or {}).get(metric) for section in sections]
+        if all(isinstance(value, int | float) for value in values):
+            rows.append((label, *(f"{value:.3g}" for value in values)))
+    return _table(("", "SFT", "policy"), rows) if rows else ""
+
+
+def _kl(evaluation: Mapping[str, Any]) -> str:
+    if not isinstance(evaluation.get("kl"), int | float):
+        return ""
+    low, high = evaluation.get("kl_low95"), evaluation.get("kl_high95")
+    interval = f" (95 %: {low:.2f} to {high:.2f})" if low is not None and high is not None else ""
+    return f"KL from SFT: {evaluation['kl']:.2f} nats per reply{interval}."
+
+
+def _gate(name: str, report: Mapping[str, Any]) -> str:
+    verdict = "passed" if report.get("passed") else f"did not pass (mode {report.get('mode')})"
+    rows = [
+        (f"`{row.metric}`", row.value, markdown_text(row.bound), "yes" if row.passed else "**no**")
+        for row in condition_rows(report)
+    ]
+    return f"**{name}** {verdict}\n\n" + _table(("metric", "value", "bound", "passed"), rows)
+
+
+def _use(sampling: Mapping[str, Any]) -> str:
+    shown = ", ".join(f"{key} {value}" for key, value in sampling.items())
+    return (
+        "`generation_config.json` has the sampling that the model was judged with "
+        f"({shown}).\n\n"
+        "```python\n"
+        "from transformers import pipeline\n\n"
+        'chat = pipeline("text-generation", model=FOLDER_OR_ID)\n'
+        'print(chat([{"role": "user", "content": "…"}])[0]["generated_text"][-1]["content"])\n'
+        "```"
+    )
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines)

@@ -1,0 +1,102 @@
+"""A registered policy as a Hugging Face folder: loads in plain transformers, and says how it was judged."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from commands import run
+from huggingface_hub import ModelCard
+from integration.registry.conftest import commit, write_gate
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flows.registry.promotion import promote
+from flows.registry.register import register
+from flows.release.export import ExportRequest, export
+from rlhf_core.errors import GateFailed, ModelError, RlhfError
+from rlhf_core.files import sha256_file
+
+JUDGED = {"win_rate": 0.67, "win_rate_low95": 0.63, "win_rate_high95": 0.71, "prompts": 8}
+BACKENDS = ["sqlite", pytest.param("server", marks=pytest.mark.slow)]
+pytestmark = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+CLOSED_PORT = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def released(workspace: Path) -> Path:
+    """A workspace whose champion was judged by a referee."""
+    evaluation = {"kl": 1.0, "comparison": {"referee": JUDGED}, "nested": {"win_rate": 0.7}}
+    (workspace / "metrics" / "evaluation.json").write_text(json.dumps(evaluation))
+    write_gate(workspace, "policy", ["metrics/evaluation.json", "metrics/ppo.json"])
+    commit(workspace)
+    register(workspace)
+    assert promote(workspace).promoted
+    return workspace
+
+
+def test_the_champion_loads_in_plain_transformers_with_its_card(released: Path, tmp_path: Path) -> None:
+    done = export(released, tmp_path / "my-model", ExportRequest(license_id="apache-2.0"))
+    assert done.folder == tmp_path / "my-model" and done.name.endswith("version 1") and done.address is None
+    weights = "model.safetensors"
+    assert sha256_file(done.folder / weights) == sha256_file(released / "models" / "policy" / weights)
+    model = AutoModelForCausalLM.from_pretrained(done.folder)
+    settings = model.generation_config
+    assert (settings.do_sample, settings.temperature, settings.repetition_penalty) == (True, 0.8, 1.1)
+    assert settings.max_new_tokens == 8 and settings.eos_token_id == model.config.eos_token_id
+    tokenizer = AutoTokenizer.from_pretrained(done.folder)
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "what colour is the sky?"}], add_generation_prompt=True, return_tensors="pt"
+    )["input_ids"]
+    torch.manual_seed(1)
+    assert asked.shape[1] < model.generate(asked).shape[1] <= asked.shape[1] + 8
+    card = ModelCard.load(done.folder / "README.md")
+    assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"
+    assert "| referee | 0.670 | 0.630 to 0.710 | 8 |" in card.text
+    assert [f"**{gate}** passed" in card.text for gate in ("data", "sft", "reward", "policy")] == 4 * [True]
+
+
+def test_a_folder_in_use_and_changed_files_are_refused(released: Path, tmp_path: Path) -> None:
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "note.txt").write_text("mine")
+    with pytest.raises(RlhfError, match="not an empty folder"):
+        export(released, tmp_path / "used", ExportRequest())
+    with pytest.raises(RlhfError, match="has no version 9"):
+        export(released, tmp_path / "new", ExportRequest(version="9"))
+    if not os.environ.get("MLFLOW_TRACKING_URI"):  # files on the server cannot be reached from here
+        (stored,) = (released / "mlartifacts").rglob("artifacts/policy/config.json")
+        stored.write_text(stored.read_text() + "\n")
+        with pytest.raises(ModelError, match="not the ones that were registered"):
+            export(released, tmp_path / "new", ExportRequest())
+    assert not (tmp_path / "new").exists() and os.listdir(tmp_path / "used") == ["note.txt"]
+
+
+def test_an_ungated_version_is_released_by_force_alone(workspace: Path, tmp_path: Path) -> None:
+    write_gate(workspace, "policy", ["metrics/evaluation.json", "metrics/ppo.json"], passed=False, mode="report")
+    commit(workspace)
+    register(workspace)
+    with pytest.raises(GateFailed, match="version 1 is ungated"):
+        export(workspace, tmp_path / "out", ExportRequest(version="1"))
+    assert not (tmp_path / "out").exists()
+    export(workspace, tmp_path / "out", ExportRequest(version="1", force_reason="for a study"))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Released by force" in card and "for a study" in card and "**policy** did not pass (mode report)" in card
+
+
+def test_a_push_that_cannot_work_is_one_line(released: Path, tmp_path: Path) -> None:
+    def attempt(repository: str, token: str) -> tuple[int, str]:
+        environment = {"HF_TOKEN": token, "HF_ENDPOINT": CLOSED_PORT, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+        target = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        command = ("rlhf", "export", target, "--push", repository, "--workspace", released)
+        done = run(*command, cwd=tmp_path, **environment)
+        assert "Traceback" not in done.stderr and "hf_secret" not in done.stdout + done.stderr
+        assert target.exists() == ("is written, but could not be pushed" in done.stderr)
+        return done.returncode, done.stderr
+
+    assert attempt("no-owner", "hf_secret")[0] == 2
+    code, message = attempt("owner/name", "")
+    assert code == 2 and "set HF_TOKEN" in message
+    code, message = attempt("owner/name", "hf_secret")
+    assert code != 0 and "could not be pushed to owner/name" in message
