@@ -10,6 +10,7 @@ from scipy import stats
 
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.judge import Judge
+from rlhf_core.evaluation.length_control import length_controlled_win_rate
 
 BATCH = 256  # resamples drawn at once, to bound memory for many prompts
 
@@ -23,6 +24,8 @@ class Comparison:
         mean_difference: Paired mean of candidate - baseline, in the judge's unit.
         tie_margin: The largest difference that was still a tie, in the judge's unit.
         prompts: Number of pairs.
+        lc_win_rate: ``win_rate`` at equal reply lengths; None where lengths were not given. See
+            :mod:`~rlhf_core.evaluation.length_control`.
 
     Fields that end in ``low95`` and ``high95`` are percentile-bootstrap bounds over prompts.
     """
@@ -38,14 +41,22 @@ class Comparison:
     mean_difference_high95: float
     tie_margin: float
     prompts: int
+    lc_win_rate: float | None = None
+    lc_win_rate_low95: float | None = None
+    lc_win_rate_high95: float | None = None
 
     def as_dict(self) -> dict[str, float]:
-        """Return plain numbers for ``metrics/evaluation.json``."""
-        return asdict(self)
+        """Return the numbers that are known, for ``metrics/evaluation.json``."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def compare(
-    candidate: Sequence[float], baseline: Sequence[float], tie_margin: float, bootstrap: int = 2000, seed: int = 0
+    candidate: Sequence[float],
+    baseline: Sequence[float],
+    tie_margin: float,
+    bootstrap: int = 2000,
+    seed: int = 0,
+    length_difference: np.ndarray | None = None,
 ) -> Comparison:
     """Compare paired scores ``candidate[i]`` and ``baseline[i]`` of the same prompt.
 
@@ -55,6 +66,8 @@ def compare(
         tie_margin: Largest difference that is a tie, in the judge's unit; see :func:`tie_margin_of`.
         bootstrap: Number of resamples.
         seed: Seed of the resamples.
+        length_difference: Length of the candidate's minus that of the baseline's reply (n,), for the length-controlled
+            win rate; None leaves it out.
 
     Raises:
         DataError: The scores are empty, unequal in number or not finite.
@@ -69,6 +82,9 @@ def compare(
     difference = first - second
     outcome = outcomes(difference, tie_margin)
     low, high = bootstrap_bounds(np.stack([outcome, difference]), bootstrap, seed)
+    controlled = {}
+    if length_difference is not None:
+        controlled = asdict(length_controlled_win_rate(outcome, length_difference, bootstrap, seed))
     return Comparison(
         win=float((outcome == 1.0).mean()),
         tie=float((outcome == 0.5).mean()),
@@ -81,6 +97,7 @@ def compare(
         mean_difference_high95=float(high[1]),
         tie_margin=tie_margin,
         prompts=len(difference),
+        **controlled,
     )
 
 

@@ -15,6 +15,7 @@ from rlhf_core.evaluation.generation import evaluation_replies
 from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.judge import Judge
 from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.length_control import length_differences
 from rlhf_core.evaluation.regression import fixed_subset
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.text_metrics import measure_text
@@ -49,11 +50,12 @@ def run_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, An
     with progress(2 * len(prompts), "match") as bar:
         champion_replies = _sample(champion, prompts, config, bar)
         challenger_replies = _sample(challenger, prompts, config, bar)
+    longer_by = length_differences(challenger_replies, champion_replies)
     comparison = {}
     for judge in judges:
         scores, baseline = judge.score(prompts, challenger_replies), judge.score(prompts, champion_replies)
         margin = tie_margin_of(judge, config.tie_margin, baseline)
-        comparison[judge.name] = compare(scores, baseline, margin, config.bootstrap, config.seed).as_dict()
+        comparison[judge.name] = compare(scores, baseline, margin, config.bootstrap, config.seed, longer_by).as_dict()
     folders = {"champion": champion, "challenger": challenger, "referee": workspace / REFEREE}
     return {
         "comparison": comparison,

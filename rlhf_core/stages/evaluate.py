@@ -23,6 +23,7 @@ from rlhf_core.evaluation.generation import (
 from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.judge import Judge
 from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.length_control import length_differences
 from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.regression import fixed_subset, regression_set
 from rlhf_core.evaluation.reply import Reply
@@ -59,6 +60,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         for samples in (sft_samples, policy_samples)
     )
     del reference
+    longer_by = length_differences(policy.replies, sft.replies)
     comparisons = {}
     names = ("reward", "referee", "gold") if world else ("reward", "referee")
     for name in names:
@@ -66,7 +68,9 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         judge: Judge = GoldJudge() if name == "gold" else ModelJudge.load(inputs[name], name, config.batch_size)
         sft, policy = sft.scored_by(judge, prompts), policy.scored_by(judge, prompts)
         margin = tie_margin_of(judge, config.tie_margin, sft.scores[name])
-        comparisons[name] = compare(policy.scores[name], sft.scores[name], margin, config.bootstrap, config.seed)
+        comparisons[name] = compare(
+            policy.scores[name], sft.scores[name], margin, config.bootstrap, config.seed, longer_by
+        )
         del judge
     evaluation = Evaluation(prompts, regression_prompts, sft, policy, comparisons)
     metrics = evaluation.metrics(world)
