@@ -27,7 +27,8 @@ class PairBatchConfig(Strict):
 class RewardConfig(StageConfig):
     """``imitation`` is the weight of the LM loss on the preferred reply, ``centering`` of ``mean((r_w + r_l)^2)``.
 
-    ``lora`` trains adapters and the head instead of all weights.
+    ``lora`` trains adapters and the head instead of all weights. ``length_balance: sampling`` trains on pairs among
+    which the preferred reply is as often the shorter as the longer one; see :mod:`rlhf_core.data.length_balance`.
     """
 
     init: Literal["sft", "base"] = "sft"
@@ -37,6 +38,7 @@ class RewardConfig(StageConfig):
     imitation: float = Field(default=1.0, ge=0)
     centering: float = Field(default=0.0, ge=0)
     use_margin: bool = False
+    length_balance: Literal["none", "sampling"] = "none"
     lora: LoraConfig | None = None
     eval_every: PositiveInt = 100
     optimizer: OptimizerConfig = OptimizerConfig(lr=7e-4, warmup=0.1)

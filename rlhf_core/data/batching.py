@@ -29,13 +29,19 @@ def batch_at(n: int, size: int, seed: int, step: int) -> list[int]:
 
 
 def token_budget_batches(
-    lengths: Sequence[int], budget: int, min_pairs: int, max_pairs: int, seed: int, epoch: int
+    lengths: Sequence[int],
+    budget: int,
+    min_pairs: int,
+    max_pairs: int,
+    seed: int,
+    epoch: int,
+    rows: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Return an epoch of dynamic batches (paper, section 4.1): as many pairs as fit ``budget`` tokens after padding.
 
     A batch of b pairs costs ``2 * b * max(length)``. Pairs of similar length share a batch: the shuffled epoch is
     sorted by length within windows, and the batches are shuffled again, so that length does not follow the step number.
-    Every index occurs exactly once per epoch.
+    Every index occurs exactly once per epoch, or those of ``rows`` do.
 
     Args:
         lengths: Tokens of one padded row of each pair, that is of the longer of its two sequences.
@@ -44,10 +50,13 @@ def token_budget_batches(
         max_pairs: Most pairs of a batch.
         seed: Seed of the order.
         epoch: Number of the epoch, from 0.
+        rows: The pairs of this epoch; None for all.
     """
     if not 1 <= min_pairs <= max_pairs:
         raise ValueError(f"need 1 <= min_pairs <= max_pairs, got {min_pairs} and {max_pairs}")
-    order = epoch_order(len(lengths), seed, epoch)
+    order = epoch_order(len(lengths) if rows is None else len(rows), seed, epoch)
+    if rows is not None:
+        order = [rows[i] for i in order]
     window = max_pairs * 8
     batches: list[list[int]] = []
     rest: list[int] = []

@@ -25,6 +25,11 @@ class TokenisedPair:
         """Tokens of the longer of the two sequences: the width that this pair needs in a padded batch."""
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
+    @property
+    def length_difference(self) -> int:
+        """Tokens of the chosen minus those of the rejected reply."""
+        return len(self.chosen) - len(self.rejected)
+
 
 def tokenised_pairs(
     tokenizer: PreTrainedTokenizerBase, preferences: Iterable[Preference], max_tokens: int

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from scipy import stats
 
 from rlhf_core.data.correlation import rank_correlation
+from rlhf_core.data.length_balance import length_balanced_rows
 
 CALIBRATION_BINS = 10
 PERCENTILES = (5, 25, 50, 75, 95)
 SMALLEST_CATEGORY = 10
+FEWEST_BALANCED_PAIRS = 50
 
 
 def accuracy(margins: np.ndarray) -> float:
@@ -44,10 +47,12 @@ def evaluate_scores(
     rejected: np.ndarray,
     chosen_lengths: np.ndarray,
     rejected_lengths: np.ndarray,
+    seed: int = 0,
 ) -> dict[str, float]:
     """All figures of one split: rewards and reply lengths in tokens, each (B,).
 
-    ``accuracy_shorter_preferred`` is left out where no preferred reply is the shorter one.
+    ``accuracy_shorter_preferred`` is left out where no preferred reply is the shorter one. ``seed`` draws the
+    length-balanced pairs.
     """
     margins = chosen - rejected
     rewards = np.concatenate([chosen, rejected])
@@ -67,7 +72,22 @@ def evaluate_scores(
     shorter = chosen_lengths < rejected_lengths
     if shorter.any():
         figures["accuracy_shorter_preferred"] = accuracy(margins[shorter])
-    return figures
+    balanced = length_balanced_rows(chosen_lengths - rejected_lengths, seed)
+    return figures | length_balanced_accuracy(margins[balanced])
+
+
+def length_balanced_accuracy(margins: np.ndarray) -> dict[str, float]:
+    """Accuracy on length-balanced pairs with the lower bound of its 95 % interval, and how many pairs there are.
+
+    With fewer than fifty pairs the accuracy says nothing and is left out, so that a gate on it fails. The interval is
+    Wilson's; a tie of rewards, half a success for the accuracy, is a failure for its bound.
+    """
+    figures = {"length_balanced_pairs": float(len(margins))}
+    if len(margins) < FEWEST_BALANCED_PAIRS:
+        return figures
+    right = stats.binomtest(int((margins > 0).sum()), len(margins))
+    low = float(right.proportion_ci(0.95, method="wilson").low)
+    return figures | {"accuracy_length_balanced": accuracy(margins), "accuracy_length_balanced_low95": low}
 
 
 def accuracy_by_category(margins: np.ndarray, categories: Sequence[str]) -> dict[str, float]:

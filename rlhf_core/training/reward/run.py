@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.chat import pad_id
+from rlhf_core.data.length_balance import length_balanced_epoch
 from rlhf_core.data.pairs import TokenisedPair, tokenised_pairs
 from rlhf_core.data.schema import Preference, read_rows
 from rlhf_core.errors import DataError
@@ -23,7 +24,11 @@ from rlhf_core.models.lora import merge_adapters
 from rlhf_core.models.shared_base import Adapters, adapters_of
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.loop import Loop, LoopResult, LoopSettings
-from rlhf_core.training.reward.evaluation import accuracy_by_category, evaluate_scores
+from rlhf_core.training.reward.evaluation import (
+    FEWEST_BALANCED_PAIRS,
+    accuracy_by_category,
+    evaluate_scores,
+)
 from rlhf_core.training.reward.trainer import PairScores, RewardTask, score_pairs
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
@@ -101,7 +106,12 @@ def train_scalar(
         name: Sets the random streams of this model apart from those of others.
         init: The causal language model or its folder. Only with a folder are adapters kept apart from the weights.
         tokenizer: Its tokenizer.
+
+    Raises:
+        DataError: The pairs are to be balanced by length, and too few of them can be.
     """
+    if config.length_balance == "sampling":
+        require_balanced_pairs(train, config.batch.min_pairs, name)
     model = ScalarModel.from_causal_lm(init, derive_seed(config.seed, name, "head"))
     if config.lora is not None:
         model.add_adapters(config.lora, derive_seed(config.seed, name, "lora"))
@@ -119,28 +129,57 @@ def train_scalar(
     return TrainedScalar(model, tokenizer, result, engine.skipped_steps, adapters)
 
 
+def require_balanced_pairs(train: Split, fewest: int, name: str) -> None:
+    """Raise :class:`DataError` where an epoch of length-balanced pairs would have fewer than ``fewest``."""
+    left = pairs_of_balanced_epoch(train)
+    if left < fewest:
+        longer, shorter = (sum(sign * pair.length_difference > 0 for pair in train.pairs) for sign in (1, -1))
+        raise DataError(
+            f"{name}.length_balance: sampling leaves {left} of {len(train.pairs)} training pairs, fewer than the "
+            f"{fewest} of a batch: {longer} prefer the longer reply, {shorter} the shorter one; add pairs, or set "
+            f"{name}.length_balance: none"
+        )
+
+
+def pairs_of_balanced_epoch(train: Split) -> int:
+    """Count the pairs of an epoch that is balanced by length; every draw has as many."""
+    return len(length_balanced_epoch([pair.length_difference for pair in train.pairs], seed=0, epoch=0))
+
+
 @dataclass(frozen=True)
 class RewardModelRun:
-    """A trained scalar model with the rewards that it gives to held-out splits, by split name."""
+    """A trained scalar model with the rewards that it gives to held-out splits, by split name.
+
+    ``seed`` draws the length-balanced pairs of each split: models of one seed are measured on the same ones.
+    """
 
     trained: TrainedScalar
     train: Split
     held_out: Mapping[str, Split]
     scores: Mapping[str, PairScores]
+    seed: int
 
     @classmethod
-    def evaluated(cls, trained: TrainedScalar, train: Split, held_out: Mapping[str, Split]) -> RewardModelRun:
+    def evaluated(
+        cls, trained: TrainedScalar, train: Split, held_out: Mapping[str, Split], seed: int
+    ) -> RewardModelRun:
         """The run with all held-out pairs scored."""
         pad = pad_id(trained.tokenizer)
         scores = {name: score_pairs(trained.model, split.pairs, pad) for name, split in held_out.items()}
-        return cls(trained, train, held_out, scores)
+        return cls(trained, train, held_out, scores, seed)
 
     def metrics(self) -> dict[str, object]:
         """Size and speed of training, and the quality on each held-out split; names of ``test`` begin with that."""
         metrics: dict[str, object] = dict(training_metrics(self.trained, self.train))
         for name, split in self.held_out.items():
             scores, prefix = self.scores[name], metric_prefix(name)
-            quality = evaluate_scores(scores.chosen, scores.rejected, *reply_lengths(split.pairs))
+            balance_seed = derive_seed(self.seed, "length_balanced", name)
+            quality = evaluate_scores(scores.chosen, scores.rejected, *reply_lengths(split.pairs), balance_seed)
+            if "accuracy_length_balanced" not in quality:
+                logger.warning(
+                    "%s pairs: %d can be balanced by length and %d are needed; %saccuracy_length_balanced is left out",
+                    name, quality["length_balanced_pairs"], FEWEST_BALANCED_PAIRS, prefix,
+                )  # fmt: skip
             metrics |= {f"{prefix}{key}": value for key, value in quality.items()}
             metrics[f"{prefix}category"] = accuracy_by_category(scores.margins, [row.category for row in split.rows])
         return metrics
@@ -165,6 +204,7 @@ def training_metrics(trained: TrainedScalar, train: Split) -> dict[str, float]:
     """Size and speed of a training run, and how many pairs it could not use."""
     return {
         "train_pairs": float(len(train.pairs)),
+        "train_length_balanced_pairs": float(pairs_of_balanced_epoch(train)),
         "dropped_over_long": float(train.dropped["over_long"]),
         "dropped_identical": float(train.dropped["identical"]),
         "tokens_per_second": trained.result.tokens_per_second,

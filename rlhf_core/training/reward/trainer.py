@@ -5,8 +5,9 @@ Shapes: B pairs, L positions, H hidden. Chosen and rejected replies go through t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from torch import Tensor
 from rlhf_core import distributed
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.batching import token_budget_batches
+from rlhf_core.data.length_balance import length_balanced_epoch
 from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.data.sharding import passes
 from rlhf_core.models.heads import ScalarModel, last_hidden
@@ -52,10 +54,19 @@ class StepTotals:
 
 
 class TokenBudgetBatches:
-    """Batches of pairs within a token budget (paper, section 4.2); a batch is a function of the seed and the step."""
+    """Batches of pairs within a token budget (paper, section 4.2); a batch is a function of the seed and the step.
 
-    def __init__(self, lengths: Sequence[int], batch: PairBatchConfig, seed: int) -> None:
-        self.lengths, self.batch, self.seed = lengths, batch, seed
+    ``rows_of_epoch`` gives the pairs of an epoch by its number, a function of the number alone; by default all.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        batch: PairBatchConfig,
+        seed: int,
+        rows_of_epoch: Callable[[int], Sequence[int]] | None = None,
+    ) -> None:
+        self.lengths, self.batch, self.seed, self.rows_of_epoch = lengths, batch, seed, rows_of_epoch
         self._epoch, self._first = -1, 0
         self._batches: list[list[int]] = []
 
@@ -68,7 +79,8 @@ class TokenBudgetBatches:
             self._first += len(self._batches)
             self._epoch += 1
             limits = (self.batch.token_budget, self.batch.min_pairs, self.batch.max_pairs)
-            self._batches = token_budget_batches(self.lengths, *limits, self.seed, self._epoch)
+            rows = self.rows_of_epoch(self._epoch) if self.rows_of_epoch is not None else None
+            self._batches = token_budget_batches(self.lengths, *limits, self.seed, self._epoch, rows)
         return self._batches[step - self._first]
 
 
@@ -91,8 +103,14 @@ class RewardTask:
     ) -> None:
         self.engine, self.model, self.train, self.config, self.pad = engine, model, train, config, pad
         self.validation, self.margins = validation[:CURVE_PAIRS], margins
+        rows_of_epoch = None
+        if config.length_balance == "sampling":
+            differences = [pair.length_difference for pair in train]
+            rows_of_epoch = partial(
+                length_balanced_epoch, differences, derive_seed(config.seed, name, "length_balance")
+            )
         self.batches = TokenBudgetBatches(
-            [pair.length for pair in train], config.batch, derive_seed(config.seed, name, "order")
+            [pair.length for pair in train], config.batch, derive_seed(config.seed, name, "order"), rows_of_epoch
         )
 
     def train_step(self, step: int) -> StepReport:

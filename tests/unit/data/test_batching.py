@@ -64,6 +64,13 @@ def test_token_budget_by_hand() -> None:
     assert sorted(sorted(batch) for batch in batches) == [[0, 2, 4, 5], [1, 3]]
 
 
+def test_an_epoch_of_some_rows_has_those_alone() -> None:
+    batches = token_budget_batches([10] * 40, 80, 2, 4, seed=3, epoch=1, rows=[5, 7, 11, 30, 39])
+    assert sorted(i for batch in batches for i in batch) == [5, 7, 11, 30, 39]
+    every = token_budget_batches([10] * 40, 80, 2, 4, seed=3, epoch=1, rows=range(40))
+    assert every == token_budget_batches([10] * 40, 80, 2, 4, seed=3, epoch=1)
+
+
 def test_token_budget_batches_follow_no_length_order() -> None:
     lengths = list(range(1, 2001))
     batches = token_budget_batches(lengths, 10**9, 1, 10, seed=1, epoch=0)

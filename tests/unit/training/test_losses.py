@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.chat import left_pad, right_pad
+from rlhf_core.data.length_balance import length_balanced_epoch
 from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.models.base import new_model, train_tokenizer
 from rlhf_core.models.forward import selected_logits
@@ -134,3 +136,18 @@ def test_batches_are_a_function_of_seed_and_step(lengths: list[int], size: int, 
     walked = [pairs.at(step) for step in range(12)]
     assert TokenBudgetBatches(lengths, PairBatchConfig(token_budget=300), seed).at(11) == walked[11]
     assert pairs.at(0) == walked[0]
+
+
+def test_batches_of_changing_epochs_are_a_function_of_the_step_too() -> None:
+    def batches() -> TokenBudgetBatches:
+        rows_of_epoch = partial(length_balanced_epoch, [1] * 40 + [-1] * 10 + [0] * 3, 5)
+        return TokenBudgetBatches([20] * 53, PairBatchConfig(token_budget=160, max_pairs=4), 7, rows_of_epoch)
+
+    planned = batches()
+    walked = [planned.at(step) for step in range(12)]
+    assert [len(batch) for batch in walked[:6]].count(4) == 5, "23 pairs make an epoch of 5 full batches and a rest"
+    epochs = [{row for batch in walked[start : start + 6] for row in batch} for start in (0, 6)]
+    for epoch in epochs:
+        assert {*range(40, 53)} < epoch and len(epoch) == 23
+    assert epochs[0] != epochs[1], "the commoner kind is drawn anew"
+    assert batches().at(11) == walked[11] and planned.at(0) == walked[0]

@@ -39,6 +39,32 @@ def test_figures_of_a_split() -> None:
     assert "accuracy_shorter_preferred" not in longer
 
 
+def test_length_balanced_accuracy_by_hand() -> None:
+    # 100 pairs: the longer reply is preferred in 80, the model always prefers the longer one.
+    longer = np.arange(100) < 80
+    chosen_lengths, rejected_lengths = np.where(longer, 30, 20), np.where(longer, 20, 30)
+    reward_is_length = chosen_lengths / 10, rejected_lengths / 10
+    few = evaluation.evaluate_scores(*reward_is_length, chosen_lengths, rejected_lengths, seed=1)
+    assert few["accuracy"] == few["baseline_longer"] == 0.8
+    assert few["length_balanced_pairs"] == 40
+    assert "accuracy_length_balanced" not in few, "fewer than 50 say nothing"
+    twice = [np.concatenate([array, array]) for array in (*reward_is_length, chosen_lengths, rejected_lengths)]
+    figures = evaluation.evaluate_scores(*twice, seed=1)
+    assert figures["length_balanced_pairs"] == 80
+    assert figures["accuracy_length_balanced"] == 0.5
+    # Wilson's lower bound for 40 of 80, with z = 1.96: (p + z²/2n - z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n).
+    assert figures["accuracy_length_balanced_low95"] == pytest.approx(0.39297, abs=1e-4)
+
+
+def test_a_tie_of_rewards_is_no_success_for_the_bound() -> None:
+    figures = evaluation.length_balanced_accuracy(np.zeros(60))
+    assert figures == {
+        "length_balanced_pairs": 60.0,
+        "accuracy_length_balanced": 0.5,
+        "accuracy_length_balanced_low95": 0.0,
+    }
+
+
 def test_categories_too_small_to_say_anything_are_left_out() -> None:
     margins = np.array([1.0] * 8 + [-1.0] * 2 + [1.0])
     assert evaluation.accuracy_by_category(margins, ["a"] * 10 + ["b"]) == {"a": 0.8}
