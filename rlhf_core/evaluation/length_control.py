@@ -88,7 +88,7 @@ def rate_at_equal_length(outcome: np.ndarray, feature: np.ndarray) -> float:
     if rate in (0.0, 1.0) or not feature.any():
         # Without a loss, or without a win, θ has no finite value.
         return rate
-    regression = LogisticRegression(solver="newton-cholesky", tol=1e-8)
+    regression = LogisticRegression(tol=1e-7, max_iter=1000)
     rows = np.concatenate([feature, feature])[:, np.newaxis]
     won = np.repeat([1, 0], len(outcome))
     # The checks of inputs and parameters take longer than the fit, which a bootstrap repeats thousands of times.

@@ -122,7 +122,21 @@ def test_a_gate_that_files_can_never_pass_is_refused_before_anything_is_trained(
     overlay = ("own-data", (ROOT / "profiles/own-data.yaml").read_text())
     params = check_params(yaml_text.parse(merge(text, [overlay]), "params.yaml"))
     demo = check_params(yaml_text.parse(text, "params.yaml"))
-    assert [c for c in demo.gates.policy if "gold" not in c.metric] == list(params.gates.policy)
+    # What files bring in place of the gold judge is control for length.
+    assert [c for c in demo.gates.policy if "gold" not in c.metric] == [
+        c for c in params.gates.policy if not c.metric.endswith(".lc_win_rate_low95")
+    ]
+
+
+@pytest.mark.parametrize("profile", ["own-data", "alpaca-eval", "smollm2-360m"])
+def test_profiles_for_real_data_control_for_length(profile: str) -> None:
+    overlay = (profile, (ROOT / f"profiles/{profile}.yaml").read_text())
+    params = check_params(yaml_text.parse(merge((ROOT / "params.yaml").read_text(), [overlay]), "params.yaml"))
+    assert params.reward.length_balance == params.referee.length_balance == "sampling"
+    reward, policy = ({c.metric for c in gate} for gate in (params.gates.reward, params.gates.policy))
+    assert "test_accuracy_length_balanced_low95" in reward and "accuracy" not in reward
+    assert "comparison.referee.lc_win_rate_low95" in policy
+    assert check_params(yaml_text.parse((ROOT / "params.yaml").read_text(), "x")).reward.length_balance == "none"
 
 
 def test_each_of_several_problems_has_its_line() -> None:

@@ -51,7 +51,9 @@ def _perplexity(sft: Mapping[str, Any]) -> str:
 
 
 def _accuracy(reward: Mapping[str, Any]) -> str:
-    return f"accuracy {reward['accuracy']:.3f}{_too_long(reward)}"
+    balanced = reward.get("test_accuracy_length_balanced")
+    beside = f", length-balanced {balanced:.3f}" if balanced is not None else ""
+    return f"accuracy {reward['accuracy']:.3f}{beside}{_too_long(reward)}"
 
 
 RESULTS: dict[str, tuple[str, Describe]] = {

@@ -80,14 +80,18 @@ def tiles(sources: ReportSources) -> list[dict[str, str]]:
     for judge, comparison in evaluation.get("comparison", {}).items():
         if judge != "reward":
             low, high = (format_number(comparison.get(f"win_rate_{bound}95"), 2) for bound in ("low", "high"))
-            known.append(_tile(f"win rate by {judge}", comparison.get("win_rate"), f"95 %: {low} to {high}"))
+            controlled = comparison.get("lc_win_rate")
+            beside = f"; {format_number(controlled, 2)} at equal length" if controlled is not None else ""
+            known.append(_tile(f"win rate by {judge}", comparison.get("win_rate"), f"95 %: {low} to {high}{beside}"))
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
     if "gold" in policy:
         known.append(_tile("gold score", policy["gold"], f"SFT {format_number(sft.get('gold'), 2)}"))
     if "kl" in evaluation:
         known.append(_tile("KL, nats per sequence", evaluation["kl"], "unfiltered samples"))
     if "accuracy" in reward:
-        known.append(_tile("reward model accuracy", reward["accuracy"], "held-out pairs"))
+        balanced = reward.get("test_accuracy_length_balanced")
+        beside = f"; {format_number(balanced, 2)} on length-balanced ones" if balanced is not None else ""
+        known.append(_tile("reward model accuracy", reward["accuracy"], f"held-out pairs{beside}"))
     selected = next((ppo[k] for k in ("selected_iteration", "selected") if isinstance(ppo.get(k), int | float)), None)
     if selected is not None:
         known.append(_tile("selected iteration", int(selected), str(ppo.get("selection_reason", ""))))

@@ -77,17 +77,21 @@ def evaluate_scores(
 
 
 def length_balanced_accuracy(margins: np.ndarray) -> dict[str, float]:
-    """Accuracy on length-balanced pairs with the lower bound of its 95 % interval, and how many pairs there are.
+    """Accuracy and calibration error on length-balanced pairs, and how many there are.
 
-    With fewer than fifty pairs the accuracy says nothing and is left out, so that a gate on it fails. The interval is
-    Wilson's; a tie of rewards, half a success for the accuracy, is a failure for its bound.
+    Fewer than fifty pairs say nothing; both are left out then, so that a gate on them fails. ``low95`` is the lower
+    bound of Wilson's 95 % interval; a tie of rewards, half a success for the accuracy, is a failure for its bound.
     """
     figures = {"length_balanced_pairs": float(len(margins))}
     if len(margins) < FEWEST_BALANCED_PAIRS:
         return figures
     right = stats.binomtest(int((margins > 0).sum()), len(margins))
     low = float(right.proportion_ci(0.95, method="wilson").low)
-    return figures | {"accuracy_length_balanced": accuracy(margins), "accuracy_length_balanced_low95": low}
+    return figures | {
+        "accuracy_length_balanced": accuracy(margins),
+        "accuracy_length_balanced_low95": low,
+        "ece_length_balanced": expected_calibration_error(margins),
+    }
 
 
 def accuracy_by_category(margins: np.ndarray, categories: Sequence[str]) -> dict[str, float]:

@@ -237,6 +237,7 @@ def test_the_real_match_runs_in_a_process_of_its_own(contest: Path) -> None:
     result = decision.match["comparison"]["referee"]
     assert set(decision.match["comparison"]) == {"referee"}  # these prompts are not of the synthetic world: no gold
     assert result["prompts"] == 8 and result["win"] + result["tie"] + result["lose"] == pytest.approx(1)
+    assert result["lc_win_rate_low95"] <= result["lc_win_rate"] <= result["lc_win_rate_high95"]
     assert decision.promoted == (result["win_rate_low95"] > 0.5)
 
 

@@ -52,6 +52,7 @@ def test_world_prompts_are_judged_by_all(tmp_path: Path, models: Path, prompts: 
     gold = metrics["comparison"]["gold"]
     assert gold["prompts"] == metrics["prompts"] == min(12, len(prompts))
     assert gold["win"] + gold["tie"] / 2 == pytest.approx(gold["win_rate"])
+    assert all(0 <= c["lc_win_rate_low95"] <= c["lc_win_rate_high95"] <= 1 for c in metrics["comparison"].values())
     assert gold["mean_difference"] == pytest.approx(metrics["policy"]["gold"] - metrics["sft"]["gold"])
     rows = read_table(outputs.comparisons).to_pylist()
     assert len({row["id"] for row in rows}) == gold["prompts"]

@@ -67,11 +67,14 @@ def render(root: Path) -> str:
 
 def fill(root: Path, gate_mode: str = "enforce", reward_bound: float = 0.5) -> None:
     versus = compare([1.0, 2.0, 0.5], [0.5, 0.1, 0.9], 0.05, bootstrap=50).as_dict()
+    controlled = versus | {"lc_win_rate": 0.6543, "lc_win_rate_low95": 0.5432, "lc_win_rate_high95": 0.7654}
     metrics = {"gold": 0.5, "reward": 1.0, "referee": 0.2, "length": 20.0, "repetition": 0.01, "missing_eos": 0.0}
-    evaluation = {"sft": metrics, "policy": metrics, "kl": 2.5, "comparison": {"gold": versus, "referee": versus},
+    evaluation = {"sft": metrics, "policy": metrics, "kl": 2.5, "comparison": {"gold": versus, "referee": controlled},
                   "category": {ATTACK: {"prompts": 3}}, "regression": {"passed": 1.0}}  # fmt: skip
     write(root / "metrics/evaluation.json", json.dumps(evaluation))
-    write(root / "metrics/reward.json", '{"accuracy": 0.8, "category": {"fact": 0.9}}')
+    write(
+        root / "metrics/reward.json", '{"accuracy": 0.8, "test_accuracy_length_balanced": 0.6, "category": {"fact": 1}}'
+    )
     rows = [{"iteration": i, "reward_mean": 0.1 * i, "reward_p05": -1.0, "reward_p95": 1.0, "kl": i, "findings": []}
             for i in range(1, 6)]  # fmt: skip
     rows[2]["findings"] = ["kl_over_budget"]
@@ -99,6 +102,8 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert "data:image/png;base64," in page and page.count("<svg") >= 3
     assert "new &amp; &lt;b&gt;bold&lt;/b&gt;" in page and "no end" in page
     assert page.count("&lt;script&gt;") >= 4
+    assert "0.654" in page and "0.543 to 0.765" in page and "; 0.65 at equal length" in page
+    assert "held-out pairs; 0.60 on length-balanced ones" in page
 
 
 def test_rollbacks_are_told_with_what_was_changed(tmp_path: Path) -> None:

@@ -104,6 +104,12 @@ def test_what_an_earlier_run_left_in_the_log_is_not_read(tmp_path: Path) -> None
             {"accuracy": 0.75, "dropped_over_long": 3.0},
             "accuracy 0.750, 3 rows too long",
         ),
+        (
+            "reward",
+            "metrics/reward.json",
+            {"accuracy": 0.75, "test_accuracy_length_balanced": 0.612},
+            "accuracy 0.750, length-balanced 0.612",
+        ),
         ("referee", "metrics/referee.json", {"accuracy": 0.75, "dropped_over_long": 0.0}, "accuracy 0.750"),
         (
             "gate-reward",

@@ -52,6 +52,7 @@ def test_length_balanced_accuracy_by_hand() -> None:
     figures = evaluation.evaluate_scores(*twice, seed=1)
     assert figures["length_balanced_pairs"] == 80
     assert figures["accuracy_length_balanced"] == 0.5
+    assert figures["ece_length_balanced"] == pytest.approx(1 / (1 + math.exp(-1)) - 0.5)  # margins are 1 or -1
     # Wilson's lower bound for 40 of 80, with z = 1.96: (p + z²/2n - z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n).
     assert figures["accuracy_length_balanced_low95"] == pytest.approx(0.39297, abs=1e-4)
 
@@ -62,6 +63,7 @@ def test_a_tie_of_rewards_is_no_success_for_the_bound() -> None:
         "length_balanced_pairs": 60.0,
         "accuracy_length_balanced": 0.5,
         "accuracy_length_balanced_low95": 0.0,
+        "ece_length_balanced": 0.0,  # a margin of 0 says one half
     }
 
 
