@@ -34,13 +34,17 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True)
 class JudgeResult:
-    """The win rate of the new policy by one judge, ties counted as half, with its 95 % interval over prompts."""
+    """The win rate of the new policy by one judge, ties counted as half, with its 95 % interval over prompts.
+
+    ``lc_win_rate`` is the win rate at equal reply lengths; evaluations of earlier versions have none.
+    """
 
     judge: str
     win_rate: float
     low95: float
     high95: float
     prompts: int
+    lc_win_rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,12 @@ def judge_results(comparison: Mapping[str, Mapping[str, float]]) -> tuple[JudgeR
     """Return the results of an evaluation or a match by judge, without the reward model's."""
     return tuple(
         JudgeResult(
-            name, result["win_rate"], result["win_rate_low95"], result["win_rate_high95"], int(result["prompts"])
+            name,
+            result["win_rate"],
+            result["win_rate_low95"],
+            result["win_rate_high95"],
+            int(result["prompts"]),
+            result.get("lc_win_rate"),
         )
         for name, result in sorted(comparison.items())
         if name != OPTIMISED_AGAINST
