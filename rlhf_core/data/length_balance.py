@@ -1,10 +1,10 @@
 """Length-balanced pairs: the preferred reply is as often the shorter as the longer one, at every length difference.
 
 Annotators tend to prefer the longer reply, and a reward model learns it (Singhal et al., 2023, "A Long Way to Go:
-Investigating Length Correlations in RLHF", who balance preference data as one remedy). Among balanced pairs no rule that reads lengths alone is right in more
-than about half. Equal numbers of both kinds are not enough for that: large differences occur almost only where the
-longer reply is preferred, so that "longer, if it is much longer" would still be right. Both kinds are therefore
-matched within strata of the absolute difference.
+Investigating Length Correlations in RLHF", who balance preference data as one remedy). Among balanced pairs no rule
+that reads lengths alone is right in more than about half. Equal numbers of both kinds are not enough for that: large
+differences occur almost only where the longer reply is preferred, so that "longer, if it is much longer" would still be
+right. Both kinds are therefore matched within strata of the absolute difference.
 """
 
 from __future__ import annotations
