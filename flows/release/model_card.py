@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flows.pipeline.verdict import OPTIMISED_AGAINST, judge_results
+from flows.pipeline.verdict import OPTIMISED_AGAINST, JudgeResult, judge_results
 from flows.pipeline.verdict_markdown import markdown_text
 from flows.release.evidence import ReleaseEvidence
 from flows.stage.gate_conditions import condition_rows
@@ -93,12 +93,19 @@ def _judges(evaluation: Mapping[str, Any]) -> str:
     judges = judge_results(evaluation.get("comparison") or {})
     if not judges:
         return "No comparison with the SFT model was recorded."
-    rows = [(j.judge, f"{j.win_rate:.3f}", f"{j.low95:.3f} to {j.high95:.3f}", j.prompts) for j in judges]
+    rows = [
+        (j.judge, f"{j.win_rate:.3f}", f"{j.low95:.3f} to {j.high95:.3f}", _at_equal_length(j), j.prompts)
+        for j in judges
+    ]
     return (
         "Policy against the SFT model that it started from, ties as half a win. The reward model that the policy was "
         f"optimised against (`{OPTIMISED_AGAINST}`) is no judge.\n\n"
-        + _table(("judge", "win rate", "95 % interval", "prompts"), rows)
+        + _table(("judge", "win rate", "95 % interval", "at equal length", "prompts"), rows)
     )
+
+
+def _at_equal_length(judge: JudgeResult) -> str:
+    return "" if judge.lc_win_rate is None else f"{judge.lc_win_rate:.3f}"
 
 
 def _both_models(evaluation: Mapping[str, Any]) -> str:

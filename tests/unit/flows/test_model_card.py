@@ -11,7 +11,7 @@ from flows.release.evidence import ReleaseEvidence
 from flows.release.model_card import card_data, card_text
 
 SAMPLING = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 64}
-JUDGED = {"win_rate": 0.67, "win_rate_low95": 0.63, "win_rate_high95": 0.71, "prompts": 320}
+JUDGED = {"win_rate": 0.67, "win_rate_low95": 0.63, "win_rate_high95": 0.71, "lc_win_rate": 0.6512, "prompts": 320}
 EVALUATION: dict[str, Any] = {
     "comparison": {"referee": JUDGED, "reward": {**JUDGED, "win_rate": 0.99}},
     "kl": 2.071,
@@ -43,7 +43,7 @@ def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
     text = card_text(evidence(), "my-model", None)
     assert text.startswith("# my-model\n")
     assert "5,998 preference pairs from pairs.jsonl; base: owner/base" in text
-    assert "| referee | 0.670 | 0.630 to 0.710 | 320 |" in text
+    assert "| referee | 0.670 | 0.630 to 0.710 | 0.651 | 320 |" in text
     assert "0.99" not in text  # the reward model is no judge of what was optimised against it
     assert "KL from SFT: 2.07 nats per reply (95 %: 1.70 to 2.40)." in text
     assert "| tokens per reply | 19.2 | 23.6 |" in text and "| harmful prompts refused | 0.312 | 0.281 |" in text
