@@ -44,6 +44,10 @@ LIMITS: dict[Precision, RoundingLimits] = {
 }
 
 
+# Halves of fewer tokens than these differ by chance.
+COMPARABLE_TOKENS = 32
+
+
 @dataclass(frozen=True)
 class SamplerAgreement(MetricRecord):
     """By how much the sampler's log-probabilities of sampled tokens differ from the trainer's, before any update.
@@ -51,7 +55,8 @@ class SamplerAgreement(MetricRecord):
     Attributes:
         sampling_logp_difference_mean: Mean absolute difference per token.
         sampling_logp_difference_share: Share of tokens that differ by more than ``RoundingLimits.token``.
-        sampling_logp_difference_growth: That mean in the later half of each reply minus that in the earlier half.
+        sampling_logp_difference_growth: That mean in the later half of each reply minus that in the earlier half; 0 in
+            a rollout of too few tokens to compare them.
         sampler_gap: The largest difference.
     """
 
@@ -69,12 +74,12 @@ class SamplerAgreement(MetricRecord):
         positions = mask.cumsum(dim=1)  # of response tokens, from 1
         later = mask & (2 * positions > mask.sum(dim=1, keepdim=True))
         earlier = mask & ~later
-        halves = bool(earlier.any())
+        comparable = int(earlier.sum()) >= COMPARABLE_TOKENS
         return SamplerAgreement(
             sampling_logp_difference_mean=float(masked_mean(difference, mask)),
             sampling_logp_difference_share=float(masked_mean((difference > LIMITS[precision].token).double(), mask)),
             sampling_logp_difference_growth=(
-                float(masked_mean(difference, later) - masked_mean(difference, earlier)) if halves else 0.0
+                float(masked_mean(difference, later) - masked_mean(difference, earlier)) if comparable else 0.0
             ),
             sampler_gap=float(difference.max()),
         )

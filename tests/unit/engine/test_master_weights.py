@@ -11,7 +11,7 @@ from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.lora import add_adapters
+from rlhf_core.models.lora import add_adapters, merge_adapters
 from rlhf_core.training.engine import LocalEngine
 from rlhf_core.training.optim import build_adamw
 
@@ -129,3 +129,11 @@ def test_adapters_are_float32_on_a_bfloat16_model() -> None:
     assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in policy.parameters() if not p.requires_grad} == {torch.bfloat16} == {policy.dtype}
     assert torch.equal(policy(input_ids=IDS).logits, before)
+    layer = policy.model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        layer.lora_B["default"].weight.fill_(0.3)
+    delta, weight = layer.get_delta_weight("default"), layer.base_layer.weight.detach().clone()
+    assert delta.dtype == torch.float32 and bool(delta.any())
+    merge_adapters(policy)
+    assert {p.dtype for p in policy.parameters()} == {torch.bfloat16}
+    torch.testing.assert_close(policy.model.layers[0].self_attn.q_proj.weight, (weight + delta).bfloat16())

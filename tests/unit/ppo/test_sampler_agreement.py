@@ -16,8 +16,10 @@ def test_mean_share_growth_and_largest_by_hand() -> None:
     trainer = t([-1.0, -1.0, NAN], [-1.0, -1.0, -1.0])
     sampler = t([-1.1, -0.7, 5.0], [-1.0, -1.0, -1.8])
     mask = torch.tensor([[True, True, False], [True, True, True]])
-    agreement = SamplerAgreement.of(sampler, trainer, mask, "bfloat16")
-    assert agreement.sampling_logp_difference_mean == pytest.approx(1.2 / 5)
+    few = SamplerAgreement.of(sampler, trainer, mask, "bfloat16")
+    agreement = SamplerAgreement.of(sampler.repeat(16, 1), trainer.repeat(16, 1), mask.repeat(16, 1), "bfloat16")
+    assert few.sampling_logp_difference_growth == 0.0  # five tokens say nothing about it
+    assert agreement.sampling_logp_difference_mean == few.sampling_logp_difference_mean == pytest.approx(1.2 / 5)
     assert agreement.sampling_logp_difference_share == pytest.approx(1 / 5)
     assert agreement.sampling_logp_difference_growth == pytest.approx(1.1 / 3 - 0.1 / 2)
     assert agreement.sampler_gap == pytest.approx(0.8)
