@@ -24,6 +24,7 @@ from rlhf_core.memory.architecture import Architecture
 from rlhf_core.memory.inputs import EstimateInputs
 from rlhf_core.memory.sequence_lengths import LongestSequences, SequenceLengths
 from rlhf_core.memory.tensor_memory import TensorMemory
+from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import WithoutAdapters, add_adapters
 from rlhf_core.ppo.actor_critic_pair import SeparateActorCritic
@@ -113,6 +114,7 @@ def new_policy(subject: Subject) -> PreTrainedModel:
         model: Any = AutoModelForCausalLM.from_config(
             subject.architecture.config(None), dtype=subject.dtype, attn_implementation="sdpa"
         )
+    use_float32_unembedding(model)
     placed: PreTrainedModel = model.to(distributed.device()).eval()
     return placed
 
@@ -142,9 +144,7 @@ def measure(subject: Subject, stages: tuple[str, ...]) -> dict[str, dict[str, in
 def warmed(model: torch.nn.Module, config: OptimizerConfig, name: str, context: RunContext) -> Engine:
     """The engine that the stage would build, after a step of zero gradients: its optimiser's moments exist."""
     engine = build_engine(model, config, 10, name, context)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
+    engine.backward(torch.stack([(p.flatten()[:1] * 0).sum() for p in model.parameters() if p.requires_grad]).sum())
     engine.step()
     return engine
 

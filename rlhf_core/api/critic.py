@@ -20,6 +20,7 @@ from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.config.reward_sources import DEFAULT_SOURCES
 from rlhf_core.data.schema import Prompt
 from rlhf_core.errors import ConfigError
+from rlhf_core.models.float32_head import float32_unembedding
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import merge_adapters
 from rlhf_core.ppo.actor_critic_pair import SeparateActorCritic
@@ -123,11 +124,12 @@ def refuse_pipeline_settings(rollout: RolloutConfig) -> None:
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Put a given model in evaluation mode inside the block."""
+    """Put a given model in evaluation mode inside the block, with its logits computed in float32."""
     training = model.training
     model.eval()
     try:
-        yield
+        with float32_unembedding(model):
+            yield
     finally:
         model.train(training)
 

@@ -20,6 +20,7 @@ from rlhf_core.data.chat import pad_id
 from rlhf_core.data.schema import Demonstration
 from rlhf_core.errors import DataError
 from rlhf_core.models.base import fitting_length, save_policy
+from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.examples import tokenised_examples
 from rlhf_core.training.loop import Loop, LoopSettings
@@ -82,7 +83,9 @@ def train_sft(
     config = config or default_sft_config(len(train), model)
     tokenizer = checked_tokenizer(tokenizer, model)
     with run_context(context, "train_sft", config, train, checks, model) as run:
-        return fine_tune(copy.deepcopy(model), tokenizer, train, checks, config, run)
+        own = copy.deepcopy(model)
+        use_float32_unembedding(own)
+        return fine_tune(own, tokenizer, train, checks, config, run)
 
 
 def default_sft_config(rows: int, model: PreTrainedModel) -> SftConfig:

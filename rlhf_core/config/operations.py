@@ -34,11 +34,15 @@ class RegistryConfig(Strict):
 class ComputeConfig(Strict):
     """``threads`` is the number of CPU threads of each stage's process; ``null`` takes all cores.
 
+    ``tf32`` lets a GPU multiply float32 matrices in TF32, several times faster and rounded to 11 significant bits; it
+    changes nothing on CPUs.
+
     ``launch`` says, by stage, how many processes train and with which engine; without an entry it is one process in
     plain torch.
     """
 
     threads: PositiveInt | None = None
+    tf32: bool = True
     launch: dict[Trained, LaunchConfig] = {}
 
 

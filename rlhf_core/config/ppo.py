@@ -96,6 +96,23 @@ class SurrogateConfig(Strict):
         return self
 
 
+class ImportanceSamplingCorrectionConfig(Strict):
+    """Truncated importance weights between sampler and trainer in the policy's loss, at most ``cap`` per token.
+
+    ``auto`` applies them where the two round differently: to low-precision models, and to float32 models on a GPU that
+    may use TF32.
+    """
+
+    mode: Literal["auto", "always", "never"] = "auto"
+    cap: float = Field(default=2.0, ge=1)
+
+    @model_validator(mode="after")
+    def _applied(self) -> ImportanceSamplingCorrectionConfig:
+        if self.mode == "never" and _changed(self, "cap"):
+            raise ValueError("cap bounds the weights of the correction, but mode is never")
+        return self
+
+
 class EntropyConfig(Strict):
     """``bonus`` subtracts ``weight * H``; ``target`` adds ``weight * |H - target|`` (MOSS-RLHF's clip region)."""
 
@@ -193,6 +210,7 @@ class PpoConfig(StageConfig):
     reward: RewardShapingConfig = RewardShapingConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     surrogate: SurrogateConfig = SurrogateConfig()
+    importance_sampling_correction: ImportanceSamplingCorrectionConfig = ImportanceSamplingCorrectionConfig()
     entropy: EntropyConfig = EntropyConfig()
     ptx: PtxConfig = PtxConfig()
     policy_lora: LoraConfig | None = None

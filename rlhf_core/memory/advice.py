@@ -156,8 +156,9 @@ def _candidates(params: Params, before: StageEstimate) -> tuple[list[Changes], .
         offloading.append(_deepspeed(launch, zero=max(layout.zero, 2), offload="optimizer"))
     if shardable and not layout.offload_parameters:
         offloading.append(_deepspeed(launch, zero=3, offload="parameters"))
-    # Plain torch would lose small steps in bfloat16; ZeRO keeps float32 copies of what is trained.
-    half_precision = params.base.dtype == "float32" and (not trains or layout.zero > 0)
+    # Either engine keeps float32 copies of what is trained; ZeRO 0 is refused.
+    unsharded = layout.engine == "deepspeed" and layout.zero == 0
+    half_precision = params.base.dtype == "float32" and not (trains and unsharded)
     unadapted = [path for path in ADAPTERS.get(stage, ()) if _setting(params, path) is None]
     return (
         fewer_replies,

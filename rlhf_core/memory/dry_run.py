@@ -27,10 +27,12 @@ from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.memory.architecture import Architecture
 from rlhf_core.memory.tensor_memory import MemoryUse, TensorMemory
+from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import quiet
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.training.engine.gradient_checkpointing import recomputing
+from rlhf_core.training.engine.master_weights import MasterWeights
 from rlhf_core.training.optim import build_adamw
 
 Head = Literal["causal_lm", "scalar", "reward"]
@@ -39,7 +41,7 @@ DEPTH, MIDDLE = 3, 1
 # Runs a pass of the fake models, its memory being the first argument; returns the loss, first of what is still held
 # while that is differentiated.
 PassFunction = Callable[..., Tensor | tuple[Tensor, ...] | None]
-# What a pass holds at each of its moments, beside the weights: every gradient whole and in the weights' precision.
+# What a pass holds at each of its moments, beside the weights: every gradient whole and in its weight's precision.
 Moments = tuple[MemoryUse, ...]
 
 
@@ -76,7 +78,10 @@ class ModelSize:
     Attributes:
         parameters: All of them, adapters included.
         trainable: Those with a gradient.
-        optimizer: Bytes of AdamW's state in plain torch.
+        weights: Bytes of all of them; adapters are float32 whatever the model's precision.
+        trainable_weights: Bytes of those with a gradient.
+        gradients: Bytes of the gradients that plain torch sums up: float32.
+        optimizer: Bytes of AdamW's state in plain torch, and of the float32 masters of low-precision weights.
         linear: Parameters of the linear layers below the head, adapters not included.
         matrices: Number of those layers.
         largest: Parameters of the largest of them.
@@ -84,6 +89,9 @@ class ModelSize:
 
     parameters: int
     trainable: int = 0
+    weights: int = 0
+    trainable_weights: int = 0
+    gradients: int = 0
     optimizer: int = 0
     linear: int = 0
     matrices: int = 0
@@ -101,19 +109,27 @@ def model_size(variant: ModelVariant) -> ModelSize:
     ]
     parameters = list(model.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    optimizer = 0
+    gradients = optimizer = 0
     if trainable:
         with _fake_mode():
             adamw = build_adamw(model, OptimizerConfig(lr=1.0))
-            for parameter in trainable:
-                parameter.grad = torch.empty_like(parameter)
+            masters = MasterWeights(model, adamw)
+            masters.detach()
+            updated = {parameter: masters.of(parameter) for parameter in trainable}
+            for one in updated.values():
+                one.grad = torch.empty_like(one)
             adamw.step()
             adamw.zero_grad(set_to_none=True)
-            for parameter, state in adamw.state.items():
-                optimizer += repeats.get(id(parameter), 1) * sum(slot.nbytes for slot in state.values())
+            for parameter, one in updated.items():
+                repeat, copy = repeats.get(id(parameter), 1), one.nbytes if one is not parameter else 0
+                gradients += repeat * one.nbytes
+                optimizer += repeat * (copy + sum(slot.nbytes for slot in adamw.state[one].values()))
     return ModelSize(
         parameters=sum(repeats.get(id(one), 1) * one.numel() for one in parameters),
         trainable=sum(repeats.get(id(one), 1) * one.numel() for one in trainable),
+        weights=sum(repeats.get(id(one), 1) * one.nbytes for one in parameters),
+        trainable_weights=sum(repeats.get(id(one), 1) * one.nbytes for one in trainable),
+        gradients=gradients,
         optimizer=optimizer,
         linear=sum(repeats.get(id(one), 1) * one.numel() for one in matrices),
         matrices=sum(repeats.get(id(one), 1) for one in matrices),
@@ -229,6 +245,8 @@ def _built(variant: ModelVariant) -> nn.Module:
         if variant.head != "causal_lm":
             untied = variant.head == "reward" and not config.tie_word_embeddings
             model = ScalarModel(model, torch.empty_like(model.get_input_embeddings().weight) if untied else None)
+        else:
+            use_float32_unembedding(model)
         if lora is not None and isinstance(model, ScalarModel):
             model.add_adapters(lora, seed=0)
         elif lora is not None:
@@ -238,21 +256,18 @@ def _built(variant: ModelVariant) -> nn.Module:
     if variant.trained == "value_head":
         model.model.score.requires_grad_(True)
     with _fake_mode():
-        _allocate(model, precision)
+        _allocate(model)
     fake: nn.Module = model.eval()
     return fake
 
 
-def _allocate(model: nn.Module, precision: torch.dtype) -> None:
-    """Replace parameters and buffers of the meta device by tensors of the device in force; tied ones stay tied.
-
-    On the meta device peft leaves adapters in float32, while it gives real ones the precision of their layer.
-    """
+def _allocate(model: nn.Module) -> None:
+    """Replace parameters and buffers of the meta device by tensors of the device in force; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in made:
-                data = torch.empty(parameter.shape, dtype=precision)
+                data = torch.empty(parameter.shape, dtype=parameter.dtype)
                 made[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
             setattr(module, name, made[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):

@@ -102,7 +102,8 @@ class StageInputs(EstimateInputs):
             return self.frozen(name, "scalar")
         adapters = self.trained(name, "scalar", lora, owns_backbone=False)
         layout = replace(self.layout, frozen="device")
-        return replace(adapters, footprint=frozen_footprint(adapters.footprint.parameters, layout))
+        own = adapters.footprint
+        return replace(adapters, footprint=frozen_footprint(own.parameters, layout, own.whole))
 
     def ppo_critic(self) -> ModelRole:
         """PPO's own critic: a model, or the adapters and the head that it was pre-trained as, on the policy's weights.

@@ -113,7 +113,7 @@ class ModelFootprint:
         loaded: Its weights once loaded, and packed where they will be, but not sharded yet.
         host: In host memory for each GPU.
         gradients: Those of a whole optimiser step, beyond what is always held.
-        gradients_kept: Bytes of gradient that stay for each one that plain torch would hold.
+        gradients_kept: Bytes of gradient that stay for each one that a backward pass makes.
         at_step: What exists during an optimiser step alone.
         sampling: Weights on top while it samples or is evaluated, and of a frozen one during rollouts and selection.
         running: Weights on top while it is trained, and of a frozen one while it runs itself.
@@ -136,6 +136,9 @@ def trained_footprint(
 ) -> ModelFootprint:
     """A model in training.
 
+    Plain torch keeps float32 masters of low-precision weights, sums gradients in float32 and trains float32 adapters;
+    DeepSpeed casts adapters to the model's precision and keeps masters of them too.
+
     ZeRO-1 shards master copies and moments over the GPUs, ZeRO-2 the gradients too, ZeRO-3 the weights too, which it
     gathers for passes and whose gradients' memory it keeps from step to step. DeepSpeed sums gradients in float32, and
     before it steps copies those of its part once more.
@@ -147,12 +150,14 @@ def trained_footprint(
         owns_backbone: False for adapters and a head on weights that another model holds.
     """
     element, parameters = layout.element, size.parameters if owns_backbone else size.trainable
-    plain = parameters - (size.linear if packed else 0)
+    linear = size.linear if packed else 0
+    plain = parameters - linear
+    whole = size.weights if owns_backbone else size.trainable_weights
     packed_bytes = packed_size(size) if packed else 0
     unpacked = size.largest * element + size.largest // BLOCK * FLOAT32 if packed else 0
-    weights = loaded = plain * element + packed_bytes
+    weights = loaded = whole - linear * element + packed_bytes
     sampling = running = unpacked
-    gradients, optimizer, host, at_step, buffers = size.trainable * element, size.optimizer, 0, 0, 0
+    gradients, optimizer, host, at_step, buffers = size.gradients, size.optimizer, 0, 0, 0
     if layout.zero > 0:
         part = layout.share(size.trainable)
         gradients = (part if layout.zero >= 2 else size.trainable) * FLOAT32
@@ -170,20 +175,23 @@ def trained_footprint(
     return ModelFootprint(
         parameters=parameters,
         held=MemoryUse(weights=weights, gradients=lasting, optimizer=optimizer, other=buffers),
-        whole=parameters * element,
+        whole=whole,
         loaded=loaded,
         host=host,
         gradients=gradients - lasting,
-        gradients_kept=(gradients - lasting) / (size.trainable * element) if size.trainable else 0.0,
+        gradients_kept=(gradients - lasting) / size.trainable_weights if size.trainable else 0.0,
         at_step=at_step,
         sampling=sampling,
         running=running,
     )
 
 
-def frozen_footprint(parameters: int, layout: ParallelLayout) -> ModelFootprint:
-    """A model that is only read: on the device, in host memory between its phases, or sharded and gathered to run."""
-    whole = parameters * layout.element
+def frozen_footprint(parameters: int, layout: ParallelLayout, whole: int | None = None) -> ModelFootprint:
+    """A model that is only read: on the device, in host memory between its phases, or sharded and gathered to run.
+
+    ``whole`` are its bytes where some of its parameters have another precision than the others.
+    """
+    whole = whole if whole is not None else parameters * layout.element
     if layout.frozen == "offload":
         return ModelFootprint(parameters, MemoryUse(), whole, whole, host=whole, sampling=whole)
     if layout.frozen == "sharded":

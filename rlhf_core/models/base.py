@@ -20,6 +20,7 @@ from transformers import (
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.models.float32_head import float32_unembedding, use_float32_unembedding
 from rlhf_core.models.forward import embedding_weight
 from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, save_folder
 
@@ -74,7 +75,10 @@ def new_model(config: BaseConfig, tokenizer: PreTrainedTokenizerBase, seed: int)
     shape = scratch_config(config, len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: LlamaForCausalLM = LlamaForCausalLM(shape).to(getattr(torch, config.dtype))
+        model = LlamaForCausalLM(shape)
+    for parameter in model.parameters():  # not the buffers: rotations by rounded frequencies would be other ones
+        parameter.data = parameter.data.to(getattr(torch, config.dtype))
+    use_float32_unembedding(model)
     return model
 
 
@@ -169,6 +173,7 @@ def save_policy(
 def _probe(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Logits of the probe tokens, without drop-out."""
     training = model.training
-    logits: Tensor = model.eval()(input_ids=ids.to(model.device), use_cache=False).logits.cpu()
+    with float32_unembedding(model):
+        logits: Tensor = model.eval()(input_ids=ids.to(model.device), use_cache=False).logits.cpu()
     model.train(training)
     return logits

@@ -24,6 +24,7 @@ from transformers import (
 
 from rlhf_core import distributed
 from rlhf_core.errors import ModelError
+from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.forward import embedding_weight
 from rlhf_core.models.io import quiet
 
@@ -66,6 +67,7 @@ def load_gguf(file: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedM
             del config.quantization_config
         model: Any = causal_lm.from_config(config, dtype=precision, attn_implementation="sdpa")
         model.load_state_dict(quantised.state_dict())
+        use_float32_unembedding(model)
         tokenizer = _without_entries_beyond(tokenizer, embedding_weight(model).shape[0])
     return model.to(distributed.device()).eval(), tokenizer
 

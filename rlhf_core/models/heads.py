@@ -22,6 +22,7 @@ from transformers import (
 
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.errors import ModelError
+from rlhf_core.models.float32_head import LOW_PRECISION, float32_linear
 from rlhf_core.models.forward import embedding_weight, hidden_states, last_token_indices
 from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, save_folder
 from rlhf_core.models.lora import add_adapters
@@ -35,7 +36,7 @@ class LastTokenModel(Protocol):
 
 
 class ScalarModel(nn.Module):
-    """A Hugging Face sequence-classification model with one label.
+    """A Hugging Face sequence-classification model with one label, whose head computes in float32.
 
     Shapes: B sequences, L positions, H hidden, V vocabulary.
 
@@ -48,6 +49,9 @@ class ScalarModel(nn.Module):
     def __init__(self, model: PreTrainedModel, unembedding: Tensor | None = None) -> None:
         super().__init__()
         self.model = model
+        head = model.get_submodule("score")
+        if type(head) is nn.Linear and head.weight.dtype in LOW_PRECISION:
+            model.add_module("score", float32_linear(head))
         self.unembedding = nn.Parameter(unembedding.clone()) if unembedding is not None else None
 
     @classmethod
@@ -116,8 +120,10 @@ class ScalarModel(nn.Module):
 
     def lm_logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits of hidden states, for the imitation loss: (..., H) -> (..., V)."""
-        weight = self.unembedding
-        return functional.linear(hidden, weight if weight is not None else embedding_weight(self.model))
+        weight = self.unembedding if self.unembedding is not None else embedding_weight(self.model)
+        if weight.dtype in LOW_PRECISION:
+            hidden, weight = hidden.float(), weight.float()
+        return functional.linear(hidden, weight)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Same as :meth:`token_scores`."""

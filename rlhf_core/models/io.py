@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from rlhf_core import distributed
 from rlhf_core.errors import ModelError
 from rlhf_core.files import atomic_dir, atomic_write_json
+from rlhf_core.models.float32_head import use_float32_unembedding
 
 # Files of a tokenizer; a model folder needs one of them.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -83,6 +84,8 @@ def load_model(
 ) -> Any:
     """Load a model on this process's device by ``auto_class.from_pretrained``. Only safetensors, never remote code.
 
+    The logits of a low-precision language model are computed in float32.
+
     Args:
         dtype: Precision of the weights; None keeps that of the files.
         attention: Attention implementation; None takes the best that the architecture has.
@@ -105,6 +108,7 @@ def load_model(
         raise ModelError(
             f"{source} lacks {len(names)} weights of a {type(model).__name__}, such as {names[0]}; {REPAIR}"
         )
+    use_float32_unembedding(model)
     return model.to(distributed.device()).eval()
 
 

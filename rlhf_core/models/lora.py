@@ -21,6 +21,7 @@ MISSING = "lora is set, but peft is not installed: pip install 'rlhf-pipeline[lo
 def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     """Freeze ``model`` and add adapters to its linear layers, in place. Untrained adapters change no output.
 
+    Adapters are float32 on a low-precision model too: a layer casts its input for them, and their output back.
     With ``config.quantize`` the frozen linear layers are held in 4 bits from then on.
 
     Args:
@@ -47,9 +48,11 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, model)
-    if config.quantize is not None:
-        # peft gives adapters the precision of a layer's weight, which a packed layer does not have.
-        nn.Module.to(model, model.dtype)
+    # peft gives adapters the precision of a layer's weight. In bfloat16 small steps of them would round to nothing.
+    precision = torch.promote_types(model.dtype, torch.float32)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(precision)
     model.eval()
 
 

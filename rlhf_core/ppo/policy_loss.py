@@ -19,6 +19,7 @@ from rlhf_core.ppo.importance_sampling import ratios
 from rlhf_core.ppo.kl import full_kl, kl_estimate
 from rlhf_core.ppo.loss_reduction import StepSize, aggregate, masked_sum
 from rlhf_core.ppo.metrics import MetricRecord
+from rlhf_core.ppo.truncated_importance_sampling import truncated_weights
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.token_scoring import gather_logprobs, response_log_distribution
 
@@ -72,11 +73,13 @@ class PolicyMetrics(MetricRecord):
     ratio_max: float
     old_policy_kl: float
     clip_fraction: float | None = None
+    importance_sampling_ratio_mean: float | None = None
+    importance_sampling_ratio_capped: float | None = None
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The policy's loss in one optimiser step: surrogate, KL in the loss, entropy.
+    """The policy's loss in one optimiser step: corrected surrogate, KL in the loss, entropy.
 
     Attributes:
         config: The switches.
@@ -84,6 +87,8 @@ class PolicyObjective:
         reference: The frozen SFT policy; read only for an exact KL in the loss.
         kl_coef: Weight of the KL penalty, if ``config`` places it in the loss.
         entropy_sign: See :func:`~rlhf_core.ppo.entropy.entropy_sign`.
+        correction_cap: Cap of the weights that correct the surrogate for a sampler that rounds otherwise than the
+            trainer; None for no correction.
     """
 
     config: PpoConfig
@@ -91,6 +96,7 @@ class PolicyObjective:
     reference: PreTrainedModel
     kl_coef: float
     entropy_sign: float
+    correction_cap: float | None = None
 
     def loss(self, outputs: Tensor, batch: Experience, size: StepSize) -> tuple[Tensor, PolicyMetrics]:
         """The share of one micro-batch, a scalar, from the current policy's log-distribution (b, t, V).
@@ -101,6 +107,13 @@ class PolicyObjective:
         logprobs = gather_logprobs(outputs, batch.batch.response)
         ratio = ratios(logprobs, batch.old_logprobs, mask)
         terms = surrogate(ratio, batch.advantages, surrogate_config)
+        weight_mean = weights_capped = None
+        if self.correction_cap is not None:
+            trainer, sampler = batch.policy_logprobs, batch.sampler_logprobs
+            weights = truncated_weights(trainer, sampler, mask, self.correction_cap)
+            terms = weights * terms
+            weight_mean = float(masked_sum(weights, mask)) / size.tokens
+            weights_capped = float(masked_sum((weights >= self.correction_cap).float(), mask)) / size.tokens
         if self.config.kl.placement == "loss" and self.kl_coef > 0:
             terms = terms + self.kl_coef * self._kl(outputs, logprobs, batch)
         loss = aggregate(terms, mask, size, surrogate_config.aggregation)
@@ -114,6 +127,8 @@ class PolicyObjective:
             ratio_max=float(ratio.max()),
             old_policy_kl=float(masked_sum(old_policy_kl(ratio), mask)) / size.tokens,
             clip_fraction=clip_fraction,
+            importance_sampling_ratio_mean=weight_mean,
+            importance_sampling_ratio_capped=weights_capped,
         )
         return loss + entropy_term(outputs, mask, size, self.entropy_sign * self.config.entropy.weight), metrics
 

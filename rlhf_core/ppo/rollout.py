@@ -10,10 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core import distributed
-from rlhf_core.errors import RlhfError
+from rlhf_core.models.precision import matmul_precision
 from rlhf_core.ppo.actor_critic_pair import ActorCriticPair
 from rlhf_core.ppo.experience import Experience, TokenPredictions
 from rlhf_core.ppo.kl import full_kl
+from rlhf_core.ppo.sampler_agreement import SamplerAgreement, require_agreement
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.token_scoring import (
     Tokens,
@@ -24,10 +25,6 @@ from rlhf_core.sampling.token_scoring import (
     shared_micro_batches,
 )
 
-# Sampler and trainer run different shapes through different kernels: the last digits differ, no more.
-TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}
-LOW_PRECISION_TOLERANCE = 0.2
-
 
 def score_rollout(pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout) -> Experience:
     """Compute log-probabilities, entropy, KL and values of sampled replies.
@@ -36,10 +33,12 @@ def score_rollout(pair: ActorCriticPair, reference: PreTrainedModel, rollout: Ro
         The rollout without rewards and advantages, whole on every rank.
 
     Raises:
-        RlhfError: The sampler and the trainer disagree about probabilities.
+        RlhfError: The sampler and the trainer disagree about probabilities by more than rounding.
     """
     predictions = predict_tokens(pair, reference, rollout)
-    check_sampler(rollout.logprobs, predictions.policy_logprobs, rollout.response_mask, pair.policy.dtype)
+    sampler, trainer, mask = rollout.logprobs, predictions.policy_logprobs, rollout.response_mask
+    precision = matmul_precision(pair.policy)
+    require_agreement(SamplerAgreement.of(sampler, trainer, mask, precision), precision)
     return Experience.of_rollout(rollout, predictions)
 
 
@@ -70,23 +69,3 @@ def _predict_part(pair: ActorCriticPair, reference: PreTrainedModel, part: Token
         entropy(policy),
         values,
     )
-
-
-def check_sampler(sampler: Tensor, trainer: Tensor, mask: Tensor, dtype: torch.dtype) -> float:
-    """Compare the log-probabilities of sampler and trainer, (B, T) each: their ratio is 1 before any update.
-
-    Returns:
-        The largest difference at a response token.
-
-    Raises:
-        RlhfError: It is beyond the rounding of ``dtype``; PPO's ratios would be wrong from the first step on.
-    """
-    gap = float((sampler - trainer)[mask].abs().max()) if bool(mask.any()) else 0.0
-    limit = TOLERANCE.get(dtype, LOW_PRECISION_TOLERANCE)
-    if not gap <= limit:
-        raise RlhfError(
-            f"the sampler's log-probabilities differ from the trainer's by {gap:.3g} (at most {limit:g} is rounding): "
-            "the distribution that samples is not the one that is scored; check that the model handles left padding, "
-            "position ids and a key-value cache, and that its weights are finite"
-        )
-    return gap

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from rlhf_core.data import text_statistics
 from rlhf_core.data.correlation import rank_correlation
+from rlhf_core.models.precision import Precision
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.gae import explained_variance
 from rlhf_core.ppo.importance_sampling import initial_ratio
 from rlhf_core.ppo.loss_reduction import masked_mean, sequence_sums
 from rlhf_core.ppo.metrics import MetricRecord
+from rlhf_core.ppo.sampler_agreement import SamplerAgreement
 
 SHORT_TOKENS = 4
 
@@ -128,21 +130,27 @@ class RolloutMetrics(MetricRecord):
     reward_treated: float
     explained_variance: float
     first_ratio: float
-    sampler_gap: float
+    sampler: SamplerAgreement
     referee_mean: float | None = None
     reward_referee_correlation: float | None = None
 
     @staticmethod
-    def of(experience: Experience, replies: Sequence[str], referee_rewards: Tensor | None = None) -> RolloutMetrics:
+    def of(
+        experience: Experience,
+        replies: Sequence[str],
+        referee_rewards: Tensor | None = None,
+        precision: Precision = "float32",
+    ) -> RolloutMetrics:
         """Measure a rollout with rewards and advantages.
 
         Args:
             experience: The rollout.
             replies: Its replies as text, without end markers.
             referee_rewards: The referee's rewards (B,) of the same replies.
+            precision: The policy's, by which sampler and trainer are compared.
         """
         mask, rewards, lengths = experience.response_mask, experience.rewards, experience.lengths
-        gap = (experience.sampler_logprobs - experience.policy_logprobs)[mask].abs().max()
+        sampler, trainer = experience.sampler_logprobs, experience.policy_logprobs
         return RolloutMetrics(
             rewards=RewardMetrics.of(rewards),
             drift=DriftMetrics.of(experience.policy_logprobs, experience.ref_logprobs, mask),
@@ -153,7 +161,7 @@ class RolloutMetrics(MetricRecord):
             reward_treated=float(experience.shaped_rewards.mean()),
             explained_variance=explained_variance(experience.values, experience.monte_carlo_returns, mask),
             first_ratio=initial_ratio(experience),
-            sampler_gap=float(gap),
+            sampler=SamplerAgreement.of(sampler, trainer, mask, precision),
             referee_mean=None if referee_rewards is None else float(referee_rewards.double().mean()),
             reward_referee_correlation=(
                 None if referee_rewards is None else rank_correlation(_numpy(rewards), _numpy(referee_rewards))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_core import distributed
+from rlhf_core.models.precision import matmul_precision
 from rlhf_core.ppo.actor_critic_pair import gathered_parameters
 from rlhf_core.ppo.callbacks.callback import IterationRecord, TrainerCallback
 from rlhf_core.ppo.experience import Experience
@@ -150,7 +151,8 @@ class Trainer:
         """All metrics of an iteration, the first rank's on every rank: every later decision follows from them."""
         with self.frozen.on_device():
             referee_rewards = self.referee(experience.batch) if self.referee is not None else None
-            rollout_metrics = RolloutMetrics.of(experience, replies, referee_rewards)
+            precision = matmul_precision(self.learner.pair.policy)
+            rollout_metrics = RolloutMetrics.of(experience, replies, referee_rewards, precision)
         metrics = rollout_metrics.as_metrics() | update_metrics.as_metrics() | reward_metrics(self.reward_fn)
         metrics |= {
             "moments_mean": self.moments.mean,

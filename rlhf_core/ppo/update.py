@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from rlhf_core import distributed
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import TrainingPaused
+from rlhf_core.models.precision import matmul_precision
 from rlhf_core.ppo.actor_critic_pair import ActorCriticPair
 from rlhf_core.ppo.advantages import normalize_and_clip_advantages
 from rlhf_core.ppo.entropy import entropy_sign
@@ -20,6 +21,7 @@ from rlhf_core.ppo.loss_reduction import StepSize, masked_sum
 from rlhf_core.ppo.metrics import MetricRecord, mean
 from rlhf_core.ppo.policy_loss import PolicyMetrics, PolicyObjective, old_policy_kl
 from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
+from rlhf_core.ppo.truncated_importance_sampling import correction_cap
 from rlhf_core.ppo.value_loss import ValueMetrics, ValueObjective
 from rlhf_core.sampling.token_scoring import entropy, gather_logprobs
 from rlhf_core.training.engine import StepResult
@@ -157,7 +159,8 @@ def accumulate_gradients(
     config, pair = learner.config, learner.pair
     advantages = normalize_and_clip_advantages(minibatch.advantages, minibatch.response_mask, config.advantage)
     minibatch = replace(minibatch, advantages=advantages)
-    objective = PolicyObjective(config, pair.sampling, learner.reference, kl_coef, sign)
+    cap = correction_cap(config.importance_sampling_correction, matmul_precision(pair.policy))
+    objective = PolicyObjective(config, pair.sampling, learner.reference, kl_coef, sign, cap)
     return pair.accumulate_gradients(minibatch, objective, learner.value_objective)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -215,3 +216,14 @@ def test_a_job_has_one_gpu_for_each_process_and_one_machine(
 def test_a_pool_takes_one_job_at_a_time_unless_told_otherwise() -> None:
     params = check_params({"work_pools": {"cluster": {"limit": 4}}})
     assert params.pool_limit("cluster") == 4 and params.pool_limit("gpu-pool") == 1
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "referee", "critic", "ppo"])
+def test_bfloat16_without_master_weights_is_refused(stage: str) -> None:
+    """Its small updates would round to nothing; every other engine and stage of ZeRO keeps float32 masters."""
+    launch: dict[str, Any] = {"engine": "deepspeed", "zero": 0}
+    check_params({"compute": {"launch": {stage: launch}}})
+    with pytest.raises(ConfigError, match=rf"compute\.launch\.{stage}\.zero 0 keeps no float32 master weights"):
+        check_params({"base": {"dtype": "bfloat16"}, "compute": {"launch": {stage: launch}}})
+    for kept in ({"engine": "deepspeed", "zero": 1}, {"engine": "local"}):
+        check_params({"base": {"dtype": "bfloat16"}, "compute": {"launch": {stage: kept}}})

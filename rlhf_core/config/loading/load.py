@@ -164,6 +164,17 @@ class Params(Strict):
         return self
 
     @model_validator(mode="after")
+    def _updates_do_not_vanish(self) -> Params:
+        """Small updates of bfloat16 weights round to nothing unless float32 masters take them (docs/engines.md)."""
+        for stage, launch in self.compute.launch.items():
+            if self.base.dtype == "bfloat16" and launch.engine == "deepspeed" and launch.zero == 0:
+                raise ValueError(
+                    f"compute.launch.{stage}.zero 0 keeps no float32 master weights of a base.dtype bfloat16 model, "
+                    "whose small updates would round to nothing: use zero 1, 2 or 3, or engine local"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _pools_fit(self) -> Params:
         """A job of a pool is one machine, whose GPUs are one for each process of the stage."""
         launches = {str(stage): launch for stage, launch in self.compute.launch.items()}

@@ -36,6 +36,7 @@ from rlhf_core.training.run_context import RunContext
 
 logger = logging.getLogger(__name__)
 
+COMPUTING = (*get_args(Trained), "evaluate")  # the stages that run models for long
 AFTER_FULL_DISK = "make room and run the stage again: a training goes on from its last checkpoint"
 
 
@@ -110,6 +111,10 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
     if launch.ranks > 1 and not launcher.is_rank():
         launcher.launch(name, workspace, launch, workspace / OUTCOMES, preemption)
         return {}
+    if name in COMPUTING:
+        from rlhf_core.models.precision import allow_tf32
+
+        allow_tf32(params.compute.tf32)
     run = _StageRun(stage, config, inputs, workspace, params, launch, preemption)
     if name not in launches and not launcher.is_rank():
         return _run_on_rank_zero(run)

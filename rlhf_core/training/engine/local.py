@@ -1,4 +1,7 @@
-"""The local engine: plain torch. On several ranks each holds the whole model, and gradients are summed once a step."""
+"""The local engine: plain torch. On several ranks each holds the whole model, and gradients are summed once a step.
+
+A low-precision model computes in its own precision and is trained through float32 copies of its weights.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from rlhf_core.training.engine.base import (
     StepResult,
     clip_scale,
 )
+from rlhf_core.training.engine.master_weights import MasterWeights
 from rlhf_core.training.optim import build_adamw
 
 
@@ -46,7 +50,8 @@ class LocalEngine(StepCount):
         super().__init__(config, total_steps, warmup_steps)
         self.model, self.name = model.to(distributed.device()), name
         self.optimizer = build(model, config)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.masters = MasterWeights(model, self.optimizer)
+        self.parameters = [self.masters.of(p) for p in model.parameters() if p.requires_grad]
         self.skip_reason: str | None = None
         self.grads_reduced = False
 
@@ -104,6 +109,7 @@ class LocalEngine(StepCount):
         if scale != 1.0 and gradients:
             torch._foreach_mul_(gradients, scale)
         self.optimizer.step()
+        self.masters.round_to_model()
 
     def step(self) -> StepResult:
         """Clip by the global norm and step."""
@@ -115,10 +121,15 @@ class LocalEngine(StepCount):
         return nullcontext()
 
     def state(self) -> EngineState:
-        """Copies of weights (``weights.NAME``) and AdamW moments (``optimizer.NAME.SLOT``), and the counters."""
-        tensors = {f"weights.{name}": tensor for name, tensor in self.full_weights().items()}
+        """Copies of weights (``weights.NAME``) and AdamW moments (``optimizer.NAME.SLOT``), and the counters.
+
+        Weights that are trained in float32 are saved so.
+        """
+        tensors = {}
         for name, parameter in self.model.named_parameters() if distributed.is_rank_zero() else ():
-            for slot, value in self.optimizer.state.get(parameter, {}).items():
+            updated = self.masters.of(parameter)
+            tensors[f"weights.{name}"] = updated.detach().cpu().clone()
+            for slot, value in self.optimizer.state.get(updated, {}).items():
                 if slot in OPTIMIZER_SLOTS:
                     tensors[f"optimizer.{name}.{slot}"] = value.detach().cpu().clone()
         return EngineState(tensors, self.counters())
@@ -134,17 +145,19 @@ class LocalEngine(StepCount):
             wanted = {f"weights.{name}", *keys.values()} & saved
             held = {key: state.tensors[key] for key in wanted if key in state.tensors}
             tensors = distributed.broadcast_tensors_from_rank0(held)
+            updated = self.masters.of(parameter)
             with torch.no_grad():
-                parameter.copy_(tensors[f"weights.{name}"])
+                updated.copy_(tensors[f"weights.{name}"])
             moments = {slot: tensors[key].to(parameter.device).clone() for slot, key in keys.items() if key in tensors}
             if moments:
-                self.optimizer.state[parameter] = moments
+                self.optimizer.state[updated] = moments
             else:
-                self.optimizer.state.pop(parameter, None)
+                self.optimizer.state.pop(updated, None)
+        self.masters.round_to_model()
         self.load_counters(state.meta)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """All parameters by name (tied ones once), as copies on the CPU of rank 0."""
+        """All parameters by name (tied ones once) in the model's precision, as copies on the CPU of rank 0."""
         if not distributed.is_rank_zero():
             return {}
         return {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
@@ -152,6 +165,7 @@ class LocalEngine(StepCount):
     def release(self) -> nn.Module:
         """Return the model itself, without gradients."""
         self.optimizer.zero_grad(set_to_none=True)
+        self.masters.detach()
         return self.model
 
 

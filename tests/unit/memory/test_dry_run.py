@@ -90,7 +90,8 @@ def test_activations_at_the_widths_of_llama_7b_are_those_counted_by_hand() -> No
     layer = 2 * norm + e * 4 * hidden + 4 * heads + e * 4 * feed_forward + e * WIDTH
     kept = ROWS * WIDTH * (layers * layer + norm)
     use = largest(passes.reply_loss(policy(LLAMA), BatchShape(ROWS, WIDTH, 1)))
-    assert kept < use.activations < 1.02 * kept
+    # The peak is where the head is differentiated: the last hidden states have their gradient then.
+    assert kept < use.activations < 1.02 * kept + e * ROWS * WIDTH * hidden
     checkpointed = largest(
         passes.value_loss(scalar(LLAMA, checkpointing=True), BatchShape(ROWS, WIDTH), SAMPLING, True)
     )

@@ -11,7 +11,7 @@ from unit.memory import subjects
 
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.errors import ConfigError
-from rlhf_core.memory.dry_run import ModelSize
+from rlhf_core.memory.dry_run import ModelSize, ModelVariant, model_size
 from rlhf_core.memory.estimate import StageEstimate
 from rlhf_core.memory.inputs import ModelRole
 from rlhf_core.memory.sharding import (
@@ -27,7 +27,10 @@ from rlhf_core.memory.stages import estimate_stage
 from rlhf_core.memory.tensor_memory import MemoryUse
 
 PARAMETERS = 7_500_000_000  # the example of the ZeRO paper, figure 1, on 64 GPUs
-SIZE = ModelSize(parameters=PARAMETERS, trainable=PARAMETERS, optimizer=4 * PARAMETERS)
+SIZE = ModelSize(
+    parameters=PARAMETERS, trainable=PARAMETERS, weights=2 * PARAMETERS, trainable_weights=2 * PARAMETERS,
+    gradients=4 * PARAMETERS, optimizer=12 * PARAMETERS,
+)  # fmt: skip
 GIGA = 10**9
 
 
@@ -55,7 +58,8 @@ def test_gradients_of_a_pass_count_as_they_are_kept() -> None:
     def peak(layout: ParallelLayout) -> MemoryUse:
         return ModelRole("policy", variant, trained_footprint(SIZE, layout)).peak_of_update(moments)
 
-    assert peak(ParallelLayout(precision="bfloat16")) == moments[0]
+    # Plain torch sums them up in float32.
+    assert peak(ParallelLayout(precision="bfloat16")) == MemoryUse(gradients=30 * GIGA, activations=2 * GIGA)
     assert peak(zero(1)) == MemoryUse(gradients=30 * GIGA, activations=2 * GIGA)
     assert peak(zero(2)) == moments[1]  # the shares of gradients are less than the other moment's activations
     assert peak(zero(3)) == MemoryUse(weights=2 * GIGA, activations=10 * GIGA)
@@ -69,13 +73,17 @@ def test_offloading_moves_the_state_to_the_host() -> None:
     assert everything.held.weights == 0 and everything.host == (12 + 4 + 2) * PARAMETERS // 64
 
 
-def test_plain_torch_keeps_everything_in_the_precision_of_the_weights() -> None:
-    for precision, element in (("float32", 4), ("bfloat16", 2)):
+def test_plain_torch_keeps_masters_moments_and_gradients_in_float32() -> None:
+    """By hand: two moments of 4 bytes per parameter, and 4 more for the master of a bfloat16 weight."""
+    for precision, element, masters in (("float32", 4, 0), ("bfloat16", 2, 1)):
         layout = ParallelLayout(gpus=4, precision=precision)  # type: ignore[arg-type]
-        footprint = trained_footprint(ModelSize(1000, 1000, 2000 * element), layout)
-        assert footprint.held == MemoryUse(weights=1000 * element, optimizer=2000 * element)
-        assert footprint.gradients == 1000 * element and footprint.gradients_kept == 1.0
-        assert frozen_footprint(1000, layout).held == MemoryUse(weights=1000 * element)
+        size = model_size(ModelVariant(subjects.TIED, "causal_lm", precision, trained="weights"))  # type: ignore[arg-type]
+        parameters, tensors = 512 * 64 + 2 * (4 * 64**2 + 3 * 64 * 176 + 2 * 64) + 64, 1 + 2 * 9 + 1
+        footprint = trained_footprint(size, layout)
+        optimizer = (8 + 4 * masters) * parameters + 4 * tensors  # AdamW counts the steps of every tensor
+        assert footprint.held == MemoryUse(weights=element * parameters, optimizer=optimizer)
+        assert footprint.gradients == 4 * parameters and footprint.gradients_kept == 4 / element
+        assert frozen_footprint(parameters, layout).held == MemoryUse(weights=element * parameters)
 
 
 def test_frozen_models_are_on_the_device_or_in_host_memory_or_sharded() -> None:
@@ -90,11 +98,14 @@ def test_frozen_models_are_on_the_device_or_in_host_memory_or_sharded() -> None:
 
 def test_four_bit_weights_take_codes_scales_and_tables() -> None:
     # One matrix of 64 x 256 x 4 parameters: half a byte each, a scale for 64, a float for 256 scales, 273 floats.
-    size = ModelSize(parameters=65_636, trainable=100, optimizer=800, linear=65_536, matrices=1, largest=65_536)
+    size = ModelSize(
+        parameters=65_636, trainable=100, weights=2 * 65_536 + 4 * 100, trainable_weights=400, gradients=400,
+        optimizer=800, linear=65_536, matrices=1, largest=65_536,
+    )  # fmt: skip
     assert packed_size(size) == 32_768 + 1_024 + 4 * 4 + 273 * 4
     footprint = trained_footprint(size, ParallelLayout(precision="bfloat16"), packed=True)
-    assert footprint.held.weights == footprint.loaded == 2 * 100 + packed_size(size)
-    assert footprint.whole == 2 * 65_636  # it is loaded before it is packed
+    assert footprint.held.weights == footprint.loaded == 4 * 100 + packed_size(size)
+    assert footprint.whole == 2 * 65_536 + 4 * 100  # it is loaded before it is packed
     assert footprint.running == footprint.sampling == 2 * 65_536 + 4 * 1_024  # one matrix unpacked, with its scales
 
 
@@ -116,7 +127,8 @@ def test_the_launch_settings_are_read_from_params_and_from_a_deepspeed_file(tmp_
 
 
 def test_what_the_engine_would_refuse_is_refused(tmp_path: Path) -> None:
-    launch = {"sft": {"engine": "deepspeed", "zero": 0}}
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 0}}')
+    launch = {"sft": {"engine": "deepspeed", "deepspeed": "zero.json"}}
     params = check_params({"compute": {"launch": launch}, "base": {"dtype": "bfloat16"}})
     with pytest.raises(ConfigError, match="no float32 master weights"):
         parallel_layout(params, "sft", tmp_path)
@@ -152,14 +164,15 @@ def test_adapters_on_shared_weights_hold_themselves_alone() -> None:
     shared = {"policy_lora": {"rank": 8}, "share_base": True}
     together = estimate_stage(subjects.large(80, ppo=shared, **adapters), "ppo")
     reward, referee = (role.footprint for role in together.roles[-2:])
-    # LLaMA-7B: 32 layers of 4 x (4096 + 4096) + 3 x (4096 + 11008) ends, rank 4, a head of 4096, in bfloat16.
-    assert reward.held.total == referee.held.total == 2 * (4 * 32 * (4 * 8192 + 3 * 15104) + 4096) < alone / 100
+    # LLaMA-7B: 32 layers of 4 x (4096 + 4096) + 3 x (4096 + 11008) ends of rank 4 in float32, a bfloat16 head of 4096.
+    assert reward.held.total == referee.held.total == 4 * 4 * 32 * (4 * 8192 + 3 * 15104) + 2 * 4096 < alone / 100
     assert together.roles[1].footprint.held.weights > 2 * 6_600_000_000  # a critic of its own: it has no adapters
     adapted = estimate_stage(subjects.large(80, critic={"lora": {"rank": 8}}, ppo=shared, **adapters), "ppo")
     critic = adapted.roles[1].footprint
-    own = 12 * 32 * (4 * 8192 + 3 * 15104) + 4096  # the reward model's rank 4 and its own 8
+    own, head = 12 * 32 * (4 * 8192 + 3 * 15104), 4096  # the reward model's rank 4 and its own 8
     tensors = 2 * 7 * 32 + 1
-    assert (critic.held.weights, critic.held.optimizer, critic.gradients) == (2 * own, 4 * own + 4 * tensors, 2 * own)
+    assert (critic.held.weights, critic.gradients) == (4 * own + 2 * head, 4 * (own + head))
+    assert critic.held.optimizer == 8 * (own + head) + 4 * tensors + 4 * head  # the head has a float32 master
 
 
 def test_scorers_of_other_sizes_are_counted_by_their_own_config(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ class Switches:
     penalty: float = 0.1
     aggregation: str = "token"
     fixed_reference: bool = False
+    correction_cap: float | None = None
     entropy: str = "off"
     entropy_weight: float = 0.0
     entropy_target: float = 0.0
@@ -43,6 +44,7 @@ class Switches:
 class Sequence:
     """One reply; every list has one entry per response token."""
 
+    sampler: list[float]  # log-probabilities as the sampler rounded them
     old: list[float]  # log-probabilities of the policy that sampled
     ref: list[float]
     new: list[list[float]]  # log-distributions of the current policy
@@ -145,6 +147,8 @@ def policy_loss(batch: list[Sequence], s: Switches) -> float:
                 if s.dual_clip is not None and a < 0:
                     objective = max(objective, s.dual_clip * a)
                 loss = -objective
+            if s.correction_cap is not None:
+                loss *= min(math.exp(q.old[t] - q.sampler[t]), s.correction_cap)
             if s.placement == "loss":
                 loss += s.beta * kl_term(q, t, s)
             out.append(loss)

@@ -17,7 +17,8 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.models.base import train_tokenizer
 from rlhf_core.ppo.experience import TokenPredictions
 from rlhf_core.ppo.kl import full_kl, kl_estimate
-from rlhf_core.ppo.rollout import check_sampler, predict_tokens
+from rlhf_core.ppo.rollout import predict_tokens
+from rlhf_core.ppo.sampler_agreement import SamplerAgreement, require_agreement
 from rlhf_core.sampling.distribution import (
     EvaluationSampling,
     Sampling,
@@ -42,6 +43,11 @@ def predict(tiny: Tiny, rollout: Rollout, sampling: Sampling, micro_batch_size: 
     return predict_tokens(tiny.untrained_pair(sampling, micro_batch_size), tiny.reference, rollout)
 
 
+def compared(rollout: Rollout, scored: TokenPredictions) -> SamplerAgreement:
+    """Sampler against trainer, by the limits of float32."""
+    return SamplerAgreement.of(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, "float32")
+
+
 def test_masks_follow_the_end_marker(tiny: Tiny) -> None:
     rollout = sample(tiny)
     assert rollout.finished.any() and not rollout.finished.all() and len(set(rollout.lengths.tolist())) > 2
@@ -63,8 +69,9 @@ def test_sampler_and_trainer_agree(tiny: Tiny, temperature: float, minimum: int)
     rollout = sample(tiny, sampling)
     assert int(rollout.lengths.min()) > minimum or minimum == 0
     scored = predict(tiny, rollout, sampling, 3)
-    gap = check_sampler(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, torch.float32)
-    assert gap < 1e-4
+    agreement = compared(rollout, scored)
+    require_agreement(agreement, "float32")
+    assert agreement.sampler_gap < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -74,7 +81,7 @@ def test_another_distribution_is_noticed(tiny: Tiny, wrong: Sampling) -> None:
     rollout = sample(tiny)
     scored = predict(tiny, rollout, wrong, None)
     with pytest.raises(RlhfError, match="not the one that is scored"):
-        check_sampler(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, torch.float32)
+        require_agreement(compared(rollout, scored), "float32")
 
 
 def test_evaluation_filters_are_noticed_as_another_distribution(tiny: Tiny) -> None:
@@ -83,13 +90,14 @@ def test_evaluation_filters_are_noticed_as_another_distribution(tiny: Tiny) -> N
     rollout = evaluation_generate(tiny.policy, tiny.prompts[:12], uniforms, filtered)
     scored = predict(tiny, rollout, tiny.sampling, None)
     with pytest.raises(RlhfError, match="log-probabilities"):
-        check_sampler(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, torch.float32)
+        require_agreement(compared(rollout, scored), "float32")
 
 
 def test_weights_that_are_not_finite_are_noticed() -> None:
     nan = torch.full((1, 1), float("nan"))
-    with pytest.raises(RlhfError):
-        check_sampler(nan, nan, torch.ones(1, 1, dtype=torch.bool), torch.float32)
+    agreement = SamplerAgreement.of(nan, nan, torch.ones(1, 1, dtype=torch.bool), "float32")
+    with pytest.raises(RlhfError, match="weights are finite"):
+        require_agreement(agreement, "float32")
 
 
 def test_batching_changes_nothing(tiny: Tiny) -> None:
@@ -189,7 +197,7 @@ def test_padding_and_role_tokens_are_never_sampled_by_a_policy_that_wants_them(t
         assert written and not written & set(wanted) and max(written) < 20
     rollout = sample(eager, sampling)
     scored = predict(eager, rollout, sampling, 3)
-    assert check_sampler(rollout.logprobs, scored.policy_logprobs, rollout.response_mask, torch.float32) < 1e-4
+    assert compared(rollout, scored).sampler_gap < 1e-4
     assert all(bool(column.isfinite().all()) for column in vars(scored).values())
 
 

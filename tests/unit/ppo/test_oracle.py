@@ -44,6 +44,7 @@ CHOICES = {
     "fixed_reference": [False, True],
     "entropy": ["off", "bonus", "target"],
     "value_clip": [None, 0.2],
+    "correction_cap": [None, 1.2, 2.0],
 }
 
 
@@ -71,6 +72,9 @@ def config_of(s: oracle.Switches, micro_batch_size: int | None) -> PpoConfig:
                 "aggregation": s.aggregation,
                 "fixed_reference": s.fixed_reference,
             },
+            "importance_sampling_correction": (
+                {"mode": "never"} if s.correction_cap is None else {"mode": "always", "cap": s.correction_cap}
+            ),
             "entropy": {"kind": s.entropy, "weight": s.entropy_weight, "target": s.entropy_target},
         }
     )
@@ -109,19 +113,22 @@ class Case:
         self.scores = g.normal(size=self.count) * 2
         self.history = list(g.normal(size=7))
         self.finished = g.random(self.count) < 0.6
+        self.sampler_logits = self.old_logits + 0.5 * g.normal(size=self.logits.shape)
 
     def draw_model(self, g: np.random.Generator) -> None:
         self.logits = g.normal(size=(self.count, PROMPT + WIDTH, VOCABULARY))
         self.values = g.normal(size=(self.count, PROMPT + WIDTH))
 
     def oracle_batch(self) -> list[oracle.Sequence]:
-        new, ref, old = (log_softmax(x) for x in (self.logits, self.ref_logits, self.old_logits))
+        everything = (self.logits, self.ref_logits, self.old_logits, self.sampler_logits)
+        new, ref, old, sampler = (log_softmax(x) for x in everything)
         batch = []
         for b, n in enumerate(self.lengths):
             at = range(PROMPT - 1, PROMPT - 1 + n)
             token = [int(x) for x in self.response[b, :n]]
             batch.append(
                 oracle.Sequence(
+                    sampler=[sampler[b, p, k] for p, k in zip(at, token, strict=True)],
                     old=[old[b, p, k] for p, k in zip(at, token, strict=True)],
                     ref=[ref[b, p, k] for p, k in zip(at, token, strict=True)],
                     new=[list(new[b, p]) for p in at],
@@ -151,7 +158,7 @@ class Case:
 
         zeros = torch.zeros(self.count, WIDTH, dtype=torch.float64)
         values = torch.from_numpy(self.old_values)[:, PROMPT - 1 : -1].where(mask, -1e3)
-        rollout = Rollout(tokens, attention, mask, zeros, torch.from_numpy(self.finished))
+        rollout = Rollout(tokens, attention, mask, picked(self.sampler_logits), torch.from_numpy(self.finished))
         predictions = TokenPredictions(picked(self.old_logits), picked(self.ref_logits), zeros, zeros, values)
         moments = RunningMeanStd()
         moments.update(torch.tensor(self.history, dtype=torch.float64))

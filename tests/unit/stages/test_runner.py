@@ -1,4 +1,4 @@
-"""How a stage's end is told where the disk is full."""
+"""What a stage's process is set to before it trains, and how its end is told where the disk is full."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 from rlhf_core.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import runner
+from rlhf_core.stages.runtime.contract import Paths
 
 
 def full(name: str, workspace: Path, preemption: PreemptionSignal) -> NoReturn:
@@ -36,3 +37,16 @@ def test_that_the_outcome_cannot_be_noted_hides_nothing(
     with pytest.raises(RlhfError, match="make room"):
         runner.run_stage("sft", tmp_path)
     assert "the outcome of sft could not be written" in caplog.text
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_training_stage_allows_tf32_as_the_parameters_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    (tmp_path / "params.yaml").write_text(f"compute: {{tf32: {str(allowed).lower()}}}\n")
+    calls: list[bool] = []
+    monkeypatch.setattr("rlhf_core.models.precision.allow_tf32", calls.append)
+    monkeypatch.setattr(runner, "_inputs", lambda stage, workspace: Paths({}))
+    monkeypatch.setattr(runner, "_run_on_rank_zero", lambda run: {})
+    runner.run_stage("sft", tmp_path)
+    assert calls == [allowed]
