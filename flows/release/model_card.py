@@ -28,7 +28,7 @@ TOY = (
 )
 LIMITS = (
     "Judges are models, and share blind spots with the reward model that the policy was optimised against. "
-    "No person has judged these replies unless a section above says so.",
+    "No person has judged these replies.",
     "Evaluated on prompts of the distribution that it was trained on. Other languages and subjects were not tried.",
     "The repetition penalty it was judged with counts generated tokens alone. transformers and vLLM count those of the "
     "prompt too, so long prompts can give other replies there.",

@@ -33,14 +33,19 @@ def _row(condition: Mapping[str, Any]) -> ConditionRow:
     if sign not in SIGNS:
         sign, rest = "", str(condition.get("bound", ""))
     digits = _digits_that_differ(value, limit)
-    bound = f"{limit:.{digits}g}" if limit is not None else rest.replace("*", "×")
+    bound = _number(limit, digits) if limit is not None else rest.replace("*", "×")
     return ConditionRow(
         metric=str(condition.get("metric", "")),
         passed=bool(condition.get("passed")),
-        value=str(condition.get("note") or "missing") if value is None else f"{value:.{digits}g}",
+        value=str(condition.get("note") or "missing") if value is None else _number(value, digits),
         bound=f"{SIGNS.get(sign, '')} {bound}".strip(),
         why=str(condition.get("why", "")),
     )
+
+
+def _number(value: float, digits: int) -> str:
+    """Return counts in full, other numbers rounded."""
+    return f"{value:.0f}" if float(value).is_integer() else f"{value:.{digits}g}"
 
 
 def _digits_that_differ(value: float | None, limit: float | None) -> int:
