@@ -57,8 +57,10 @@ def encode_dialogue(
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a plain text of pretraining, and end-of-sequence. Special tokens written out in it are text."""
-    ids = list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+    """Token ids of a plain text of pretraining: with the beginning-of-text token where the tokenizer has one, and
+    end-of-sequence. Special tokens written out in it are ordinary text.
+    """
+    ids = list(tokenizer.encode(text, split_special_tokens=True))
     end = tokenizer.eos_token_id
     return ids if end is None or ids[-1:] == [end] else [*ids, int(end)]
 

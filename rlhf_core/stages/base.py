@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.base import BaseConfig
-from rlhf_core.data.chat_template import refused_dialogues, reply_format
+from rlhf_core.data.chat_template import bos_expression, refused_dialogues, reply_format
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, read_rows
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.fingerprint import starting_model
@@ -23,11 +23,12 @@ from rlhf_core.training.run_context import RunContext
 
 logger = logging.getLogger(__name__)
 
-# For loaded models without a chat template: plain role names, and end-of-sequence after each reply.
+# For loaded models without a chat template: plain role names, and end-of-sequence after each reply. The space before a
+# reply belongs to the reply, since most tokenizers make one token of a space and the word after it.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 
 
@@ -78,7 +79,7 @@ def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     if not tokenizer.chat_template and tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of {source} has no end-of-sequence token; a reply could never end")
     if not tokenizer.chat_template:
-        tokenizer.chat_template = PLAIN_TEMPLATE
+        tokenizer.chat_template = bos_expression(tokenizer) + PLAIN_TEMPLATE
     try:
         reply_format(tokenizer)
     except (DataError, ModelError) as error:

@@ -99,8 +99,9 @@ def test_a_prompt_begins_once(real: RealTemplate) -> None:
     if real.bos is not None:
         assert prompt[0] == tokenizer.bos_token_id
         assert prompt.count(tokenizer.bos_token_id) == 1
+        assert encode_text(tokenizer, "The sky")[0] == tokenizer.bos_token_id
     assert encode_text(tokenizer, "The sky")[-1] == tokenizer.eos_token_id
-    assert tokenizer.decode(encode_text(tokenizer, "The sky")[:-1]).strip() == "The sky"
+    assert tokenizer.decode(encode_text(tokenizer, "The sky")[real.bos is not None : -1]).strip() == "The sky"
 
 
 @by_template
@@ -134,7 +135,7 @@ def test_special_tokens_in_a_text_are_text(
     assert control(ids) == [tokenizer.convert_tokens_to_ids(real.closing)]
     text, finished = decode_reply(tokenizer, ids)
     assert (text.strip(), finished) == (("d" + reply).strip(), True)
-    assert control(encode_text(tokenizer, reply)) == [tokenizer.eos_token_id]
+    assert control(encode_text(tokenizer, reply)[real.bos is not None :]) == [tokenizer.eos_token_id]
 
 
 @by_template
