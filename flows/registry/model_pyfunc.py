@@ -1,13 +1,14 @@
 """The policy and the reward model as MLflow serves them: conversations in, chat completions or rewards out.
 
 MLflow copies this file into the model ("models from code") and runs it where the project may not be installed, so it
-imports mlflow, pandas, torch and transformers only.
+imports mlflow, pandas, torch, transformers and jinja2 only.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import mlflow
 import pandas
 import torch
+from jinja2 import TemplateError
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, INVALID_STATE
 from mlflow.pyfunc import PythonModel
@@ -97,6 +99,75 @@ class GeneratedTokenPenalty(LogitsProcessor):
         return scores.scatter(1, generated, torch.where(logits > 0, logits / self.penalty, logits * self.penalty))
 
 
+class ChatEncoder:
+    """Conversations as token ids, as in training.
+
+    The chat template's own special tokens are control tokens; those that a turn writes out are ordinary text. The
+    tokenizer names the tokens that end a reply, that which closes a turn first, where they are not its ``eos_token``.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        names = sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)
+        self.special_ids = {name: int(tokenizer.convert_tokens_to_ids(name)) for name in names}
+        self.pattern = re.compile("|".join(map(re.escape, names)))
+        stops = tokenizer.init_kwargs.get("stop_tokens") or [tokenizer.eos_token]
+        self.stop_ids = [int(tokenizer.convert_tokens_to_ids(name)) for name in stops]
+
+    def prompt_ids(self, conversation: Conversation) -> list[int]:
+        """Token ids up to where the assistant's reply begins; :class:`RequestRefused` if the template refuses."""
+        escaped, placeholders = self._escaped(conversation)
+        return self._encode(self._render(escaped, generation_prompt=True), placeholders)
+
+    def answered_ids(self, conversation: Conversation) -> list[int]:
+        """Token ids up to and with the token that closes the last turn, which is the assistant's."""
+        escaped, placeholders = self._escaped(conversation)
+        prompt = self._render(escaped[:-1], generation_prompt=True)
+        whole = self._render(escaped, generation_prompt=False)
+        reply = whole[len(prompt) :] if whole.startswith(prompt) else escaped[-1]["content"]
+        closing = self.pattern.search(reply)
+        text = reply[: closing.start()] if closing else escaped[-1]["content"]
+        prompt_ids, ids = self._encode(prompt, placeholders), self._encode(prompt + text, placeholders)
+        if ids[: len(prompt_ids)] != prompt_ids:  # the reply's first characters merged with the template's last
+            ids = prompt_ids + self._encode(text, placeholders)
+        return [*ids, self.stop_ids[0]]
+
+    def _escaped(self, conversation: Conversation) -> tuple[Conversation, dict[str, str]]:
+        """The turns with a private-use character for each special token that they write out, and those characters."""
+        contents = "".join(turn["content"] for turn in conversation)
+        unused = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in contents)
+        placeholders = dict(zip(sorted(set(self.pattern.findall(contents))), unused, strict=False))
+        turns = [
+            {**turn, "content": self.pattern.sub(lambda match: placeholders[match.group()], turn["content"])}
+            for turn in conversation
+        ]
+        return turns, {character: token for token, character in placeholders.items()}
+
+    def _render(self, turns: Conversation, generation_prompt: bool) -> str:
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation_prompt)
+            )
+        except TemplateError as error:
+            raise RequestRefused(f"the model's chat template refuses the conversation: {error}") from error
+
+    def _encode(self, text: str, placeholders: Mapping[str, str]) -> list[int]:
+        if not placeholders:
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        ids: list[int] = []
+        start = 0
+        for match in [*self.pattern.finditer(text), None]:
+            piece = text[start : match.start() if match else len(text)]
+            for character, token in placeholders.items():
+                piece = piece.replace(character, token)
+            ids += self.tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=True) if piece else []
+            if match:
+                ids.append(self.special_ids[match.group()])
+                start = match.end()
+        return ids
+
+
 class ServedPolicy:
     """Samples one reply per conversation, by default as it was judged.
 
@@ -107,11 +178,10 @@ class ServedPolicy:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
         self.defaults = {**sampling, "seed": -1}
-        self.end = int(self.tokenizer.eos_token_id)
-        added = {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        self.chat = ChatEncoder(self.tokenizer)
         # The model may have more entries than the tokenizer, which cannot write those as text.
         spare = range(max(self.tokenizer.get_vocab().values()) + 1, self.model.get_input_embeddings().num_embeddings)
-        self.suppressed = sorted((added | {*self.tokenizer.all_special_ids, *spare}) - {self.end})
+        self.suppressed = sorted({*self.chat.special_ids.values(), *spare} - {*self.chat.stop_ids})
 
     def answer(self, conversations: list[Conversation], params: Mapping[str, Any]) -> list[dict[str, Any]]:
         """One chat completion (``choices``, ``usage``) per conversation."""
@@ -125,18 +195,17 @@ class ServedPolicy:
             return [self._complete(conversation, settings) for conversation in conversations]
 
     def _complete(self, conversation: Conversation, settings: Mapping[str, Any]) -> dict[str, Any]:
-        text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        ids = torch.tensor([self.chat.prompt_ids(conversation)])
         self._check_room(ids.shape[1], settings["max_new_tokens"])
         new = self.model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), **self.generate_arguments(ids.shape[1], settings)
         )[0, ids.shape[1] :].tolist()
-        finished = self.end in new
-        reply = str(self.tokenizer.decode(new[: new.index(self.end)] if finished else new)).strip()
+        end = next((position for position, token in enumerate(new) if token in self.chat.stop_ids), None)
+        reply = str(self.tokenizer.decode(new[:end])).strip()
         choice = {
             "index": 0,
             "message": {"role": "assistant", "content": reply},
-            "finish_reason": "stop" if finished else "length",
+            "finish_reason": "length" if end is None else "stop",
         }
         usage = {"prompt_tokens": ids.shape[1], "completion_tokens": len(new)}
         return {"object": "chat.completion", "choices": [choice], "usage": usage}
@@ -146,8 +215,8 @@ class ServedPolicy:
         penalty = GeneratedTokenPenalty(settings["repetition_penalty"], prompt_length)
         arguments: dict[str, Any] = {
             "max_new_tokens": settings["max_new_tokens"],
-            "eos_token_id": self.end,
-            "pad_token_id": self.end,
+            "eos_token_id": self.chat.stop_ids,
+            "pad_token_id": self.chat.stop_ids[0],
             "suppress_tokens": self.suppressed or None,
             "logits_processor": LogitsProcessorList([penalty]),
             "repetition_penalty": 1.0,
@@ -170,7 +239,7 @@ class ServedRewardModel:
     """Scores the last assistant turn of each conversation, as training does: at the token that ends the reply."""
 
     def __init__(self, folder: Path, _: Mapping[str, Any]) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.chat = ChatEncoder(AutoTokenizer.from_pretrained(folder))
         self.model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
         # Rows are scored one by one, without padding. With a pad token set, transformers would look for the last token
         # that is not padding, and skip the closing one where the two are the same.
@@ -184,10 +253,7 @@ class ServedRewardModel:
             return [{"score": self._score(conversation)} for conversation in conversations]
 
     def _score(self, conversation: Conversation) -> float:
-        text = self.tokenizer.apply_chat_template(conversation[:-1], tokenize=False, add_generation_prompt=True)
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        ids += self.tokenizer(conversation[-1]["content"], add_special_tokens=False)["input_ids"]
-        ids.append(self.tokenizer.eos_token_id)
+        ids = self.chat.answered_ids(conversation)
         return float(self.model(input_ids=torch.tensor([ids])).logits[0, 0])
 
 

@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.data.chat_template import bos_expression
 from rlhf_core.data.formats import read_records
 from rlhf_core.data.readers.containers import Record
 from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt
 from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.models.forward import embedding_weight
+from rlhf_core.models.stop_tokens import with_stop_tokens
 
 Row = TypeVar("Row", Demonstration, Preference, Prompt)
 
@@ -79,7 +81,8 @@ def held_out(rows: Sequence[Row], validation: Sequence[Row] | None, name: str) -
 def checked_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> PreTrainedTokenizerBase:
     """Return the tokenizer, or a copy for a model that knows no roles: its template joins the texts of the turns.
 
-    Where the tokenizer begins every text with a special token, so does the template.
+    Where the tokenizer begins every text with a special token, so does the template. A copy also names the tokens at
+    which the model's generation config ends a reply.
 
     Raises:
         ModelError: It has no end-of-sequence token, so that no reply could ever end, or more entries than the model.
@@ -93,11 +96,10 @@ def checked_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
             "its tokens"
         )
     if getattr(tokenizer, "chat_template", None):
-        return tokenizer
+        return with_stop_tokens(tokenizer, model)
     plain = copy.deepcopy(tokenizer)
-    begins = plain.bos_token_id is not None and plain.encode("a")[:1] == [plain.bos_token_id]
-    plain.chat_template = ("{{ bos_token }}" if begins else "") + PLAIN_TEMPLATE
-    return plain
+    plain.chat_template = bos_expression(plain) + PLAIN_TEMPLATE
+    return with_stop_tokens(plain, model)
 
 
 def require_type(value: object, kind: type, name: str) -> None:

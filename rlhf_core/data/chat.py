@@ -9,35 +9,44 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.data.chat_template import encode_rendered, reply_format
 from rlhf_core.data.schema import Message
-from rlhf_core.errors import DataError, ModelError
+from rlhf_core.data.special_tokens import encode_escaped, escape, special_tokens
+from rlhf_core.errors import DataError
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
     """Token ids of the dialogue so far, ending where the assistant's reply begins.
 
-    Uses the tokenizer's own chat template with its generation prompt; ``ModelError`` where it has none.
+    Uses the tokenizer's own chat template with its generation prompt; ``ModelError`` where it has none, ``DataError``
+    where it refuses the dialogue. Special tokens written out in a turn are ordinary text.
     """
     if not messages or messages[-1].role != "user":
         raise DataError("a prompt must end with a user turn")
-    if not getattr(tokenizer, "chat_template", None):
-        raise ModelError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no chat template; give one with tokenizer.chat_template"
-        )
-    turns = [{"role": message.role, "content": message.content} for message in messages]
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    # The template writes the special tokens itself; adding them again would double the beginning-of-text token.
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    return encode_rendered(tokenizer, messages, add_generation_prompt=True)
 
 
 def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool = True) -> list[int]:
-    """Token ids of the last assistant turn: closed by one end-of-sequence token, or by none if it is unfinished."""
-    if tokenizer.eos_token_id is None:
-        raise ModelError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token; a reply could never end"
-        )
-    ids = list(tokenizer.encode(reply, add_special_tokens=False))
-    return [*ids, int(tokenizer.eos_token_id)] if finished else ids
+    """Token ids of the last assistant turn, as they follow :func:`encode_prompt`.
+
+    They are those of the whole dialogue where it has a token border at the reply's beginning. It has none where, for
+    example, the reply's first line break merges with the template's last; the reply is then tokenised by itself, as it
+    is sampled.
+
+    Args:
+        tokenizer: Its template says how a reply is written; see :class:`~rlhf_core.data.chat_template.ReplyFormat`.
+        reply: The text. Special tokens written out in it are ordinary text.
+        finished: Whether the token that closes a turn follows.
+    """
+    written = reply_format(tokenizer)
+    (escaped,), placeholders = escape(tokenizer, [reply])
+    text = written.written(escaped, finished)
+    closing = [written.closing_id] if finished else []
+    ids = encode_escaped(tokenizer, written.header + text, placeholders)
+    header = len(written.header_ids)
+    if tuple(ids[:header]) != written.header_ids:
+        return encode_escaped(tokenizer, text, placeholders) + closing
+    return ids[header:] + closing
 
 
 def encode_dialogue(
@@ -47,28 +56,52 @@ def encode_dialogue(
     return encode_prompt(tokenizer, messages), encode_reply(tokenizer, reply)
 
 
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a plain text of pretraining: with the beginning-of-text token where the tokenizer has one, and
+    end-of-sequence. Special tokens written out in it are ordinary text.
+    """
+    ids = list(tokenizer.encode(text, split_special_tokens=True))
+    end = tokenizer.eos_token_id
+    return ids if end is None or ids[-1:] == [end] else [*ids, int(end)]
+
+
 def decode_reply(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, bool]:
-    """Text of a generated reply up to its first end-of-sequence token, and whether there was one.
+    """Text of a generated reply up to the first token that ends one, and whether there was one.
 
     Special tokens inside the reply stay visible, such as ``<|user|>``: whoever reads the text must see what the policy
     wrote.
     """
-    listed = [int(i) for i in ids]
-    finished = tokenizer.eos_token_id in listed
-    if finished:
-        listed = listed[: listed.index(tokenizer.eos_token_id)]
-    return str(tokenizer.decode(listed, skip_special_tokens=False)), finished
+    length, finished = reply_length(tokenizer, ids)
+    listed = [int(i) for i in ids[: length - finished]]
+    return reply_format(tokenizer).read(str(tokenizer.decode(listed, skip_special_tokens=False)), finished), finished
+
+
+def reply_length(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[int, bool]:
+    """Tokens of a generated reply up to and with the first that ends one, and whether there was one."""
+    stop_ids = set(stop_token_ids(tokenizer))
+    ends = (position for position, token in enumerate(ids) if int(token) in stop_ids)
+    end = next(ends, None)
+    return (len(ids), False) if end is None else (end + 1, True)
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end a sampled reply: first the one that closes a turn in training, then ``eos_token`` and those that the
+    model's generation config lists.
+    """
+    return reply_format(tokenizer).stop_ids
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids of tokens that no reply may contain: padding, roles, beginning of text, unknown; all but end-of-sequence."""
-    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset((added | set(tokenizer.all_special_ids)) - {tokenizer.eos_token_id})
+    """Ids of tokens that no reply may contain: padding, roles, beginning of text, unknown; all but those ending it."""
+    return frozenset(special_tokens(tokenizer).ids.values()) - frozenset(stop_token_ids(tokenizer))
 
 
 def vocabulary_id(tokenizer: PreTrainedTokenizerBase) -> str:
     """A digest that two tokenizers share if and only if the same token ids mean the same to both."""
-    content = [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id]
+    content: list[object] = [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id]
+    closing = reply_format(tokenizer).closing_id
+    if closing != tokenizer.eos_token_id:
+        content.append(closing)
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

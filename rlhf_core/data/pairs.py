@@ -13,7 +13,7 @@ from rlhf_core.data.schema import Preference
 
 @dataclass(frozen=True)
 class TokenisedPair:
-    """Token ids of a pair; the replies end with end-of-sequence. ``row`` is the pair's position in the input."""
+    """Token ids of a pair; the replies end with the token that closes a turn. ``row`` is its position in the input."""
 
     row: int
     prompt: list[int]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.chat import decode_reply, special_token_ids, vocabulary_id
+from rlhf_core.data.chat import decode_reply, reply_length, special_token_ids, vocabulary_id
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def generated_replies(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[Se
     replies = []
     for sequence in sequences:
         text, finished = decode_reply(tokenizer, sequence)
-        length = list(sequence).index(tokenizer.eos_token_id) + 1 if finished else len(sequence)
+        length, _ = reply_length(tokenizer, sequence)
         token_ids = tuple(int(i) for i in sequence[:length])
         replies.append(Reply(text, finished, token_ids, sum(i in special for i in token_ids), vocabulary))
     return replies

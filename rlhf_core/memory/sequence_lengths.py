@@ -10,7 +10,7 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.loading.load import Params
-from rlhf_core.data.chat import encode_dialogue, encode_prompt, encode_reply
+from rlhf_core.data.chat import encode_dialogue, encode_prompt, encode_reply, encode_text
 from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_rows
 from rlhf_core.models.base import load_tokenizer
 
@@ -125,7 +125,7 @@ def lengths_of_workspace(root: Path, params: Params, positions: int | None = Non
     ptx = demonstrations
     if from_pretrain:
         texts = read_rows(clean / "pretrain" / "train.parquet", PretrainText)
-        lengths = [len(encode_reply(tokenizer, row.text)) for row in _longest(texts, lambda row: len(row.text))]
+        lengths = [len(encode_text(tokenizer, row.text)) for row in _longest(texts, lambda row: len(row.text))]
         ptx = [(length, length) for length in lengths]
     prompts = _longest(read_rows(clean / "prompts" / "train.parquet", Prompt), _prompt_characters)
     return SequenceLengths(

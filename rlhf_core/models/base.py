@@ -23,6 +23,7 @@ from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.float32_head import float32_unembedding, use_float32_unembedding
 from rlhf_core.models.forward import embedding_weight
 from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, save_folder
+from rlhf_core.models.stop_tokens import complete_generation_config
 
 PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
 BYTES = 256
@@ -148,6 +149,8 @@ def save_policy(
 ) -> None:
     """Save a causal language model as a Hugging Face folder, after checking that the saved copy computes the same.
 
+    The generation config of ``model`` is completed by the tokens that end a reply.
+
     Args:
         weights: Weights gathered by an engine, in place of the model's own. They are then compared instead of logits.
 
@@ -155,6 +158,7 @@ def save_policy(
         ModelError: The saved copy differs; nothing is published.
     """
     ids = probe_ids(len(tokenizer))
+    complete_generation_config(model, tokenizer)
 
     def verify(folder: Path) -> None:
         copy, _ = load_policy(folder)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.ppo import RolloutConfig
-from rlhf_core.data.chat import pad_id, special_token_ids
+from rlhf_core.data.chat import pad_id, special_token_ids, stop_token_ids
 
 # Finite, because -inf minus -inf would turn an exact KL into NaN; exp of it is exactly zero all the same.
 FORBIDDEN = -1e9
@@ -27,9 +27,10 @@ FORBIDDEN = -1e9
 class Sampling:
     """The training distribution, and the token ids that a reply needs.
 
-    ``forbidden_ids`` have probability zero at every position; of a tokenizer they are all special tokens but the end
-    marker. So have ids from ``vocabulary_size`` on, which the model may have but the tokenizer cannot write. The end
-    marker has probability zero before ``min_new_tokens``.
+    A reply ends at ``eos_id``, the token that closes a turn, or at one of ``other_stop_ids``; all of these have
+    probability zero before ``min_new_tokens``. ``forbidden_ids`` have probability zero at every position; of a
+    tokenizer they are all special tokens but those that end a reply. So have ids from ``vocabulary_size`` on, which the
+    model may have but the tokenizer cannot write.
     """
 
     eos_id: int
@@ -39,6 +40,12 @@ class Sampling:
     min_new_tokens: int = 0
     forbidden_ids: tuple[int, ...] = ()
     vocabulary_size: int | None = None
+    other_stop_ids: tuple[int, ...] = ()
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """All tokens that end a reply."""
+        return (self.eos_id, *self.other_stop_ids)
 
     @classmethod
     def for_tokenizer(
@@ -48,18 +55,20 @@ class Sampling:
         temperature: float = 1.0,
         min_new_tokens: int = 0,
     ) -> Sampling:
-        """The distribution over what ``tokenizer`` can write as text, and its end marker.
+        """The distribution over what ``tokenizer`` can write as text, and the tokens that end a reply.
 
         PPO, critic pre-training, checkpoint selection and evaluation all build theirs here.
         """
+        closing_id, *other_stop_ids = stop_token_ids(tokenizer)
         return cls(
-            eos_id=int(tokenizer.eos_token_id),
+            eos_id=closing_id,
             pad_id=pad_id(tokenizer),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             min_new_tokens=min_new_tokens,
             forbidden_ids=tuple(sorted(special_token_ids(tokenizer))),
             vocabulary_size=max(tokenizer.get_vocab().values()) + 1,
+            other_stop_ids=tuple(other_stop_ids),
         )
 
     @classmethod
@@ -78,7 +87,7 @@ class EvaluationSampling:
 
     @classmethod
     def for_tokenizer(cls, tokenizer: PreTrainedTokenizerBase, config: SamplingConfig) -> EvaluationSampling:
-        """The filters of ``config`` over what ``tokenizer`` can write as text, and its end marker."""
+        """The filters of ``config`` over what ``tokenizer`` can write as text, and the tokens that end a reply."""
         base = Sampling.for_tokenizer(tokenizer, config.max_new_tokens, config.temperature)
         return cls(base, config.top_p, config.repetition_penalty)
 
@@ -114,7 +123,7 @@ def _forbidden_mask(logits: Tensor, sampling: Sampling, first: int) -> Tensor | 
     mask[:, list(sampling.forbidden_ids)] = True
     mask[:, vocabulary:] = True
     if early:
-        mask[:early, sampling.eos_id] = True
+        mask[:early, list(sampling.stop_ids)] = True
     return mask
 
 

@@ -129,6 +129,7 @@ def _decode(
     if count == 0:
         return _trimmed(prompts, prompt_mask, response, logprobs, lengths, finished)
     uniforms = uniforms.to(model.device)
+    stop_ids = prompts.new_tensor(sampling.stop_ids)
     active = _Active(torch.arange(count, device=model.device), DynamicCache(config=model.config), prompts,
                      prompt_mask, prompts.new_empty(0))  # fmt: skip
     active.forward(model, prompts, position_ids_from_mask(prompt_mask))
@@ -141,7 +142,7 @@ def _decode(
         logprobs[rows, t] = log_probabilities.gather(1, picked.unsqueeze(1)).squeeze(1)[writing].float()
         if on_tokens is not None:
             on_tokens(response[rows, t])
-        ended = rows[picked[writing] == sampling.eos_id]
+        ended = rows[torch.isin(picked[writing], stop_ids)]
         finished[ended] = True
         lengths[ended] = t + 1
         if t + 1 == steps or bool(finished.all()):

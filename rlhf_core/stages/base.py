@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,20 +10,25 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.base import BaseConfig
+from rlhf_core.data.chat_template import bos_expression, refused_dialogues, reply_format
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, read_rows
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import DataError, ModelError
 from rlhf_core.fingerprint import starting_model
 from rlhf_core.models.base import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.models.gguf import is_gguf, load_gguf
+from rlhf_core.models.stop_tokens import with_stop_tokens
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 
-# For loaded models without a chat template: plain role names, and end-of-sequence after each reply.
+logger = logging.getLogger(__name__)
+
+# For loaded models without a chat template: plain role names, and end-of-sequence after each reply. The space before a
+# reply belongs to the reply, since most tokenizers make one token of a space and the word after it.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 
 
@@ -38,7 +44,12 @@ def run(config: BaseConfig, inputs: Paths, outputs: Paths, context: RunContext) 
         model, tokenizer = (
             load_gguf(Path(source), dtype) if is_gguf(source) else load_policy(source, dtype, config.revision)
         )
+        if not tokenizer.chat_template:
+            logger.warning("%s has no chat template; it gets a plain one (User: … Assistant: …)", config.source)
         prepare_tokenizer(tokenizer, config.source)
+        tokenizer = with_stop_tokens(tokenizer, model)
+        for dialogue, reason in refused_dialogues(tokenizer).items():
+            logger.warning("the chat template of %s does not take %s: %s", config.source, dialogue, reason)
     save_policy(outputs.model, model, tokenizer)
     return {"parameters": float(sum(p.numel() for p in model.parameters())), "vocabulary": float(len(tokenizer))}
 
@@ -60,11 +71,19 @@ def _source(source: str) -> str:
 
 
 def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Add a plain chat template where a loaded tokenizer has none; ``ModelError`` without an end-of-sequence token."""
-    if tokenizer.eos_token_id is None:
+    """Add a plain chat template where a loaded tokenizer has none.
+
+    Raises:
+        ModelError: No token ends a reply, or the template of the tokenizer cannot write a question and its answer.
+    """
+    if not tokenizer.chat_template and tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of {source} has no end-of-sequence token; a reply could never end")
     if not tokenizer.chat_template:
-        tokenizer.chat_template = PLAIN_TEMPLATE
+        tokenizer.chat_template = bos_expression(tokenizer) + PLAIN_TEMPLATE
+    try:
+        reply_format(tokenizer)
+    except (DataError, ModelError) as error:
+        raise ModelError(f"{source}: {error}") from error
 
 
 def training_texts(clean: Path) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.data.chat import encode_dialogue, encode_reply, pad_id
+from rlhf_core.data.chat import encode_dialogue, encode_text, pad_id
 from rlhf_core.data.schema import Demonstration, PretrainText, read_rows
 from rlhf_core.models.base import load_policy
 from rlhf_core.models.heads import ScalarModel
@@ -96,6 +96,6 @@ def ptx_data(
         pairs = [encode_dialogue(tokenizer, row.prompt, row.reply) for row in rows]
     else:
         texts = read_rows(clean / "pretrain" / "train.parquet", PretrainText)
-        pairs = [([], encode_reply(tokenizer, row.text)) for row in texts]
+        pairs = [([], encode_text(tokenizer, row.text)) for row in texts]
     fitting = [pair for pair in pairs if positions is None or len(pair[0]) + len(pair[1]) <= positions]
     return PtxData(fitting, config.ptx.batch_size, derive_seed(config.seed, "ppo", "ptx"), pad_id(tokenizer))

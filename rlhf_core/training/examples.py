@@ -20,7 +20,7 @@ WINDOW = 16
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids of a prompt and its reply; the reply ends with end-of-sequence."""
+    """Token ids of a prompt and its reply; the reply ends with the token that closes a turn."""
 
     prompt: list[int]
     reply: list[int]

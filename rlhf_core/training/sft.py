@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross-entropy on the assistant's tokens, end-of-sequence included (algorithms.md §1)."""
+"""Supervised fine-tuning: cross-entropy on the assistant's tokens, the closing one included (algorithms.md §1)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core import distributed
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.sft import SftConfig
-from rlhf_core.data.chat import decode_reply, encode_prompt, left_pad, pad_id
+from rlhf_core.data.chat import decode_reply, encode_prompt, left_pad, pad_id, stop_token_ids
 from rlhf_core.data.schema import Demonstration
 from rlhf_core.data.sharding import passes
 from rlhf_core.models.forward import position_ids_from_mask, selected_logits
@@ -122,7 +122,7 @@ def sample_replies(
             repetition_penalty=sampling.repetition_penalty,
             max_new_tokens=sampling.max_new_tokens,
             pad_token_id=pad_id(tokenizer),
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=list(stop_token_ids(tokenizer)),
         )
     samples: list[dict[str, object]] = []
     for row, tokens in zip(rows, generated[:, ids.shape[1] :].tolist(), strict=True):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import (
     AutoModelForSequenceClassification,
@@ -18,7 +17,9 @@ from transformers import (
 )
 
 from rlhf_core.config.reward_sources import ClassifierSource
+from rlhf_core.data.chat_template import encode_rendered
 from rlhf_core.data.schema import Message
+from rlhf_core.data.special_tokens import special_tokens
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.models.io import load_model, reading
 from rlhf_core.ppo.reward_sources.source import Replies, checked_rewards
@@ -56,19 +57,27 @@ class Classifier:
         return checked_rewards(self._scores([row for row, _ in rows]), replies, self.who)
 
     def encode(self, prompt: Sequence[Message], reply: str) -> tuple[Encoded, bool]:
-        """The model's input for one reply, without padding, and whether its beginning was cut off."""
+        """The model's input for one reply, without padding, and whether its beginning was cut off.
+
+        Special tokens that the prompt or the reply writes out are ordinary text, so that no policy learns to write a
+        role or an end for its judge.
+        """
+        if self.config.template == "chat":
+            ids = self._chat(prompt, reply)
+            cut = self.limit is not None and len(ids) > self.limit
+            ids = ids[-self.limit :] if cut and self.limit is not None else ids
+            return {"input_ids": ids, "attention_mask": [1] * len(ids)}, cut
         texts = self._texts(prompt, reply)
-        whole = self.config.template != "chat"  # a chat template writes the special tokens itself
-        encoded = self.tokenizer(*texts, add_special_tokens=whole)
+        # A text that names special tokens, such as "{prompt} [SEP] {reply}", means them.
+        as_text = special_tokens(self.tokenizer).literal.search(self.config.template) is None
+        encoded = self.tokenizer(*texts, split_special_tokens=as_text)
         cut = self.limit is not None and len(encoded["input_ids"]) > self.limit
         if cut:
-            encoded = self.tokenizer(*texts, add_special_tokens=whole, truncation=True, max_length=self.limit)
+            encoded = self.tokenizer(*texts, split_special_tokens=as_text, truncation=True, max_length=self.limit)
         return {name: list(ids) for name, ids in encoded.items() if name in self.accepted}, cut
 
     def _texts(self, prompt: Sequence[Message], reply: str) -> tuple[str, ...]:
         template = self.config.template
-        if template == "chat":
-            return (self._chat(prompt, reply),)
         if template == "pair":
             return plain_text(prompt), reply
         if template == "reply":
@@ -77,12 +86,11 @@ class Classifier:
         # Piecewise, so that a reply which contains "{prompt}" stays what it is.
         return (reply.join(part.replace("{prompt}", plain_text(prompt)) for part in (before, *after)),)
 
-    def _chat(self, prompt: Sequence[Message], reply: str) -> str:
-        turns = [{"role": m.role, "content": m.content} for m in (*prompt, Message("assistant", reply))]
+    def _chat(self, prompt: Sequence[Message], reply: str) -> list[int]:
         try:
-            return str(self.tokenizer.apply_chat_template(turns, tokenize=False))
-        except TemplateError as error:
-            raise DataError(f"{self.who}: its chat template refuses a dialogue ({error}); set template") from error
+            return encode_rendered(self.tokenizer, [*prompt, Message("assistant", reply)])
+        except DataError as error:
+            raise DataError(f"{self.who}: {error}, or set another template of this source") from error
 
     @torch.inference_mode()
     def _scores(self, rows: Sequence[Encoded]) -> list[float]:

@@ -97,7 +97,6 @@ def test_an_unfinished_reply_is_encoded_without_an_end_marker() -> None:
     tokenizer = word_tokenizer()
     assert encode_reply(tokenizer, "hello red", finished=False) == [HELLO, RED]
     assert encode_reply(tokenizer, "", finished=False) == []
-    assert encode_reply(tokenizer, "hello <|user|> red", finished=True) == [HELLO, USER, RED, END]
 
 
 def test_vocabulary_id_tells_vocabularies_and_end_markers_apart() -> None:

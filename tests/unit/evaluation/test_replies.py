@@ -26,14 +26,20 @@ def tokenizer(models: Path) -> PreTrainedTokenizerBase:
     return load_tokenizer(models / "sft")
 
 
+def sampled_ids(tokenizer: PreTrainedTokenizerBase, text: str, finished: bool = True) -> list[int]:
+    """Ids in which special tokens are control tokens, as a policy may sample them; in data they would be text."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return [*ids, tokenizer.eos_token_id] if finished else ids
+
+
 def generated(tokenizer: PreTrainedTokenizerBase, text: str, finished: bool = True) -> Reply:
-    return generated_replies(tokenizer, [encode_reply(tokenizer, text, finished)])[0]
+    return generated_replies(tokenizer, [sampled_ids(tokenizer, text, finished)])[0]
 
 
 def test_a_generated_reply_shows_its_special_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     reply = generated(tokenizer, SPOILED)
     assert (reply.text, reply.finished, reply.special_tokens) == (SPOILED, True, 2)
-    assert reply.token_ids == tuple(encode_reply(tokenizer, SPOILED))
+    assert reply.token_ids == tuple(sampled_ids(tokenizer, SPOILED))
     assert generated(tokenizer, PLAIN).special_tokens == 0
 
 
@@ -49,8 +55,8 @@ def test_model_judges_read_the_very_tokens(
 ) -> None:
     judge, prompt = ModelJudge.load(models / "reward", "reward"), prompts[0].prompt
     # "the" letter by letter: encoding the decoded text again merges the letters into another token.
-    reply = [tokenizer.convert_tokens_to_ids(letter) for letter in "the"] + encode_reply(tokenizer, "<|pad|>", finished)
-    assert reply != encode_reply(tokenizer, "the<|pad|>", finished)
+    reply = [tokenizer.convert_tokens_to_ids(letter) for letter in "the"] + sampled_ids(tokenizer, "<|pad|>", finished)
+    assert reply != sampled_ids(tokenizer, "the<|pad|>", finished)
     ids = [*encode_prompt(tokenizer, prompt), *reply]
     with torch.inference_mode():
         expected = judge.model.last_token_scores(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.long))
@@ -82,7 +88,8 @@ def test_a_judge_of_another_vocabulary_reads_the_visible_text(
     judge, prompt = ModelJudge.load(models / "reward", "reward"), prompts[0].prompt
     other = train_tokenizer(["entirely different words make another vocabulary"] * 3, 280)
     for finished in (True, False):
-        foreign, own = (generated(writer, SPOILED, finished) for writer in (other, tokenizer))
+        foreign = generated(other, SPOILED, finished)
+        (own,) = generated_replies(tokenizer, [encode_reply(tokenizer, SPOILED, finished)])
         assert foreign.token_ids != own.token_ids
         assert judge.score([prompt], [foreign]) == judge.score([prompt], [own])
 

@@ -6,14 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from real_templates import REAL_TEMPLATES, RealTemplate
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from flows.registry.model_pyfunc import ServedPolicy
+from flows.registry.model_pyfunc import ChatEncoder, RequestRefused, ServedPolicy
 from rlhf_core.config.model import SamplingConfig
+from rlhf_core.data.chat import encode_dialogue, stop_token_ids
+from rlhf_core.data.schema import Message
 from rlhf_core.models.base import save_policy, train_tokenizer
+from rlhf_core.models.stop_tokens import with_stop_tokens
 from rlhf_core.sampling.distribution import EvaluationSampling, evaluation_distribution
 
 CONVERSATION = [{"role": "user", "content": "what colour is the sky?"}]
+PIECES = ["the sky", "蓝色", " ", "\n", "?", "<|im_start|>", "<|eot_id|>", "<end_of_turn>", "</s>", "<s>", "[INST]"]
+TINY = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
 SPARE = 5  # entries of the model beyond the tokenizer's
 
 
@@ -52,3 +60,47 @@ def test_it_samples_as_the_evaluation_does(folder: Path, sampling: SamplingConfi
         expected = evaluation_distribution(logits, reply[:, :step], judged).exp()
         assert torch.allclose(scores.softmax(-1), expected, atol=1e-6), step
     assert int(reply.max()) < len(served.tokenizer)
+
+
+def turns(first: str, answer: str, second: str, reply: str) -> list[dict[str, str]]:
+    contents = [("user", first), ("assistant", answer), ("user", second), ("assistant", reply)]
+    return [{"role": role, "content": content} for role, content in contents]
+
+
+@pytest.mark.parametrize("real", REAL_TEMPLATES, ids=lambda real: real.name)
+@settings(max_examples=25, deadline=None)
+@given(
+    contents=st.lists(st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("".join), min_size=4, max_size=4)
+)
+def test_conversations_are_encoded_as_in_training(real: RealTemplate, contents: list[str]) -> None:
+    tokenizer, conversation = real.tokenizer, turns(*contents)
+    chat = ChatEncoder(with_stop_tokens(tokenizer, LlamaForCausalLM(TINY)))
+    prompt, reply = encode_dialogue(tokenizer, [Message(**turn) for turn in conversation[:3]], contents[-1])
+    assert chat.prompt_ids(conversation[:3]) == prompt
+    assert chat.answered_ids(conversation) == [*prompt, *reply]
+    assert tuple(chat.stop_ids) == stop_token_ids(tokenizer)
+
+
+def test_a_conversation_that_the_template_refuses_is_a_bad_request() -> None:
+    gemma = next(real.tokenizer for real in REAL_TEMPLATES if real.name == "gemma-2")
+    system = [{"role": "system", "content": "Be brief."}, *CONVERSATION]
+    with pytest.raises(RequestRefused, match="System role not supported"):
+        ChatEncoder(gemma).prompt_ids(system)
+
+
+def test_a_served_policy_stops_at_the_token_that_closes_a_turn(tmp_path: Path) -> None:
+    tokenizer = next(real.tokenizer for real in REAL_TEMPLATES if real.name == "qwen-2.5-base")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**{**TINY.to_dict(), "vocab_size": len(tokenizer)})).eval()
+    closing = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    with torch.no_grad():
+        model.model.embed_tokens.weight.fill_(1.0)
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[closing] = 1.0
+    save_policy(tmp_path / "policy", model, with_stop_tokens(tokenizer, model))
+    served = ServedPolicy(tmp_path / "policy", SamplingConfig(max_new_tokens=5, temperature=0.01).model_dump())
+    (answer,) = served.answer([CONVERSATION], {})
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["message"]["content"] == ""
+    assert answer["usage"]["completion_tokens"] == 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from real_templates import REAL_TEMPLATES
 from transformers import LlamaConfig
 from unit.ppo.tiny import EOS, PAD, VOCABULARY, Tiny
 
@@ -151,6 +152,34 @@ def test_forbidden_tokens_are_never_drawn() -> None:
     assert dist[0, 1, 0] < -1e8 and dist[0, 2, 0] > -2
     later = log_distribution(torch.zeros(1, 1, 3), sampling, first=2)
     assert later[0, 0, 0] > -2
+
+
+def test_a_reply_ends_at_any_stop_token(tiny: Tiny) -> None:
+    sampling = dataclasses.replace(tiny.sampling, other_stop_ids=(5, 7))
+    alone, rollout = sample(tiny), sample(tiny, sampling)
+    ends = set()
+    for reply, whole, finished in zip(rollout.replies(), alone.replies(), rollout.finished.tolist(), strict=True):
+        # The same draws, cut at the first stop token.
+        stops = [position for position, token in enumerate(whole) if token in (EOS, 5, 7)]
+        assert reply == whole[: stops[0] + 1 if stops else None]
+        assert finished == bool(stops)
+        ends.add(reply[-1])
+    assert len(ends & {5, 7}) == 2, "the case is there"
+
+
+def test_no_stop_token_is_drawn_before_the_minimum_length() -> None:
+    sampling = Sampling(eos_id=0, pad_id=0, max_new_tokens=4, min_new_tokens=2, other_stop_ids=(2,))
+    dist = log_distribution(torch.zeros(1, 4, 4), sampling).exp()
+    assert dist[0, :2].tolist() == [[0, 0.5, 0, 0.5]] * 2
+    assert dist[0, 2:].tolist() == [[0.25] * 4] * 2
+
+
+def test_the_stop_tokens_are_those_of_the_chat_template() -> None:
+    qwen = next(real for real in REAL_TEMPLATES if real.name == "qwen-2.5-base")
+    sampling = Sampling.for_tokenizer(qwen.tokenizer, 5)
+    assert qwen.tokenizer.convert_ids_to_tokens(list(sampling.stop_ids)) == ["<|im_end|>", "<|endoftext|>"]
+    assert sampling.eos_id == qwen.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert sampling.forbidden_ids == (qwen.tokenizer.convert_tokens_to_ids("<|im_start|>"),)
 
 
 def favouring(tiny: Tiny, ids: list[int]) -> Tiny:

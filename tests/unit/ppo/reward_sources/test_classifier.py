@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from rlhf_core.config.reward_sources import ClassifierSource
+from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError, ModelError, RlhfError
 from rlhf_core.ppo.reward_sources.build import build_source
 from rlhf_core.ppo.reward_sources.classifier import Classifier
@@ -136,6 +137,19 @@ def test_the_probability_of_a_lone_or_independent_label_is_a_sigmoid(place: Plac
         assert scores.tolist() == pytest.approx(logits.sigmoid().tolist(), abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("template", "separators"),
+    [("chat", 0), ("reply", 1), ("pair", 2), ("{prompt} {reply}", 1), ("{prompt} [SEP] {reply}", 3)],
+)
+def test_a_reply_cannot_write_the_classifiers_control_tokens(
+    place: Place, bert: Path, template: str, separators: int
+) -> None:
+    """A text that names special tokens itself means them; then a reply's are not told apart."""
+    encoded, _ = build(place, bert, template=template).encode([Message("user", "the sky")], "red [SEP] blue [CLS]")
+    assert encoded["input_ids"].count(3) == separators
+    assert encoded["attention_mask"] == [1] * len(encoded["input_ids"])
+
+
 def test_a_long_text_loses_its_beginning_and_is_counted(place: Place, bert: Path) -> None:
     """24 tokens fit, two of them special: the last 22 words stay."""
     long = " ".join(["red"] * 30 + ["blue"] * 20 + ["near"])
@@ -146,6 +160,8 @@ def test_a_long_text_loses_its_beginning_and_is_counted(place: Place, bert: Path
     assert scores.tolist() == pytest.approx([direct(bert, kept)[0], direct(bert, "red")[0]], abs=1e-5)
     short = build(place, bert, template="reply", max_tokens=4).rewards(place.replies([long]))
     assert float(short[0]) == pytest.approx(direct(bert, "blue near")[0], abs=1e-5)
+    chat = build(place, bert, max_tokens=2).rewards(place.replies([long]))
+    assert float(chat[0]) == pytest.approx(direct(bert, "blue near", add_special_tokens=False)[0], abs=1e-5)
 
 
 def test_without_a_pad_token_texts_are_read_one_by_one(place: Place, tmp_path: Path) -> None:
@@ -189,7 +205,9 @@ def test_a_chat_template_is_needed_for_chat_and_may_refuse(place: Place, tmp_pat
     with pytest.raises(ConfigError, match="no chat template; set template to pair, reply"):
         build(place, tmp_path / "without")
     save_bert(tmp_path / "strict", template=STRICT)
-    with pytest.raises(DataError, match=r"refuses a dialogue \(one turn only\)"):
+    with pytest.raises(
+        DataError, match=r"refuses a dialogue of the turns .*: one turn only; .*set another template of this source"
+    ):
         build(place, tmp_path / "strict").rewards(place.replies(TEXTS[:4]))
 
 

@@ -1,0 +1,92 @@
+"""The tokens that end a reply, in the tokenizer's files and in the generation config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from real_templates import REAL_TEMPLATES, RealTemplate
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from rlhf_core.api.inputs import checked_tokenizer
+from rlhf_core.data.chat import special_token_ids, stop_token_ids
+from rlhf_core.models.base import load_policy, save_policy
+from rlhf_core.models.stop_tokens import with_stop_tokens
+
+
+def template(name: str) -> RealTemplate:
+    return next(real for real in REAL_TEMPLATES if real.name == name)
+
+
+def tiny_model(tokenizer: PreTrainedTokenizerBase, stops: list[int] | None = None) -> LlamaForCausalLM:
+    """A model whose generation config comes from a file if ``stops`` are given, else from the architecture's."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                             num_attention_heads=2, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)  # fmt: skip
+        model = LlamaForCausalLM(config).eval()
+    if stops is not None:
+        model.generation_config = GenerationConfig(eos_token_id=stops)
+    return model
+
+
+def names(tokenizer: PreTrainedTokenizerBase, ids: list[int] | tuple[int, ...]) -> list[str]:
+    return list(tokenizer.convert_ids_to_tokens(list(ids)))
+
+
+def test_what_transformers_and_serving_engines_stop_at_is_saved(tmp_path: Path) -> None:
+    tokenizer = template("qwen-2.5-base").tokenizer
+    save_policy(tmp_path / "model", tiny_model(tokenizer), tokenizer)
+    saved = GenerationConfig.from_pretrained(tmp_path / "model")
+    assert names(tokenizer, saved.eos_token_id) == ["<|im_end|>", "<|endoftext|>"]
+
+
+def test_a_config_that_is_complete_stays_as_it_is(tmp_path: Path) -> None:
+    tokenizer = template("qwen-2.5-instruct").tokenizer
+    save_policy(tmp_path / "model", tiny_model(tokenizer), tokenizer)
+    assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == tokenizer.eos_token_id
+
+
+def test_stop_tokens_of_the_generation_config_end_replies(tmp_path: Path) -> None:
+    """Like Llama 3.1's ``<|eom_id|>``, which neither the template nor the tokenizer names."""
+    tokenizer = template("llama-3").tokenizer
+    header = tokenizer.convert_tokens_to_ids("<|start_header_id|>")
+    word = tokenizer.encode("sky", add_special_tokens=False)[0]
+    model = tiny_model(tokenizer, [tokenizer.eos_token_id, header, word])
+    known = with_stop_tokens(tokenizer, model)
+    expected = ["<|eot_id|>", "<|end_of_text|>", "<|start_header_id|>"]
+    assert names(known, stop_token_ids(known)) == expected, "a word is no stop token"
+    assert header in special_token_ids(tokenizer) and header not in special_token_ids(known)
+    assert names(tokenizer, stop_token_ids(tokenizer)) == expected[:2], "the given tokenizer is left as it is"
+    save_policy(tmp_path / "model", model, known)
+    loaded, again = load_policy(tmp_path / "model")
+    assert names(again, stop_token_ids(again)) == expected
+    assert loaded.generation_config is not None
+    assert set(loaded.generation_config.eos_token_id) == {*stop_token_ids(again), word}
+    again.save_pretrained(tmp_path / "reward")
+    assert names(again, stop_token_ids(AutoTokenizer.from_pretrained(tmp_path / "reward"))) == expected
+    assert with_stop_tokens(again, loaded) is again
+    assert names(known, stop_token_ids(checked_tokenizer(tokenizer, model))) == expected
+
+
+def test_ids_that_an_architecture_has_by_default_mean_nothing() -> None:
+    tokenizer = template("smollm-2").tokenizer
+    model = tiny_model(tokenizer)
+    model.generation_config = GenerationConfig.from_model_config(LlamaConfig(eos_token_id=1))
+    assert with_stop_tokens(tokenizer, model) is tokenizer
+
+
+@pytest.mark.parametrize("real", REAL_TEMPLATES, ids=lambda real: real.name)
+def test_transformers_ends_a_sampled_reply_where_training_does(real: RealTemplate, tmp_path: Path) -> None:
+    tokenizer = real.tokenizer
+    closing = stop_token_ids(tokenizer)[0]
+    model = tiny_model(tokenizer)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[closing] = model.model.norm.weight  # every position favours the closing token
+        model.model.embed_tokens.weight.fill_(1.0)
+    save_policy(tmp_path / "model", model, tokenizer)
+    loaded, _ = load_policy(tmp_path / "model")
+    written = loaded.generate(torch.tensor([[3, 4]]), max_new_tokens=3, do_sample=False)
+    assert written[0, 2:].tolist() == [closing]

@@ -1,0 +1,95 @@
+"""The base stage and the chat template of a loaded model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from real_templates import CHATML, REAL_TEMPLATES, RealTemplate
+from unit.models.test_stop_tokens import tiny_model
+
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.data.chat import decode_reply, encode_dialogue, encode_prompt
+from rlhf_core.data.schema import Message
+from rlhf_core.errors import ModelError
+from rlhf_core.models.base import load_tokenizer, save_policy
+from rlhf_core.models.io import save_folder
+from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.stages import base
+from rlhf_core.stages.base import prepare_tokenizer
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.training.run_context import RunContext
+
+DIALOGUE = [Message("user", "Why?"), Message("assistant", "Because."), Message("user", "What is that?")]
+BASE = RealTemplate("base", "", ("<|begin|>", "<|end|>"), "<|end|>", "<|end|>", bos="<|begin|>")
+
+
+def run_base(real: RealTemplate, folder: Path) -> Path:
+    """Run the stage on a tiny model with the tokenizer of ``real``; returns the folder that it writes."""
+    tokenizer = real.tokenizer
+    tokenizer.chat_template = real.template or None
+    save_policy(folder / "source", tiny_model(tokenizer), tokenizer)
+    config = BaseConfig(source=str(folder / "source"))
+    base.run(config, Paths({}), Paths({"model": folder / "base"}), RunContext(folder / "work"))
+    return folder / "base"
+
+
+def test_a_model_without_template_gets_a_plain_one_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        tokenizer = load_tokenizer(run_base(BASE, tmp_path))
+    assert "has no chat template; it gets a plain one" in caplog.text
+    prompt, reply = encode_dialogue(tokenizer, DIALOGUE, "The sky is blue.")
+    text = "User: Why?\n\nAssistant: Because.<|end|>\n\nUser: What is that?\n\nAssistant:"
+    assert tokenizer.decode(prompt) == "<|begin|>" + text
+    assert tokenizer.decode(reply) == " The sky is blue.<|end|>"
+    assert decode_reply(tokenizer, reply) == ("The sky is blue.", True)
+    whole = tokenizer.encode(f"<|begin|>{text} The sky is blue.<|end|>", add_special_tokens=False)
+    assert [*prompt, *reply] == whole
+
+
+def test_a_plain_template_begins_as_the_tokenizer_does() -> None:
+    chatml = RealTemplate("no-bos", "", CHATML, "<|endoftext|>", "<|endoftext|>").tokenizer
+    chatml.chat_template = None
+    prepare_tokenizer(chatml, "x")
+    assert chatml.decode(encode_prompt(chatml, DIALOGUE[:1])) == "User: Why?\n\nAssistant:"
+
+
+def test_dialogues_that_a_template_does_not_take_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gemma = next(real for real in REAL_TEMPLATES if real.name == "gemma-2")
+    with caplog.at_level(logging.WARNING):
+        tokenizer = load_tokenizer(run_base(gemma, tmp_path))
+    (line,) = [record.getMessage() for record in caplog.records if record.name == base.logger.name]
+    assert line.endswith("does not take a system turn: System role not supported")
+    assert tokenizer.init_kwargs["stop_tokens"] == ["<end_of_turn>", "<eos>"]
+
+
+def test_a_template_that_refuses_every_question_is_one_line() -> None:
+    closed = RealTemplate("closed", "{{ raise_exception('No.') }}", CHATML, "<|endoftext|>", "<|endoftext|>")
+    with pytest.raises(ModelError, match=r"^owner/model: the chat template refuses .*: No\.; leave") as error:
+        prepare_tokenizer(closed.tokenizer, "owner/model")
+    assert "\n" not in str(error.value)
+
+
+def test_a_broken_template_is_one_line() -> None:
+    broken = RealTemplate("broken", "{% for m in %}", CHATML, "<|endoftext|>", "<|endoftext|>")
+    with pytest.raises(ModelError, match=r"^owner/model: the chat template refuses"):
+        prepare_tokenizer(broken.tokenizer, "owner/model")
+
+
+def test_a_vocabulary_beyond_the_embedding_is_refused_and_a_smaller_one_is_not(tmp_path: Path) -> None:
+    tokenizer = next(real.tokenizer for real in REAL_TEMPLATES if real.name == "smollm-2")
+    for spare, folder in ((7, "smaller"), (-1, "larger")):
+        model = tiny_model(tokenizer)
+        model.resize_token_embeddings(len(tokenizer) + spare, mean_resizing=False)
+        save_folder(tmp_path / folder, model, tokenizer)
+    target = Paths({"model": tmp_path / "base"})
+    smaller = BaseConfig(source=str(tmp_path / "smaller"))
+    base.run(smaller, Paths({}), target, RunContext(tmp_path / "work"))
+    sampling = Sampling.for_tokenizer(load_tokenizer(tmp_path / "base"), 4)
+    assert sampling.vocabulary_size == len(tokenizer), "ids that the tokenizer cannot write are never sampled"
+    larger = BaseConfig(source=str(tmp_path / "larger"))
+    with pytest.raises(ModelError, match=rf"has {len(tokenizer)} entries, the model only {len(tokenizer) - 1}"):
+        base.run(larger, Paths({}), target, RunContext(tmp_path / "work"))
