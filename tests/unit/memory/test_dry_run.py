@@ -84,14 +84,15 @@ ROWS, WIDTH = 4, 1024
 
 def test_activations_at_the_widths_of_llama_7b_are_those_counted_by_hand() -> None:
     """After Korthikanti et al. 2022, section 4, for this decoder: per token and layer two norms keep 2((4 + 2e)H + 4),
-    attention 4eH and 4 per head, SwiGLU 4eF, and the mask e per token of the row; and the last norm once."""
+    attention 4eH and 4 per head, SwiGLU 4eF, and the mask e per token of the row; and the last norm once, without its
+    output of eH, since the head looks at one position of a row."""
     hidden, feed_forward, heads, layers, e = 4096, 11008, 32, 32, 2
     norm = (4 + 2 * e) * hidden + 4
     layer = 2 * norm + e * 4 * hidden + 4 * heads + e * 4 * feed_forward + e * WIDTH
-    kept = ROWS * WIDTH * (layers * layer + norm)
+    kept = ROWS * WIDTH * (layers * layer + norm - e * hidden)
     use = largest(passes.reply_loss(policy(LLAMA), BatchShape(ROWS, WIDTH, 1)))
-    # The peak is where the head is differentiated: the last hidden states have their gradient then.
-    assert kept < use.activations < 1.02 * kept + e * ROWS * WIDTH * hidden
+    # The peak is where the head is differentiated, whose float32 copy is the largest thing beside the activations.
+    assert kept < use.activations < 1.001 * kept
     checkpointed = largest(
         passes.value_loss(scalar(LLAMA, checkpointing=True), BatchShape(ROWS, WIDTH), SAMPLING, True)
     )
