@@ -92,17 +92,21 @@ def plan(
     from rlhf_core.stages.runtime.runner import workspace_root
 
     root = workspace_root(workspace)
-    from rlhf_core.memory.command import PlanOptions, PlanRequest, describe, estimate_of
-    from rlhf_core.memory.command import check as check_fit
+    from rich.console import Console
 
-    options = PlanOptions(
-        gpus, gpu_memory, zero, offload, frozen, gradient_checkpointing, bf16, lora_rank, prompt_tokens
-    )
-    request = PlanRequest(root, profile, sets or (), options, stages or (), config)
-    if check:
-        typer.echo(check_fit(request))
+    with Console(stderr=True).status("running the stages on shapes, to see what memory they need…"):
+        from rlhf_core.memory.command import PlanOptions, PlanRequest, describe, estimate_of
+        from rlhf_core.memory.command import check as check_fit
+
+        options = PlanOptions(
+            gpus, gpu_memory, zero, offload, frozen, gradient_checkpointing, bf16, lora_rank, prompt_tokens
+        )
+        request = PlanRequest(root, profile, sets or (), options, stages or (), config)
+        answer = check_fit(request) if check else None
+        estimate = None if check else estimate_of(request)
+    if estimate is None:
+        typer.echo(answer)
         return
-    estimate = estimate_of(request)
     typer.echo(describe(estimate, as_json=as_json))
     raise typer.Exit(EXIT_OK if estimate.fits else EXIT_USER_ERROR)
 

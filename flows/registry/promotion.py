@@ -128,7 +128,7 @@ def _decide(
     if obstacle and force_reason is None:
         return decision.refused(f"{obstacle}; promote it with --force --reason TEXT", unchanged=True)
     if champion is None:
-        passed, reason = not obstacle, obstacle or "there is no champion yet"
+        passed, reason = not obstacle, obstacle or "there was no champion"
     else:
         try:
             champion_files = verified_folder(workspace, champion)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PARENT_TAG = "mlflow.parentRunId"
 SOURCE, BASE, FILES = "collect.source", "base.source", "collect.files.preferences"
-PAIRS = "preferences.clean"
+PAIRS = "preferences.train"  # of the reward model; the referee has others
 WORLD, SCRATCH = "world", "scratch"
 
 
@@ -30,7 +30,7 @@ class TrainingSource:
         collect: ``world`` for the synthetic world, ``files`` for the user's own.
         base: ``scratch``, a folder or a hub id.
         files: The files of preference pairs, as params.yaml names them.
-        pairs: How many preference pairs passed validation, None if unknown.
+        pairs: How many preference pairs the reward model could train on, None if unknown.
     """
 
     collect: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from rlhf_core.config.loading.load import load_params
@@ -28,6 +29,7 @@ def local_token_limits(workspace: Path) -> TokenLimits | None:
     if not folder.is_dir():
         return None
     tokenizer = load_tokenizer(folder)
+    tokenizer.model_max_length = sys.maxsize  # rows are measured here, not run; the library would warn of longer ones
     prepare_tokenizer(tokenizer, str(source))
     limits = {
         "preferences": ("reward.max_tokens", fitting_length(params.reward.max_tokens, folder)),

@@ -244,7 +244,7 @@ def begin_contest(workspace: Path) -> None:
     from flows.registry.register import register
 
     register(workspace)
-    assert promote(workspace).reason == "there is no champion yet"
+    assert promote(workspace).reason == "there was no champion"
     make_policy(workspace, 7)
     assert register(workspace).registered[policy_name(workspace)].version == "2"
 

@@ -48,7 +48,7 @@ def test_status_says_whether_the_champion_is_the_policy_of_the_workspace(contest
     screen = status(contest)
     elsewhere = r"champion v1, registered (.* ago|just now): it is not the policy of this workspace, which is v2$"
     assert re.search(elsewhere, screen, re.MULTILINE)
-    assert re.search(r"last decision: \d{4}-\d\d-\d\d \d\d:\d\d, v1 promoted: there is no champion yet", screen)
+    assert re.search(r"last decision: \d{4}-\d\d-\d\d \d\d:\d\d, v1 promoted: there was no champion", screen)
     assert promote(contest, force_reason="a test").promoted
     screen = status(contest)
     assert re.search(r"champion v2, registered .*: it is the policy of this workspace$", screen, re.MULTILINE)

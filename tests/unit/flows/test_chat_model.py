@@ -26,7 +26,7 @@ def workspace_with(folder: Path, source: str, base: str) -> Path:
         (folder / name).write_text("{}\n")
     (folder / "dvc.lock").write_text(LOCK.replace("SOURCE", source).replace("BASE", base))
     (folder / "metrics").mkdir()
-    (folder / "metrics" / "data.json").write_text(json.dumps({"preferences": {"clean": 5998.0}}))
+    (folder / "metrics" / "data.json").write_text(json.dumps({"preferences": {"clean": 9000.0, "train": 5998.0}}))
     return folder
 
 
@@ -86,7 +86,7 @@ class Runs:
 
 
 def test_the_source_of_a_version_is_that_of_the_run_that_registered_it() -> None:
-    own = SimpleNamespace(tags={"mlflow.parentRunId": "parent"}, metrics={"data.preferences.clean": 12.0})
+    own = SimpleNamespace(tags={"mlflow.parentRunId": "parent"}, metrics={"data.preferences.train": 12.0})
     params = {
         "collect.source": "files",
         "base.source": "scratch",

@@ -68,10 +68,10 @@ def test_a_match_makes_the_champion_the_opponent(tmp_path: Path) -> None:
 def test_a_promoted_policy_is_talked_to_next(tmp_path: Path) -> None:
     (tmp_path / "report.html").touch()
     workspace_with(tmp_path, referee=interval(0.7, 0.8, 0.9))
-    decision = decided(champion=None).accepted("there is no champion yet")
+    decision = decided(champion=None).accepted("there was no champion")
     verdict = reach_verdict(tmp_path, EVALUATED, RegistrationResult("policy version 4", decision))
     assert verdict.headline == "better than SFT"
-    assert verdict.promotion == "version 4 is champion: there is no champion yet"
+    assert verdict.promotion == "version 4 is champion: there was no champion"
     assert (verdict.report, verdict.next_command) == ("report.html", "rlhf chat")
 
 
