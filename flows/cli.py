@@ -224,21 +224,15 @@ def rollback(
 @app.command()
 def export(
     target: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; it must be new or empty.")],
-    version: Annotated[
-        str | None, typer.Option("--version", help="Version of the policy; default: the champion.")
-    ] = None,
-    push: Annotated[
-        str | None, typer.Option("--push", help="owner/name of a hub repository to push it to; needs HF_TOKEN.")
-    ] = None,
+    version: Annotated[str | None, typer.Option("--version", help="The version; default: the champion.")] = None,
+    push: Annotated[str | None, typer.Option("--push", help="Push to owner/name on a hub; needs HF_TOKEN.")] = None,
     public: Annotated[bool, typer.Option("--public", help="Make a new repository public.")] = False,
     license_id: Annotated[str | None, typer.Option("--license", help="License on the card, as in apache-2.0.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Release an ungated version; needs --reason.")] = False,
     reason: Reason = None,
     workspace: Workspace = None,
 ) -> None:
-    """Write a registered policy as a Hugging Face folder with its model card, for transformers and vLLM.
-
-    Its files are those that were judged. The card has gates, judges with intervals, lineage and limits.
+    """Write a registered policy as a Hugging Face folder, with a card of its gates, judges, lineage and limits.
 
     Exit codes: 0 done, 3 the version's gates did not pass, 2 it could not be written or pushed.
 

@@ -135,10 +135,10 @@ def _gate(name: str, report: Mapping[str, Any]) -> str:
 
 
 def _use(sampling: Mapping[str, Any]) -> str:
-    shown = ", ".join(f"{key} {value}" for key, value in sampling.items())
+    settings = ", ".join(f"{key} {value}" for key, value in sampling.items())
     return (
         "`generation_config.json` has the sampling that the model was judged with "
-        f"({shown}).\n\n"
+        f"({settings}).\n\n"
         "```python\n"
         "from transformers import pipeline\n\n"
         'chat = pipeline("text-generation", model=FOLDER_OR_ID)\n'
