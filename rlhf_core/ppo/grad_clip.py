@@ -1,7 +1,8 @@
 """Global gradient clip: ``g * min(1, max_norm / ||g||)`` over all parameters together (algorithms.md §6, PPO-max).
 
 ``separate`` takes the norms of policy and critic each; ``joint`` takes one norm over both, as MOSS-RLHF does, which
-puts both into one optimiser.
+puts both into one optimiser. Gradients are scaled in the engine's step, since a sharding engine alone knows the norm
+over all ranks; here is decided whose norm counts.
 """
 
 from __future__ import annotations

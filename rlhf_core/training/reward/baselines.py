@@ -26,16 +26,16 @@ def bag_of_words_accuracy(
     from sklearn.linear_model import LogisticRegression
 
     pairs = train[:MOST_PAIRS]
-    words = CountVectorizer(max_features=WORDS, token_pattern=r"(?u)\b\w+\b|[^\w\s]")
+    vectorizer = CountVectorizer(max_features=WORDS, token_pattern=r"(?u)\b\w+\b|[^\w\s]")
     try:
-        words.fit([text for pair in pairs for text in (pair.chosen, pair.rejected)])
+        vectorizer.fit([text for pair in pairs for text in (pair.chosen, pair.rejected)])
     except ValueError:
         # Replies without any word give the regression no feature.
         return dict.fromkeys(held_out, 0.5)
 
     def differences(rows: Sequence[Preference]) -> Any:
         """Sparse (pairs, words)."""
-        return words.transform([p.chosen for p in rows]) - words.transform([p.rejected for p in rows])
+        return vectorizer.transform([p.chosen for p in rows]) - vectorizer.transform([p.rejected for p in rows])
 
     features = differences(pairs)
     # Each pair enters both ways round, so that the labels are balanced and no intercept is needed.
