@@ -274,13 +274,13 @@ def chat(
     with Console(stderr=True).status("looking up the model…"):
         from flows.commands.chat import champion_model, folder_model
         from flows.workspace.folder import find_workspace
+        from rlhf_core.chat_terminal import ChatOptions, talk
 
         if model is None:
             chosen = champion_model(find_workspace(workspace))
         else:
             chosen = folder_model(model, find_workspace(workspace) if workspace else None)
-    options = core.ChatOptions(seed, temperature, top_p, max_new_tokens)
-    core.talk(chosen.folder, options, chosen.about, chosen.workspace)
+    talk(chosen.folder, ChatOptions(seed, temperature, top_p, max_new_tokens), chosen.about, chosen.workspace)
 
 
 @app.command()

@@ -14,7 +14,7 @@ LAYERS = (
     {"cli"},
     {"memory"},
     {"stages"},
-    {"api"},
+    {"api", "chat_terminal"},
     {"evaluation", "ppo", "gates", "chat_session"},
     {"sampling", "training"},
     {"models", "data", "world"},
@@ -35,7 +35,7 @@ FLOWS_LAYERS = (
 # What flows uses of the core: these packages and modules, and single functions where a module asks for more.
 FLOWS_MAY_USE = {"config", "gates", "errors", "files", "__version__"}
 FLOWS_MAY_ALSO_USE = {
-    "flows.cli": {"cli"},
+    "flows.cli": {"chat_terminal", "cli"},  # it mounts the core's commands on its own command line
     "flows.jobs.remote_client": {"ppo.reward_sources.tracked_files.function_files"},
     "flows.ablation.command": {
         "evaluation.ablation.page.insert",
