@@ -131,10 +131,11 @@ def fine_tune(
     result = Loop(engine, task, settings, context).run()
     model = finish(engine, model)
     evaluations = result.evaluations()
+    losses = [record["loss"] for record in result.history if "loss" in record]
     metrics = {
         "perplexity": evaluations[-1]["validation_perplexity"],
         "perplexity_before": evaluations[0]["validation_perplexity"],
-        "train_loss": next(r["loss"] for r in reversed(result.history) if "loss" in r),
+        **({"train_loss": losses[-1]} if losses else {}),
         "validation_loss": evaluations[-1]["validation_loss"],
         "train_rows": float(len(examples)),
         "validation_rows": float(len(checks)),

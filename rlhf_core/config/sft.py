@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, SamplingConfig, StageConfig
 
 
 class SftConfig(StageConfig):
-    """``max_tokens`` bounds prompt + reply; longer demonstrations are dropped and counted, never cut."""
+    """``steps: 0`` keeps the base model as the SFT model, for one that is an instruct model already.
 
-    steps: PositiveInt = 550
+    ``max_tokens`` bounds prompt + reply; longer demonstrations are dropped and counted, never cut.
+    """
+
+    steps: NonNegativeInt = 550
     batch_size: PositiveInt = 32
     micro_batch_size: PositiveInt | None = None
     max_tokens: PositiveInt = 256

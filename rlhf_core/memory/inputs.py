@@ -114,8 +114,7 @@ class StageInputs(EstimateInputs):
         if not ppo.share_base or lora is None:
             return self.trained("critic", "scalar", ppo.critic_lora)
         if self.params.critic.init == "reward" and reward is not None:
-            targets = {*lora.targets, *reward.targets} if lora.targets and reward.targets else set[str]()
-            lora = lora.model_copy(update={"rank": lora.rank + reward.rank, "targets": tuple(sorted(targets))})
+            lora = reward.stacked_with(lora)
         return self.trained("critic", "scalar", lora, owns_backbone=False)
 
     def reward_models(self) -> list[ModelRole]:

@@ -28,7 +28,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         seed: Determines the random half of every adapter.
 
     Raises:
-        ModelError: ``config.targets`` names something that is not a linear layer.
+        ModelError: ``config.targets`` names something that is not a linear layer, or the model has fewer layers than
+            ``config.upper_layers``.
         RlhfError: peft is not installed.
     """
     try:
@@ -41,7 +42,13 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     if unknown:
         raise ModelError(f"{type(model).__name__} has no linear layer {unknown[0]} for lora; it has {sorted(layers)}")
     chosen = sorted(config.targets or layers)
-    settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen, lora_dropout=0.0)
+    depth = model.config.get_text_config().num_hidden_layers
+    if config.upper_layers is not None and config.upper_layers > depth:
+        raise ModelError(f"lora.upper_layers is {config.upper_layers}, but {type(model).__name__} has {depth} layers")
+    upper = list(range(depth - config.upper_layers, depth)) if config.upper_layers is not None else None
+    settings = peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, target_modules=chosen, layers_to_transform=upper, lora_dropout=0.0
+    )
     model.requires_grad_(False)
     if config.quantize is not None:
         pack_linear_layers(model)

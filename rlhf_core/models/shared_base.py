@@ -70,8 +70,6 @@ def stacked(first: Adapters, second: Adapters) -> Adapters:
     stacked matrices; the scales alpha / rank go into B, so that the combined scale is 1.
     """
     names = sorted({name for name in (*first.tensors, *second.tensors) if LORA_A in name})
-    rank = first.lora.rank + second.lora.rank
-    layers = {name.partition(f".{LORA_A}")[0].rpartition(".")[2] for name in names}
     tensors = {name: tensor for name, tensor in second.tensors.items() if "lora_" not in name}
     for name in names:
         other = name.replace(LORA_A, LORA_B)
@@ -83,8 +81,7 @@ def stacked(first: Adapters, second: Adapters) -> Adapters:
         ]
         tensors[name] = torch.cat([a for a, _ in filled], dim=0)
         tensors[other] = torch.cat([b for _, b in filled], dim=1)
-    lora = LoraConfig(rank=rank, alpha=rank, targets=tuple(sorted(layers)), quantize=first.lora.quantize)
-    return Adapters(tensors, lora, first.base)
+    return Adapters(tensors, first.lora.stacked_with(second.lora), first.base)
 
 
 def _scaled(adapters: Adapters, a: str, b: str) -> tuple[Tensor, Tensor] | None:

@@ -126,6 +126,15 @@ def test_it_trains_any_model_and_leaves_the_given_one_alone(
     assert same(weights(model), before) and tokenizer.chat_template == template
 
 
+def test_no_steps_of_sft_keep_the_model(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    model, tokenizer = llama
+    rows = [{"prompt": "a", "completion": "b"}] * 3
+    run = rlhf.train_sft(model, tokenizer, rows, config=rlhf.SftConfig(steps=0, max_tokens=64))
+    assert same(weights(run.model), weights(model))
+    assert run.metrics["perplexity"] == run.metrics["perplexity_before"] > 1
+    assert "train_loss" not in run.metrics
+
+
 def test_a_reward_model_may_be_the_reward(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
     model, tokenizer = llama
     reward = rlhf.ScalarModel.from_causal_lm(model, 5)

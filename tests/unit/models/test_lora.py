@@ -144,3 +144,32 @@ def test_on_a_shared_backbone_adapters_and_the_value_head_are_trained(tmp_path: 
     assert moved and all("lora_" in name for name in moved)
     assert not torch.equal(trainer.learner.pair.model.score.weight, head)  # type: ignore[attr-defined]
     assert trainer.history.rows()[-1]["kl"] != 0.0  # the reference has not moved along
+
+
+@needs_peft
+def test_adapters_of_upper_layers_leave_the_lower_ones_without_a_gradient() -> None:
+    tiny = make_tiny()
+    add_adapters(tiny.policy, LORA.model_copy(update={"upper_layers": 1}), seed=1)
+    trainable = [name for name, p in tiny.policy.named_parameters() if p.requires_grad]
+    # Of two layers only the one next to the head: seven matrices, each with an A and a B.
+    assert len(trainable) == 7 * 2 and all(".layers.1." in name for name in trainable)
+    states: list[Tensor] = []
+    tiny.policy.model.layers[0].register_forward_hook(lambda module, inputs, output: states.append(output))
+    tiny.policy(input_ids=IDS).logits.sum().backward()
+    assert not states[0].requires_grad
+
+
+@needs_peft
+def test_more_upper_layers_than_there_are_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"upper_layers is 3, but LlamaForCausalLM has 2 layers"):
+        add_adapters(make_tiny().policy, LORA.model_copy(update={"upper_layers": 3}), seed=1)
+
+
+def test_stacked_adapters_reach_the_deeper_of_both() -> None:
+    four, six = (LORA.model_copy(update={"upper_layers": depth}) for depth in (4, 6))
+    assert four.stacked_with(six) == LoraConfig(rank=4, alpha=4, upper_layers=6)
+    assert six.stacked_with(four).upper_layers == 6
+    assert four.stacked_with(LORA).upper_layers is None
+    queries, values = (LORA.model_copy(update={"targets": (name,)}) for name in ("q_proj", "v_proj"))
+    assert queries.stacked_with(values).targets == ("q_proj", "v_proj")
+    assert queries.stacked_with(LORA).targets == ()
