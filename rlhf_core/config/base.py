@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
 from rlhf_core.config.model import StageConfig
 
 
 class BaseConfig(StageConfig):
     """``source: scratch`` makes a tokenizer and a tiny Llama; anything else is a folder, a ``.gguf`` file or a hub id.
+
+    ``dtype: auto`` is bfloat16 where the device multiplies it natively, else float32.
 
     A pretrained model is trained with learning rates that suit it. ``allow_high_learning_rates`` lets others pass.
     """
@@ -24,4 +26,4 @@ class BaseConfig(StageConfig):
     layers: PositiveInt = 3
     heads: PositiveInt = 4
     max_positions: PositiveInt = 512
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32")
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"

@@ -10,7 +10,7 @@ from rlhf_core.config.loading.load import Params
 from rlhf_core.errors import RlhfError
 from rlhf_core.memory.estimate import MemoryEstimate, StageEstimate
 from rlhf_core.memory.inputs import EstimateInputs
-from rlhf_core.memory.sharding import launch_of
+from rlhf_core.memory.sharding import launch_of, planned_precision
 from rlhf_core.memory.stages import estimate_stage
 from rlhf_core.sampling.token_scoring import MICRO_BATCH
 
@@ -158,7 +158,7 @@ def _candidates(params: Params, before: StageEstimate) -> tuple[list[Changes], .
         offloading.append(_deepspeed(launch, zero=3, offload="parameters"))
     # Either engine keeps float32 copies of what is trained; ZeRO 0 is refused.
     unsharded = layout.engine == "deepspeed" and layout.zero == 0
-    half_precision = params.base.dtype == "float32" and not (trains and unsharded)
+    half_precision = planned_precision(params) == "float32" and not (trains and unsharded)
     unadapted = [path for path in ADAPTERS.get(stage, ()) if _setting(params, path) is None]
     return (
         fewer_replies,

@@ -12,7 +12,7 @@ from rich.table import Table
 from rlhf_core.memory.advice import MemoryAdvice
 from rlhf_core.memory.dry_run import ModelVariant, model_size
 from rlhf_core.memory.estimate import MemoryEstimate, StageEstimate
-from rlhf_core.memory.sharding import GIB, ParallelLayout
+from rlhf_core.memory.sharding import GIB, ParallelLayout, planned_precision
 from rlhf_core.memory.tensor_memory import MEMORY_KINDS, MemoryUse
 
 MIB = 1 << 20
@@ -62,14 +62,14 @@ def gib(size: float) -> str:
 
 def _policy_parameters(estimate: MemoryEstimate) -> int:
     inputs = estimate.inputs
-    return model_size(ModelVariant(inputs.architecture, "causal_lm", inputs.params.base.dtype)).parameters
+    return model_size(ModelVariant(inputs.architecture, "causal_lm", planned_precision(inputs.params))).parameters
 
 
 def _heading(estimate: MemoryEstimate) -> str:
     inputs = estimate.inputs
     config, lengths = inputs.architecture.config(None), inputs.lengths
     return (
-        f"model   {_policy_parameters(estimate) / 1e6:.1f} M parameters in {inputs.params.base.dtype}: "
+        f"model   {_policy_parameters(estimate) / 1e6:.1f} M parameters in {planned_precision(inputs.params)}: "
         f"{inputs.architecture.layers} layers, hidden {config.hidden_size}, vocabulary {config.vocab_size}"
         f"{', tied' if config.tie_word_embeddings else ''}\n"
         f"tokens  prompt {lengths.prompt} + reply {inputs.params.ppo.max_new_tokens}, SFT "

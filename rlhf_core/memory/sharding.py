@@ -18,6 +18,7 @@ from rlhf_core.config.loading.load import Params
 from rlhf_core.memory.dry_run import ModelSize
 from rlhf_core.memory.tensor_memory import MemoryUse
 from rlhf_core.models.nf4 import BLOCK
+from rlhf_core.models.precision import weights_precision
 from rlhf_core.training.engine.zero_config import zero_config
 
 GIB = 1 << 30
@@ -77,6 +78,12 @@ def launch_of(params: Params, stage: str) -> LaunchConfig:
     return {str(name): launch for name, launch in params.compute.launch.items()}.get(stage, LaunchConfig())
 
 
+def planned_precision(params: Params) -> Literal["float32", "bfloat16"]:
+    """``base.dtype``, of which ``auto`` is that of this machine, or of a GPU where the plan is for one."""
+    for_gpu = params.plan.gpu_memory_gb is not None and params.base.dtype == "auto"
+    return "bfloat16" if for_gpu else weights_precision(params.base.dtype)
+
+
 def parallel_layout(params: Params, stage: str, root: Path) -> ParallelLayout:
     """The layout of ``stage`` in the precision of the starting model; a DeepSpeed file lies relative to ``root``.
 
@@ -84,7 +91,7 @@ def parallel_layout(params: Params, stage: str, root: Path) -> ParallelLayout:
         ConfigError: DeepSpeed's engine would refuse the settings.
     """
     launch = launch_of(params, stage)
-    precision = params.base.dtype
+    precision = planned_precision(params)
     zero: Mapping[str, Any] = {}
     if launch.engine == "deepspeed":
         zero = zero_config(launch, getattr(torch, precision), None, root)["zero_optimization"]

@@ -23,6 +23,7 @@ from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.float32_head import float32_unembedding, use_float32_unembedding
 from rlhf_core.models.forward import embedding_weight
 from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, save_folder
+from rlhf_core.models.precision import weights_precision
 from rlhf_core.models.stop_tokens import complete_generation_config
 
 PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
@@ -78,7 +79,7 @@ def new_model(config: BaseConfig, tokenizer: PreTrainedTokenizerBase, seed: int)
         torch.manual_seed(seed)
         model = LlamaForCausalLM(shape)
     for parameter in model.parameters():  # not the buffers: rotations by rounded frequencies would be other ones
-        parameter.data = parameter.data.to(getattr(torch, config.dtype))
+        parameter.data = parameter.data.to(getattr(torch, weights_precision(config.dtype)))
     use_float32_unembedding(model)
     return model
 

@@ -81,7 +81,9 @@ def stacked(first: Adapters, second: Adapters) -> Adapters:
         ]
         tensors[name] = torch.cat([a for a, _ in filled], dim=0)
         tensors[other] = torch.cat([b for _, b in filled], dim=1)
-    return Adapters(tensors, first.lora.stacked_with(second.lora), first.base)
+    targets = sorted({name.partition(f".{LORA_A}")[0].rpartition(".")[2] for name in names})
+    lora = first.lora.stacked_with(second.lora).model_copy(update={"targets": tuple(targets)})
+    return Adapters(tensors, lora, first.base)
 
 
 def _scaled(adapters: Adapters, a: str, b: str) -> tuple[Tensor, Tensor] | None:

@@ -16,6 +16,7 @@ from rlhf_core.errors import DataError, ModelError
 from rlhf_core.fingerprint import starting_model
 from rlhf_core.models.base import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.models.gguf import is_gguf, load_gguf
+from rlhf_core.models.precision import weights_precision
 from rlhf_core.models.stop_tokens import with_stop_tokens
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.rng import derive_seed
@@ -40,7 +41,7 @@ def run(config: BaseConfig, inputs: Paths, outputs: Paths, context: RunContext) 
         )
         model: PreTrainedModel = new_model(config, tokenizer, derive_seed(config.seed, "base", "weights"))
     else:
-        source, dtype = _source(config.source), getattr(torch, config.dtype)
+        source, dtype = _source(config.source), getattr(torch, weights_precision(config.dtype))
         model, tokenizer = (
             load_gguf(Path(source), dtype) if is_gguf(source) else load_policy(source, dtype, config.revision)
         )

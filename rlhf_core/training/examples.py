@@ -57,7 +57,7 @@ def tokenised_examples(
     return kept, len(examples) - len(kept)
 
 
-def collate(prompts: Sequence[list[int]], replies: Sequence[list[int]], pad: int) -> ReplyBatch:
+def collate(prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]], pad: int) -> ReplyBatch:
     """Pad rows on the right and mark their reply positions. Prompt and padding have no target."""
     ids, mask = right_pad([[*p, *r] for p, r in zip(prompts, replies, strict=True)], pad)
     starts = torch.tensor([len(p) for p in prompts]).unsqueeze(1)

@@ -27,7 +27,7 @@ BASE = "seed: 3\nsft:\n  steps: 5  # few\n  optimizer:\n    lr: 1e-3\n"
         ({"pppo": {}}, "unknown parameter 'pppo'; did you mean 'ppo'?"),
         ({"ppo": {"kl": {"coeficient": 0.1}}}, "unknown parameter 'ppo.kl.coeficient'; did you mean 'coefficient'?"),
         ({"sft": {"steps": "ten"}}, "parameter 'sft.steps': input should be a valid integer (got 'ten')"),
-        ({"sft": {"steps": 0}}, "parameter 'sft.steps': input should be greater than 0 (got 0)"),
+        ({"sft": {"steps": -1}}, "parameter 'sft.steps': input should be greater than or equal to 0 (got -1)"),
         ({"ppo": {"kl": {"estimator": "k3"}}}, "does not give the gradient of the KL"),
         ({"ppo": {"batch_size": 63}}, "batch_size 63 is not a multiple of minibatches 2"),
         ({"pools": {"ppo": {"pool": "g", "gpuz": 1}}}, "unknown parameter 'pools.ppo.gpuz'; did you mean 'gpus'?"),

@@ -167,10 +167,10 @@ class Params(Strict):
     def _updates_do_not_vanish(self) -> Params:
         """Small updates of bfloat16 weights round to nothing unless float32 masters take them (docs/engines.md)."""
         for stage, launch in self.compute.launch.items():
-            if self.base.dtype == "bfloat16" and launch.engine == "deepspeed" and launch.zero == 0:
+            if self.base.dtype != "float32" and launch.engine == "deepspeed" and launch.zero == 0:
                 raise ValueError(
-                    f"compute.launch.{stage}.zero 0 keeps no float32 master weights of a base.dtype bfloat16 model, "
-                    "whose small updates would round to nothing: use zero 1, 2 or 3, or engine local"
+                    f"compute.launch.{stage}.zero 0 keeps no float32 master weights of a base.dtype {self.base.dtype} "
+                    "model, whose small updates would round to nothing: use zero 1, 2 or 3, or engine local"
                 )
         return self
 

@@ -28,7 +28,7 @@ from rlhf_core.training.losses import centering_loss, pairwise_loss, token_cross
 from rlhf_core.training.rng import derive_seed
 
 Rewards = npt.NDArray[np.float64]
-SCORING_ROWS = 128
+SCORING_ROWS, SCORING_TOKENS = 128, 16384
 CURVE_PAIRS = 512
 
 
@@ -193,17 +193,27 @@ def imitation_loss(model: ScalarModel, hidden: Tensor, batch: ReplyBatch, total:
 
 @torch.no_grad()
 def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int) -> PairScores:
-    """Score all pairs, in batches of similar length; the rewards are in the order of ``pairs``."""
+    """Score all pairs; the rewards are in the order of ``pairs``.
+
+    Sequences are batched by their own length, since the two of a pair often differ much, and one that several pairs
+    share is scored once.
+    """
     was_training = model.training
     model.eval()
-    chosen, rejected = np.zeros(len(pairs)), np.zeros(len(pairs))
-    order = by_length([pair.length for pair in pairs])
-    for rows, weight in passes(order, SCORING_ROWS // 2):
-        batch = pair_batch([pairs[row] for row in rows], pad, next(model.parameters()).device)
-        scores = model.last_token_scores(batch.input_ids, batch.attention_mask).double().cpu().numpy()
+    replies = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    keys = [(tuple(pair.prompt), tuple(reply)) for pair, reply in zip([*pairs, *pairs], replies, strict=True)]
+    sequences = list(dict.fromkeys(keys))
+    lengths = [len(prompt) + len(reply) for prompt, reply in sequences]
+    size = max(1, min(SCORING_ROWS, SCORING_TOKENS // max(lengths)))
+    scores = torch.zeros(len(sequences), dtype=torch.float64)
+    device = next(model.parameters()).device
+    for rows, weight in passes(by_length(lengths), size):
+        batch = collate([sequences[row][0] for row in rows], [sequences[row][1] for row in rows], pad)
+        values = model.last_token_scores(batch.input_ids.to(device), batch.attention_mask.to(device))
         if weight:
-            chosen[rows], rejected[rows] = scores[: len(rows)], scores[len(rows) :]
+            scores[rows] = values.double().cpu()
     model.train(was_training)
-    # Each rank has scored its own pairs and left zeros at the others.
-    both = distributed.all_reduce_sum(torch.from_numpy(np.stack([chosen, rejected]))).numpy()
-    return PairScores(both[0], both[1])
+    # Each rank has scored its own sequences and left zeros at the others.
+    of_sequence = dict(zip(sequences, distributed.all_reduce_sum(scores).tolist(), strict=True))
+    both = np.array([of_sequence[key] for key in keys])
+    return PairScores(*np.split(both, 2))

@@ -15,7 +15,7 @@ from rlhf_core.models.base import load_policy, new_model, save_policy, train_tok
 from rlhf_core.models.float32_head import Float32Linear, float32_unembedding, use_float32_unembedding
 from rlhf_core.models.forward import hidden_states, selected_logits
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.precision import allow_tf32, matmul_precision
+from rlhf_core.models.precision import allow_tf32, matmul_precision, weights_precision
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.token_scoring import Tokens, policy_and_values, response_log_distribution
 
@@ -96,3 +96,20 @@ def test_float32_weights_on_a_gpu_are_multiplied_in_tf32_where_it_is_allowed(
     torch.backends.cuda.matmul.allow_tf32 = allowed
     assert matmul_precision(model) == precision
     torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        ({"avx512_bf16": True}, "bfloat16"),
+        ({"amx_bf16": True, "avx512_bf16": False}, "bfloat16"),
+        ({"avx2": True}, "float32"),
+    ],
+)
+def test_auto_is_bfloat16_where_the_processor_multiplies_it(
+    capabilities: dict[str, bool], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr("rlhf_core.distributed.device", lambda: torch.device("cpu"))
+    assert weights_precision("auto") == expected
+    assert weights_precision("float32") == "float32" and weights_precision("bfloat16") == "bfloat16"

@@ -115,6 +115,30 @@ def test_pair_loss_adds_up_over_parts(scalar, rows) -> None:  # type: ignore[no-
     assert figures["loss"] == pytest.approx(whole.item(), rel=1e-6)
 
 
+def test_a_sequence_that_pairs_share_is_scored_once_and_rewards_keep_their_order(scalar, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    prompt, best, long = [7, 8], [9, 10, 4], [11, 12, 13, 14, 15, 16, 4]
+    pairs = [
+        TokenisedPair(0, prompt, best, long),
+        TokenisedPair(1, prompt, best, [17, 4]),
+        TokenisedPair(2, [7], best, long),
+    ]
+    passed: list[list[int]] = []
+    forward = type(scalar).last_token_scores
+
+    def counted(self, ids, mask):  # type: ignore[no-untyped-def]
+        passed.extend(row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True))
+        return forward(self, ids, mask)
+
+    monkeypatch.setattr(type(scalar), "last_token_scores", counted)
+    scores = score_pairs(scalar, pairs, 0)
+    assert len(passed) == 5 and len({tuple(row) for row in passed}) == 5
+    assert scores.chosen[0] == scores.chosen[1] != scores.chosen[2]
+    for pair, chosen, rejected in zip(pairs, scores.chosen, scores.rejected, strict=True):
+        for reply, score in ((pair.chosen, chosen), (pair.rejected, rejected)):
+            ids = torch.tensor([[*pair.prompt, *reply]])
+            assert score == pytest.approx(forward(scalar, ids, torch.ones_like(ids)).item(), abs=1e-5)
+
+
 def test_the_imitation_term_reads_chosen_replies_only(scalar) -> None:  # type: ignore[no-untyped-def]
     def imitation(rejected: list[int]) -> float:
         pairs = [TokenisedPair(0, [7, 8], [9, 10, 4], rejected)]
