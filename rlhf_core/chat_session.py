@@ -14,6 +14,7 @@ from rlhf_core.data.chat import decode_reply, encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
 from rlhf_core.models.base import load_policy
+from rlhf_core.sampling.decoding_layers import decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms
 from rlhf_core.sampling.generation import evaluation_generate
 
@@ -65,7 +66,8 @@ class ChatSession:
         sampling = EvaluationSampling.for_tokenizer(self.tokenizer, self.sampling)
         stream = None if on_text is None else ReplyStream(self.tokenizer, on_text)
         on_tokens = None if stream is None else stream.add
-        rollout = evaluation_generate(self.model, [ids], uniforms, sampling, on_tokens)
+        with decoding_layers(self.model, 1, self.sampling.max_new_tokens):
+            rollout = evaluation_generate(self.model, [ids], uniforms, sampling, on_tokens)
         reply, _ = decode_reply(self.tokenizer, rollout.replies()[0])
         reply = reply.strip()
         if stream is not None:

@@ -13,6 +13,7 @@ from rlhf_core.data.chat import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.data.sharding import passes
 from rlhf_core.evaluation.reply import Reply, generated_replies
+from rlhf_core.sampling.decoding_layers import decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, philox_uniforms
 from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
 
@@ -52,13 +53,15 @@ def evaluation_replies(
     """
     sampling = EvaluationSampling.for_tokenizer(tokenizer, config)
     sequences: list[list[int]] = []
-    for start in range(0, len(prompts), batch_size):
-        rows = range(start, min(start + batch_size, len(prompts)))
-        ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
-        uniforms = philox_uniforms(seed, rows, config.max_new_tokens)
-        rollout = evaluation_generate(model, ids, uniforms, sampling)
-        sequences += rollout.replies()
-        on_batch(len(rows))
+    starts = range(0, len(prompts), batch_size)
+    with decoding_layers(model, min(batch_size, len(prompts)), len(starts) * config.max_new_tokens):
+        for start in starts:
+            rows = range(start, min(start + batch_size, len(prompts)))
+            ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
+            uniforms = philox_uniforms(seed, rows, config.max_new_tokens)
+            rollout = evaluation_generate(model, ids, uniforms, sampling)
+            sequences += rollout.replies()
+            on_batch(len(rows))
     return generated_replies(tokenizer, sequences)
 
 
@@ -76,11 +79,14 @@ def on_policy_replies(
     """
     sequences: list[list[int]] = []
     rollouts, weights = [], []
-    for rows, weight in passes(list(range(len(prompts))), batch_size):
-        ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
-        rollouts.append(generate(model, ids, philox_uniforms(seed, rows, sampling.max_new_tokens), sampling))
-        weights.append(weight)
-        if weight:
-            sequences += rollouts[-1].replies()
+    shared = list(passes(list(range(len(prompts))), batch_size))
+    largest = max((len(rows) for rows, _ in shared), default=0)
+    with decoding_layers(model, largest, len(shared) * sampling.max_new_tokens):
+        for rows, weight in shared:
+            ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
+            rollouts.append(generate(model, ids, philox_uniforms(seed, rows, sampling.max_new_tokens), sampling))
+            weights.append(weight)
+            if weight:
+                sequences += rollouts[-1].replies()
     replies = generated_replies(tokenizer, distributed.gather_items(sequences))
     return OnPolicyReplies(replies, rollouts, weights, sampling)

@@ -185,11 +185,12 @@ def layer_repeats(architecture: Architecture) -> tuple[int, ...]:
 
 def _repeats(variant: ModelVariant, model: nn.Module) -> dict[int, int]:
     """How often each parameter of a layer counts, by its id."""
-    counts = zip(layer_repeats(variant.architecture), _layers(model), strict=True)
+    counts = zip(layer_repeats(variant.architecture), decoder_layers(model), strict=True)
     return {id(parameter): count for count, layer in counts for parameter in layer.parameters()}
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a built model, in order."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
@@ -217,7 +218,7 @@ def _segmented_by_layers(variant: ModelVariant, model: nn.Module, memory: Tensor
             memory.begin_segment()
 
     with ExitStack() as hooks:
-        for number, layer in enumerate(_layers(model)):
+        for number, layer in enumerate(decoder_layers(model)):
             hooks.callback(layer.register_forward_pre_hook(partial(before_forward, number), with_kwargs=True).remove)
             hooks.callback(layer.register_forward_hook(partial(after_forward, number)).remove)
         yield
@@ -240,7 +241,7 @@ def _built(variant: ModelVariant) -> nn.Module:
             model = kind.from_config(config, dtype=precision, attn_implementation="sdpa")
         except ValueError as error:
             raise ModelError(f"transformers cannot build a {config.model_type} model ({first_line(error)})") from error
-        if len(_layers(model)) != config.num_hidden_layers:
+        if len(decoder_layers(model)) != config.num_hidden_layers:
             raise ModelError(f"the decoder layers of a {config.model_type} model cannot be told from its other parts")
         if variant.head != "causal_lm":
             untied = variant.head == "reward" and not config.tie_word_embeddings

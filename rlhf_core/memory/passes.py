@@ -6,19 +6,22 @@ hidden size, are left out. Passes are remembered, since advice tries many settin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from rlhf_core.memory.dry_run import ModelVariant, Moments, layer_repeats, run_pass
+from rlhf_core.memory.dry_run import ModelVariant, Moments, decoder_layers, layer_repeats, run_pass
 from rlhf_core.memory.sequence_lengths import BatchShape
 from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.models.forward import has_plain_head, hidden_states
 from rlhf_core.models.heads import ScalarModel, last_hidden
 from rlhf_core.ppo.kl import full_kl
+from rlhf_core.sampling.decoding_layers import decoding_layers
 from rlhf_core.sampling.distribution import (
     EvaluationSampling,
     Sampling,
@@ -26,6 +29,7 @@ from rlhf_core.sampling.distribution import (
     inverse_cdf,
     log_distribution,
 )
+from rlhf_core.sampling.kv_cache import BlockCache
 from rlhf_core.sampling.token_scoring import (
     Tokens,
     entropy,
@@ -156,27 +160,45 @@ def generation(model: ModelVariant, rows: int, prompt: int, sampling: Sampling |
     def run(memory: TensorMemory, policy: PreTrainedModel) -> tuple[Tensor, ...]:
         response, logprobs = torch.zeros(rows, reply, dtype=torch.long), torch.zeros(rows, reply)
         uniforms = torch.zeros(rows, reply, dtype=torch.float64)
-        tokens, mask = _full_rows(rows, prompt)
-        _decode(policy, tokens, mask, CountedCache(memory, policy.config))
-        tokens, mask = _full_rows(rows, prompt + reply - 1)
-        cache = CountedCache(memory, policy.config)
-        cache.fill(model, rows, prompt + reply - 1)
-        logits = _decode(policy, tokens[:, -1:], mask, cache)
-        if isinstance(sampling, EvaluationSampling):
-            log_probabilities = evaluation_distribution(logits, tokens[:, prompt:], sampling)
-        else:
-            log_probabilities = log_distribution(logits.unsqueeze(1), sampling, reply - 1).squeeze(1)
-        inverse_cdf(log_probabilities, uniforms[:, -1])
+        with _counted_decoding_layers(memory, model, policy):
+            tokens, mask = _full_rows(rows, prompt)
+            _decode(policy, tokens, mask, CountedCache(memory, policy.config))
+            tokens, mask = _full_rows(rows, prompt + reply - 1)
+            cache = CountedCache(memory, policy.config)
+            cache.fill(model, rows, prompt + reply - 1)
+            logits = _decode(policy, tokens[:, -1:], mask, cache)
+            if isinstance(sampling, EvaluationSampling):
+                log_probabilities = evaluation_distribution(logits, tokens[:, prompt:], sampling)
+            else:
+                log_probabilities = log_distribution(logits.unsqueeze(1), sampling, reply - 1).squeeze(1)
+            inverse_cdf(log_probabilities, uniforms[:, -1])
         return response, logprobs
 
     return run_pass(run, [model.in_inference])
 
 
-class CountedCache(DynamicCache):
+@contextmanager
+def _counted_decoding_layers(memory: TensorMemory, model: ModelVariant, policy: PreTrainedModel) -> Iterator[None]:
+    """Decode with the layers of a GPU: merged adapters and a float32 head, whose weights count as ``other``."""
+    if model.lora is not None and model.lora.quantize is not None:
+        yield  # layers in 4 bits are not merged, and the model at hand stands for them with layers that would be
+        return
+    own = {id(parameter) for parameter in policy.parameters()}
+    with decoding_layers(policy, rows=0, steps=0):
+        counts = dict(zip(decoder_layers(policy), layer_repeats(model.architecture), strict=True))
+        for repeat, part in [(1, policy), *((count, layer) for layer, count in counts.items())]:
+            for parameter in part.parameters():
+                if id(parameter) not in own:
+                    memory.recount(parameter, "other", repeat)
+        memory.restart()
+        yield
+
+
+class CountedCache(BlockCache):
     """A key-value cache that ``memory`` counts as such."""
 
     def __init__(self, memory: TensorMemory, config: PretrainedConfig) -> None:
-        super().__init__(config=config)
+        super().__init__(config)
         self.memory = memory
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -199,7 +221,7 @@ class CountedCache(DynamicCache):
         self.memory.restart()
 
 
-def _decode(policy: PreTrainedModel, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
+def _decode(policy: PreTrainedModel, ids: Tensor, mask: Tensor, cache: BlockCache) -> Tensor:
     """Logits (B, V) after the last of ``ids``, whose positions may as well be the ids themselves here."""
     logits: Tensor = policy(
         input_ids=ids, attention_mask=mask, position_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -66,7 +67,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
 def merge_adapters(model: nn.Module) -> None:
     """Merge the adapters into their weights, unpacked if they were packed, and remove them, in place."""
     unpack_linear_layers(model)
-    for name, layer in list(_adapted(model)):
+    for name, layer in list(adapted_layers(model)):
         layer.merge()
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer.get_base_layer())
@@ -79,7 +80,7 @@ def merge_adapters(model: nn.Module) -> None:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Switch the adapters off inside the block: the model computes as it did without them."""
-    layers = [layer for _, layer in _adapted(model)]
+    layers = [layer for _, layer in adapted_layers(model)]
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for layer in layers:
@@ -107,7 +108,10 @@ class WithoutAdapters:
         return getattr(self.model, name)
 
 
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers of ``model`` that have adapters, by name."""
+    if "peft" not in sys.modules:  # whoever added adapters has imported it; it takes seconds
+        return iter(())
     from peft.tuners.lora import LoraLayer
 
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))

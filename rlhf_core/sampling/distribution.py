@@ -129,7 +129,8 @@ def _forbidden_mask(logits: Tensor, sampling: Sampling, first: int) -> Tensor | 
 
 def inverse_cdf(log_probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """Sample by inverting the cumulative distribution: (B, V), uniforms in [0, 1) float64 (B,) -> token ids (B,)."""
-    cumulative = log_probabilities.double().exp().cumsum(dim=-1)
+    # In place: with a large vocabulary allocating another copy takes as long as a sum.
+    cumulative = log_probabilities.to(torch.float64, copy=True).exp_().cumsum_(dim=-1)
     thresholds = (uniforms * cumulative[:, -1]).unsqueeze(-1)
     # A token of probability zero has the same cumulative value as the one before it, so it is never the first above.
     picked = torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1)

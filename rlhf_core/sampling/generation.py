@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlhf_core.data.chat import left_pad
 from rlhf_core.models.forward import position_ids_from_mask
@@ -22,11 +22,15 @@ from rlhf_core.sampling.distribution import (
     inverse_cdf,
     log_distribution,
 )
+from rlhf_core.sampling.kv_cache import BlockCache
 
 # (logits (b, V), reply tokens so far (b, t)) -> log-probabilities of response position t (b, V)
 Distribution = Callable[[Tensor, Tensor], Tensor]
 OnTokens = Callable[[Tensor], None]
 COMPACT_BELOW = 0.75
+# Steps between looks at which replies have ended. Looking waits for a GPU to finish what was queued; on a CPU looking
+# is free, while a step too many is not. What is computed for ended replies is never kept.
+LOOK_EVERY = {"cpu": 1, "cuda": 8}
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,11 @@ class _Active:
         )
         self.cache, self.logits = out.past_key_values, out.logits[:, -1]
 
+    def append(self, picked: Tensor) -> None:
+        """Add the sampled tokens (b,)."""
+        self.tokens = torch.cat([self.tokens, picked.unsqueeze(1)], dim=1)
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(picked), 1)], dim=1)
+
     def keep(self, kept: Tensor) -> None:
         """Drop finished rows, in the cache too."""
         self.rows, self.tokens, self.mask = self.rows[kept], self.tokens[kept], self.mask[kept]
@@ -130,35 +139,33 @@ def _decode(
         return _trimmed(prompts, prompt_mask, response, logprobs, lengths, finished)
     uniforms = uniforms.to(model.device)
     stop_ids = prompts.new_tensor(sampling.stop_ids)
-    active = _Active(torch.arange(count, device=model.device), DynamicCache(config=model.config), prompts,
+    look_every = 1 if on_tokens is not None else LOOK_EVERY.get(model.device.type, 1)
+    active = _Active(torch.arange(count, device=model.device), BlockCache(model.config), prompts,
                      prompt_mask, prompts.new_empty(0))  # fmt: skip
     active.forward(model, prompts, position_ids_from_mask(prompt_mask))
     for t in range(steps):
         log_probabilities = distribution(active.logits, active.tokens[:, prompts.shape[1] :])
         picked = inverse_cdf(log_probabilities, uniforms[active.rows, t])
-        writing = ~finished[active.rows]
-        rows = active.rows[writing]
-        response[rows, t] = picked[writing]
-        logprobs[rows, t] = log_probabilities.gather(1, picked.unsqueeze(1)).squeeze(1)[writing].float()
+        rows, writing = active.rows, ~finished[active.rows]
+        response[rows, t] = picked.where(writing, response[rows, t])
+        sampled = log_probabilities.gather(1, picked.unsqueeze(1)).squeeze(1).float()
+        logprobs[rows, t] = sampled.where(writing, 0.0)
         if on_tokens is not None:
-            on_tokens(response[rows, t])
-        ended = rows[torch.isin(picked[writing], stop_ids)]
-        finished[ended] = True
-        lengths[ended] = t + 1
-        if t + 1 == steps or bool(finished.all()):
+            on_tokens(picked[writing])
+        ended = writing & torch.isin(picked, stop_ids)
+        finished[rows] |= ended
+        lengths[rows] = lengths[rows].masked_fill(ended, t + 1)
+        if t + 1 == steps:
             break
-        _advance(model, active, picked, finished)
+        active.append(picked)
+        if (t + 1) % look_every == 0:
+            kept = (~finished[rows]).nonzero().squeeze(1)
+            if not len(kept):
+                break
+            if len(kept) <= COMPACT_BELOW * len(rows):
+                active.keep(kept)
+        active.forward(model, active.tokens[:, -1:], active.mask.sum(dim=1, keepdim=True) - 1)
     return _trimmed(prompts, prompt_mask, response, logprobs, lengths, finished)
-
-
-def _advance(model: PreTrainedModel, active: _Active, picked: Tensor, finished: Tensor) -> None:
-    """Append the sampled tokens, drop finished rows where that pays, and run the model on the new tokens."""
-    active.tokens = torch.cat([active.tokens, picked.unsqueeze(1)], dim=1)
-    active.mask = torch.cat([active.mask, active.mask.new_ones(len(picked), 1)], dim=1)
-    kept = (~finished[active.rows]).nonzero().squeeze(1)
-    if len(kept) <= COMPACT_BELOW * len(active.rows):
-        active.keep(kept)
-    active.forward(model, active.tokens[:, -1:], active.mask.sum(dim=1, keepdim=True) - 1)
 
 
 def _trimmed(

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core import distributed
+from rlhf_core.sampling.decoding_layers import decoding_layers
 from rlhf_core.sampling.distribution import Sampling, philox_uniforms
 from rlhf_core.sampling.generation import Rollout, generate
 
@@ -45,11 +46,14 @@ def sample_replies(
         The replies to all prompts, on every rank, equal to those of a single process and batch.
     """
     ids, streams = distributed.shard_for_rank(prompts.ids), distributed.shard_for_rank(prompts.streams)
+    together = batch_size or max(len(ids), 1)
+    starts = range(0, max(len(ids), 1), together)
     parts = []
-    for start in range(0, max(len(ids), 1), batch_size or max(len(ids), 1)):
-        rows = slice(start, start + (batch_size or len(ids)))
-        uniforms = philox_uniforms(prompts.seed, streams[rows], sampling.max_new_tokens)
-        parts.append(generate(policy, ids[rows], uniforms, sampling))
+    with decoding_layers(policy, min(together, len(ids)), len(starts) * sampling.max_new_tokens):
+        for start in starts:
+            rows = slice(start, start + together)
+            uniforms = philox_uniforms(prompts.seed, streams[rows], sampling.max_new_tokens)
+            parts.append(generate(policy, ids[rows], uniforms, sampling))
     own = concatenate(parts, sampling.pad_id)
     rollout = gather_rollout(own, [len(prompt) for prompt in prompts.ids], sampling.pad_id)
     # Inference tensors cannot take part in autograd later, so plain copies go on.

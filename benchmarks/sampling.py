@@ -1,0 +1,107 @@
+"""``python -m benchmarks.sampling FOLDER``: our sampler beside transformers' ``generate``, in turn in one process.
+
+Both sample replies of one length from the whole distribution at temperature 1. Adapters, where asked for, have random
+weights. Printed are the median tokens per second of wall time and of processor time, and their ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlhf_core.config.lora import LoraConfig
+from rlhf_core.models.io import load_model
+from rlhf_core.models.lora import add_adapters
+from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.local import PromptBatch, sample_replies
+
+
+def main() -> int:
+    """Measure with the threads that were asked for, print one table, and exit 0."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sampling", description=__doc__)
+    parser.add_argument("folder", type=Path, help="a Hugging Face folder of a causal language model")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--lora-rank", type=int, default=0, help="adapters on all linear layers; 0: none")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
+    parser.add_argument("--reply", type=int, default=64, help="tokens of each reply")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+
+    dtype = getattr(torch, given.dtype)
+    ours: Any = load_model(AutoModelForCausalLM, given.folder, dtype)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(given.folder, dtype=dtype).to(ours.device).eval()
+    if given.lora_rank:
+        for model in (ours, theirs):
+            _add_random_adapters(model, given.lora_rank)
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(5, ours.config.vocab_size, (given.rows, given.prompt), generator=generator)
+
+    runs = {
+        "rlhf": lambda: _ours(ours, prompts, given.reply),
+        "transformers": lambda: _theirs(theirs, prompts, given.reply),
+    }
+    seconds = _in_turn(runs, given.repeats)
+    tokens = given.rows * given.reply
+    print(
+        f"{given.folder.name}, {given.dtype}, adapters of rank {given.lora_rank}, {given.rows} x {given.reply} tokens"
+    )
+    print(f"threads {given.threads}       wall tokens/s   tokens per processor second")
+    for name, (wall, processor) in seconds.items():
+        print(f"{name:<15} {tokens / wall:14.0f} {tokens / processor:29.0f}")
+    ratios = [theirs_s / ours_s for ours_s, theirs_s in zip(seconds["rlhf"], seconds["transformers"], strict=True)]
+    print(f"{'ratio':<15} {ratios[0]:14.2f} {ratios[1]:29.2f}")
+    return 0
+
+
+def _in_turn(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, tuple[float, float]]:
+    """The median wall and processor seconds of each run, taken in turn after one round to warm up."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    for number in range(repeats + 1):
+        for name, run in runs.items():
+            wall, processor = time.perf_counter(), time.process_time()
+            run()
+            if number:
+                times[name].append((time.perf_counter() - wall, time.process_time() - processor))
+    medians = {
+        name: [sorted(column)[repeats // 2] for column in zip(*rows, strict=True)] for name, rows in times.items()
+    }
+    return {name: (wall, processor) for name, (wall, processor) in medians.items()}
+
+
+def _add_random_adapters(model: Any, rank: int) -> None:
+    add_adapters(model, LoraConfig(rank=rank, alpha=2 * rank), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(0.01 * torch.randn(parameter.shape, generator=generator))
+
+
+def _ours(model: Any, prompts: torch.Tensor, reply: int) -> None:
+    sampling = Sampling(eos_id=1, pad_id=0, max_new_tokens=reply, min_new_tokens=reply)
+    sample_replies(model, PromptBatch(prompts.tolist(), range(len(prompts)), 0), sampling)
+
+
+@torch.inference_mode()
+def _theirs(model: Any, prompts: torch.Tensor, reply: int) -> None:
+    ids = prompts.to(model.device)
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0, temperature=1.0,
+        min_new_tokens=reply, max_new_tokens=reply, pad_token_id=0,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""Decoding token by token: the cache, merged and packed layers, and what must not change with them."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
+from transformers.cache_utils import DynamicLayer
+from unit.ppo.tiny import EOS, Tiny
+
+from rlhf_core.config.lora import LoraConfig
+from rlhf_core.models.float32_head import use_float32_unembedding
+from rlhf_core.models.lora import add_adapters
+from rlhf_core.models.nf4 import NF4Linear
+from rlhf_core.sampling import decoding_layers as layers
+from rlhf_core.sampling import generation
+from rlhf_core.sampling.decoding_layers import PackedLinear, decoding_layers, packing_pays
+from rlhf_core.sampling.distribution import Sampling, inverse_cdf, log_distribution, philox_uniforms
+from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
+from rlhf_core.sampling.kv_cache import BLOCK, BlockCache, BlockLayer
+
+V, STEPS = 29, 40
+SAMPLING = Sampling(
+    eos_id=EOS, pad_id=0, max_new_tokens=STEPS, min_new_tokens=4, forbidden_ids=(0,), other_stop_ids=(5, 9)
+)
+PROMPTS = [[4 + (7 * row + column) % 23 for column in range(2 + 9 * (row % 4))] for row in range(8)]
+SIZES: dict[str, Any] = {
+    "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": None,
+    "eos_token_id": EOS,
+}  # fmt: skip
+CONFIGS = [
+    LlamaConfig(**SIZES),
+    Qwen2Config(**SIZES),
+    MistralConfig(**SIZES, sliding_window=6),
+    Gemma2Config(**(SIZES | {"initializer_range": 0.1}), sliding_window=6, query_pre_attn_scalar=8),
+    GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3, eos_token_id=EOS),
+]
+needs_peft = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="peft is not installed: pip install 'rlhf-pipeline[lora]'"
+)
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None,
+    reason="bitsandbytes is not installed: pip install 'rlhf-pipeline[4bit]'",
+)
+
+
+def build(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    use_float32_unembedding(model)
+    return model
+
+
+def sample(model: PreTrainedModel) -> Rollout:
+    return generate(model, PROMPTS, philox_uniforms(5, range(len(PROMPTS)), STEPS), SAMPLING)
+
+
+@torch.inference_mode()
+def sample_without_cache(model: Any, prompt: list[int], uniforms: Tensor) -> tuple[list[int], list[float]]:
+    """One reply, each token from a forward pass over all tokens before it, without padding."""
+    reply: list[int] = []
+    logprobs: list[float] = []
+    for step in range(STEPS):
+        logits = model(input_ids=torch.tensor([prompt + reply]), use_cache=False).logits[:, -1:]
+        distribution = log_distribution(logits, SAMPLING, step)[:, 0]
+        reply.append(int(inverse_cdf(distribution, uniforms[step : step + 1])))
+        logprobs.append(float(distribution[0, reply[-1]]))
+        if reply[-1] in SAMPLING.stop_ids:
+            break
+    return reply, logprobs
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
+def test_replies_are_those_of_a_forward_pass_over_all_tokens(
+    config: PretrainedConfig, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(config)
+    if packed:
+        monkeypatch.setattr(layers, "PACKED_PARAMETERS", 0)
+    with decoding_layers(model, len(PROMPTS), STEPS):
+        assert any(isinstance(layer, PackedLinear) for layer in model.modules()) == packed
+        rollout = sample(model)
+    assert len(set(rollout.lengths.tolist())) > 2 and int(rollout.lengths.max()) > 8
+    for row, (prompt, uniforms) in enumerate(zip(PROMPTS, philox_uniforms(5, range(8), STEPS), strict=True)):
+        reply, logprobs = sample_without_cache(model, prompt, uniforms)
+        assert rollout.replies()[row] == reply
+        torch.testing.assert_close(rollout.logprobs[row, : len(reply)], torch.tensor(logprobs), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
+def test_the_block_cache_changes_no_bit(config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(config)
+    rollout = sample(model)
+    monkeypatch.setattr(generation, "BlockCache", lambda config: DynamicCache(config=config))
+    concatenated = sample(model)
+    for field in fields(Rollout):
+        assert torch.equal(getattr(rollout, field.name), getattr(concatenated, field.name)), field.name
+
+
+def test_blocks_hold_what_concatenation_holds() -> None:
+    """Over the border of a block, and after rows were dropped in the middle of one."""
+    ours, theirs = BlockLayer(), DynamicLayer()  # type: ignore[no-untyped-call]
+    generator = torch.Generator().manual_seed(0)
+    for new, kept in ((BLOCK - 3, None), (1, None), (1, [0, 2]), (1, None), (1, None), (2 * BLOCK, [1]), (1, None)):
+        rows = 3 if theirs.keys is None else len(theirs.keys)
+        keys, values = torch.randn(2, rows, 2, new, 4, generator=generator)
+        for got, expected in zip(ours.update(keys, values), theirs.update(keys, values), strict=True):
+            assert torch.equal(got, expected)
+            assert got.untyped_storage().nbytes() % (rows * 2 * BLOCK * 4 * 4) == 0
+        if kept is not None:
+            ours.batch_select_indices(torch.tensor(kept))
+            theirs.batch_select_indices(torch.tensor(kept))
+        assert ours.get_seq_length() == theirs.get_seq_length()
+        assert ours.keys is not None and torch.equal(ours.keys, theirs.keys)
+
+
+def test_layers_with_a_window_keep_their_own_cache() -> None:
+    kinds = [type(layer).__name__ for layer in BlockCache(Gemma2Config(**SIZES, sliding_window=6)).layers]
+    assert kinds == ["DynamicSlidingWindowLayer", "BlockLayer"]
+
+
+@pytest.mark.parametrize("every", [3, 8, 100])
+def test_looking_for_ended_replies_less_often_changes_nothing(
+    tiny: Tiny, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uniforms = philox_uniforms(11, range(12), 7)
+    expected = generate(tiny.policy, tiny.prompts[:12], uniforms, tiny.sampling)
+    monkeypatch.setitem(generation.LOOK_EVERY, "cpu", every)
+    rollout = generate(tiny.policy, tiny.prompts[:12], uniforms, tiny.sampling)
+    for name in ("tokens", "attention_mask", "response_mask", "finished"):
+        assert torch.equal(getattr(rollout, name), getattr(expected, name)), name
+    torch.testing.assert_close(rollout.logprobs, expected.logprobs)
+    written: list[int] = []
+    filtered = generation.EvaluationSampling(tiny.sampling)
+    streamed = evaluation_generate(
+        tiny.policy, tiny.prompts[:1], uniforms[:1], filtered, lambda ids: written.extend(ids.tolist())
+    )
+    assert written == streamed.replies()[0]
+
+
+def adapted(dtype: torch.dtype = torch.float32, quantize: Any = None) -> Any:
+    """A model whose adapters change its logits by much."""
+    model = build(LlamaConfig(**SIZES), dtype)
+    add_adapters(model, LoraConfig(rank=4, alpha=8, quantize=quantize), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model(input_ids=torch.arange(4, 28).view(2, 12)).logits.clone()  # type: ignore[no-any-return]
+
+
+@needs_peft
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_adapters_are_merged_while_sampling_and_the_model_is_what_it_was(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = adapted()
+    before, modules = logits(model), dict(model.named_modules())
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if packed:
+        monkeypatch.setattr(layers, "PACKED_PARAMETERS", 0)
+    with pytest.raises(ZeroDivisionError), decoding_layers(model, 8, STEPS):
+        assert not any("lora_" in name for name, _ in model.named_modules())
+        torch.testing.assert_close(logits(model), before, atol=2e-5, rtol=1e-5)
+        _ = 1 / 0
+    after = dict(model.named_modules())
+    assert list(after) == list(modules) and all(after[name] is module for name, module in modules.items())
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trainable
+    assert torch.equal(logits(model), before)
+
+
+@needs_peft
+def test_adapters_that_are_off_are_not_merged() -> None:
+    from rlhf_core.models.lora import adapters_off
+
+    model = adapted()
+    with adapters_off(model), decoding_layers(model, 8, STEPS):
+        off = logits(model)
+    with adapters_off(model):
+        assert torch.equal(off, logits(model))
+
+
+@needs_peft
+@needs_bitsandbytes
+def test_layers_in_four_bits_stay_packed_and_adapted() -> None:
+    model = adapted(quantize="nf4")
+    before = logits(model)
+    with decoding_layers(model, 8, STEPS):
+        assert sum(isinstance(layer, NF4Linear) for layer in model.modules()) == 14
+        assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_the_head_of_a_bfloat16_model_still_gives_float32_logits(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(LlamaConfig(**SIZES), torch.bfloat16)
+    before = logits(model)
+    if packed:
+        monkeypatch.setattr(layers, "PACKED_PARAMETERS", 0)
+    with decoding_layers(model, 8, STEPS):
+        inside = logits(model)
+    assert inside.dtype == torch.float32
+    assert (inside - before).abs().max() <= (0.05 if packed else 0.0)
+
+
+def test_packing_is_left_to_large_models_and_batches() -> None:
+    with torch.device("meta"):
+        large, small = nn.Linear(4000, 2500), nn.Linear(4000, 2499, bias=False)
+    on_cpu: Any = type("Model", (), {"device": torch.device("cpu")})
+    large_model, small_model = on_cpu(), on_cpu()
+    large_model.parameters, small_model.parameters = large.parameters, small.parameters
+    assert packing_pays(large_model, rows=4, steps=16)
+    assert not packing_pays(small_model, rows=64, steps=64)
+    assert not packing_pays(large_model, rows=3, steps=16)
+    assert not packing_pays(large_model, rows=4, steps=15)
+    large_model.device = torch.device("cuda")
+    assert not packing_pays(large_model, rows=4, steps=16)
