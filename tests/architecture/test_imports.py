@@ -159,7 +159,7 @@ def closure(start: str) -> set[str]:
     return seen
 
 
-@pytest.mark.parametrize("stage", ["base", "sft", "reward", "referee", "critic", "ppo"])
+@pytest.mark.parametrize("stage", ["base", "sft", "reward", "referee", "judge", "critic", "ppo"])
 def test_training_never_reaches_gold(stage: str) -> None:
     assert "rlhf_core.world.gold" not in closure(f"rlhf_core.stages.{stage}")
 
