@@ -13,12 +13,24 @@ from flows.pipeline.events import PhaseStarted, RunEnded, RunPlanned, StageEnded
 from flows.pipeline.verdict import JudgeResult, KlEstimate, RunVerdict, Standing
 from flows.stage.outcome import StageOutcome
 
-STAGES = ("collect", "validate", "base", "sft", "reward", "referee", "gate-reward", "critic", "ppo", "evaluate")
+STAGES = (
+    "collect",
+    "validate",
+    "base",
+    "sft",
+    "reward",
+    "referee",
+    "judge",
+    "gate-reward",
+    "critic",
+    "ppo",
+    "evaluate",
+)
 PROGRESS = "ppo: {}/90 {} s reward 0.3418 kl 1.894 length 22.56\n"
 VERDICT = RunVerdict(
     standing=Standing.NOT_SHOWN_BETTER,
     opponent="champion version 3",
-    judges=(JudgeResult("gold", 0.52, 0.47, 0.57, 320), JudgeResult("referee", 0.6, 0.55, 0.65, 320)),
+    judges=(JudgeResult("gold", 0.52, 0.47, 0.57, 320), JudgeResult("judge", 0.6, 0.55, 0.65, 320)),
     kl=KlEstimate(1.9, 1.7, 2.1),
     not_compared_because="",
     registered="rlhf-reward-model version 1 (as before); rlhf-policy version 4",
