@@ -138,8 +138,19 @@ def test_profiles_for_real_data_control_for_length(profile: str) -> None:
     assert params.reward.length_balance == params.referee.length_balance == params.judge.length_balance == "sampling"
     reward, policy = ({c.metric for c in gate} for gate in (params.gates.reward, params.gates.policy))
     assert "test_accuracy_length_balanced_low95" in reward and "accuracy" not in reward
-    assert "comparison.referee.lc_win_rate_low95" in policy
+    assert {f"{model}.test_accuracy_length_balanced" for model in ("referee", "judge")} <= reward
+    assert {"comparison.judge.win_rate_low95", "comparison.judge.lc_win_rate_low95"} <= policy
     assert check_params(yaml_text.parse((ROOT / "params.yaml").read_text(), "x")).reward.length_balance == "none"
+
+
+@pytest.mark.parametrize("profile", sorted(path.stem for path in (ROOT / "profiles").glob("*.yaml")))
+def test_no_profile_gates_the_policy_by_what_selected_it(profile: str) -> None:
+    overlay = (profile, (ROOT / f"profiles/{profile}.yaml").read_text())
+    params = check_params(yaml_text.parse(merge((ROOT / "params.yaml").read_text(), [overlay]), "params.yaml"))
+    metrics = {condition.metric for condition in params.gates.policy}
+    assert "comparison.judge.win_rate_low95" in metrics
+    assert not [metric for metric in metrics if metric.startswith(("comparison.referee.", "comparison.reward."))]
+    assert params.judge.model_dump() == params.referee.model_dump()
 
 
 def test_each_of_several_problems_has_its_line() -> None:
