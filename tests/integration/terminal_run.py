@@ -13,19 +13,7 @@ from flows.pipeline.events import PhaseStarted, RunEnded, RunPlanned, StageEnded
 from flows.pipeline.verdict import JudgeResult, KlEstimate, RunVerdict, Standing
 from flows.stage.outcome import StageOutcome
 
-STAGES = (
-    "collect",
-    "validate",
-    "base",
-    "sft",
-    "reward",
-    "referee",
-    "judge",
-    "gate-reward",
-    "critic",
-    "ppo",
-    "evaluate",
-)
+STAGES = ("collect", "validate", "base", "sft", "reward", "referee", "gate-reward", "critic", "ppo", "evaluate")
 PROGRESS = "ppo: {}/90 {} s reward 0.3418 kl 1.894 length 22.56\n"
 VERDICT = RunVerdict(
     standing=Standing.NOT_SHOWN_BETTER,
