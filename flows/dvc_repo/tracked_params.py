@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.loading import yaml_text
+from rlhf_core.config.loading.judge_section import add_judge
 from rlhf_core.config.loading.load import PARAMS_FILE, Params
 from rlhf_core.errors import ConfigError
 
@@ -16,7 +17,8 @@ DVC_FILE = "dvc.yaml"
 def check_tracked_params(workspace: Path) -> None:
     """Check that params.yaml has every parameter that a stage of dvc.yaml names.
 
-    The program has defaults for them, but DVC compares what is written in the file.
+    The program has defaults for them, but DVC compares what is written in the file. A file that was written before
+    there was a judge is completed by the referee's settings.
 
     Raises:
         ConfigError: some are left out; the message has the lines to add.
@@ -26,17 +28,20 @@ def check_tracked_params(workspace: Path) -> None:
     if not missing:
         return
     defaults = Params().model_dump(mode="json", by_alias=True)
+    add_judge(document)
     lines: dict[str, Any] = {}
     without_default = []
     for path in missing:
-        value = _default_at(defaults, path)
-        if value is None or value == []:
+        value = _value_at(defaults, path)
+        if _has(document, path):
+            _set(lines, path, _value_at(document, path))
+        elif value is None or value == []:
             without_default.append(path)
         else:
             _set(lines, path, {} if isinstance(value, dict) else value)
     message = [f"{workspace / PARAMS_FILE} leaves out parameters that {DVC_FILE} names, so DVC would refuse its stages"]
     if lines:
-        message.append("add these, which are the defaults, to their sections:")
+        message.append("add these, which are the defaults (of the judge: what the referee has), to their sections:")
         message += [f"  {line}" for line in yaml_text.dump(lines).splitlines()]
     if without_default:
         message.append(
@@ -68,10 +73,10 @@ def _has(document: Any, path: str) -> bool:
     return True
 
 
-def _default_at(defaults: Any, path: str) -> Any:
+def _value_at(document: Any, path: str) -> Any:
     for part in path.split("."):
-        defaults = defaults.get(part) if isinstance(defaults, Mapping) else None
-    return defaults
+        document = document.get(part) if isinstance(document, Mapping) else None
+    return document
 
 
 def _set(lines: dict[str, Any], path: str, value: Any) -> None:

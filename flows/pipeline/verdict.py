@@ -11,6 +11,7 @@ from typing import Any
 from flows.registry.decisions import PromotionDecision
 from flows.stage.outcome import StageOutcome, failed_conditions
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
+from rlhf_core.evaluation.judges.final import final_judges, stand_in_note
 from rlhf_core.files import read_json
 
 EVALUATE_STAGE = "evaluate"
@@ -18,8 +19,6 @@ REPORT_STAGE = "report"
 EVALUATION = Path("metrics") / "evaluation.json"
 KL_KEYS = ("kl", "kl_low95", "kl_high95")
 REPORT = "report.html"
-# The reward model is what the policy was optimised against, so its opinion is no evidence.
-OPTIMISED_AGAINST = "reward"
 EVEN_WIN_RATE = 0.5
 
 
@@ -79,7 +78,8 @@ class RunVerdict:
 
     Attributes:
         opponent: ``SFT`` or ``champion version N``; empty if nothing was compared.
-        judges: one result per judge that the policy was not optimised against; empty if nothing was compared.
+        judges: one result per judge that the policy was neither trained on nor selected by, or in evaluations of
+            earlier versions the referee's for the judge's; empty if nothing was compared.
         not_compared_because: the failure that ended the run before the evaluation, else empty.
         registered: what was registered and what was refused, in one line.
         promotion: whether the policy was promoted and why, in one line.
@@ -105,6 +105,11 @@ class RunVerdict:
         if self.standing is Standing.NOT_COMPARED:
             return f"no verdict: {self.not_compared_because}"
         return f"{self.standing} than {self.opponent}"
+
+    @property
+    def caveat(self) -> str:
+        """Say that the referee, which selected the checkpoint, stands in for the judge; empty where it does not."""
+        return stand_in_note(result.judge for result in self.judges)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> RunVerdict:
@@ -159,18 +164,17 @@ def reach_verdict(
 
 
 def judge_results(comparison: Mapping[str, Mapping[str, float]]) -> tuple[JudgeResult, ...]:
-    """Return the results of an evaluation or a match by judge, without the reward model's."""
+    """Return the results of the judges that decide: not the reward model's, nor beside a judge the referee's."""
     return tuple(
         JudgeResult(
             name,
-            result["win_rate"],
-            result["win_rate_low95"],
-            result["win_rate_high95"],
-            int(result["prompts"]),
-            result.get("lc_win_rate"),
+            comparison[name]["win_rate"],
+            comparison[name]["win_rate_low95"],
+            comparison[name]["win_rate_high95"],
+            int(comparison[name]["prompts"]),
+            comparison[name].get("lc_win_rate"),
         )
-        for name, result in sorted(comparison.items())
-        if name != OPTIMISED_AGAINST
+        for name in final_judges(comparison)
     )
 
 

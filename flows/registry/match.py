@@ -18,6 +18,7 @@ from flows.supervision.processes import start_supervised
 from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.errors import RlhfError
+from rlhf_core.evaluation.judges.final import judging_model, stand_in_note
 from rlhf_core.files import atomic_write_json, read_json, sha256_file
 
 if TYPE_CHECKING:
@@ -29,12 +30,13 @@ MATCH_TAG = "match"
 
 
 def match_question(workspace: Path, challenger: ModelVersion, champion: ModelVersion) -> dict[str, Any]:
-    """What a match is about: models, prompts, referee and settings. While it is the same, so is the result."""
+    """What a match is about: models, prompts, judge and settings. While it is the same, so is the result."""
+    judge = judging_model(workspace)
     return {
         "challenger": challenger.tags[CONTENT_TAG],
         "champion": champion.tags[CONTENT_TAG],
         "prompts": recorded_hash(workspace, "data/clean"),
-        "referee": recorded_hash(workspace, "models/referee"),
+        judge: recorded_hash(workspace, f"models/{judge}"),
         "settings": load_section(workspace, "evaluate", EvaluateConfig).model_dump(mode="json"),
     }
 
@@ -85,7 +87,8 @@ def play_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, A
 def wins(match: Mapping[str, Any], bar: float) -> tuple[bool, str]:
     """Whether every judge's lower 95 % bound of the challenger's win rate exceeds ``bar``, and the bounds in words.
 
-    A bound equal to the bar does not do: two identical models tie everywhere, at exactly one half.
+    A bound equal to the bar does not do: two identical models tie everywhere, at exactly one half. Where the referee
+    stood in for the judge, the words say so.
     """
     judges = match.get("comparison") or {}
     if not judges:
@@ -94,6 +97,8 @@ def wins(match: Mapping[str, Any], bar: float) -> tuple[bool, str]:
     rates = ", ".join(
         f"{name} win rate {judges[name]['win_rate']:.3f} (at least {low:.3f})" for name, low in sorted(lows.items())
     )
+    note = stand_in_note(lows)
+    rates += f"; {note}" if note else ""
     short = sorted(name for name, low in lows.items() if not low > bar)
     if short:
         return False, f"not above {bar:g} with 95 % confidence by {' and '.join(short)}: {rates}"

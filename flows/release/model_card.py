@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flows.pipeline.verdict import OPTIMISED_AGAINST, JudgeResult, judge_results
+from flows.pipeline.verdict import JudgeResult, judge_results
 from flows.pipeline.verdict_markdown import markdown_text
 from flows.release.evidence import ReleaseEvidence
 from flows.stage.gate_conditions import condition_rows
+from rlhf_core.evaluation.judges.final import SELECTED_BY, TRAINED_ON, stand_in_note
 
 HUB_ID_PARTS = 2
 # Where metrics/evaluation.json has a metric of SFT and of the policy, its name there, and what it says.
@@ -97,9 +98,11 @@ def _judges(evaluation: Mapping[str, Any]) -> str:
         (j.judge, f"{j.win_rate:.3f}", f"{j.low95:.3f} to {j.high95:.3f}", _at_equal_length(j), j.prompts)
         for j in judges
     ]
+    note = stand_in_note(j.judge for j in judges)
     return (
         "Policy against the SFT model that it started from, ties as half a win. The reward model that the policy was "
-        f"optimised against (`{OPTIMISED_AGAINST}`) is no judge.\n\n"
+        f"optimised against (`{TRAINED_ON}`) is no judge"
+        + (f"; {note}.\n\n" if note else f", nor is the one that selected its checkpoint (`{SELECTED_BY}`).\n\n")
         + _table(("judge", "win rate", "95 % interval", "at equal length", "prompts"), rows)
     )
 

@@ -10,7 +10,7 @@ from rlhf_core.config.model import StageConfig, Strict
 
 
 class Condition(Strict):
-    """``metric`` is a dotted path into the metrics, such as ``comparison.referee.win_rate_low95``.
+    """``metric`` is a dotted path into the metrics, such as ``comparison.judge.win_rate_low95``.
 
     Exactly one of the bounds is set. ``at_most_of`` bounds a metric by another: ``max(factor * other, other + slack)``.
     """

@@ -12,7 +12,7 @@ from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.loading.problems import SECRET
 from rlhf_core.config.model import Strict
 
-Trained = Literal["sft", "reward", "referee", "critic", "ppo"]
+Trained = Literal["sft", "reward", "referee", "judge", "critic", "ppo"]
 
 
 def _without_credentials(url: str) -> str:

@@ -38,13 +38,19 @@ class LearningRate:
 
 
 def learning_rates(
-    sft: SftConfig, reward: RewardConfig, referee: RewardConfig, critic: CriticConfig, ppo: PpoConfig
+    sft: SftConfig,
+    reward: RewardConfig,
+    referee: RewardConfig,
+    judge: RewardConfig,
+    critic: CriticConfig,
+    ppo: PpoConfig,
 ) -> list[LearningRate]:
     """The rates of all that trains weights of the base model, or adapters on them."""
     rates = [
         LearningRate("sft.optimizer.lr", sft.optimizer.lr, False),
         LearningRate("reward.optimizer.lr", reward.optimizer.lr, reward.lora is not None),
         LearningRate("referee.optimizer.lr", referee.optimizer.lr, referee.lora is not None),
+        LearningRate("judge.optimizer.lr", judge.optimizer.lr, judge.lora is not None),
         LearningRate("ppo.policy_optimizer.lr", ppo.policy_optimizer.lr, ppo.policy_lora is not None),
     ]
     if ppo.critic_mode == "shared":  # critic pre-training moves a new value head alone

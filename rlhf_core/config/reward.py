@@ -1,4 +1,4 @@
-"""Reward model and referee (algorithms.md §2)."""
+"""Reward model, referee and judge (algorithms.md §2)."""
 
 from __future__ import annotations
 
@@ -47,3 +47,7 @@ class RewardConfig(StageConfig):
 
 class RefereeConfig(RewardConfig):
     """The second reward model, on disjoint data: the policy is selected by it, never trained on it."""
+
+
+class JudgeConfig(RewardConfig):
+    """The third reward model, on disjoint data: it judges the result; nothing is trained or selected by it."""

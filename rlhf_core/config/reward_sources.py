@@ -49,7 +49,7 @@ class ModelSource(SourceConfig):
     """A reward model with the policy's tokenizer, read at the last response token; nothing is tokenised again.
 
     ``path`` is a folder, relative to the workspace. Of the pipeline's own models only ``models/reward`` may score: the
-    referee selects and judges the policy, which must not be trained on it.
+    referee selects the policy and the judge judges it, which must not be trained on either.
     """
 
     kind: Literal["model"] = "model"

@@ -8,10 +8,15 @@ from rlhf_core.config.model import StageConfig, Strict
 
 
 class SplitConfig(Strict):
-    """Shares of prompt groups; a group never spans two splits, in any dataset."""
+    """Shares of prompt groups; a group never spans two splits, in any dataset.
+
+    ``judge`` is the share of training and validation groups whose pairs only the judge sees, ``referee`` the share of
+    the others whose pairs only the referee sees; what remains is the reward model's.
+    """
 
     validation: float = Field(default=0.1, gt=0, lt=0.5)
     test: float = Field(default=0.2, gt=0, lt=0.5)
+    judge: float = Field(default=0.2, gt=0, lt=1)
     referee: float = Field(default=0.5, gt=0, lt=1)
 
 

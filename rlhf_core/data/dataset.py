@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from rlhf_core.config.validate import SplitConfig
 from rlhf_core.data.schema import write_table
-from rlhf_core.data.splits import assign, is_referee, overlap
+from rlhf_core.data.splits import PairUser, assign, overlap, pair_user_of
 from rlhf_core.data.validation import Validated
 
 Tables = dict[str, pa.Table]
@@ -22,7 +22,8 @@ Numbers = dict[str, float]
 def split_tables(clean: Mapping[str, pa.Table], seed: int, config: SplitConfig) -> Tables:
     """Split the clean tables; return them by ``FOLDER/SPLIT``, as they are stored under ``data/clean``.
 
-    ``preferences`` and ``preferences_referee`` share no train or validation group; the test pairs are common.
+    ``preferences`` (the reward model's), ``preferences_referee`` and ``preferences_judge`` share no train or validation
+    group; the test pairs are common.
     Pretraining text of test groups is left out: it may hold the very replies that are tested.
     """
     files: Tables = {}
@@ -33,9 +34,9 @@ def split_tables(clean: Mapping[str, pa.Table], seed: int, config: SplitConfig) 
             files[f"{kind}/{split}"] = table.filter(pa.array(splits == split))
     for split in ("train", "validation"):
         table = files[f"preferences/{split}"]
-        for_referee = np.array([is_referee(g, seed, config) for g in table.column("group").to_pylist()], dtype=bool)
-        files[f"preferences_referee/{split}"] = table.filter(pa.array(for_referee))
-        files[f"preferences/{split}"] = table.filter(pa.array(~for_referee))
+        users = np.array([pair_user_of(g, seed, config) for g in table.column("group").to_pylist()], dtype=object)
+        for user in PairUser:
+            files[f"{user}/{split}"] = table.filter(pa.array(users == user))
     return files
 
 
@@ -46,16 +47,19 @@ def write_splits(folder: Path, files: Tables) -> None:
 
 
 def group_overlap(files: Tables) -> int:
-    """Count groups in more than one split, over all kinds, plus groups shared by reward model and referee."""
+    """Count groups in more than one split, over all kinds, plus groups shared by two of the reward models."""
     by_split: dict[str, set[str]] = {}
     groups = {name: set(table.column("group").to_pylist()) for name, table in files.items()}
     for name, members in groups.items():
         by_split.setdefault(name.split("/")[1], set()).update(members)
-    halves = [
-        set().union(*(groups[f"{half}/{split}"] for split in ("train", "validation")))
-        for half in ("preferences", "preferences_referee")
-    ]
-    return overlap(by_split.values()) + overlap(halves)
+    by_user = [set().union(*(groups[f"{user}/{split}"] for split in ("train", "validation"))) for user in PairUser]
+    return overlap(by_split.values()) + overlap(by_user)
+
+
+def rows_metric(folder: str, split: str) -> str:
+    """Return the name that the number of rows of a file has in ``metrics/data.json``: ``preferences.judge_train``."""
+    kind, _, user = folder.partition("_")
+    return f"{kind}.{user}_{split}" if user else f"{kind}.{split}"
 
 
 def data_metrics(validated: Validated, files: Tables) -> dict[str, Numbers | float]:
@@ -72,11 +76,9 @@ def data_metrics(validated: Validated, files: Tables) -> dict[str, Numbers | flo
             "groups": float(pc.count_distinct(table.column("group")).as_py()),
         }
         for name, part in files.items():
-            folder, split = name.split("/")
-            if folder == kind:
-                numbers[split] = float(part.num_rows)
-            elif kind == "preferences" and folder == "preferences_referee":
-                numbers[f"referee_{split}"] = float(part.num_rows)
+            section, _, metric = rows_metric(*name.split("/")).partition(".")
+            if section == kind:
+                numbers[metric] = float(part.num_rows)
         numbers |= _lengths(kind, table)
         numbers |= {f"failed_{check}": float(n) for check, n in sorted(validated.failed_checks[kind].items())}
         metrics[kind] = numbers

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from enum import StrEnum
 
 from rlhf_core.config.validate import SplitConfig
 
 SPLITS = ("train", "validation", "test")
+
+
+class PairUser(StrEnum):
+    """The folder of the clean data with the training and validation pairs of one of the three reward models."""
+
+    REWARD = "preferences"
+    REFEREE = "preferences_referee"
+    JUDGE = "preferences_judge"
 
 
 def unit_hash(*parts: object) -> float:
@@ -24,9 +33,11 @@ def split_of(group: str, seed: int, config: SplitConfig) -> str:
     return "validation" if position < config.test + config.validation else "train"
 
 
-def is_referee(group: str, seed: int, config: SplitConfig) -> bool:
-    """Return whether a train or validation group's pairs go to the referee instead of the reward model."""
-    return unit_hash("referee", seed, group) < config.referee
+def pair_user_of(group: str, seed: int, config: SplitConfig) -> PairUser:
+    """Return which model the pairs of a train or validation group belong to: the judge's are drawn first."""
+    if unit_hash("judge", seed, group) < config.judge:
+        return PairUser.JUDGE
+    return PairUser.REFEREE if unit_hash("referee", seed, group) < config.referee else PairUser.REWARD
 
 
 def assign(groups: Iterable[str], seed: int, config: SplitConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""Two policies on the same held-out prompts, by judges that neither was trained on: what a promotion is decided on."""
+"""Two policies on the same held-out prompts, by judges that neither was trained on or selected by, for promotions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rlhf_core.data.schema import Message, Prompt, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparison import compare, tie_margin_of
 from rlhf_core.evaluation.generation import evaluation_replies
+from rlhf_core.evaluation.judges.final import MODELS, judging_model
 from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.judge import Judge
 from rlhf_core.evaluation.judges.model import ModelJudge
@@ -25,15 +26,14 @@ from rlhf_core.progress import Progress, progress
 from rlhf_core.world.grammar import is_world
 
 PROMPTS = Path("data") / "clean" / "prompts" / "test.parquet"
-REFEREE = Path("models") / "referee"
 
 
 def run_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, Any]:
     """Compare the model folders ``challenger`` and ``champion`` on the workspace's fixed test prompts.
 
-    The judges are the workspace's referee and, when every prompt is of the synthetic world, the gold judge; never the
-    reward model, which the policy was optimised against. Both models get the evaluation's sampling and the same random
-    numbers.
+    The judges are the workspace's judge and, when every prompt is of the synthetic world, the gold judge; never the
+    reward model, which the policy was optimised against, nor the referee, which selected its checkpoint, unless the
+    workspace has no judge. Both models get the evaluation's sampling and the same random numbers.
 
     Returns:
         ``comparison`` (of the challenger, by judge: win, tie, lose, win_rate, …), ``champion`` and ``challenger`` (text
@@ -44,7 +44,8 @@ def run_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, An
     if not rows:
         raise DataError(f"{workspace / PROMPTS} has no rows; raise validate.split.test")
     prompts = [row.prompt for row in rows]
-    judges: list[Judge] = [ModelJudge.load(workspace / REFEREE, "referee", config.batch_size)]
+    name = judging_model(workspace)
+    judges: list[Judge] = [ModelJudge.load(workspace / MODELS / name, name, config.batch_size)]
     if all(is_world(prompt[-1].content) for prompt in prompts):
         judges.append(GoldJudge())
     with progress(2 * len(prompts), "match") as bar:
@@ -56,13 +57,13 @@ def run_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, An
         scores, baseline = judge.score(prompts, challenger_replies), judge.score(prompts, champion_replies)
         margin = tie_margin_of(judge, config.tie_margin, baseline)
         comparison[judge.name] = compare(scores, baseline, margin, config.bootstrap, config.seed, longer_by).as_dict()
-    folders = {"champion": champion, "challenger": challenger, "referee": workspace / REFEREE}
+    folders = {"champion": champion, "challenger": challenger, name: workspace / MODELS / name}
     return {
         "comparison": comparison,
         "champion": measure_text(champion_replies).as_dict(),
         "challenger": measure_text(challenger_replies).as_dict(),
         "prompts": len(prompts),
-        "content": {name: sha256_tree(folder) for name, folder in folders.items()},
+        "content": {role: sha256_tree(folder) for role, folder in folders.items()},
     }
 
 

@@ -20,6 +20,7 @@ LORA_RANK = 16
 ADAPTERS = {
     "reward": ("reward.lora",),
     "referee": ("referee.lora",),
+    "judge": ("judge.lora",),
     "critic": ("critic.lora",),
     "ppo": ("ppo.policy_lora", "ppo.critic_lora"),
 }
@@ -143,7 +144,7 @@ def _candidates(params: Params, before: StageEstimate) -> tuple[list[Changes], .
     if stage == "sft":
         rows = layout.share(params.sft.batch_size)
         micro_batches += _half("sft.micro_batch_size", min(params.sft.micro_batch_size or rows, rows))
-    if stage in ("reward", "referee"):
+    if stage in ("reward", "referee", "judge"):
         fewer_pairs += _half(f"{stage}.batch.token_budget", getattr(params, stage).batch.token_budget)
     if shardable and layout.gpus > 1:
         # Training state is sharded before frozen models: that costs less communication.

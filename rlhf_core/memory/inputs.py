@@ -95,7 +95,7 @@ class StageInputs(EstimateInputs):
         variant, layout = self.variant(head), replace(self.layout, frozen="device")
         return ModelRole(name, variant, frozen_footprint(model_size(variant).parameters, layout))
 
-    def judge(self, name: Literal["reward", "referee"]) -> ModelRole:
+    def frozen_scalar(self, name: Literal["reward", "referee"]) -> ModelRole:
         """The reward model or referee in PPO: a frozen model, or adapters and a head on the policy's weights."""
         lora = (self.params.reward if name == "reward" else self.params.referee).lora
         if not self.params.ppo.share_base or lora is None:

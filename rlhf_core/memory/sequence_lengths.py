@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.config.loading.load import Params
 from rlhf_core.data.chat import encode_dialogue, encode_prompt, encode_reply, encode_text
 from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_rows
+from rlhf_core.data.splits import PairUser
 from rlhf_core.models.base import load_tokenizer
 
 Row = TypeVar("Row")
@@ -92,7 +93,7 @@ def lengths_from_limits(params: Params, positions: int | None) -> SequenceLength
     checks = params.validate_
     prompt = min(checks.max_prompt_chars // CHARACTERS_PER_TOKEN, most - params.ppo.max_new_tokens)
     text = min((checks.max_prompt_chars + checks.max_reply_chars) // CHARACTERS_PER_TOKEN, most)
-    pair = min(max(params.reward.max_tokens, params.referee.max_tokens), text)
+    pair = min(_longest_pair(params), text)
     demonstration = min(params.sft.max_tokens, text)
     return SequenceLengths(
         prompt=max(params.plan.prompt_tokens or prompt, 1),
@@ -131,10 +132,14 @@ def lengths_of_workspace(root: Path, params: Params, positions: int | None = Non
     return SequenceLengths(
         prompt=params.plan.prompt_tokens or max(len(encode_prompt(tokenizer, row.prompt)) for row in prompts),
         demonstrations=_sorted(demonstrations, params.sft.max_tokens),
-        pairs=_sorted(_pair_lengths(tokenizer, clean), max(params.reward.max_tokens, params.referee.max_tokens)),
+        pairs=_sorted(_pair_lengths(tokenizer, clean), _longest_pair(params)),
         ptx=_sorted(ptx, positions),
         source="the workspace's own data",
     )
+
+
+def _longest_pair(params: Params) -> int:
+    return max(config.max_tokens for config in (params.reward, params.referee, params.judge))
 
 
 def _demonstration_lengths(tokenizer: PreTrainedTokenizerBase, clean: Path) -> list[tuple[int, int]]:
@@ -148,8 +153,8 @@ def _demonstration_lengths(tokenizer: PreTrainedTokenizerBase, clean: Path) -> l
 
 
 def _pair_lengths(tokenizer: PreTrainedTokenizerBase, clean: Path) -> list[tuple[int, int]]:
-    """Tokens of the prompt with the longer reply, and of the chosen reply; of the referee's pairs too."""
-    files = [clean / kind / "train.parquet" for kind in ("preferences", "preferences_referee")]
+    """Tokens of the prompt with the longer reply, and of the chosen reply; of referee and judge too."""
+    files = [clean / user / "train.parquet" for user in PairUser]
     rows = [row for file in files if file.is_file() for row in read_rows(file, Preference)]
     lengths = []
     for row in _longest(rows, lambda row: _prompt_characters(row) + max(len(row.chosen), len(row.rejected))):

@@ -37,9 +37,9 @@ def sft_stage(inputs: StageInputs) -> StageEstimate:
     return _stage("sft", inputs, [policy], phases, _whole(policy))
 
 
-def reward_stage(inputs: StageInputs, stage: Literal["reward", "referee"]) -> StageEstimate:
+def reward_stage(inputs: StageInputs, stage: Literal["reward", "referee", "judge"]) -> StageEstimate:
     """Reward models: token-budget batches of pairs, of which each GPU takes its share in one pass."""
-    config: RewardConfig = inputs.params.reward if stage == "reward" else inputs.params.referee
+    config: RewardConfig = getattr(inputs.params, stage)
     limits, lengths, model = config.batch, inputs.lengths.pairs, inputs.trained(stage, "reward", config.lora)
     batch, pairs = lengths.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
     own = inputs.layout.share(pairs)
@@ -82,7 +82,7 @@ def ppo_stage(inputs: StageInputs) -> StageEstimate:
     trained = [policy, *([critic] if critic else [])]
     reference = inputs.frozen("reference", "causal_lm") if config.policy_lora is None else None
     scorers = [role for role in inputs.reward_models() if role.name != "reward"]
-    scorers += [inputs.judge("reward"), inputs.judge("referee")]
+    scorers += [inputs.frozen_scalar("reward"), inputs.frozen_scalar("referee")]
     frozen = [*([reference] if reference else []), *scorers]
     held = _rollout_tensors(inputs, config.batch_size)
     phases = _rollout_phases(inputs, config.batch_size, policy, critic, reference, trained, scorers)
@@ -127,6 +127,7 @@ STAGES: dict[str, Callable[[StageInputs], StageEstimate]] = {
     "sft": sft_stage,
     "reward": partial(reward_stage, stage="reward"),
     "referee": partial(reward_stage, stage="referee"),
+    "judge": partial(reward_stage, stage="judge"),
     "critic": critic_stage,
     "ppo": ppo_stage,
     "evaluate": evaluate_stage,

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.data.chat_template import bos_expression, refused_dialogues, reply_format
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, read_rows
+from rlhf_core.data.splits import PairUser
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.fingerprint import starting_model
 from rlhf_core.models.base import load_policy, new_model, save_policy, train_tokenizer
@@ -90,12 +91,13 @@ def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
 def training_texts(clean: Path) -> Iterator[str]:
     """Yield the texts of the train splits; a tokenizer trained on test text would lower perplexity there.
 
-    Dialogues are split into turns, as the tokenizer sees them between special tokens.
+    Pairs that only the judge may see are left out. Dialogues are split into turns, as the tokenizer sees them between
+    special tokens.
     """
     for row in read_rows(clean / "demonstrations" / "train.parquet", Demonstration):
         yield from _contents(row.prompt)
         yield row.reply
-    for folder in ("preferences", "preferences_referee"):
+    for folder in (PairUser.REWARD, PairUser.REFEREE):
         for pair in read_rows(clean / folder / "train.parquet", Preference):
             yield from _contents(pair.prompt)
             yield pair.chosen

@@ -62,7 +62,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     del reference
     longer_by = length_differences(policy.replies, sft.replies)
     comparisons = {}
-    names = ("reward", "referee", "gold") if world else ("reward", "referee")
+    names = ("reward", "referee", "judge", "gold") if world else ("reward", "referee", "judge")
     for name in names:
         # One judge at a time: a large one needs the memory of the one before.
         judge: Judge = GoldJudge() if name == "gold" else ModelJudge.load(inputs[name], name, config.batch_size)
@@ -75,7 +75,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     evaluation = Evaluation(prompts, regression_prompts, sft, policy, comparisons)
     metrics = evaluation.metrics(world)
     write_table(outputs.comparisons, pa.Table.from_pylist(evaluation.rows()))
-    # The last judge is the best one there is: gold in the synthetic world, else the referee.
+    # The last judge is the best one there is: gold in the synthetic world, else the one that selected nothing.
     bad_cases = evaluation.bad_cases(names[-1], config.bad_cases)
     atomic_write_text(outputs.bad_cases, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad_cases))
     atomic_write_json(outputs.metrics, metrics)
@@ -95,6 +95,7 @@ STAGE = Stage(
         "policy": "models/policy",
         "reward": "models/reward",
         "referee": "models/referee",
+        "judge": "models/judge",
     },
     outputs={
         "metrics": "metrics/evaluation.json",

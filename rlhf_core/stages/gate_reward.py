@@ -15,13 +15,18 @@ from rlhf_core.training.run_context import RunContext
 def run(config: GatesConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
     """Check ``gates.reward`` against the reward model's metrics.
 
-    ``referee.NAME`` is a metric of the referee, ``agreement.NAME`` one of how far the two agree on the test pairs.
+    ``referee.NAME`` is a metric of the referee, ``judge.NAME`` one of the judge, ``agreement.NAME`` one of how far they
+    agree on the test pairs: reward model and referee under plain names, reward model and judge after ``judge_``.
 
     Raises:
         GateFailed: The gate is enforced and failed (exit code 3). The evidence is written before.
     """
-    atomic_write_json(outputs.metrics, agreement_metrics(inputs.scores, inputs.referee_scores))
-    metrics, evidence = load_metrics(inputs.metrics, referee=inputs.referee_metrics, agreement=outputs.metrics)
+    with_judge = agreement_metrics(inputs.scores, inputs.judge_scores)
+    agreement = agreement_metrics(inputs.scores, inputs.referee_scores)
+    atomic_write_json(outputs.metrics, agreement | {f"judge_{name}": value for name, value in with_judge.items()})
+    metrics, evidence = load_metrics(
+        inputs.metrics, referee=inputs.referee_metrics, judge=inputs.judge_metrics, agreement=outputs.metrics
+    )
     decision = decide("reward", config.reward, metrics, mode=config.mode, evidence=evidence)
     settle(decision, outputs.evidence, outputs.pass_)
     context.tracker.set_tags({"rlhf.gate.reward": "passed" if decision.passed else "failed"})
@@ -36,8 +41,10 @@ STAGE = Stage(
     inputs={
         "metrics": "metrics/reward.json",
         "referee_metrics": "metrics/referee.json",
+        "judge_metrics": "metrics/judge.json",
         "scores": "samples/reward_scores.json",
         "referee_scores": "samples/referee_scores.json",
+        "judge_scores": "samples/judge_scores.json",
     },
     outputs={"evidence": "gates/reward.json", "pass_": "gates/reward.pass", "metrics": "metrics/agreement.json"},
 )

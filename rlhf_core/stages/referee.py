@@ -1,10 +1,11 @@
-"""Referee: a second reward model on disjoint pairs. It selects checkpoints and judges; no reward source uses it."""
+"""Referee: a second reward model on disjoint pairs. It selects checkpoints; no reward source uses it."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from rlhf_core.config.reward import RefereeConfig
+from rlhf_core.data.splits import PairUser
 from rlhf_core.stages.reward import train_reward_model
 from rlhf_core.stages.runtime.contract import Stage
 
@@ -12,7 +13,7 @@ STAGE = Stage(
     name="referee",
     section="referee",
     config=RefereeConfig,
-    run=partial(train_reward_model, name="referee", pairs="preferences_referee"),
+    run=partial(train_reward_model, name="referee", pairs=PairUser.REFEREE),
     inputs={"clean": "data/clean", "sft": "models/sft", "base": "models/base", "pass_": "gates/sft.pass"},
     outputs={
         "model": "models/referee",

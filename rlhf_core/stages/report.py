@@ -15,10 +15,12 @@ from rlhf_core.training.run_context import RunContext
 
 _METRICS = {
     f"{name}_metrics": f"metrics/{name}.json"
-    for name in ("data", "sft", "reward", "referee", "critic", "ppo", "evaluation")
+    for name in ("data", "sft", "reward", "referee", "judge", "critic", "ppo", "evaluation")
 }
 _GATES = {f"{name}_gate": f"gates/{name}.json" for name in ("data", "sft", "reward", "policy")}
-_HISTORIES = {f"{name}_history": f"history/{name}.jsonl" for name in ("sft", "reward", "referee", "critic", "ppo")}
+_HISTORIES = {
+    f"{name}_history": f"history/{name}.jsonl" for name in ("sft", "reward", "referee", "judge", "critic", "ppo")
+}
 _SAMPLES = {
     "comparisons": "samples/comparisons.parquet",
     "bad_cases": "samples/bad_cases.jsonl",

@@ -1,6 +1,6 @@
 """Reward: the model of human preference that PPO optimises against, judged by more than accuracy.
 
-The referee's stage trains and evaluates its model by the same function, on other pairs.
+The stages of referee and judge train and evaluate their models by the same function, each on pairs of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from rlhf_core.config.reward import RewardConfig
+from rlhf_core.data.splits import PairUser
 from rlhf_core.files import atomic_dir, atomic_write_json
 from rlhf_core.models.base import fitting_length, load_tokenizer
 from rlhf_core.stages.runtime.contract import Paths, Stage
@@ -35,7 +36,7 @@ def train_reward_model(
     context: RunContext,
     *,
     name: str,
-    pairs: str,
+    pairs: PairUser,
     describe: Describe | None = None,
 ) -> dict[str, object]:
     """Train a scalar model on preference pairs and write its folder, history, test rewards and metrics.
@@ -51,7 +52,7 @@ def train_reward_model(
     """
     init = inputs[config.init]
     tokenizer = load_tokenizer(init)
-    folders = {"train": pairs, "validation": pairs, "test": "preferences"}
+    folders = {"train": pairs, "validation": pairs, "test": PairUser.REWARD}
     longest = fitting_length(config.max_tokens, init)
     splits = {
         split: read_split(inputs.clean / folder / f"{split}.parquet", tokenizer, longest)
@@ -84,7 +85,7 @@ STAGE = Stage(
     name="reward",
     section="reward",
     config=RewardConfig,
-    run=partial(train_reward_model, name="reward", pairs="preferences", describe=plots_and_baseline),
+    run=partial(train_reward_model, name="reward", pairs=PairUser.REWARD, describe=plots_and_baseline),
     inputs={"clean": "data/clean", "sft": "models/sft", "base": "models/base", "pass_": "gates/sft.pass"},
     outputs={
         "model": "models/reward",

@@ -6,7 +6,7 @@ import shutil
 
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.validate import ValidateConfig
-from rlhf_core.data.dataset import Numbers, Tables, data_metrics, split_tables, write_splits
+from rlhf_core.data.dataset import Numbers, Tables, data_metrics, rows_metric, split_tables, write_splits
 from rlhf_core.data.quarantine import write_quarantine
 from rlhf_core.data.validation import validate_raw
 from rlhf_core.errors import DataError
@@ -75,8 +75,7 @@ def gate_conditions(config: ValidateConfig, files: Tables) -> list[Condition]:
             ),
         ]
     for name in files:
-        folder, split = name.split("/")
-        metric = f"preferences.referee_{split}" if folder == "preferences_referee" else f"{folder}.{split}"
+        metric = rows_metric(*name.split("/"))
         conditions.append(Condition(metric=metric, at_least=1, why="a stage reads this split"))
     return conditions
 

@@ -36,6 +36,19 @@ FLOWS_LAYERS = (
 FLOWS_MAY_USE = {"config", "gates", "errors", "files", "__version__"}
 FLOWS_MAY_ALSO_USE = {
     "flows.cli": {"chat_terminal", "cli"},  # it mounts the core's commands on its own command line
+    "flows.pipeline.verdict": {
+        "evaluation.judges.final.final_judges",
+        "evaluation.judges.final.stand_in_note",
+    },
+    "flows.registry.match": {
+        "evaluation.judges.final.judging_model",
+        "evaluation.judges.final.stand_in_note",
+    },
+    "flows.release.model_card": {
+        "evaluation.judges.final.SELECTED_BY",
+        "evaluation.judges.final.TRAINED_ON",
+        "evaluation.judges.final.stand_in_note",
+    },
     "flows.jobs.remote_client": {"ppo.reward_sources.tracked_files.function_files"},
     "flows.ablation.command": {
         "evaluation.ablation.page.insert",
@@ -159,7 +172,7 @@ def closure(start: str) -> set[str]:
     return seen
 
 
-@pytest.mark.parametrize("stage", ["base", "sft", "reward", "referee", "critic", "ppo"])
+@pytest.mark.parametrize("stage", ["base", "sft", "reward", "referee", "judge", "critic", "ppo"])
 def test_training_never_reaches_gold(stage: str) -> None:
     assert "rlhf_core.world.gold" not in closure(f"rlhf_core.stages.{stage}")
 

@@ -17,7 +17,7 @@ from rlhf_core.config.loading.overlay import merge, profile_text
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "paper-settings.md"
 PROFILES = ("paper-7b", "paper-13b")
-SECTIONS = ("sft", "reward", "referee", "critic", "ppo", "evaluate")
+SECTIONS = ("sft", "reward", "referee", "judge", "critic", "ppo", "evaluate")
 SOURCE = re.compile(r"(as `|code|ours|deviation: |\d(\.\d)*|C\.\d)")
 
 

@@ -22,7 +22,7 @@ def numbers(value: Any) -> list[float]:
     return [value] if isinstance(value, int | float) else []
 
 
-@pytest.mark.parametrize("name", ["data", "sft", "reward", "referee", "critic", "ppo", "evaluation"])
+@pytest.mark.parametrize("name", ["data", "sft", "reward", "referee", "judge", "critic", "ppo", "evaluation"])
 def test_metrics_are_finite_numbers(smoke: SmokeRun, name: str) -> None:
     values = numbers(load(smoke, f"metrics/{name}.json"))
     assert values and all(math.isfinite(v) for v in values)
@@ -41,7 +41,7 @@ def test_evaluation_has_both_judges_and_both_models(smoke: SmokeRun) -> None:
     for model in ("sft", "policy"):
         keys = {"gold", "reward", "length", "repetition", "missing_eos", "perplexity_reference", "distinct_2"}
         assert keys <= set(metrics[model])
-    for judge in ("gold", "referee"):
+    for judge in ("gold", "referee", "judge"):
         result = metrics["comparison"][judge]
         counts = result["win"] + result["tie"] + result["lose"]
         assert counts in (result["prompts"], pytest.approx(1.0))
@@ -55,7 +55,7 @@ def test_models_are_plain_hugging_face_folders(smoke: SmokeRun) -> None:
         folder = smoke.workspace / "models" / name
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert AutoTokenizer.from_pretrained(folder).vocab_size <= model.config.vocab_size
-    for name in ("reward", "referee", "critic"):
+    for name in ("reward", "referee", "judge", "critic"):
         folder = smoke.workspace / "models" / name
         assert AutoModelForSequenceClassification.from_pretrained(folder).config.num_labels == 1
 

@@ -45,6 +45,6 @@ def test_an_experiment_is_run_shown_and_compared(repository: Path) -> None:
     assert "win_rate_low95" in metrics[0] and max(map(len, metrics)) <= 120 and len(metrics) == 2
     output("dvc", "plots", "diff", cwd=repository)
     page = (repository / "dvc_plots" / "index.html").read_text()
-    for title in ("SFT loss", "Accuracy of reward model and referee", "PPO reward", "PPO KL from SFT"):
+    for title in ("SFT loss", "Accuracy of reward model, referee and judge", "PPO reward", "PPO KL from SFT"):
         assert title in page
     assert output("git", "status", "--porcelain", cwd=repository).split() == ["M", "dvc.lock", "M", "params.yaml"]

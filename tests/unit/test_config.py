@@ -12,7 +12,9 @@ from rlhf_core.config.health.rule_changes import rules_for
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import Params, check_params, load_section
 from rlhf_core.config.loading.overlay import merge, workspace_name
+from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.reward import JudgeConfig
 from rlhf_core.config.sft import SftConfig
 from rlhf_core.errors import ConfigError
 
@@ -133,11 +135,22 @@ def test_a_gate_that_files_can_never_pass_is_refused_before_anything_is_trained(
 def test_profiles_for_real_data_control_for_length(profile: str) -> None:
     overlay = (profile, (ROOT / f"profiles/{profile}.yaml").read_text())
     params = check_params(yaml_text.parse(merge((ROOT / "params.yaml").read_text(), [overlay]), "params.yaml"))
-    assert params.reward.length_balance == params.referee.length_balance == "sampling"
+    assert params.reward.length_balance == params.referee.length_balance == params.judge.length_balance == "sampling"
     reward, policy = ({c.metric for c in gate} for gate in (params.gates.reward, params.gates.policy))
     assert "test_accuracy_length_balanced_low95" in reward and "accuracy" not in reward
-    assert "comparison.referee.lc_win_rate_low95" in policy
+    assert {f"{model}.test_accuracy_length_balanced" for model in ("referee", "judge")} <= reward
+    assert {"comparison.judge.win_rate_low95", "comparison.judge.lc_win_rate_low95"} <= policy
     assert check_params(yaml_text.parse((ROOT / "params.yaml").read_text(), "x")).reward.length_balance == "none"
+
+
+@pytest.mark.parametrize("profile", sorted(path.stem for path in (ROOT / "profiles").glob("*.yaml")))
+def test_no_profile_gates_the_policy_by_what_selected_it(profile: str) -> None:
+    overlay = (profile, (ROOT / f"profiles/{profile}.yaml").read_text())
+    params = check_params(yaml_text.parse(merge((ROOT / "params.yaml").read_text(), [overlay]), "params.yaml"))
+    metrics = {condition.metric for condition in params.gates.policy}
+    assert "comparison.judge.win_rate_low95" in metrics
+    assert not [metric for metric in metrics if metric.startswith(("comparison.referee.", "comparison.reward."))]
+    assert params.judge.model_dump() == params.referee.model_dump()
 
 
 def test_each_of_several_problems_has_its_line() -> None:
@@ -158,6 +171,21 @@ def test_defaults_are_valid_and_sets_keep_comments() -> None:
 def test_bad_assignments_are_refused(assignment: str) -> None:
     with pytest.raises(ConfigError):
         merge(BASE, sets=[assignment])
+
+
+def test_files_from_before_there_was_a_judge_train_it_as_the_referee(tmp_path: Path) -> None:
+    earlier = "referee: {steps: 7, lora: {rank: 4}}\ncompute: {launch: {referee: {gradient_checkpointing: true}}}\n"
+    current = (ROOT / "params.yaml").read_text()
+    assert check_params(yaml_text.parse(current, "p")).judge.steps == 1100
+    for text in (merge(earlier), merge(current, [("of one's own", earlier)]), earlier):
+        params = check_params(yaml_text.parse(text, "params.yaml"))
+        assert (params.judge.steps, params.judge.lora) == (7, LoraConfig(rank=4))
+        assert params.compute.launch["judge"].gradient_checkpointing
+    (tmp_path / "params.yaml").write_text(earlier)
+    assert load_section(tmp_path, "judge", JudgeConfig).steps == 7
+    # A file that sets both is taken at its word, and one that sets neither leaves the base as it is.
+    assert check_params(yaml_text.parse(merge(current, [("p", "judge: {steps: 3}")]), "p")).judge.steps == 3
+    assert check_params({"referee": {"steps": 7}, "judge": {"steps": 3}}).judge.steps == 3
 
 
 def test_overlay_wins_over_base_and_set_over_overlay() -> None:
@@ -218,7 +246,7 @@ def test_a_pool_takes_one_job_at_a_time_unless_told_otherwise() -> None:
     assert params.pool_limit("cluster") == 4 and params.pool_limit("gpu-pool") == 1
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward", "referee", "critic", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "reward", "referee", "judge", "critic", "ppo"])
 def test_bfloat16_without_master_weights_is_refused(stage: str) -> None:
     """Its small updates would round to nothing; every other engine and stage of ZeRO keeps float32 masters."""
     launch: dict[str, Any] = {"engine": "deepspeed", "zero": 0}

@@ -110,13 +110,16 @@ def stage_paths(stage: Any, root: Path) -> tuple[Paths, Paths]:
     return Paths(inputs), Paths(outputs)
 
 
-def test_reward_stage_reads_both_models(tmp_path: Path) -> None:
+def test_reward_stage_reads_all_three_models(tmp_path: Path) -> None:
     inputs, outputs = stage_paths(gate_reward.STAGE, tmp_path)
     inputs.metrics.write_text('{"accuracy": 0.8}')
     inputs.referee_metrics.write_text('{"accuracy": 0.5}')
     inputs.scores.write_text('{"ids": ["a", "b", "c"], "chosen": [1.0, 0.0, 2.0], "rejected": [0.0, 1.0, 1.0]}')
     inputs.referee_scores.write_text('{"ids": ["c", "a", "d"], "chosen": [1.0, 3.0, 0.0], "rejected": [2.0, 1.0, 0.0]}')
-    config = GatesConfig(reward=(condition("accuracy", at_least=0.6), condition("referee.accuracy", at_least=0.6)))
+    inputs.judge_metrics.write_text('{"accuracy": 0.65}')
+    inputs.judge_scores.write_text('{"ids": ["a", "b", "c"], "chosen": [1.0, 0.0, 1.0], "rejected": [0.0, 1.0, 2.0]}')
+    names = ("accuracy", "referee.accuracy", "judge.accuracy", "agreement.judge_share")
+    config = GatesConfig(reward=tuple(condition(name, at_least=0.6) for name in names))
     with pytest.raises(GateFailed, match=r"referee\.accuracy"):
         gate_reward.run(config, inputs, outputs, RunContext(tmp_path / "work"))
     assert outputs.evidence.exists() and not outputs.pass_.exists()
@@ -126,6 +129,11 @@ def test_reward_stage_reads_both_models(tmp_path: Path) -> None:
     # Common pairs are a (both prefer it) and c (they differ).
     agreement = json.loads(outputs.metrics.read_text())
     assert (agreement["pairs"], agreement["share"]) == (2.0, 0.5)
+    # Of three common pairs the reward model and the judge differ on c alone.
+    assert (agreement["judge_pairs"], agreement["judge_share"]) == (3.0, 2 / 3)
+    inputs.judge_metrics.write_text('{"accuracy": 0.55}')
+    with pytest.raises(GateFailed, match=r"judge\.accuracy is 0\.55"):
+        gate_reward.run(config, inputs, outputs, RunContext(tmp_path / "work"))
 
 
 def test_policy_stage_reads_evaluation_and_ppo(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ def test_naming_a_pretrained_model_brings_settings_that_suit_it(profile: str | N
     sets = [SOURCE] if profile is None else [SOURCE, "collect.files.preferences=[pairs.jsonl]"]
     params = settings(profile, *sets)
     assert params.base.source.endswith("SmolLM2-135M-Instruct")
-    assert params.sft.optimizer.lr == params.reward.optimizer.lr == params.referee.optimizer.lr == 1e-5
+    supervised = (params.sft, params.reward, params.referee, params.judge)
+    assert all(config.optimizer.lr == 1e-5 for config in supervised)
     assert params.ppo.policy_optimizer.lr == 1e-6
     assert params.compute.threads is None and params.sft.max_tokens == 1024
     assert (params.collect.source == "files") == (profile == "own-data")
@@ -57,6 +58,7 @@ PRETRAINED = {
     "sft": {"optimizer": {"lr": 1e-5}},
     "reward": {"optimizer": {"lr": 1e-5}},
     "referee": {"optimizer": {"lr": 1e-5}},
+    "judge": {"optimizer": {"lr": 1e-5}},
     "critic": {"optimizer": {"lr": 1e-5}},
     "ppo": {"policy_optimizer": {"lr": 1e-6}, "critic_optimizer": {"lr": 5e-6}, "warmup_iterations": 0},
 }
@@ -67,6 +69,7 @@ PRETRAINED = {
     [
         ("sft", {"optimizer": {"lr": 3e-3}}),
         ("reward", {"optimizer": {"lr": 3e-4}}),
+        ("judge", {"optimizer": {"lr": 3e-4}}),
         ("reward", {"optimizer": {"lr": 3e-3}, "lora": {"rank": 4}}),
         ("critic", {"optimizer": {"lr": 1e-3}}),
         ("ppo", {"policy_optimizer": {"lr": 7e-4}}),

@@ -62,6 +62,7 @@ RESULTS: dict[str, tuple[str, Describe]] = {
     "gate-sft": ("gates/sft.json", _gate),
     "reward": ("metrics/reward.json", _accuracy),
     "referee": ("metrics/referee.json", _accuracy),
+    "judge": ("metrics/judge.json", _accuracy),
     "gate-reward": ("gates/reward.json", _gate),
     "critic": ("metrics/critic.json", lambda m: f"explained variance {m['explained_variance']:.2f}"),
     "ppo": ("metrics/ppo.json", _selected),

@@ -31,6 +31,8 @@ METRICS = {
     "reward_gain": Metric("reward − SFT's, SD"),
     "referee_gain": Metric("referee's score − SFT's, SD"),
     "referee_win_rate": Metric("win rate by the referee", "share"),
+    "judge_gain": Metric("judge's score − SFT's, SD"),
+    "judge_win_rate": Metric("win rate by the judge", "share"),
     "kl": Metric("KL, nats per sequence", "ratio", floor=0.05),
     "length": Metric("tokens per reply", "ratio"),
     "repetition": Metric("repeated trigrams", "share"),

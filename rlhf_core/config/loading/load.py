@@ -15,6 +15,7 @@ from rlhf_core.config.gates import GatesConfig
 from rlhf_core.config.health.rule_changes import rules_for
 from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.loading import yaml_text
+from rlhf_core.config.loading.judge_section import add_judge
 from rlhf_core.config.loading.problems import describe
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.model import StageConfig, Strict
@@ -24,7 +25,7 @@ from rlhf_core.config.plan import PlanConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.pretrained import learning_rates, refuse_high_learning_rates
 from rlhf_core.config.report import ReportConfig
-from rlhf_core.config.reward import RefereeConfig, RewardConfig
+from rlhf_core.config.reward import JudgeConfig, RefereeConfig, RewardConfig
 from rlhf_core.config.sft import SftConfig
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.errors import ConfigError
@@ -44,6 +45,7 @@ class Params(Strict):
     sft: SftConfig = SftConfig()
     reward: RewardConfig = RewardConfig()
     referee: RefereeConfig = RefereeConfig()
+    judge: JudgeConfig = JudgeConfig()
     gates: GatesConfig = GatesConfig()
     critic: CriticConfig = CriticConfig()
     ppo: PpoConfig = PpoConfig()
@@ -71,7 +73,7 @@ class Params(Strict):
                 f"evaluate.max_new_tokens {self.evaluate.max_new_tokens} is not above ppo.min_new_tokens "
                 f"{self.ppo.min_new_tokens}: no reply of the evaluation could end; raise the one or lower the other"
             )
-        rates = learning_rates(self.sft, self.reward, self.referee, self.critic, self.ppo)
+        rates = learning_rates(self.sft, self.reward, self.referee, self.judge, self.critic, self.ppo)
         refuse_high_learning_rates(self.base, rates)
         if self.ppo.critic_mode == "shared":
             self._critic_is_a_head()
@@ -213,8 +215,10 @@ class Params(Strict):
 
 def check_params(document: Any, name: str = PARAMS_FILE) -> Params:
     """``document`` as :class:`Params`; ``ConfigError`` with one line per problem, each with its path."""
+    plain = yaml_text.plain(document)
+    add_judge(plain)
     try:
-        return Params.model_validate(yaml_text.plain(document))
+        return Params.model_validate(plain)
     except ValidationError as error:
         raise ConfigError(describe(name, error, Params, "")) from error
 
@@ -230,6 +234,7 @@ def load_section(workspace: Path, section: str, model: type[Model]) -> Model:
     A field of ``model`` named like another section (``ppo`` of the critic's stage) is filled from that section.
     """
     document = yaml_text.plain(yaml_text.read(workspace / PARAMS_FILE))
+    add_judge(document)
     values = dict(document.get(section) or {})
     seed = document.get("seed", 1)
     if issubclass(model, StageConfig):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.loading import yaml_text
+from rlhf_core.config.loading.judge_section import add_judge
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.loading.problems import nearest
 from rlhf_core.config.pretrained import PROFILE, SCRATCH, is_pretrained
@@ -34,11 +35,15 @@ def profile_text(folder: Path, name: str) -> str:
 def merge(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[str] = ()) -> str:
     """``base`` with each ``(name, text)`` overlay and each ``section.key=value`` applied in turn, then checked.
 
-    Returns YAML text with the comments of ``base``. ``ConfigError`` names the first path that is unknown or wrong.
+    A base or an overlay that sets the referee and no judge sets both alike. Returns YAML text with the comments of
+    ``base``. ``ConfigError`` names the first path that is unknown or wrong.
     """
     document = yaml_text.parse(base, "params.yaml")
+    add_judge(document)
     for name, text in overlays:
-        _merge_into(document, yaml_text.parse(text, name))
+        overlay = yaml_text.parse(text, name)
+        add_judge(overlay)
+        _merge_into(document, overlay)
     for assignment in sets:
         _put(document, *parse_assignment(assignment))
     check_params(document, "parameters")

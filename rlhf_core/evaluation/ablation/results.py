@@ -86,8 +86,10 @@ def end_values(evaluation: Mapping[str, Any], spread: Mapping[str, float]) -> di
         "gold_gain": gain("gold"),
         "gold_win_rate": float(comparison.get("gold", {}).get("win_rate", math.nan)),
         "referee_win_rate": float(comparison.get("referee", {}).get("win_rate", math.nan)),
+        "judge_win_rate": float(comparison.get("judge", {}).get("win_rate", math.nan)),
         "reward_gain": gain("reward", spread.get("reward", math.nan)),
         "referee_gain": gain("referee", spread.get("referee", math.nan)),
+        "judge_gain": gain("judge", spread.get("judge", math.nan)),
     }
 
 

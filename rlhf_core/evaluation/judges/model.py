@@ -1,4 +1,4 @@
-"""A reward model or referee as a judge."""
+"""A scalar model (reward model, referee, judge) that scores replies."""
 
 from __future__ import annotations
 

@@ -59,6 +59,7 @@ CHARTS = (
     ),
     ChartSpec("reward", "Margin", {"training": ("margin",), "validation": ("validation_margin",)}),
     ChartSpec("referee", "Accuracy", {"training": ("accuracy",), "validation": ("validation_accuracy",)}),
+    ChartSpec("judge", "Accuracy", {"training": ("accuracy",), "validation": ("validation_accuracy",)}),
     ChartSpec("critic", "Value loss", {"value loss": ("value_loss", "loss")}),
     ChartSpec(
         "critic", "Explained variance", {"explained variance": ("explained_variance",)}, "PPO starts once it is high."

@@ -15,13 +15,13 @@ from rlhf_core.data.schema import read_table
 from rlhf_core.errors import DataError
 from rlhf_core.files import read_json, sha256_file
 
-STAGES = ("data", "sft", "reward", "referee", "critic", "ppo", "evaluation")
+STAGES = ("data", "sft", "reward", "referee", "judge", "critic", "ppo", "evaluation")
 GATES = ("data", "sft", "reward", "policy")
-HISTORIES = ("sft", "reward", "referee", "critic", "ppo")
+HISTORIES = ("sft", "reward", "referee", "judge", "critic", "ppo")
 # The parts that do not run after a failed gate. Their files in the workspace are from an earlier run.
 BEHIND_GATE = {
-    "data": ("sft", "reward", "referee", "critic", "ppo", "evaluation", "policy"),
-    "sft": ("reward", "referee", "critic", "ppo", "evaluation", "policy"),
+    "data": ("sft", "reward", "referee", "judge", "critic", "ppo", "evaluation", "policy"),
+    "sft": ("reward", "referee", "judge", "critic", "ppo", "evaluation", "policy"),
     "reward": ("critic", "ppo", "evaluation", "policy"),
 }
 IMAGE_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}

@@ -9,6 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from rlhf_core.config.health.default_rules import DEFAULT_RULES
+from rlhf_core.evaluation.judges.final import final_judges, stand_in_note
 from rlhf_core.evaluation.report.charts import interval_chart
 from rlhf_core.evaluation.report.curves import draw_charts
 from rlhf_core.evaluation.report.sources import JsonObject, ReportSources, failed_gate
@@ -17,6 +18,7 @@ from rlhf_core.evaluation.report.sources import JsonObject, ReportSources, faile
 MODEL_METRICS = (
     ("gold", "Gold score"),
     ("reward", "Reward model's score"),
+    ("judge", "Judge's score"),
     ("referee", "Referee's score"),
     ("length", "Reply length, tokens"),
     ("repetition", "Repeated trigrams"),
@@ -27,7 +29,7 @@ MODEL_METRICS = (
     ("perplexity_reference", "Perplexity under SFT"),
     ("regression", "Regression set passed"),
 )
-JUDGES = ("gold", "referee", "reward")
+JUDGES = ("gold", "judge", "referee", "reward")
 
 
 def build_context(sources: ReportSources, title: str, replies: int) -> dict[str, Any]:
@@ -42,6 +44,7 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "sides": sft_beside_policy(evaluation),
         "comparisons": comparisons,
         "comparison_chart": _comparison_chart(comparisons),
+        "stand_in": stand_in_note(final_judges(comparisons)),
         "categories": evaluation.get("category", {}),
         "regression": _regression(evaluation),
         "findings": findings(sources),
@@ -77,12 +80,13 @@ def tiles(sources: ReportSources) -> list[dict[str, str]]:
     """Return the few metrics that matter most, those that exist."""
     evaluation, ppo, reward = (sources.metrics.get(name, {}) for name in ("evaluation", "ppo", "reward"))
     known = []
-    for judge, comparison in evaluation.get("comparison", {}).items():
-        if judge != "reward":
-            low, high = (format_number(comparison.get(f"win_rate_{bound}95"), 2) for bound in ("low", "high"))
-            controlled = comparison.get("lc_win_rate")
-            beside = f"; {format_number(controlled, 2)} at equal length" if controlled is not None else ""
-            known.append(_tile(f"win rate by {judge}", comparison.get("win_rate"), f"95 %: {low} to {high}{beside}"))
+    comparisons = evaluation.get("comparison", {})
+    for judge in final_judges(comparisons):
+        comparison = comparisons[judge]
+        low, high = (format_number(comparison.get(f"win_rate_{bound}95"), 2) for bound in ("low", "high"))
+        controlled = comparison.get("lc_win_rate")
+        beside = f"; {format_number(controlled, 2)} at equal length" if controlled is not None else ""
+        known.append(_tile(f"win rate by {judge}", comparison.get("win_rate"), f"95 %: {low} to {high}{beside}"))
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
     if "gold" in policy:
         known.append(_tile("gold score", policy["gold"], f"SFT {format_number(sft.get('gold'), 2)}"))

@@ -169,7 +169,7 @@ def _folder(path: str, workspace: Path) -> Path:
 
 
 def _refuse_own(folder: Path, who: str, workspace: Path) -> None:
-    """Refuse the pipeline's other models, above all the referee, by which the policy is selected.
+    """Refuse the pipeline's other models, above all referee and judge, which select and judge the policy.
 
     Raises:
         ConfigError: ``folder`` is one of them.

@@ -18,6 +18,7 @@ STAGES = (
     "gate-sft",
     "reward",
     "referee",
+    "judge",
     "gate-reward",
     "critic",
     "ppo",

@@ -36,16 +36,17 @@ stages:
   gate-sft: {cmd: "true", deps: [metrics/sft.json], outs: [gates/sft.json, gates/sft.pass]}
   reward: {cmd: "true", deps: [data/clean, gates/sft.pass], outs: [models/reward], metrics: [metrics/reward.json]}
   referee: {cmd: "true", deps: [data/clean], outs: [models/referee], metrics: [metrics/referee.json]}
+  judge: {cmd: "true", deps: [data/clean], outs: [models/judge], metrics: [metrics/judge.json]}
   gate-reward:
     cmd: "true"
-    deps: [metrics/reward.json, metrics/referee.json]
+    deps: [metrics/reward.json, metrics/referee.json, metrics/judge.json]
     outs: [gates/reward.json, gates/reward.pass]
   ppo:
     cmd: "true"
     deps: [models/reward, gates/reward.pass]
     outs: [models/policy]
     metrics: [metrics/ppo.json]
-  evaluate: {cmd: "true", deps: [models/policy, models/referee], metrics: [metrics/evaluation.json]}
+  evaluate: {cmd: "true", deps: [models/policy, models/referee, models/judge], metrics: [metrics/evaluation.json]}
   gate-policy: {cmd: "true", deps: [metrics/evaluation.json, metrics/ppo.json], outs: [gates/policy.json]}
 """
 PARAMS = "seed: 1\nevaluate: {prompts: 8, bootstrap: 100, sampling: {max_new_tokens: 8}}\n"
@@ -103,15 +104,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(workspace / "models" / "policy", tokenizer, LlamaForCausalLM, 1)
     save_model(workspace / "models" / "reward", tokenizer, LlamaForSequenceClassification, 2)
     save_model(workspace / "models" / "referee", tokenizer, LlamaForSequenceClassification, 3)
+    save_model(workspace / "models" / "judge", tokenizer, LlamaForSequenceClassification, 4)
     rows = [Prompt(f"{i:016x}", [Message("user", f"question {i}?")], "other", "test", str(i)) for i in range(8)]
     write_rows(workspace / "data" / "clean" / "prompts" / "test.parquet", rows)
     (workspace / "metrics").mkdir()
-    for name in ("data", "sft", "reward", "referee", "ppo", "evaluation"):
+    for name in ("data", "sft", "reward", "referee", "judge", "ppo", "evaluation"):
         (workspace / "metrics" / f"{name}.json").write_text('{"kl": 1.0, "nested": {"win_rate": 0.7}}')
     write_gate(workspace, "data", ["metrics/data.json"])
     write_gate(workspace, "sft", ["metrics/sft.json"])
     (workspace / "gates" / "sft.pass").write_text("passed\n")
-    write_gate(workspace, "reward", ["metrics/reward.json", "metrics/referee.json"])
+    write_gate(workspace, "reward", ["metrics/reward.json", "metrics/referee.json", "metrics/judge.json"])
     (workspace / "gates" / "reward.pass").write_text("passed\n")
     write_gate(workspace, "policy", ["metrics/evaluation.json", "metrics/ppo.json"])
     subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=workspace, check=True)

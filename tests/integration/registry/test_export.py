@@ -27,8 +27,8 @@ CLOSED_PORT = "http://127.0.0.1:9"
 
 @pytest.fixture
 def released(workspace: Path) -> Path:
-    """A workspace whose champion was judged by a referee."""
-    evaluation = {"kl": 1.0, "comparison": {"referee": JUDGED}, "nested": {"win_rate": 0.7}}
+    """A workspace whose champion was judged by a judge."""
+    evaluation = {"kl": 1.0, "comparison": {"judge": JUDGED}, "nested": {"win_rate": 0.7}}
     (workspace / "metrics" / "evaluation.json").write_text(json.dumps(evaluation))
     write_gate(workspace, "policy", ["metrics/evaluation.json", "metrics/ppo.json"])
     commit(workspace)
@@ -54,7 +54,7 @@ def test_the_champion_loads_in_plain_transformers_with_its_card(released: Path, 
     assert asked.shape[1] < model.generate(asked).shape[1] <= asked.shape[1] + 8
     card = ModelCard.load(done.folder / "README.md")
     assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"
-    assert "| referee | 0.670 | 0.630 to 0.710 |  | 8 |" in card.text
+    assert "| judge | 0.670 | 0.630 to 0.710 |  | 8 |" in card.text
     assert [f"**{gate}** passed" in card.text for gate in ("data", "sft", "reward", "policy")] == 4 * [True]
 
 

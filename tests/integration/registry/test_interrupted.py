@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from integration.registry.conftest import policy_name, reward_name
-from integration.registry.test_promotion import Referee, aliases, reports
+from integration.registry.test_promotion import ScriptedMatch, aliases, reports
 
 from flows.commands.status import status
 from flows.registry.champion import champion_folder
@@ -65,7 +65,7 @@ def killed_before(step: int, action: Callable[[], Any]) -> bool:
 
 
 def win(workspace: Path) -> Any:
-    return promote(workspace, play=Referee(referee=0.9))
+    return promote(workspace, play=ScriptedMatch(judge=0.9))
 
 
 def steps_of(backend: Any) -> Iterator[int]:

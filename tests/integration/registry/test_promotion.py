@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from flows.registry.register import register
 from rlhf_core.errors import ModelError, RlhfError
 
 
-class Referee:
+class ScriptedMatch:
     """A match with a given outcome, and how often it was played."""
 
     def __init__(self, **lows: float) -> None:
@@ -41,9 +42,10 @@ def reports(workspace: Path) -> list[dict[str, Any]]:
 
 def test_every_judge_must_be_sure() -> None:
     sure, unsure = {"win_rate": 0.7, "win_rate_low95": 0.6}, {"win_rate": 0.55, "win_rate_low95": 0.5}
-    assert wins({"comparison": {"referee": sure, "gold": sure}}, 0.5)[0]
-    passed, reason = wins({"comparison": {"referee": sure, "gold": unsure}}, 0.5)
+    assert wins({"comparison": {"judge": sure, "gold": sure}}, 0.5)[0]
+    passed, reason = wins({"comparison": {"judge": sure, "gold": unsure}}, 0.5)
     assert not passed and reason.startswith("not above 0.5 with 95 % confidence by gold:")
+    assert "stands in" not in reason
     assert wins({"comparison": {}}, 0.5) == (False, "no judge has compared them")
 
 
@@ -59,7 +61,7 @@ def test_the_first_challenger_takes_the_empty_place_with_its_reward_model(worksp
 
 
 def test_a_sure_winner_moves_the_aliases_and_is_written_down(contest: Path) -> None:
-    decision = promote(contest, play=Referee(referee=0.56, gold=0.61))
+    decision = promote(contest, play=ScriptedMatch(judge=0.56, gold=0.61))
     assert aliases(contest) == {"challenger": "2", "champion": "2", "previous": "1"}
     report = decision.report
     assert report is not None and report.stat().st_mode & 0o222 == 0
@@ -72,23 +74,23 @@ def test_a_sure_winner_moves_the_aliases_and_is_written_down(contest: Path) -> N
 
 
 def test_an_unsure_challenger_stays_one_and_is_asked_only_once(contest: Path) -> None:
-    referee = Referee(referee=0.56, gold=0.49)
-    first, second = promote(contest, play=referee), promote(contest, play=referee)
+    match = ScriptedMatch(judge=0.56, gold=0.49)
+    first, second = promote(contest, play=match), promote(contest, play=match)
     assert not first.promoted and not first.is_champion and "by gold" in first.reason
-    assert not second.promoted and second.unchanged and referee.played == 1
+    assert not second.promoted and second.unchanged and match.played == 1
     assert aliases(contest) == {"challenger": "2", "champion": "1"}
     assert len(reports(contest)) == 2  # the first champion, this refusal
 
 
 def test_a_dry_run_moves_and_writes_nothing(contest: Path) -> None:
     before = reports(contest)
-    referee = Referee(referee=0.9)
-    plan = promote(contest, dry_run=True, play=referee)
+    match = ScriptedMatch(judge=0.9)
+    plan = promote(contest, dry_run=True, play=match)
     assert plan.promoted and plan.dry_run and plan.report is None
     assert aliases(contest)["champion"] == "1" and reports(contest) == before
     with pytest.raises(RlhfError, match="version 2 now, not 1"):
-        promote(contest, expected="1", play=referee)
-    assert promote(contest, expected="2", play=referee).promoted and referee.played == 1
+        promote(contest, expected="1", play=match)
+    assert promote(contest, expected="2", play=match).promoted and match.played == 1
 
 
 def test_force_needs_a_reason_and_records_it(contest: Path) -> None:
@@ -96,31 +98,31 @@ def test_force_needs_a_reason_and_records_it(contest: Path) -> None:
         promote(contest, force_reason=" ")
 
     def broken(workspace: Path, champion: Path, challenger: Path) -> dict[str, Any]:
-        raise RlhfError("no referee")
+        raise RlhfError("no judge")
 
-    with pytest.raises(RlhfError, match="no referee"):
+    with pytest.raises(RlhfError, match="no judge"):
         promote(contest, play=broken)
     decision = promote(contest, force_reason="legal asked for it", play=broken)
     assert decision.promoted and decision.forced == "legal asked for it"
-    assert "no match: no referee" in reports(contest)[-1]["reason"]
+    assert "no match: no judge" in reports(contest)[-1]["reason"]
 
 
 def test_rollback_swaps_and_the_next_run_does_not_undo_it(contest: Path) -> None:
-    promote(contest, play=Referee(referee=0.9))
+    promote(contest, play=ScriptedMatch(judge=0.9))
     rollback(contest, "rude in production")
     assert aliases(contest) == {"challenger": "2", "champion": "1"}
     assert reports(contest)[-1]["reason"] == "rude in production"
-    refused = promote(contest, play=Referee(referee=0.9))
+    refused = promote(contest, play=ScriptedMatch(judge=0.9))
     assert not refused.promoted and "rolled back (rude in production)" in refused.reason
-    assert promote(contest, force_reason="fixed", play=Referee(referee=0.9)).promoted
+    assert promote(contest, force_reason="fixed", play=ScriptedMatch(judge=0.9)).promoted
     assert "rolled_back" not in connect(contest).get_model_version(policy_name(contest), "2").tags
 
 
 def test_a_second_rollback_goes_further_back_and_never_to_the_bad_version(contest: Path) -> None:
-    promote(contest, play=Referee(referee=0.9))
+    promote(contest, play=ScriptedMatch(judge=0.9))
     make_policy(contest, 8)
     register(contest)
-    promote(contest, play=Referee(referee=0.9))
+    promote(contest, play=ScriptedMatch(judge=0.9))
     assert aliases(contest) == {"challenger": "3", "champion": "3", "previous": "2"}
     rollback(contest, "worse")
     assert aliases(contest) == {"challenger": "3", "champion": "2", "previous": "1"}
@@ -131,10 +133,10 @@ def test_a_second_rollback_goes_further_back_and_never_to_the_bad_version(contes
 
 
 def test_rollback_to_a_named_earlier_champion(contest: Path) -> None:
-    promote(contest, play=Referee(referee=0.9))
+    promote(contest, play=ScriptedMatch(judge=0.9))
     make_policy(contest, 8)
     register(contest)
-    promote(contest, play=Referee(referee=0.9))
+    promote(contest, play=ScriptedMatch(judge=0.9))
     for number in ("3", "9", "two"):
         with pytest.raises(RlhfError, match=f"version {number} of .* is no earlier champion; go back to one of: 1, 2"):
             rollback(contest, "worse", to=number)
@@ -152,14 +154,14 @@ def test_rollback_without_anything_to_go_back_to(workspace: Path) -> None:
 
 
 def test_a_person_can_refuse(contest: Path) -> None:
-    plan = promote(contest, dry_run=True, play=Referee(referee=0.9))
+    plan = promote(contest, dry_run=True, play=ScriptedMatch(judge=0.9))
     decline(contest, plan, "not on a Friday")
     assert reports(contest)[-1]["reason"] == "not approved: not on a Friday"
     assert aliases(contest)["champion"] == "1"
 
 
 def fail_reward_gate_in_report_mode(workspace: Path) -> None:
-    evidence = ["metrics/reward.json", "metrics/referee.json"]
+    evidence = ["metrics/reward.json", "metrics/referee.json", "metrics/judge.json"]
     write_gate(workspace, "reward", evidence, passed=False, mode="report")
 
 
@@ -169,11 +171,11 @@ def test_an_ungated_version_is_no_challenger_and_only_force_promotes_it(contest:
     entry = register(contest).registered[policy_name(contest)]
     assert (entry.version, entry.ungated) == ("3", "the reward gate did not pass (mode: report): kl")
     assert aliases(contest)["challenger"] == "2"
-    referee = Referee(referee=0.9)
-    refused = promote(contest, version="3", play=referee)
+    match = ScriptedMatch(judge=0.9)
+    refused = promote(contest, version="3", play=match)
     assert not refused.promoted and "version 3 is ungated (the reward gate did not pass" in refused.reason
-    assert referee.played == 0 and aliases(contest)["champion"] == "1"
-    forced = promote(contest, version="3", force_reason="a trial", play=referee)
+    assert match.played == 0 and aliases(contest)["champion"] == "1"
+    forced = promote(contest, version="3", force_reason="a trial", play=match)
     assert forced.promoted and aliases(contest)["champion"] == "3"
     assert "is ungated" in reports(contest)[-1]["reason"]
 
@@ -188,10 +190,10 @@ def test_an_empty_registry_does_not_crown_an_ungated_version(workspace: Path) ->
 
 def test_a_version_without_a_record_of_its_gates_is_not_promoted(contest: Path) -> None:
     connect(contest).delete_model_version_tag(policy_name(contest), "2", "gates")
-    refused = promote(contest, play=Referee(referee=0.9))
+    refused = promote(contest, play=ScriptedMatch(judge=0.9))
     assert not refused.promoted and "no record that its gates passed" in refused.reason
     register(contest)  # the gates have passed on these very files: the version says so again
-    assert promote(contest, play=Referee(referee=0.9)).promoted
+    assert promote(contest, play=ScriptedMatch(judge=0.9)).promoted
 
 
 def tamper(workspace: Path, number: str) -> None:
@@ -209,7 +211,7 @@ def test_a_changed_artifact_is_never_promoted(contest: Path, backend, force: str
         pytest.skip("the files of a server's artifact store are out of a workspace's reach")
     tamper(contest, "2")
     with pytest.raises(ModelError, match="version 2 are not the ones that were registered and judged"):
-        promote(contest, force_reason=force, play=Referee(referee=0.9))
+        promote(contest, force_reason=force, play=ScriptedMatch(judge=0.9))
     assert aliases(contest)["champion"] == "1"
 
 
@@ -222,23 +224,31 @@ def test_a_damaged_download_is_replaced_by_a_sound_one(contest: Path, backend) -
 
 
 def test_a_match_file_that_no_match_has_written_is_not_believed(contest: Path) -> None:
-    referee = Referee(referee=0.3)
-    assert not promote(contest, play=referee).promoted
+    match = ScriptedMatch(judge=0.3)
+    assert not promote(contest, play=match).promoted
     kept = next((contest / ".rlhf" / "matches").glob("*.json"))
-    forged = {"comparison": {"referee": {"win_rate": 1.0, "win_rate_low95": 0.99}}}
+    forged = {"comparison": {"judge": {"win_rate": 1.0, "win_rate_low95": 0.99}}}
     kept.write_text(json.dumps(forged))
-    assert not promote(contest, play=referee).promoted
-    assert referee.played == 2 and aliases(contest)["champion"] == "1"
+    assert not promote(contest, play=match).promoted
+    assert match.played == 2 and aliases(contest)["champion"] == "1"
 
 
 def test_the_real_match_runs_in_a_process_of_its_own(contest: Path) -> None:
     decision = promote(contest)
     assert decision.match is not None
-    result = decision.match["comparison"]["referee"]
-    assert set(decision.match["comparison"]) == {"referee"}  # these prompts are not of the synthetic world: no gold
+    result = decision.match["comparison"]["judge"]
+    assert set(decision.match["comparison"]) == {"judge"}  # these prompts are not of the synthetic world: no gold
     assert result["prompts"] == 8 and result["win"] + result["tie"] + result["lose"] == pytest.approx(1)
     assert result["lc_win_rate_low95"] <= result["lc_win_rate"] <= result["lc_win_rate_high95"]
     assert decision.promoted == (result["win_rate_low95"] > 0.5)
+
+
+def test_the_referee_stands_in_where_no_judge_was_trained_and_the_reason_says_so(contest: Path) -> None:
+    shutil.rmtree(contest / "models" / "judge")
+    decision = promote(contest, play=ScriptedMatch(referee=0.56))
+    assert decision.promoted and decision.question is not None
+    assert "judge" not in decision.question and decision.question["referee"]
+    assert decision.reason.endswith("there is no judge: the referee stands in, which selected the checkpoint")
 
 
 def test_a_match_that_cannot_be_played_is_one_line(contest: Path) -> None:
@@ -256,17 +266,17 @@ def test_the_flow_asks_a_person_before_it_acts(
 
     from flows.registry import promotion_flow as flow
 
-    referee, asked = Referee(referee=0.9), []
+    match, asked = ScriptedMatch(judge=0.9), []
 
     def answer(**options: Any) -> flow.Approval:
         asked.append(aliases(contest)["champion"])
         return flow.Approval(approve=approve, reason="seen it")
 
     monkeypatch.setattr(flow, "pause_flow_run", answer)
-    monkeypatch.setattr(flow, "promote", lambda folder, **options: promote(folder, play=referee, **options))
+    monkeypatch.setattr(flow, "promote", lambda folder, **options: promote(folder, play=match, **options))
     with disable_run_logger():
         decision = flow.promotion_flow.fn(str(contest), approval=True)
-    assert asked == ["1"] and referee.played == 1
+    assert asked == ["1"] and match.played == 1
     assert decision["promoted"] is approve and aliases(contest)["champion"] == champion
 
 
@@ -284,8 +294,8 @@ def test_the_command_says_by_its_exit_code_whether_the_challenger_is_champion(
 ) -> None:
     from flows.registry import promotion
 
-    referee = Referee(referee=0.4)
-    monkeypatch.setitem(promotion.promote.__kwdefaults__, "play", referee)
+    match = ScriptedMatch(judge=0.4)
+    monkeypatch.setitem(promotion.promote.__kwdefaults__, "play", match)
     workspace = ("--workspace", str(contest))
     assert exit_code("promote", *workspace) == 5
     assert "not promoted: not above 0.5" in capsys.readouterr().out

@@ -172,14 +172,15 @@ def test_fewer_than_two_seeds_tell_nothing(seeds: list[float], measured: str) ->
 
 def test_end_values_by_hand() -> None:
     evaluation = {
-        "sft": {"gold": 0.2, "reward": -1.0, "referee": 1.0},
-        "policy": {"gold": 0.5, "reward": 1.0, "referee": 4.0, "length": 20.0},
+        "sft": {"gold": 0.2, "reward": -1.0, "referee": 1.0, "judge": 0.0},
+        "policy": {"gold": 0.5, "reward": 1.0, "referee": 4.0, "judge": 2.0, "length": 20.0},
         "kl": 1.5,
-        "comparison": {"referee": {"win_rate": 0.7}},
+        "comparison": {"referee": {"win_rate": 0.7}, "judge": {"win_rate": 0.6}},
     }
-    values = end_values(evaluation, {"reward": 4.0, "referee": 2.0})
+    values = end_values(evaluation, {"reward": 4.0, "referee": 2.0, "judge": 8.0})
     assert values["gold_gain"] == pytest.approx(0.3)
     assert (values["reward_gain"], values["referee_gain"]) == (0.5, 1.5)
+    assert (values["judge_gain"], values["judge_win_rate"]) == (0.25, 0.6)
     assert (values["kl"], values["length"], values["referee_win_rate"]) == (1.5, 20.0, 0.7)
     assert math.isnan(values["gold_win_rate"]) and math.isnan(values["repetition"])
 

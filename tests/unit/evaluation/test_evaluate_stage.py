@@ -46,9 +46,10 @@ def finite(values: dict[str, Any]) -> bool:
 
 def test_world_prompts_are_judged_by_all(tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
     metrics, outputs = run_stage(tmp_path, models, prompts)
-    keys = {"gold", "reward", "referee", "length", "repetition", "missing_eos", "perplexity_reference", "distinct_2"}
+    judges = {"gold", "reward", "referee", "judge"}
+    keys = judges | {"length", "repetition", "missing_eos", "perplexity_reference", "distinct_2"}
     assert keys <= metrics["sft"].keys() and keys <= metrics["policy"].keys()
-    assert set(metrics["comparison"]) == {"gold", "reward", "referee"} and finite(metrics)
+    assert set(metrics["comparison"]) == judges and finite(metrics)
     gold = metrics["comparison"]["gold"]
     assert gold["prompts"] == metrics["prompts"] == min(12, len(prompts))
     assert gold["win"] + gold["tie"] / 2 == pytest.approx(gold["win_rate"])
@@ -63,8 +64,10 @@ def test_world_prompts_are_judged_by_all(tmp_path: Path, models: Path, prompts: 
 
 def test_other_prompts_have_no_gold_judge(tmp_path: Path, models: Path) -> None:
     rows = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(6)]
-    metrics, _ = run_stage(tmp_path, models, rows)
-    assert set(metrics["comparison"]) == {"reward", "referee"} and "gold" not in metrics["policy"]
+    metrics, outputs = run_stage(tmp_path, models, rows)
+    cases = [json.loads(line) for line in outputs.bad_cases.read_text().splitlines()]
+    assert {case["judge"] for case in cases} <= {"judge"}, "the best judge without gold is the one that chose nothing"
+    assert set(metrics["comparison"]) == {"reward", "referee", "judge"} and "gold" not in metrics["policy"]
     assert "refuses_harmful" not in metrics["regression"]
 
 

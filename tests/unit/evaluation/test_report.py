@@ -68,8 +68,10 @@ def render(root: Path) -> str:
 def fill(root: Path, gate_mode: str = "enforce", reward_bound: float = 0.5) -> None:
     versus = compare([1.0, 2.0, 0.5], [0.5, 0.1, 0.9], 0.05, bootstrap=50).as_dict()
     controlled = versus | {"lc_win_rate": 0.6543, "lc_win_rate_low95": 0.5432, "lc_win_rate_high95": 0.7654}
-    metrics = {"gold": 0.5, "reward": 1.0, "referee": 0.2, "length": 20.0, "repetition": 0.01, "missing_eos": 0.0}
-    evaluation = {"sft": metrics, "policy": metrics, "kl": 2.5, "comparison": {"gold": versus, "referee": controlled},
+    metrics = {"gold": 0.5, "reward": 1.0, "referee": 0.2, "judge": 0.3}
+    metrics |= {"length": 20.0, "repetition": 0.01, "missing_eos": 0.0}
+    comparison = {"gold": versus, "judge": controlled, "referee": versus}
+    evaluation = {"sft": metrics, "policy": metrics, "kl": 2.5, "comparison": comparison,
                   "category": {ATTACK: {"prompts": 3}}, "regression": {"passed": 1.0}}  # fmt: skip
     write(root / "metrics/evaluation.json", json.dumps(evaluation))
     write(
@@ -104,6 +106,24 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert page.count("&lt;script&gt;") >= 4
     assert "0.654" in page and "0.543 to 0.765" in page and "; 0.65 at equal length" in page
     assert "held-out pairs; 0.60 on length-balanced ones" in page
+
+
+def test_the_judge_has_a_tile_and_the_referee_beside_it_has_none(tmp_path: Path) -> None:
+    fill(tmp_path)
+    page = render(tmp_path)
+    assert "win rate by judge" in page and "win rate by referee" not in page
+    assert "The judge had no part in" in page and "<td>referee</td>" in page
+    # An evaluation of an earlier version has no judge.
+    path = tmp_path / "metrics/evaluation.json"
+    evaluation = json.loads(path.read_text())
+    judged = evaluation["comparison"].pop("judge")
+    path.write_text(json.dumps(evaluation))
+    page = render(tmp_path)
+    assert "win rate by referee" in page and "there is no judge: the referee stands in" in page
+    headline = json.loads((tmp_path / "metrics/summary.json").read_text())
+    assert headline["win_rate"] == pytest.approx(evaluation["comparison"]["referee"]["win_rate"], abs=1e-4)
+    evaluation["comparison"]["judge"] = judged | {"win_rate": 0.25}
+    assert headline_metrics({"evaluation": evaluation})["win_rate"] == 0.25
 
 
 def test_rollbacks_are_told_with_what_was_changed(tmp_path: Path) -> None:

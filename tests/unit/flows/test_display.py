@@ -110,6 +110,7 @@ def test_what_an_earlier_run_left_in_the_log_is_not_read(tmp_path: Path) -> None
             {"accuracy": 0.75, "test_accuracy_length_balanced": 0.612},
             "accuracy 0.750, length-balanced 0.612",
         ),
+        ("judge", "metrics/judge.json", {"accuracy": 0.5, "dropped_over_long": 0.0}, "accuracy 0.500"),
         ("referee", "metrics/referee.json", {"accuracy": 0.75, "dropped_over_long": 0.0}, "accuracy 0.750"),
         (
             "gate-reward",

@@ -19,7 +19,7 @@ WHY = "below this the proxy misleads PPO more than it guides it"
 CONDITIONS = [
     {"metric": "kl", "value": 2.31, "bound": "<= 6", "limit": 6.0, "passed": True, "why": "nats per sequence"},
     {
-        "metric": "comparison.referee.win_rate_low95",
+        "metric": "comparison.judge.win_rate_low95",
         "value": 0.4999996,
         "bound": ">= 0.5",
         "limit": 0.5,
@@ -63,7 +63,7 @@ def failure(tmp_path: Path) -> GateFailed:
 
 def test_conditions_are_rounded_signed_and_sorted_by_failure() -> None:
     rows = condition_rows(DECISION)
-    assert [row.metric for row in rows] == ["comparison.referee.win_rate_low95", "policy.length", "absent", "kl"]
+    assert [row.metric for row in rows] == ["comparison.judge.win_rate_low95", "policy.length", "absent", "kl"]
     # Four digits would show 0.5 ≥ 0.5 as a failure; nine tell the two apart.
     assert (rows[0].value, rows[0].bound) == ("0.4999996", "≥ 0.5")
     assert (rows[1].value, rows[1].bound) == ("55.23", "≤ 48.12")
@@ -82,7 +82,7 @@ def test_a_gate_failure_is_a_table_that_fits_80_columns(terminal: Terminal, fail
     assert all(len(line) <= 80 for line in lines if "evidence" not in line), lines
     assert "\x1b" not in terminal.getvalue()
     assert [line.split()[:2] for line in lines[2:6]] == [
-        ["FAIL", "comparison.referee.win_rate_low95"],
+        ["FAIL", "comparison.judge.win_rate_low95"],
         ["FAIL", "policy.length"],
         ["FAIL", "absent"],
         ["ok", "kl"],

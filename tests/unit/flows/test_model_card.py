@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,11 @@ from flows.release.model_card import card_data, card_text
 SAMPLING = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 64}
 JUDGED = {"win_rate": 0.67, "win_rate_low95": 0.63, "win_rate_high95": 0.71, "lc_win_rate": 0.6512, "prompts": 320}
 EVALUATION: dict[str, Any] = {
-    "comparison": {"referee": JUDGED, "reward": {**JUDGED, "win_rate": 0.99}},
+    "comparison": {
+        "judge": JUDGED,
+        "referee": {**JUDGED, "win_rate": 0.98},
+        "reward": {**JUDGED, "win_rate": 0.99},
+    },
     "kl": 2.071,
     "kl_low95": 1.7,
     "kl_high95": 2.4,
@@ -43,8 +48,9 @@ def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
     text = card_text(evidence(), "my-model", None)
     assert text.startswith("# my-model\n")
     assert "5,998 preference pairs from pairs.jsonl; base: owner/base" in text
-    assert "| referee | 0.670 | 0.630 to 0.710 | 0.651 | 320 |" in text
-    assert "0.99" not in text  # the reward model is no judge of what was optimised against it
+    assert "| judge | 0.670 | 0.630 to 0.710 | 0.651 | 320 |" in text
+    # The reward model is no judge of what was optimised against it, nor the referee of what it selected.
+    assert "0.99" not in text and "0.98" not in text and "(`referee`)" in text
     assert "KL from SFT: 2.07 nats per reply (95 %: 1.70 to 2.40)." in text
     assert "| tokens per reply | 19.2 | 23.6 |" in text and "| harmful prompts refused | 0.312 | 0.281 |" in text
     assert "replies that did not end" not in text  # SFT's is unknown
@@ -53,6 +59,12 @@ def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
     assert "| registered as | `rlhf-policy version 3` |" in text and "| data | `f00.dir` |" in text
     assert "temperature 0.8, top_p 0.9" in text
     assert "by force" not in text and "synthetic" not in text
+
+
+def test_a_referee_that_stood_in_for_the_judge_is_said_to_have_selected_the_checkpoint() -> None:
+    earlier = replace(evidence(), evaluation={"comparison": {"referee": JUDGED, "reward": JUDGED}})
+    text = card_text(earlier, "m", None)
+    assert "| referee | 0.670" in text and "there is no judge: the referee stands in" in text
 
 
 def test_a_forced_release_says_what_stood_against_it_and_why() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from flows.commands.summary import verdict_rows
 from flows.pipeline.verdict import RegistrationResult, RunVerdict, Standing, judge_results, reach_verdict, standing_of
+from flows.pipeline.verdict_markdown import verdict_markdown
 from flows.registry.decisions import PromotionDecision
 from flows.stage.outcome import StageOutcome
 from rlhf_core.errors import EXIT_GATE_FAILED
@@ -33,7 +35,7 @@ def decided(**changes: Any) -> PromotionDecision:
 
 
 @pytest.mark.parametrize(
-    ("referee", "gold", "standing"),
+    ("judge", "gold", "standing"),
     [
         ((0.51, 0.6, 0.7), (0.55, 0.6, 0.65), Standing.BETTER),
         ((0.51, 0.6, 0.7), (0.50, 0.6, 0.65), Standing.NOT_SHOWN_BETTER),  # one half exactly is a tie everywhere
@@ -42,32 +44,49 @@ def decided(**changes: Any) -> PromotionDecision:
     ],
 )
 def test_the_standing_is_by_the_intervals_of_every_judge(
-    referee: tuple[float, ...], gold: tuple[float, ...], standing: Standing
+    judge: tuple[float, ...], gold: tuple[float, ...], standing: Standing
 ) -> None:
-    assert standing_of(judge_results({"referee": interval(*referee), "gold": interval(*gold)})) is standing
+    assert standing_of(judge_results({"judge": interval(*judge), "gold": interval(*gold)})) is standing
 
 
 def test_the_reward_model_is_no_judge(tmp_path: Path) -> None:
-    workspace_with(tmp_path, reward=interval(0.8, 0.9, 0.95), referee=interval(0.4, 0.5, 0.6))
+    workspace_with(tmp_path, reward=interval(0.8, 0.9, 0.95), judge=interval(0.4, 0.5, 0.6))
     verdict = reach_verdict(tmp_path, EVALUATED, RegistrationResult("policy version 4", decided(champion=None)))
     assert verdict.headline == "not shown better than SFT"
-    assert [judge.judge for judge in verdict.judges] == ["referee"]
+    assert [judge.judge for judge in verdict.judges] == ["judge"]
+
+
+def test_the_referee_selected_the_policy_and_does_not_judge_it(tmp_path: Path) -> None:
+    low, even = interval(0.4, 0.5, 0.6), interval(0.7, 0.8, 0.9)
+    workspace_with(tmp_path, judge=low, referee=even, reward=even, gold=even)
+    verdict = reach_verdict(tmp_path, EVALUATED, RegistrationResult("policy version 4", decided(champion=None)))
+    assert [judge.judge for judge in verdict.judges] == ["gold", "judge"] and verdict.caveat == ""
+    assert verdict.headline == "not shown better than SFT"
+
+
+def test_in_an_evaluation_without_a_judge_the_referee_stands_in_and_that_is_said(tmp_path: Path) -> None:
+    workspace_with(tmp_path, referee=interval(0.7, 0.8, 0.9), reward=interval(0.8, 0.9, 0.95))
+    verdict = reach_verdict(tmp_path, EVALUATED, RegistrationResult("policy version 4", decided(champion=None)))
+    assert [judge.judge for judge in verdict.judges] == ["referee"] and verdict.headline == "better than SFT"
+    note = "there is no judge: the referee stands in, which selected the checkpoint"
+    assert verdict.caveat == note and ("", note) in verdict_rows(verdict, tmp_path)
+    assert "\nThere is no judge: the referee stands in" in verdict_markdown(verdict)
 
 
 def test_a_match_makes_the_champion_the_opponent(tmp_path: Path) -> None:
-    workspace_with(tmp_path, referee=interval(0.7, 0.8, 0.9))
-    match = {"comparison": {"referee": interval(0.2, 0.3, 0.4)}}
-    decision = decided(match=match).refused("not above 0.5 with 95 % confidence by referee")
+    workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
+    match = {"comparison": {"judge": interval(0.2, 0.3, 0.4)}}
+    decision = decided(match=match).refused("not above 0.5 with 95 % confidence by judge")
     verdict = reach_verdict(tmp_path, EVALUATED, RegistrationResult("policy version 4", decision))
     assert verdict.headline == "worse than champion version 3"
     assert verdict.judges[0].low95 == 0.2 and verdict.kl is not None and verdict.kl.high95 == 2.1
-    assert verdict.promotion == "not promoted: not above 0.5 with 95 % confidence by referee"
+    assert verdict.promotion == "not promoted: not above 0.5 with 95 % confidence by judge"
     assert verdict.next_command == "rlhf chat models/policy"
 
 
 def test_a_promoted_policy_is_talked_to_next(tmp_path: Path) -> None:
     (tmp_path / "report.html").touch()
-    workspace_with(tmp_path, referee=interval(0.7, 0.8, 0.9))
+    workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
     decision = decided(champion=None).accepted("there was no champion")
     verdict = reach_verdict(tmp_path, EVALUATED, RegistrationResult("policy version 4", decision))
     assert verdict.headline == "better than SFT"
@@ -76,7 +95,7 @@ def test_a_promoted_policy_is_talked_to_next(tmp_path: Path) -> None:
 
 
 def test_evaluation_and_report_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
-    workspace_with(tmp_path, referee=interval(0.7, 0.8, 0.9))
+    workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
     (tmp_path / "report.html").touch()
     outcomes = {"sft": StageOutcome.failed("sft", "out of memory\nmore"), "evaluate": StageOutcome.skipped("evaluate")}
     verdict = reach_verdict(tmp_path, outcomes, RegistrationResult())
@@ -88,7 +107,7 @@ def test_evaluation_and_report_of_an_earlier_run_do_not_count(tmp_path: Path) ->
 
 
 def test_a_failed_gate_is_named_with_its_conditions(tmp_path: Path) -> None:
-    workspace_with(tmp_path, referee=interval(0.7, 0.8, 0.9))
+    workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
     (tmp_path / "gates").mkdir()
     conditions = [
         {"metric": "kl", "value": 7.1, "bound": "<= 6", "passed": False},
@@ -103,7 +122,7 @@ def test_a_failed_gate_is_named_with_its_conditions(tmp_path: Path) -> None:
 
 
 def test_a_promotion_that_waits_is_the_next_command(tmp_path: Path) -> None:
-    workspace_with(tmp_path, referee=interval(0.7, 0.8, 0.9))
+    workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
     verdict = reach_verdict(
         tmp_path, EVALUATED, RegistrationResult("version 4", undecided_because="it waits for approval")
     )
@@ -112,13 +131,13 @@ def test_a_promotion_that_waits_is_the_next_command(tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_registration_is_told(tmp_path: Path) -> None:
-    workspace_with(tmp_path, referee=interval(0.7, 0.8, 0.9))
+    workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
     verdict = reach_verdict(tmp_path, EVALUATED, RegistrationResult(error="MLflow does not answer"))
     assert verdict.registered == "nothing: MLflow does not answer"
     assert verdict.promotion == "not promoted: MLflow does not answer" and verdict.next_command == "rlhf run"
 
 
 def test_a_verdict_survives_json(tmp_path: Path) -> None:
-    workspace_with(tmp_path, referee=interval(0.7, 0.8, 0.9))
+    workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
     verdict = reach_verdict(tmp_path, EVALUATED, RegistrationResult("version 4", decided()))
     assert RunVerdict.from_dict(json.loads(json.dumps(asdict(verdict)))) == verdict

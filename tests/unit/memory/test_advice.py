@@ -14,7 +14,8 @@ from rlhf_core.memory.inputs import EstimateInputs
 from rlhf_core.memory.report import estimate_json, estimate_text, refusal_line
 from rlhf_core.memory.stages import estimate_memory
 
-EIGHT = {"compute": {"launch": {stage: {"processes": 8} for stage in ("sft", "reward", "referee", "critic", "ppo")}}}
+TRAINED = ("sft", "reward", "referee", "judge", "critic", "ppo")
+EIGHT = {"compute": {"launch": {stage: {"processes": 8} for stage in TRAINED}}}
 
 
 def changed(inputs: EstimateInputs, advice: MemoryAdvice, left_out: AdviceStep | None = None) -> MemoryEstimate:

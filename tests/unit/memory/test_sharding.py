@@ -186,7 +186,7 @@ def test_scorers_of_other_sizes_are_counted_by_their_own_config(tmp_path: Path) 
     assert sizes["model"] == sizes["classifier"] == small < sizes["reward"]
 
 
-@pytest.mark.parametrize("stage", ["reward", "referee"])
+@pytest.mark.parametrize("stage", ["reward", "referee", "judge"])
 def test_a_share_of_the_pairs_falls_to_each_gpu(stage: str) -> None:
     def update(processes: int) -> int:
         launch = {"launch": {stage: {"processes": processes}}}

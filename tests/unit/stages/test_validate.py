@@ -95,11 +95,11 @@ def test_bad_rows_are_quarantined_with_every_reason(tmp_path: Path) -> None:
 
 def test_clean_data_metrics_docs_and_gate(tmp_path: Path) -> None:
     metrics, outputs = run(good_rows(), tmp_path)
-    parts = ("train", "validation", "test", "referee_train", "referee_validation")
-    assert sum(metrics["preferences"][part] for part in parts) == metrics["preferences"]["clean"] == 120
+    held = [f"{prefix}{split}" for prefix in ("", "referee_", "judge_") for split in ("train", "validation")]
+    assert sum(metrics["preferences"][part] for part in [*held, "test"]) == metrics["preferences"]["clean"] == 120
     assert metrics["group_overlap"] == 0
     files = {str(p.relative_to(outputs.clean)) for p in outputs.clean.rglob("*.parquet")}
-    assert len(files) == 13
+    assert len(files) == 15
     train = read_rows(outputs.clean / "preferences/train.parquet", Preference)
     assert len(train) == metrics["preferences"]["train"]
     # "good 10" has 7 characters and "bad 10" 6, so the longer reply is always the preferred one.

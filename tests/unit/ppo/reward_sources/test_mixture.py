@@ -150,6 +150,7 @@ def test_an_ensemble_of_folders_centres_each_member_on_demonstrations(place: Pla
     ("source", "error", "expected"),
     [
         ({"kind": "model", "path": "models/referee"}, ConfigError, "only models/reward may score"),
+        ({"kind": "model", "path": "models/judge"}, ConfigError, "only models/reward may score"),
         ({"kind": "model", "path": "extra/../models/sft"}, ConfigError, "only models/reward may score"),
         ({"kind": "ensemble", "paths": ["models/reward", "models/referee"]}, ConfigError, "must not be trained on"),
         ({"kind": "classifier", "model": "models/referee"}, ConfigError, "must not be trained on"),
