@@ -10,11 +10,12 @@ from rlhf_core.config.ppo import PpoConfig
 
 class HeldOutPerplexityConfig(Strict):
     """Perplexity of held-out preferred replies and pretraining text (alignment tax): at most ``rows`` of each, none for
-    0, and ``max_tokens`` tokens of a row.
+    0, at most ``max_tokens`` tokens of a row, and rows up to ``total_tokens``, which bounds the time.
     """
 
-    rows: NonNegativeInt = 128
+    rows: NonNegativeInt = 256
     max_tokens: PositiveInt = 1024
+    total_tokens: PositiveInt = 32768
 
 
 class SafetyConfig(Strict):

@@ -73,23 +73,27 @@ def held_out_perplexities(
         return Example(ids[:1], ids[1:])  # nothing comes before the first token to predict it from
 
     examples = {
-        "preferred": _fitting(text.preferred, preferred, config.rows, longest),
-        "pretrain": _fitting(text.pretrain, pretrain, config.rows, longest),
+        "preferred": _chosen_examples(text.preferred, preferred, config, longest),
+        "pretrain": _chosen_examples(text.pretrain, pretrain, config, longest),
     }
     pad = pad_id(tokenizer)
     return {name: reply_perplexity(model, rows, pad) for name, rows in examples.items() if rows}
 
 
-def _fitting(rows: Sequence[Row], encode: Callable[[Row], Example], limit: int, longest: int) -> list[Example]:
-    """Encode the first ``limit`` rows, in the order of their hashes, that have a reply and are not too long."""
-    kept: list[Example] = []
+def _chosen_examples(
+    rows: Sequence[Row], encode: Callable[[Row], Example], config: HeldOutPerplexityConfig, longest: int
+) -> list[Example]:
+    """Encode the first rows, in the order of their hashes, that have a reply and are not longer than ``longest``."""
+    chosen: list[Example] = []
+    tokens = 0
     for row in fixed_subset(rows, len(rows), "perplexity"):
-        if len(kept) == limit:
+        if len(chosen) == config.rows or tokens >= config.total_tokens:
             break
         example = encode(row)
         if example.reply and example.length <= longest:
-            kept.append(example)
-    return kept
+            chosen.append(example)
+            tokens += example.length
+    return chosen
 
 
 @torch.inference_mode()

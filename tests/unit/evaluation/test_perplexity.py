@@ -88,5 +88,10 @@ def test_rows_are_chosen_by_hash_and_none_give_no_metric(models: Path) -> None:
     forwards = held_out_perplexities(model, tokenizer, HeldOutText(PAIRS, []), two)
     assert forwards == held_out_perplexities(model, tokenizer, HeldOutText(PAIRS[::-1], []), two)
     assert set(forwards) == {"preferred"}
+    few = HeldOutPerplexityConfig(total_tokens=1)  # the row that reaches the bound is the last
+    one = HeldOutPerplexityConfig(rows=1)
+    text = HeldOutText(PAIRS, TEXTS)
+    assert held_out_perplexities(model, tokenizer, text, few) == held_out_perplexities(model, tokenizer, text, one)
+    assert held_out_perplexities(model, tokenizer, text, few) != held_out_perplexities(model, tokenizer, text, two)
     assert held_out_perplexities(model, tokenizer, HeldOutText([], []), CONFIG) == {}
     assert HeldOutText.read(Path("nowhere"), 0) == HeldOutText([], [])
