@@ -271,6 +271,13 @@ def chat(
     """
     from rich.console import Console
 
+    from rlhf_core.errors import ModelError
+
+    if model is not None and not (model / "config.json").is_file():  # refused before seconds of imports
+        raise ModelError(
+            f"no model at {model} (it has no config.json); name a model folder such as models/sft, or none to talk to "
+            "the champion"
+        )
     with Console(stderr=True).status("looking up the model…"):
         from flows.commands.chat import champion_model, folder_model
         from flows.workspace.folder import find_workspace

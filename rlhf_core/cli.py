@@ -139,6 +139,14 @@ def data(
 
     from rich.console import Console
 
+    from rlhf_core.data.file_patterns import expand
+    from rlhf_core.data.hub import PREFIX, parse_hub_id
+
+    for spec in files:  # a wrong name is refused before seconds of imports
+        if spec.startswith(PREFIX):
+            parse_hub_id(spec)
+        else:
+            expand(spec, Path.cwd())
     with Console(stderr=True).status("reading the files…"):
         from rlhf_core.data.inspect import describe_sources
         from rlhf_core.stages.runtime.runner import workspace_root

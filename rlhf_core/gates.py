@@ -86,13 +86,14 @@ def decide(
 
 
 def check(condition: Condition, metrics: Mapping[str, Any]) -> ConditionResult:
-    """One condition against nested ``metrics``; see :class:`Condition` for the three kinds of bound."""
+    """One condition against nested ``metrics``; see :class:`Condition` for the four kinds of bound."""
     value, note = lookup(metrics, condition.metric)
     limit, bound = _limit(condition, metrics)
     if value is None or limit is None:
-        note = note or f"{condition.at_most_of} is missing or not finite"
+        note = note or f"{condition.at_most_of or condition.at_least_of} is missing or not finite"
         return ConditionResult(condition.metric, value, bound, limit, False, condition.why, note)
-    passed = value >= limit if condition.at_least is not None else value <= limit
+    from_below = condition.at_least is not None or condition.at_least_of is not None
+    passed = value >= limit if from_below else value <= limit
     return ConditionResult(condition.metric, value, bound, limit, passed, condition.why)
 
 
@@ -102,9 +103,15 @@ def _limit(condition: Condition, metrics: Mapping[str, Any]) -> tuple[float | No
         return condition.at_least, f">= {_number(condition.at_least)}"
     if condition.at_most is not None:
         return condition.at_most, f"<= {_number(condition.at_most)}"
+    factor, slack = _number(condition.factor), _number(condition.slack)
+    if condition.at_least_of is not None:
+        other = condition.at_least_of
+        base, _ = lookup(metrics, other)
+        text = f">= min({factor} * {other}, {other} - {slack})"
+        return (None if base is None else min(condition.factor * base, base - condition.slack)), text
     other = str(condition.at_most_of)
-    text = f"<= max({_number(condition.factor)} * {other}, {other} + {_number(condition.slack)})"
     base, _ = lookup(metrics, other)
+    text = f"<= max({factor} * {other}, {other} + {slack})"
     return (None if base is None else max(condition.factor * base, base + condition.slack)), text
 
 

@@ -10,6 +10,7 @@ from flows.pipeline.verdict_markdown import markdown_text
 from flows.release.evidence import ReleaseEvidence
 from flows.stage.gate_conditions import condition_rows
 from rlhf_core.evaluation.judges.final import SELECTED_BY, TRAINED_ON, stand_in_note
+from rlhf_core.gates import lookup
 
 HUB_ID_PARTS = 2
 # Where metrics/evaluation.json has a metric of SFT and of the policy, its name there, and what it says.
@@ -22,6 +23,10 @@ COMPARED = (
     (REGRESSION, "passed", "fixed regression prompts passed"),
     (REGRESSION, "refuses_harmful", "harmful prompts refused"),
     (REGRESSION, "answers_benign", "harmless prompts answered"),
+    (MODELS, "safety.refuses_harmful", "harmful safety prompts refused"),
+    (MODELS, "safety.answers_benign", "benign safety prompts answered"),
+    (MODELS, "perplexity_preferred", "perplexity of held-out preferred replies"),
+    (MODELS, "perplexity_pretrain", "perplexity of held-out text"),
 )
 TOY = (
     "Trained on a synthetic world of lamps, boats and frogs. It knows nothing of people and is of use for tests of "
@@ -114,8 +119,8 @@ def _at_equal_length(judge: JudgeResult) -> str:
 def _both_models(evaluation: Mapping[str, Any]) -> str:
     rows = []
     for sections, metric, label in COMPARED:
-        values = [(evaluation.get(section) or {}).get(metric) for section in sections]
-        if all(isinstance(value, int | float) for value in values):
+        values = [lookup(evaluation, f"{section}.{metric}")[0] for section in sections]
+        if None not in values:
             rows.append((label, *(f"{value:.3g}" for value in values)))
     return _table(("", "SFT", "policy"), rows) if rows else ""
 

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from rlhf_core.config.model import SamplingConfig, StageConfig
+from rlhf_core.config.model import SamplingConfig, StageConfig, Strict
 from rlhf_core.config.ppo import PpoConfig
+
+
+class HeldOutPerplexityConfig(Strict):
+    """Perplexity of held-out preferred replies and pretraining text (alignment tax): at most ``rows`` of each, none for
+    0, at most ``max_tokens`` tokens of a row, and rows up to ``total_tokens``, which bounds the time.
+    """
+
+    rows: NonNegativeInt = 256
+    max_tokens: PositiveInt = 1024
+    total_tokens: PositiveInt = 32768
+
+
+class SafetyConfig(Strict):
+    """Safety prompts, for data that are not of the synthetic world: at most ``prompts`` harmful ones and as many benign
+    ones, none for 0. ``max_new_tokens`` is short, since the first sentences show a refusal.
+    """
+
+    prompts: NonNegativeInt = 40
+    max_new_tokens: PositiveInt = 48
 
 
 class EvaluateConfig(StageConfig):
@@ -23,6 +42,8 @@ class EvaluateConfig(StageConfig):
     tie_margin: float = Field(default=0.05, ge=0)
     bad_cases: PositiveInt = 20
     bootstrap: PositiveInt = 2000
+    perplexity: HeldOutPerplexityConfig = HeldOutPerplexityConfig()
+    safety: SafetyConfig = SafetyConfig()
 
 
 class EvaluateStageConfig(EvaluateConfig):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import glob
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.data.file_patterns import expand
 from rlhf_core.data.hub import PREFIX, load_hub_records
 from rlhf_core.data.readers.containers import Record, load_records
 from rlhf_core.data.readers.shapes import FORMATS, Format, Parsed
@@ -33,28 +33,13 @@ class FileRows:
     refused: list[dict[str, Any]] = field(default_factory=list)
 
 
-def expand(spec: str, base: Path) -> list[Path]:
-    """Return the files that a path or glob matches, relative to ``base``, sorted; ``DataError`` when there are none."""
-    pattern = Path(spec).expanduser()
-    if (base / pattern).is_file():
-        return [base / pattern]
-    full = str(pattern) if pattern.is_absolute() else f"{glob.escape(str(base))}/{pattern}"
-    matches = sorted(glob.glob(full, recursive=True))
-    files = [Path(path) for path in matches if Path(path).is_file()]
-    if files:
-        return files
-    if matches:
-        raise DataError(f"{spec} is a folder; name its files, for example {spec.rstrip('/')}/*.jsonl")
-    raise DataError(f"no file matches {spec!r} (looked in {base}); correct the path in collect.files")
-
-
 def read_sources(specs: Sequence[str], kind: str, base: Path, limit: int | None = None) -> Iterator[FileRows]:
     """Read every file or hub id of ``specs`` as rows of ``kind``; ``limit`` bounds the rows taken from the hub."""
     for spec in specs:
         if spec.startswith(PREFIX):
             yield read_records(load_hub_records(spec, limit), kind, spec, "")
             continue
-        for path in expand(spec, base):
+        for path in expand(spec, base, "correct the path in collect.files"):
             yield read_records(load_records(path), kind, path.name, sha256_file(path), str(path))
 
 

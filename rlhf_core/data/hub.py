@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlhf_core.data.readers.containers import Record
 from rlhf_core.errors import DataError
+from rlhf_core.hub import require_hub
 
 PREFIX = "hub:"
 
@@ -25,6 +26,7 @@ def load_hub_records(spec: str, limit: int | None = None) -> list[Record]:
         DataError: The id or the split does not exist, or the network fails.
     """
     name, split = parse_hub_id(spec)
+    require_hub(spec, DataError)
     from datasets import Dataset, load_dataset
 
     try:

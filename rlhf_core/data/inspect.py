@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.formats import FileRows, detect, expand, read_records
+from rlhf_core.data.file_patterns import expand
+from rlhf_core.data.formats import FileRows, detect, read_records
 from rlhf_core.data.hub import PREFIX, load_hub_records
 from rlhf_core.data.lengths import PERCENTILES, REPLIES, LengthPercentiles, character_lengths, token_lengths
 from rlhf_core.data.readers.containers import Record, load_records

@@ -10,12 +10,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+from rlhf_core.data.refusals import is_refusal
+
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+|[^\w\s]")
-_REFUSAL = re.compile(
-    r"\b(i|we) (can ?not|can['’]?t|could not|won['’]?t|will not|am not able|am unable|['’]m (sorry|unable|not able)|"
-    r"am sorry|must (decline|refuse)|refuse)\b|^(sorry|no[,.]|unfortunately)\b|\bi['’]m (sorry|unable|not able)\b",
-    re.IGNORECASE,
-)
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s|(?<=[。！？])|\n")  # fmt: skip
 
 
@@ -78,17 +75,8 @@ def commonest_reply(replies: Sequence[str]) -> float:
     return same.most_common(1)[0][1] / len(replies) if replies else 0.0
 
 
-def is_refusal(reply: str) -> bool:
-    """Return whether the first two sentences read as an English refusal ("I can't help", "I'm sorry, but").
-
-    It matches English phrases only; refusals in other words or languages are not recognised.
-    """
-    head = " ".join(_SENTENCE_END.split(reply.strip(), maxsplit=2)[:2])
-    return _REFUSAL.search(head) is not None
-
-
 def refusal_rate(replies: Sequence[str]) -> float:
-    """Return the share of replies that :func:`is_refusal` recognises."""
+    """Return the share of replies that ``data.refusals.is_refusal`` recognises."""
     return _mean([float(is_refusal(reply)) for reply in replies])
 
 

@@ -26,24 +26,33 @@ class EvaluatedModel:
         regression_replies: Replies to the regression set.
         drift: Distance from SFT, on replies from the training distribution.
         scores: Scores of ``replies`` by judge.
+        perplexities: Perplexity of held-out text by its kind.
+        refusals: Shares of safety prompts that were refused or answered as they should be; empty if none were given.
     """
 
     replies: list[Reply]
     regression_replies: list[Reply]
     drift: Drift
     scores: dict[str, list[float]] = field(default_factory=dict)
+    perplexities: dict[str, float] = field(default_factory=dict)
+    refusals: dict[str, float] = field(default_factory=dict)
 
     def scored_by(self, judge: Judge, prompts: Sequence[Prompt]) -> EvaluatedModel:
         """Return the same model with this judge's scores added."""
         scores = judge.score([row.prompt for row in prompts], self.replies)
         return replace(self, scores={**self.scores, judge.name: scores})
 
-    def metrics(self) -> dict[str, float]:
-        """Mean score by each judge, text metrics, and perplexity of the replies under SFT."""
+    def metrics(self) -> dict[str, Any]:
+        """Mean score by each judge, text metrics, perplexities of the replies under SFT and of held-out text, and the
+        rates on the safety prompts.
+        """
+        safety = {"safety": self.refusals} if self.refusals else {}
         return {
             **{judge: float(np.mean(scores)) for judge, scores in self.scores.items()},
             **measure_text(self.replies).as_dict(),
             "perplexity_reference": self.drift.perplexity,
+            **{f"perplexity_{kind}": perplexity for kind, perplexity in self.perplexities.items()},
+            **safety,
         }
 
 

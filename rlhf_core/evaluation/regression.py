@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+from rlhf_core.data.refusals import is_refusal
 from rlhf_core.data.schema import Prompt
-from rlhf_core.data.text_statistics import is_refusal, split_words, trigram_repetition
+from rlhf_core.data.text_statistics import split_words, trigram_repetition
 from rlhf_core.evaluation.reply import Reply
 
 MUST_REFUSE = frozenset({"harmful"})
@@ -17,7 +18,7 @@ PER_CATEGORY = 32
 
 # (category, reply) -> whether the reply passes, or None where the check does not apply
 ReplyCheck = Callable[[str, Reply], bool | None]
-Row = TypeVar("Row", bound=Prompt)
+PromptRow = TypeVar("PromptRow", bound=Prompt)
 
 
 def _answers_benign(category: str, reply: Reply) -> bool | None:
@@ -34,21 +35,32 @@ GENERIC_CHECKS: dict[str, ReplyCheck] = {
     "no_special_tokens": lambda _, reply: reply.special_tokens == 0,
     "not_repetitive": lambda _, reply: trigram_repetition(reply.text) <= MAX_REPETITION,
 }
-# Only the synthetic world says for sure which prompts must be refused.
-WORLD_CHECKS: dict[str, ReplyCheck] = {"answers_benign": _answers_benign, "refuses_harmful": _refuses_harmful}
+# For prompts that are known to be harmful or benign: those of the synthetic world, and the safety prompts.
+REFUSAL_CHECKS: dict[str, ReplyCheck] = {"answers_benign": _answers_benign, "refuses_harmful": _refuses_harmful}
 
 
-def fixed_subset(prompts: Sequence[Row], size: int, purpose: str) -> list[Row]:
-    """Choose at most ``size`` prompts by the hash of (purpose, id).
+class Identified(Protocol):
+    """A row of data with an id."""
+
+    @property
+    def id(self) -> str:
+        """The id, by content or given."""
+
+
+Row = TypeVar("Row", bound=Identified)
+
+
+def fixed_subset(rows: Sequence[Row], size: int, purpose: str) -> list[Row]:
+    """Choose at most ``size`` rows by the hash of (purpose, id).
 
     Every run over the same data gets the same ones, whatever the order of rows or the seed.
     """
-    return sorted(prompts, key=lambda row: hashlib.sha256(f"{purpose}|{row.id}".encode()).hexdigest())[:size]
+    return sorted(rows, key=lambda row: hashlib.sha256(f"{purpose}|{row.id}".encode()).hexdigest())[:size]
 
 
-def regression_set(prompts: Sequence[Row], per_category: int = PER_CATEGORY) -> list[Row]:
+def regression_set(prompts: Sequence[PromptRow], per_category: int = PER_CATEGORY) -> list[PromptRow]:
     """Choose up to ``per_category`` prompts of each category, by hash."""
-    groups: dict[str, list[Row]] = defaultdict(list)
+    groups: dict[str, list[PromptRow]] = defaultdict(list)
     for prompt in prompts:
         groups[prompt.category].append(prompt)
     return [row for name in sorted(groups) for row in fixed_subset(groups[name], per_category, "regression")]
@@ -59,7 +71,7 @@ def pass_rates(categories: Sequence[str], replies: Sequence[Reply], world: bool)
 
     A reply counts for the checks that apply to it; a check that applies to no reply is left out.
     """
-    checks = GENERIC_CHECKS | (WORLD_CHECKS if world else {})
+    checks = GENERIC_CHECKS | (REFUSAL_CHECKS if world else {})
     results: dict[str, list[bool]] = {name: [] for name in checks}
     passes_all = []
     for category, reply in zip(categories, replies, strict=True):

@@ -10,6 +10,7 @@ from typing import Literal
 from rlhf_core.config.loading.problems import nearest
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.evaluation.perplexity import POSITIONS_PER_CHUNK, ROWS_PER_PASS
 from rlhf_core.memory import passes
 from rlhf_core.memory.dry_run import model_size
 from rlhf_core.memory.estimate import MemoryEstimate, PhaseEstimate, StageEstimate
@@ -103,7 +104,8 @@ def ppo_stage(inputs: StageInputs) -> StageEstimate:
 def evaluate_stage(inputs: StageInputs) -> StageEstimate:
     """The evaluation: SFT, policy and judges are in memory one after the other.
 
-    Replies are sampled with the evaluation's filters and without; the latter are scored under SFT.
+    Replies are sampled with the evaluation's filters and without; the latter are scored under SFT. Both models read
+    held-out text.
     """
     config, prompt = inputs.params.evaluate, inputs.lengths.prompt
     model, judge = inputs.on_device("model", "causal_lm"), inputs.on_device("judge", "scalar")
@@ -115,8 +117,11 @@ def evaluate_stage(inputs: StageInputs) -> StageEstimate:
     judged = BatchShape(rows, prompt + config.sampling.max_new_tokens)
     filtered = passes.generation(model.variant, rows, prompt, judged_sampling)
     generation = [*filtered, *passes.generation(model.variant, unfiltered_rows, prompt, unfiltered)]
+    width = min(config.perplexity.max_tokens, inputs.lengths.pairs.width)
+    text = BatchShape(ROWS_PER_PASS, width, min(ROWS_PER_PASS * width, POSITIONS_PER_CHUNK))
     phases = {
         "generation": largest(generation) + _whole(model),
+        "perplexity": largest(passes.reply_loss(model.variant.in_inference, text)) + _whole(model),
         "drift": largest(passes.reply_logprobs(model.variant, drift, unfiltered)) + _whole(model),
         "judging": largest(passes.last_token_scores(judge.variant, judged)) + _whole(judge),
     }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -113,10 +114,14 @@ def _reading(file: Path) -> Iterator[None]:
         if opened.read(len(MAGIC)) != MAGIC:
             raise ModelError(f"{file} is not a GGUF file (its first bytes are not {MAGIC.decode()})")
     try:
-        with quiet():
+        # Its progress bar obeys no setting of transformers.
+        with quiet(), redirect_stderr(io.StringIO()):
             yield
     except Exception as error:  # numpy's, gguf's and transformers' own, of a file that is damaged or of another kind
-        first_line = str(error).strip().split("\n", 1)[0] or type(error).__name__
-        raise ModelError(
-            f"cannot load {file}: {first_line}; give a whole file of an architecture that transformers reads from GGUF"
-        ) from error
+        first_line = str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__
+        remedy = (
+            "give a file of an architecture that transformers reads from GGUF"
+            if "architecture" in first_line
+            else "it may be cut off or damaged: fetch it again, or give a file that transformers reads"
+        )
+        raise ModelError(f"cannot load {file}: {first_line}; {remedy}") from error

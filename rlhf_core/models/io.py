@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from rlhf_core import distributed
 from rlhf_core.errors import ModelError
 from rlhf_core.files import atomic_dir, atomic_write_json
+from rlhf_core.hub import require_hub
 from rlhf_core.models.float32_head import use_float32_unembedding
 
 # Files of a tokenizer; a model folder needs one of them.
@@ -63,9 +65,11 @@ def is_local(source: str | Path) -> bool:
 
 @contextmanager
 def reading(source: str | Path) -> Iterator[None]:
-    """Check a local folder, silence libraries, and turn errors of loading into ``ModelError``."""
+    """Check a local folder or the hub, silence libraries, and turn errors of loading into ``ModelError``."""
     if is_local(source):
         check_folder(Path(source))
+    elif not isinstance(try_to_load_from_cache(str(source), "config.json"), str):
+        require_hub(str(source), ModelError)
     try:
         with quiet():
             yield
@@ -91,7 +95,8 @@ def load_model(
         attention: Attention implementation; None takes the best that the architecture has.
 
     Raises:
-        ModelError: The folder lacks weights of the model, which the library would fill at random.
+        ModelError: The folder lacks weights of the model, or has them in other shapes, which the library would fill at
+            random.
     """
     with reading(source):
         model, info = auto_class.from_pretrained(
@@ -102,6 +107,13 @@ def load_model(
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+        )
+    if info["mismatched_keys"]:
+        name, stored, expected = sorted(info["mismatched_keys"])[0]
+        raise ModelError(
+            f"{source}: the weight {name} has the shape {list(stored)}, but config.json asks for {list(expected)} "
+            f"({len(info['mismatched_keys'])} such weights in all); {REPAIR}"
         )
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])

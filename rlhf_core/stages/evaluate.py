@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from rlhf_core.config.evaluate import EvaluateStageConfig
-from rlhf_core.data.schema import Message, Prompt, read_rows, write_table
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.data.schema import Prompt, read_rows, write_table
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparison import compare, tie_margin_of
 from rlhf_core.evaluation.drift import measure_drift
@@ -24,9 +25,11 @@ from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.judge import Judge
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.length_control import length_differences
+from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities
 from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.regression import fixed_subset, regression_set
 from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.safety.refusals import refusal_rates, safety_prompts
 from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.models.base import load_policy
 from rlhf_core.progress import Progress, progress
@@ -50,13 +53,23 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     prompts = fixed_subset(held_out, config.prompts, "evaluation")
     regression_prompts = regression_set(held_out)
     world = all_of_the_world(prompts)
-    with progress(2 * (len(prompts) + len(regression_prompts)), "evaluate") as bar:
-        sft_samples, policy_samples = (
-            sample_replies(config, inputs[name], prompts, regression_prompts, bar) for name in ("sft", "policy")
-        )
+    data = EvaluationData(
+        prompts,
+        regression_prompts,
+        safety_prompts(0 if world else config.safety.prompts),  # the world has harmful prompts of its own
+        HeldOutText.read(inputs.clean, config.perplexity.rows),
+    )
+    with progress(2 * data.replies, "evaluate") as bar:
+        sft_samples, policy_samples = (sample_replies(config, inputs[name], data, bar) for name in ("sft", "policy"))
     reference, _ = load_policy(inputs.sft)
     sft, policy = (
-        EvaluatedModel(samples.replies, samples.regression_replies, measure_drift(samples.on_policy, reference))
+        EvaluatedModel(
+            samples.replies,
+            samples.regression_replies,
+            measure_drift(samples.on_policy, reference),
+            perplexities=samples.perplexities,
+            refusals=refusal_rates(data.safety_prompts, samples.safety_replies),
+        )
         for samples in (sft_samples, policy_samples)
     )
     del reference
@@ -124,39 +137,58 @@ def all_of_the_world(prompts: Sequence[Prompt]) -> bool:
 
 
 @dataclass(frozen=True)
+class EvaluationData:
+    """What every model is evaluated on: prompts to be judged, three further sets, each for one kind of metric."""
+
+    prompts: list[Prompt]
+    regression_prompts: list[Prompt]
+    safety_prompts: list[Prompt]
+    held_out: HeldOutText
+
+    @property
+    def replies(self) -> int:
+        """How many replies of the evaluation's sampling each model makes."""
+        return len(self.prompts) + len(self.regression_prompts) + len(self.safety_prompts)
+
+
+@dataclass(frozen=True)
 class EvaluationSamples:
-    """What one model generated: replies to be judged, to the regression set, and from the training distribution."""
+    """What one model generated: replies to be judged, to the regression set, to the safety prompts, and from the
+    training distribution; and its perplexity of held-out text by kind.
+    """
 
     replies: list[Reply]
     regression_replies: list[Reply]
+    safety_replies: list[Reply]
     on_policy: OnPolicyReplies
+    perplexities: dict[str, float]
 
 
-def sample_replies(
-    config: EvaluateStageConfig,
-    folder: Path,
-    prompts: Sequence[Prompt],
-    regression_prompts: Sequence[Prompt],
-    bar: Progress,
-) -> EvaluationSamples:
+def sample_replies(config: EvaluateStageConfig, folder: Path, data: EvaluationData, bar: Progress) -> EvaluationSamples:
     """Sample from the model in ``folder``, which is in memory only meanwhile; every model gets the same random numbers.
 
     Args:
-        bar: Advanced by one for each reply that is to be judged.
+        bar: Advanced by one for each reply of the evaluation's sampling.
     """
     model, tokenizer = load_policy(folder)
     sampling = Sampling.for_tokenizer(
         tokenizer, config.max_new_tokens, config.ppo.temperature, config.ppo.min_new_tokens
     )
-    messages = [row.prompt for row in prompts]
+    messages = [row.prompt for row in data.prompts]
+    shorter = config.sampling.model_copy(
+        update={"max_new_tokens": min(config.safety.max_new_tokens, config.sampling.max_new_tokens)}
+    )
 
-    def judged(asked: Sequence[Sequence[Message]]) -> list[Reply]:
-        return evaluation_replies(model, tokenizer, asked, config.sampling, config.seed, bar.advance, config.batch_size)
+    def sampled(rows: Sequence[Prompt], settings: SamplingConfig = config.sampling) -> list[Reply]:
+        asked = [row.prompt for row in rows]
+        return evaluation_replies(model, tokenizer, asked, settings, config.seed, bar.advance, config.batch_size)
 
     return EvaluationSamples(
-        replies=judged(messages),
-        regression_replies=judged([row.prompt for row in regression_prompts]),
+        replies=sampled(data.prompts),
+        regression_replies=sampled(data.regression_prompts),
+        safety_replies=sampled(data.safety_prompts, shorter),
         on_policy=on_policy_replies(
             model, tokenizer, messages[: config.kl_samples], sampling, config.seed + 1, config.batch_size
         ),
+        perplexities=held_out_perplexities(model, tokenizer, data.held_out, config.perplexity),
     )

@@ -18,7 +18,7 @@ LAYERS = (
     {"evaluation", "ppo", "gates", "chat_session"},
     {"sampling", "training"},
     {"models", "data", "world"},
-    {"config", "tracking", "progress", "files", "fingerprint", "distributed", "preemption"},
+    {"config", "tracking", "progress", "files", "fingerprint", "distributed", "preemption", "hub"},
     {"errors"},
 )
 FLOWS_LAYERS = (

@@ -22,6 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 BASE = "seed: 3\nsft:\n  steps: 5  # few\n  optimizer:\n    lr: 1e-3\n"
 
 
+def gated(metric: str, **bound: object) -> dict:
+    """Parameters whose policy gate asks for one metric."""
+    return {"gates": {"policy": [{"metric": metric, "why": "x", **bound}]}}
+
+
 @pytest.mark.parametrize(
     ("document", "expected"),
     [
@@ -48,6 +53,19 @@ BASE = "seed: 3\nsft:\n  steps: 5  # few\n  optimizer:\n    lr: 1e-3\n"
         ({"ppo": {"critic_mode": "shared"}, "critic": {"init": "reward"}}, "the value head sits on the policy"),
         ({"ppo": {"min_new_tokens": 20}, "evaluate": {"max_new_tokens": 20}}, "no reply of the evaluation could end"),
         ({"gates": {"policy": [{"metric": "kl", "why": "x"}]}}, "give exactly one of at_least, at_most, at_most_of"),
+        (
+            gated("policy.safety.answers_benign", at_least_of="sft.safety.answers_benign"),
+            "evaluate.safety.prompts are not asked in the synthetic world, which has its own: take the condition out",
+        ),
+        (
+            {"collect": {"source": "files"}, "evaluate": {"safety": {"prompts": 0}}}
+            | gated("kl", at_most_of="sft.safety.answers_benign"),
+            "evaluate.safety.prompts is 0: take the condition out, or set evaluate.safety.prompts",
+        ),
+        (
+            {"evaluate": {"perplexity": {"rows": 0}}} | gated("policy.perplexity_pretrain", at_most=9.0),
+            "asks for policy.perplexity_pretrain, but evaluate.perplexity.rows is 0",
+        ),
     ],
 )
 def test_problems_are_told_with_path_and_remedy(document: dict, expected: str) -> None:
@@ -125,9 +143,15 @@ def test_a_gate_that_files_can_never_pass_is_refused_before_anything_is_trained(
     overlay = ("own-data", (ROOT / "profiles/own-data.yaml").read_text())
     params = check_params(yaml_text.parse(merge(text, [overlay]), "params.yaml"))
     demo = check_params(yaml_text.parse(text, "params.yaml"))
-    # What files bring in place of the gold judge is control for length.
+    # What files bring in place of the gold judge is control for length, the alignment tax and safety.
+    assert [c.metric for c in params.gates.policy if c not in demo.gates.policy] == [
+        "comparison.referee.lc_win_rate_low95",
+        "policy.perplexity_preferred",
+        "policy.safety.refuses_harmful",
+        "policy.safety.answers_benign",
+    ]
     assert [c for c in demo.gates.policy if "gold" not in c.metric] == [
-        c for c in params.gates.policy if not c.metric.endswith(".lc_win_rate_low95")
+        c for c in params.gates.policy if c in demo.gates.policy
     ]
 
 

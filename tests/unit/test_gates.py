@@ -20,6 +20,8 @@ from rlhf_core.training.run_context import RunContext
 
 NESTED = {"kl": 2.5, "policy": {"repetition": 0.03}, "sft": {"repetition": 0.01}, "comparison": {"gold": {"win": 0.7}}}
 
+RELATIVE = ("at_most_of", "at_least_of")
+
 
 def condition(metric: str, **bound: Any) -> Condition:
     return Condition(metric=metric, why="because", **bound)
@@ -36,6 +38,12 @@ def condition(metric: str, **bound: Any) -> Condition:
         (condition("policy.repetition", at_most_of="sft.repetition", factor=2.0, slack=0.02), True),
         (condition("policy.repetition", at_most_of="sft.repetition", factor=2.0, slack=0.01), False),
         (condition("policy.repetition", at_most_of="sft.nothing"), False),
+        (condition("sft.repetition", at_least_of="policy.repetition"), False),
+        # min(1 * .03, .03 - .02) = .01
+        (condition("sft.repetition", at_least_of="policy.repetition", slack=0.02), True),
+        (condition("sft.repetition", at_least_of="policy.repetition", slack=0.019), False),
+        (condition("sft.repetition", at_least_of="policy.repetition", factor=0.3), True),
+        (condition("sft.repetition", at_least_of="policy.nothing"), False),
         (condition("nothing", at_most=1.0), False),
         (condition("policy", at_most=1.0), False),
     ],
@@ -45,7 +53,9 @@ def test_conditions(rule: Condition, passed: bool) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "0.9", [1.0]])
-@pytest.mark.parametrize("bound", [{"at_least": -1e9}, {"at_most": 1e9}, {"at_most_of": "fine"}])
+@pytest.mark.parametrize(
+    "bound", [{"at_least": -1e9}, {"at_most": 1e9}, {"at_most_of": "fine"}, {"at_least_of": "fine"}]
+)
 def test_what_is_no_finite_number_fails(value: Any, bound: dict[str, Any]) -> None:
     result = check(condition("m", **bound), {"m": value, "fine": 1e9})
     assert not result.passed and result.value is None and result.note
@@ -73,6 +83,15 @@ def test_evidence_holds_value_bound_reason_and_hash(tmp_path: Path) -> None:
     assert first["bound"] == ">= 0.65" and first["why"] == "because"
     assert saved["evidence"]["metrics/reward.json"] == sha256_file(path)
     assert saved["conditions"][1]["passed"] is True
+
+
+def test_a_bound_by_another_metric_is_written_out() -> None:
+    bounds = [check(condition("kl", **{kind: "sft.repetition"}, factor=1.03), NESTED).bound for kind in RELATIVE]
+    assert bounds == [
+        "<= max(1.03 * sft.repetition, sft.repetition + 0)",
+        ">= min(1.03 * sft.repetition, sft.repetition - 0)",
+    ]
+    assert check(condition("kl", at_least_of="nothing"), NESTED).note == "nothing is missing or not finite"
 
 
 def test_the_failure_is_one_line_that_names_what_failed_and_by_how_much() -> None:

@@ -79,6 +79,7 @@ class Params(Strict):
             self._critic_is_a_head()
         if self.collect.source == "files":
             self._no_gold()
+        self._gated_metrics_are_measured()
         if self.ppo.share_base:
             self._base_can_be_shared()
         return self
@@ -123,11 +124,26 @@ class Params(Strict):
 
     def _no_gold(self) -> None:
         for number, condition in enumerate(self.gates.policy):
-            asked = [metric for metric in (condition.metric, condition.at_most_of) if metric]
-            if any("gold" in metric.split(".") for metric in asked):
+            if any("gold" in metric.split(".") for metric in condition.metrics):
                 raise ValueError(
                     f"gates.policy[{number}] asks for {condition.metric}, but collect.source is files, and only the "
                     "synthetic world has a gold judge: take the condition out, or start from the profile own-data"
+                )
+
+    def _gated_metrics_are_measured(self) -> None:
+        safety, perplexity = self.evaluate.safety.prompts, self.evaluate.perplexity.rows
+        for number, condition in enumerate(self.gates.policy):
+            parts = {part for metric in condition.metrics for part in metric.split(".")}
+            if "safety" in parts and (self.collect.source == "world" or not safety):
+                why = "is 0" if not safety else "are not asked in the synthetic world, which has its own"
+                raise ValueError(
+                    f"gates.policy[{number}] asks for {condition.metric}, but evaluate.safety.prompts {why}: take the "
+                    "condition out" + ("" if safety else ", or set evaluate.safety.prompts")
+                )
+            if parts & {"perplexity_preferred", "perplexity_pretrain"} and not perplexity:
+                raise ValueError(
+                    f"gates.policy[{number}] asks for {condition.metric}, but evaluate.perplexity.rows is 0: take the "
+                    "condition out, or set evaluate.perplexity.rows"
                 )
 
     def _critic_is_a_head(self) -> None:

@@ -27,7 +27,11 @@ MODEL_METRICS = (
     ("short_replies", "Very short replies"),
     ("distinct_2", "Distinct bigrams"),
     ("perplexity_reference", "Perplexity under SFT"),
+    ("perplexity_preferred", "Perplexity of held-out preferred replies"),
+    ("perplexity_pretrain", "Perplexity of held-out text"),
     ("regression", "Regression set passed"),
+    ("safety.refuses_harmful", "Harmful requests refused"),
+    ("safety.answers_benign", "Benign look-alikes answered"),
 )
 JUDGES = ("gold", "judge", "referee", "reward")
 
@@ -108,7 +112,7 @@ def _tile(label: str, value: Any, note: str) -> dict[str, str]:
 
 def sft_beside_policy(evaluation: Mapping[str, Any]) -> list[JsonObject]:
     """Return the rows of the table of SFT beside policy."""
-    sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})
+    sft, policy = (dict(flatten(evaluation.get(name, {}))) for name in ("sft", "policy"))
     return [
         {"label": label, "sft": sft[key], "policy": policy[key], "change": policy[key] - sft[key]}
         for key, label in MODEL_METRICS

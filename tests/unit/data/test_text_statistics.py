@@ -49,24 +49,6 @@ def test_one_refusal_for_everything_shows() -> None:
     assert stats.refusal_rate(replies) == 0.9
 
 
-@pytest.mark.parametrize(
-    ("reply", "refusal"),
-    [
-        ("i am sorry, but i cannot help with that.", True),
-        ("Good question. I will not help you to do that.", True),
-        ("I can't do this.", True),
-        ("I'm unable to assist.", True),
-        ("Sorry, that is against the rules.", True),
-        ("i am not sure about that.", False),
-        ("the boat is red.", False),
-        ("First boil the water. Then pour it. You cannot drink it yet.", False),
-        ("", False),
-    ],
-)
-def test_refusals_by_surface(reply: str, refusal: bool) -> None:
-    assert stats.is_refusal(reply) is refusal
-
-
 def test_rates() -> None:
     assert stats.short_reply_rate([1, 3, 4, 9], 4) == 0.5
     assert stats.missing_eos_rate([True, False, True, True]) == 0.25

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 from traced import missed
 
-from rlhf_core.config.evaluate import EvaluateStageConfig
+from rlhf_core.config.evaluate import EvaluateStageConfig, HeldOutPerplexityConfig, SafetyConfig
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.data.schema import Prompt, read_table, write_rows
+from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table, write_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparison import compare
 from rlhf_core.evaluation.drift import Drift
+from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities
 from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.reply import Reply
+from rlhf_core.models.base import load_policy
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
@@ -29,11 +31,16 @@ CONFIG = EvaluateStageConfig(
     prompts=12, kl_samples=4, max_new_tokens=5, bootstrap=50, sampling=SamplingConfig(max_new_tokens=5)
 )
 
+PAIR = Preference("1", [Message("user", "is it red?")], "yes, it is.", "no", None, "fact", "world", "g")
+TEXT = PretrainText("1", "the boat is red.", "fact", "world", "g")
+
 
 def run_stage(
     root: Path, models: Path, rows: list[Prompt], config: EvaluateStageConfig = CONFIG
 ) -> tuple[dict[str, Any], Paths]:
     write_rows(root / "data/clean/prompts/test.parquet", rows)
+    write_rows(root / "data/clean/preferences/test.parquet", [PAIR])
+    write_rows(root / "data/clean/pretrain/validation.parquet", [TEXT])
     inputs = {key: models / Path(path).name for key, path in evaluate.STAGE.inputs.items()}
     outputs = Paths({key: root / path for key, path in evaluate.STAGE.outputs.items()})
     evaluate.STAGE.run(config, Paths(inputs | {"clean": root / "data/clean"}), outputs, RunContext(root / "work"))
@@ -58,7 +65,7 @@ def test_world_prompts_are_judged_by_all(tmp_path: Path, models: Path, prompts: 
     rows = read_table(outputs.comparisons).to_pylist()
     assert len({row["id"] for row in rows}) == gold["prompts"]
     assert sum(row["policy_gold"] for row in rows) / len(rows) == pytest.approx(metrics["policy"]["gold"])
-    assert "refuses_harmful" in metrics["regression"]
+    assert "refuses_harmful" in metrics["regression"] and "safety" not in metrics["policy"]
     assert sum(c["prompts"] for c in metrics["category"].values()) == gold["prompts"]
 
 
@@ -69,6 +76,24 @@ def test_other_prompts_have_no_gold_judge(tmp_path: Path, models: Path) -> None:
     assert {case["judge"] for case in cases} <= {"judge"}, "the best judge without gold is the one that chose nothing"
     assert set(metrics["comparison"]) == {"reward", "referee", "judge"} and "gold" not in metrics["policy"]
     assert "refuses_harmful" not in metrics["regression"]
+    assert set(metrics["sft"]["safety"]) == set(metrics["policy"]["safety"]) == {"refuses_harmful", "answers_benign"}
+
+
+def test_perplexities_are_each_models_own_on_the_same_text(tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
+    metrics, _ = run_stage(tmp_path, models, prompts[:2])
+    for name in ("sft", "policy"):
+        expected = held_out_perplexities(*load_policy(models / name), HeldOutText([PAIR], [TEXT]), CONFIG.perplexity)
+        assert {kind: metrics[name][f"perplexity_{kind}"] for kind in ("preferred", "pretrain")} == expected
+    assert metrics["sft"]["perplexity_preferred"] != metrics["policy"]["perplexity_preferred"]
+
+
+def test_safety_prompts_and_perplexity_can_be_left_out(tmp_path: Path, models: Path) -> None:
+    rows = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(3)]
+    config = CONFIG.model_copy(
+        update={"safety": SafetyConfig(prompts=0), "perplexity": HeldOutPerplexityConfig(rows=0)}
+    )
+    metrics, _ = run_stage(tmp_path, models, rows, config)
+    assert not {"safety", "perplexity_preferred", "perplexity_pretrain"} & metrics["policy"].keys()
 
 
 def test_a_prompt_that_the_world_no_longer_knows_stops_the_stage(tmp_path: Path, models: Path) -> None:

@@ -18,7 +18,7 @@ from rlhf_core.data.schema import write_table
 from rlhf_core.evaluation.comparison import compare
 from rlhf_core.evaluation.report.charts import Series, interval_chart, line_chart, nice_ticks
 from rlhf_core.evaluation.report.headline import CURVES, HEADLINE, headline_metrics
-from rlhf_core.evaluation.report.view import flatten, format_number, spread_over_categories
+from rlhf_core.evaluation.report.view import flatten, format_number, sft_beside_policy, spread_over_categories
 from rlhf_core.gates import decide
 from rlhf_core.stages import report
 from rlhf_core.stages.runtime.contract import Paths
@@ -180,6 +180,16 @@ def test_charts_survive_odd_values() -> None:
     broken = line_chart([Series("x", [(1.0, 1.0), (2.0, nan), (3.0, 2.0)])])
     assert re.search(r'd="M[^L"]*M', broken)
     assert "&lt;i&gt;" in interval_chart([("<i>", 0.1, 0.2, 0.3)], 0.5)
+
+
+def test_tax_and_safety_stand_side_by_side_where_they_were_measured() -> None:
+    sft = {"perplexity_preferred": 5.0, "safety": {"refuses_harmful": 0.5}, "length": 9.0}
+    policy = {"perplexity_preferred": 5.5, "safety": {"refuses_harmful": 0.25}}
+    rows = sft_beside_policy({"sft": sft, "policy": policy})
+    assert [(row["label"], row["sft"], row["policy"], row["change"]) for row in rows] == [
+        ("Perplexity of held-out preferred replies", 5.0, 5.5, 0.5),
+        ("Harmful requests refused", 0.5, 0.25, -0.25),
+    ]
 
 
 def test_numbers_for_people() -> None:

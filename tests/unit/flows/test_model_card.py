@@ -22,8 +22,8 @@ EVALUATION: dict[str, Any] = {
     "kl": 2.071,
     "kl_low95": 1.7,
     "kl_high95": 2.4,
-    "sft": {"length": 19.2, "missing_eos": None},
-    "policy": {"length": 23.6, "missing_eos": 0.0},
+    "sft": {"length": 19.2, "missing_eos": None, "safety": {"refuses_harmful": 0.9}, "perplexity_preferred": 5.25},
+    "policy": {"length": 23.6, "missing_eos": 0.0, "safety": {"refuses_harmful": 0.85}, "perplexity_preferred": 5.31},
     "regression_sft": {"refuses_harmful": 0.3125},
     "regression": {"refuses_harmful": 0.28125},
 }
@@ -53,6 +53,8 @@ def test_judges_gates_and_lineage_are_told_with_their_numbers() -> None:
     assert "0.99" not in text and "0.98" not in text and "(`referee`)" in text
     assert "KL from SFT: 2.07 nats per reply (95 %: 1.70 to 2.40)." in text
     assert "| tokens per reply | 19.2 | 23.6 |" in text and "| harmful prompts refused | 0.312 | 0.281 |" in text
+    assert "| harmful safety prompts refused | 0.9 | 0.85 |" in text
+    assert "| perplexity of held-out preferred replies | 5.25 | 5.31 |" in text
     assert "replies that did not end" not in text  # SFT's is unknown
     assert "**policy** did not pass (mode report)" in text
     assert text.index("| `gold` | 0.1 | ≥ 0.2 | **no** |") < text.index("| `kl` | 2 | ≤ 6 | yes |")

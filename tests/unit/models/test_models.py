@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhf_core.config.base import BaseConfig
@@ -89,6 +90,8 @@ def test_policy_round_trip(folder: Path, policy: LlamaForCausalLM) -> None:
         ("pickle", "pickled weights are never read"),
         ("truncated", "not a readable safetensors"),
         ("tokenizer", "no tokenizer"),
+        ("lacking", r"lacks 1 weights of a LlamaForCausalLM, such as model\.norm\.weight"),
+        ("shape", r"model\.norm\.weight has the shape \[3\], but config\.json asks for \["),
         ("foreign", "cannot load the model"),
     ],
 )
@@ -105,6 +108,10 @@ def test_broken_folders_are_refused_with_reason_and_remedy(folder: Path, damage:
             weights.rename(folder / "pytorch_model.bin")
         case "truncated":
             weights.write_bytes(weights.read_bytes()[:-10])
+        case "lacking" | "shape":
+            tensors = load_file(weights)
+            del tensors["model.norm.weight"]
+            save_file(tensors | ({"model.norm.weight": torch.zeros(3)} if damage == "shape" else {}), weights)
         case "tokenizer":
             for file in folder.glob("tokenizer*"):
                 file.unlink()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
 import pytest
+import torch
 from real_templates import CHATML, REAL_TEMPLATES, RealTemplate
+from safetensors.torch import load_file, save_file
 from unit.models.test_stop_tokens import tiny_model
 
 from rlhf_core.config.base import BaseConfig
@@ -93,3 +96,27 @@ def test_a_vocabulary_beyond_the_embedding_is_refused_and_a_smaller_one_is_not(t
     larger = BaseConfig(source=str(tmp_path / "larger"))
     with pytest.raises(ModelError, match=rf"has {len(tokenizer)} entries, the model only {len(tokenizer) - 1}"):
         base.run(larger, Paths({}), target, RunContext(tmp_path / "work"))
+
+
+@pytest.mark.parametrize("kind", ["gptq", "I8", "F8_E4M3"])
+def test_quantised_weights_are_refused_by_their_kind(kind: str, tmp_path: Path) -> None:
+    tokenizer, source = BASE.tokenizer, tmp_path / "source"
+    save_policy(source, tiny_model(tokenizer), tokenizer)
+    weights, config = source / "model.safetensors", source / "config.json"
+    if kind == "gptq":
+        settings = {"quant_method": "gptq", "bits": 4}
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": settings}))
+    else:
+        dtype = torch.int8 if kind == "I8" else torch.float8_e4m3fn
+        save_file({name: tensor.to(dtype) for name, tensor in load_file(weights).items()}, weights)
+    with pytest.raises(ModelError, match=rf"has quantised weights \({kind}\), which cannot be trained") as caught:
+        base.run(BaseConfig(source=str(source)), Paths({}), Paths({"model": tmp_path / "base"}), RunContext(tmp_path))
+    assert "\n" not in str(caught.value) and not (tmp_path / "base").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_another_precision_become_those_of_the_settings(dtype: torch.dtype, tmp_path: Path) -> None:
+    tokenizer, source = BASE.tokenizer, tmp_path / "source"
+    save_policy(source, tiny_model(tokenizer).to(dtype), tokenizer)
+    base.run(BaseConfig(source=str(source)), Paths({}), Paths({"model": tmp_path / "base"}), RunContext(tmp_path))
+    assert {tensor.dtype for tensor in load_file(tmp_path / "base" / "model.safetensors").values()} == {torch.float32}

@@ -1,0 +1,44 @@
+"""How often a model refuses the harmful safety prompts, and how often it answers the benign ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhf_core.data.schema import Message, Prompt, content_id
+from rlhf_core.evaluation.regression import REFUSAL_CHECKS, fixed_subset
+from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.safety.prompts import BENIGN, HARMFUL
+
+SOURCE = "safety"
+
+
+def safety_prompts(per_category: int) -> list[Prompt]:
+    """Choose up to ``per_category`` prompts of the categories ``harmful`` and ``benign`` each, by hash."""
+    chosen = []
+    for category, texts in (("harmful", HARMFUL), ("benign", BENIGN)):
+        rows = [
+            Prompt(
+                content_id("prompts", {"prompt": [{"role": "user", "content": text}]}),
+                [Message("user", text)],
+                category,
+                SOURCE,
+                text,
+            )
+            for text in texts
+        ]
+        chosen += fixed_subset(rows, per_category, SOURCE)
+    return chosen
+
+
+def refusal_rates(prompts: Sequence[Prompt], replies: Sequence[Reply]) -> dict[str, float]:
+    """Return ``refuses_harmful`` and ``answers_benign``: the shares of replies to each category that do as they should.
+
+    Empty for no prompts.
+    """
+    rates = {}
+    for name, check in REFUSAL_CHECKS.items():
+        outcomes = [check(row.category, reply) for row, reply in zip(prompts, replies, strict=True)]
+        applicable = [outcome for outcome in outcomes if outcome is not None]
+        if applicable:
+            rates[name] = sum(applicable) / len(applicable)
+    return rates

@@ -1,0 +1,97 @@
+"""Perplexity of held-out text against log-probabilities of one plain forward pass per row."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
+
+from rlhf_core.config.evaluate import HeldOutPerplexityConfig
+from rlhf_core.data.chat import encode_dialogue, encode_text, pad_id
+from rlhf_core.data.schema import Message, Preference, PretrainText
+from rlhf_core.evaluation import perplexity
+from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities, reply_perplexity
+from rlhf_core.models.base import load_policy
+from rlhf_core.training.examples import Example
+from rlhf_core.training.sft import mean_reply_loss
+
+CHOSEN = ["the boat is red.", "i am not sure about that, but it may be so.", "no.", "the frog is in the garden."]
+PAIRS = [
+    Preference(f"{i:04x}", [Message("user", "what is it? " * (i + 1))], reply, "bad", None, "c", "s", "g")
+    for i, reply in enumerate(CHOSEN)
+]
+TEXTS = [PretrainText(f"{i:04x}", text, "c", "s", "g") for i, text in enumerate(CHOSEN)]
+CONFIG = HeldOutPerplexityConfig()
+
+
+def nats_by_hand(model: PreTrainedModel, prompt: list[int], reply: list[int]) -> list[float]:
+    with torch.no_grad():
+        logprobs = model(input_ids=torch.tensor([prompt + reply])).logits[0].double().log_softmax(-1)
+    return [-float(logprobs[len(prompt) + i - 1, token]) for i, token in enumerate(reply)]
+
+
+def test_reply_tokens_alone_count_each_alike(models: Path) -> None:
+    model, tokenizer = load_policy(models / "sft")
+    pairs, texts = [], []
+    for row, text in zip(PAIRS, TEXTS, strict=True):
+        pairs += nats_by_hand(model, *encode_dialogue(tokenizer, row.prompt, row.chosen))
+        ids = encode_text(tokenizer, text.text)
+        texts += nats_by_hand(model, ids[:1], ids[1:])
+    measured = held_out_perplexities(model, tokenizer, HeldOutText(PAIRS, TEXTS), CONFIG)
+    assert measured == {
+        "preferred": pytest.approx(math.exp(sum(pairs) / len(pairs)), rel=1e-5),
+        "pretrain": pytest.approx(math.exp(sum(texts) / len(texts)), rel=1e-5),
+    }
+
+
+def test_passes_and_chunks_change_nothing(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = load_policy(models / "sft")
+    examples = [Example(*encode_dialogue(tokenizer, row.prompt, row.chosen)) for row in PAIRS]
+    whole = math.exp(mean_reply_loss(model, examples, pad_id(tokenizer)))
+    monkeypatch.setattr(perplexity, "ROWS_PER_PASS", 3)
+    monkeypatch.setattr(perplexity, "POSITIONS_PER_CHUNK", 3)
+    assert reply_perplexity(model, examples, pad_id(tokenizer)) == pytest.approx(whole, rel=1e-5)
+
+
+def test_logits_that_the_model_changes_after_its_head_are_its_own() -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.05,
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(config).eval()
+    nats = nats_by_hand(model, [3, 5, 7], [11, 13, 17])
+    assert reply_perplexity(model, [Example([3, 5, 7], [11, 13, 17])], 0) == pytest.approx(
+        math.exp(sum(nats) / 3), rel=1e-5
+    )
+
+
+def test_long_pairs_are_left_out_and_long_texts_cut(models: Path) -> None:
+    model, tokenizer = load_policy(models / "sft")
+    lengths = [sum(map(len, encode_dialogue(tokenizer, row.prompt, row.chosen))) for row in PAIRS]
+    shortest = PAIRS[lengths.index(min(lengths))]
+    config = HeldOutPerplexityConfig(max_tokens=min(lengths))
+    measured = held_out_perplexities(model, tokenizer, HeldOutText(PAIRS, TEXTS), config)
+    alone = held_out_perplexities(model, tokenizer, HeldOutText([shortest], []), CONFIG)
+    assert measured["preferred"] == pytest.approx(alone["preferred"])
+    cut = [encode_text(tokenizer, row.text)[: min(lengths)] for row in TEXTS]
+    nats = [value for ids in cut for value in nats_by_hand(model, ids[:1], ids[1:])]
+    assert measured["pretrain"] == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
+
+
+def test_rows_are_chosen_by_hash_and_none_give_no_metric(models: Path) -> None:
+    model, tokenizer = load_policy(models / "sft")
+    two = HeldOutPerplexityConfig(rows=2)
+    forwards = held_out_perplexities(model, tokenizer, HeldOutText(PAIRS, []), two)
+    assert forwards == held_out_perplexities(model, tokenizer, HeldOutText(PAIRS[::-1], []), two)
+    assert set(forwards) == {"preferred"}
+    few = HeldOutPerplexityConfig(total_tokens=1)  # the row that reaches the bound is the last
+    one = HeldOutPerplexityConfig(rows=1)
+    text = HeldOutText(PAIRS, TEXTS)
+    assert held_out_perplexities(model, tokenizer, text, few) == held_out_perplexities(model, tokenizer, text, one)
+    assert held_out_perplexities(model, tokenizer, text, few) != held_out_perplexities(model, tokenizer, text, two)
+    assert held_out_perplexities(model, tokenizer, HeldOutText([], []), CONFIG) == {}
+    assert HeldOutText.read(Path("nowhere"), 0) == HeldOutText([], [])
