@@ -253,9 +253,7 @@ def export(
 
 @app.command()
 def chat(
-    model: Annotated[
-        Path | None, typer.Argument(help="Model folder, such as models/sft; default: the champion.")
-    ] = None,
+    model: Annotated[Path | None, typer.Argument(help="Model folder (models/sft); default: the champion.")] = None,
     workspace: Workspace = None,
     temperature: Annotated[float, typer.Option(help="Sampling temperature: above 1 more varied, below 1 less.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 0.9,
@@ -271,16 +269,12 @@ def chat(
     """
     from rich.console import Console
 
-    from rlhf_core.errors import ModelError
+    from flows.workspace.folder import find_workspace, require_model_folder
 
-    if model is not None and not (model / "config.json").is_file():  # refused before seconds of imports
-        raise ModelError(
-            f"no model at {model} (it has no config.json); name a model folder such as models/sft, or none to talk to "
-            "the champion"
-        )
+    if model is not None:
+        require_model_folder(model)  # before seconds of imports
     with Console(stderr=True).status("looking up the model…"):
         from flows.commands.chat import champion_model, folder_model
-        from flows.workspace.folder import find_workspace
         from rlhf_core.chat_terminal import ChatOptions, talk
 
         if model is None:
@@ -317,8 +311,7 @@ def doctor(workspace: Workspace = None) -> None:
     raise typer.Exit(code)
 
 
-for command in core.app.registered_commands:
-    app.registered_commands.append(command)
+app.registered_commands += core.app.registered_commands
 
 
 def main() -> None:

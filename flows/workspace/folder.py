@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import ModelError, RlhfError
 
 PRIVATE = ".rlhf"
 
@@ -59,3 +59,12 @@ def display_path(path: Path) -> str:
     """Return a path as a person would type it in the current folder."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("../..") else relative
+
+
+def require_model_folder(path: Path) -> None:
+    """Raise :class:`ModelError` where ``path`` is no model folder."""
+    if not (path / "config.json").is_file():
+        raise ModelError(
+            f"no model at {path} (it has no config.json); name a model folder such as models/sft, or none to talk to "
+            "the champion"
+        )
