@@ -48,11 +48,12 @@ def evaluate_scores(
     chosen_lengths: np.ndarray,
     rejected_lengths: np.ndarray,
     seed: int = 0,
+    temperature: float | None = None,
 ) -> dict[str, float]:
     """All figures of one split: rewards and reply lengths in tokens, each (B,).
 
     ``accuracy_shorter_preferred`` is left out where no preferred reply is the shorter one. ``seed`` draws the
-    length-balanced pairs.
+    length-balanced pairs. With ``temperature``, fitted on other pairs, calibration is measured after scaling too.
     """
     margins = chosen - rejected
     rewards = np.concatenate([chosen, rejected])
@@ -73,7 +74,13 @@ def evaluate_scores(
     if shorter.any():
         figures["accuracy_shorter_preferred"] = accuracy(margins[shorter])
     balanced = length_balanced_rows(chosen_lengths - rejected_lengths, seed)
-    return figures | length_balanced_accuracy(margins[balanced])
+    figures |= length_balanced_accuracy(margins[balanced])
+    if temperature is not None:
+        for name, rows in (("ece", slice(None)), ("ece_length_balanced", balanced)):
+            if name in figures:
+                scaled = expected_calibration_error(margins[rows] / temperature)
+                figures[f"{name}_temperature_scaled"] = scaled
+    return figures
 
 
 def length_balanced_accuracy(margins: np.ndarray) -> dict[str, float]:

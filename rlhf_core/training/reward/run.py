@@ -29,6 +29,7 @@ from rlhf_core.training.reward.evaluation import (
     accuracy_by_category,
     evaluate_scores,
 )
+from rlhf_core.training.reward.temperature_scaling import fitted_temperature
 from rlhf_core.training.reward.trainer import PairScores, RewardTask, score_pairs
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
@@ -171,10 +172,20 @@ class RewardModelRun:
     def metrics(self) -> dict[str, object]:
         """Size and speed of training, and the quality on each held-out split; names of ``test`` begin with that."""
         metrics: dict[str, object] = dict(training_metrics(self.trained, self.train))
+        temperature = fitted_temperature(self.scores["validation"].margins) if "validation" in self.scores else None
+        if temperature is not None:
+            metrics["temperature"] = temperature
         for name, split in self.held_out.items():
             scores, prefix = self.scores[name], metric_prefix(name)
             balance_seed = derive_seed(self.seed, "length_balanced", name)
-            quality = evaluate_scores(scores.chosen, scores.rejected, *reply_lengths(split.pairs), balance_seed)
+            quality = evaluate_scores(
+                scores.chosen,
+                scores.rejected,
+                *reply_lengths(split.pairs),
+                balance_seed,
+                # It was fitted on the validation pairs.
+                None if name == "validation" else temperature,
+            )
             if "accuracy_length_balanced" not in quality:
                 logger.warning(
                     "%s pairs: %d can be balanced by length and %d are needed; %saccuracy_length_balanced is left out",

@@ -10,6 +10,7 @@ import pytest
 from rlhf_core.data.schema import Message, Preference
 from rlhf_core.training.reward import evaluation
 from rlhf_core.training.reward.baselines import bag_of_words_accuracy
+from rlhf_core.training.reward.temperature_scaling import LIMITS, fitted_temperature
 
 
 def test_accuracy_counts_ties_half() -> None:
@@ -82,3 +83,26 @@ def test_bag_of_words_finds_a_word_that_gives_it_away() -> None:
         return Preference(str(i), [Message("user", "x")], good, bad, None, "c", "s", "g")
 
     assert bag_of_words_accuracy([pair(i) for i in range(20)], {"test": [pair(99)]}) == {"test": 1.0}
+
+
+def test_the_temperature_makes_confidence_the_share_that_is_right() -> None:
+    # Three of four are right at |margin| 2: sigma(2 / T) = 3 / 4, so that T = 2 / ln 3.
+    margins = np.array([2.0, 2.0, 2.0, -2.0])
+    temperature = fitted_temperature(margins)
+    assert temperature == pytest.approx(2 / math.log(3), rel=1e-3)
+    assert evaluation.expected_calibration_error(margins / temperature) == pytest.approx(0.0, abs=1e-3)
+    assert fitted_temperature(10 * margins) == pytest.approx(10 * temperature, rel=1e-3)
+
+
+def test_the_temperature_is_bounded_where_margins_say_nothing_or_everything() -> None:
+    assert fitted_temperature(np.array([1.0, -1.0])) == pytest.approx(LIMITS[1], rel=1e-2)
+    assert fitted_temperature(np.array([1.0, 2.0])) == pytest.approx(LIMITS[0], rel=1e-1)
+
+
+def test_calibration_is_measured_after_scaling_too() -> None:
+    chosen, rejected = np.array([2.0, 2.0, 2.0, 0.0]), np.array([0.0, 0.0, 0.0, 2.0])
+    figures = evaluation.evaluate_scores(chosen, rejected, np.arange(4) + 2, np.arange(4) + 1, 0, 2 / math.log(3))
+    # sigma(2) is 0.881, of which 3 in 4 are right.
+    assert figures["ece"] == pytest.approx(1 / (1 + math.exp(-2)) - 0.75)
+    assert figures["ece_temperature_scaled"] == pytest.approx(0.0, abs=1e-12)
+    assert "ece_length_balanced_temperature_scaled" not in figures
