@@ -29,6 +29,8 @@ class RewardConfig(StageConfig):
 
     ``lora`` trains adapters and the head instead of all weights. ``length_balance: sampling`` trains on pairs among
     which the preferred reply is as often the shorter as the longer one; see :mod:`rlhf_core.data.length_balance`.
+    ``length_balance: product_of_experts`` trains on all pairs, beside an expert for lengths that is dropped in the end;
+    see :mod:`rlhf_core.training.reward.length_expert`.
     """
 
     init: Literal["sft", "base"] = "sft"
@@ -38,7 +40,7 @@ class RewardConfig(StageConfig):
     imitation: float = Field(default=1.0, ge=0)
     centering: float = Field(default=0.0, ge=0)
     use_margin: bool = False
-    length_balance: Literal["none", "sampling"] = "none"
+    length_balance: Literal["none", "sampling", "product_of_experts"] = "none"
     lora: LoraConfig | None = None
     eval_every: PositiveInt = 100
     optimizer: OptimizerConfig = OptimizerConfig(lr=7e-4, warmup=0.1)

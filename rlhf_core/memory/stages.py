@@ -20,7 +20,7 @@ from rlhf_core.memory.sharding import parallel_layout, trained_footprint
 from rlhf_core.memory.tensor_memory import MemoryUse, largest
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.token_scoring import MICRO_BATCH
-from rlhf_core.training.reward.trainer import SCORING_ROWS
+from rlhf_core.training.reward.trainer import SCORING_ROWS, SCORING_TOKENS
 from rlhf_core.training.sft import EVALUATION_ROWS
 
 
@@ -46,7 +46,8 @@ def reward_stage(inputs: StageInputs, stage: Literal["reward", "referee", "judge
     own = inputs.layout.share(pairs)
     imitated = -(-batch.scored * own // pairs) if config.imitation > 0 else 0
     update = passes.pair_loss(model.variant, BatchShape(2 * own, batch.width, imitated))
-    held_out = passes.last_token_scores(model.variant, BatchShape(SCORING_ROWS, lengths.width))
+    scored = max(1, min(SCORING_ROWS, SCORING_TOKENS // lengths.width))
+    held_out = passes.last_token_scores(model.variant, BatchShape(scored, lengths.width))
     phases = {
         "update": model.peak_of_update(update),
         "step": _optimizer_step([model]),

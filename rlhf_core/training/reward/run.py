@@ -26,9 +26,11 @@ from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.loop import Loop, LoopResult, LoopSettings
 from rlhf_core.training.reward.evaluation import (
     FEWEST_BALANCED_PAIRS,
+    accuracy,
     accuracy_by_category,
     evaluate_scores,
 )
+from rlhf_core.training.reward.length_expert import LengthExpert, fitted_length_expert
 from rlhf_core.training.reward.temperature_scaling import fitted_temperature
 from rlhf_core.training.reward.trainer import PairScores, RewardTask, score_pairs
 from rlhf_core.training.rng import derive_seed
@@ -61,6 +63,7 @@ class TrainedScalar:
     result: LoopResult
     skipped_steps: int
     adapters: Adapters | None = None
+    length_expert: LengthExpert | None = None
 
     def save(self, path: Path) -> None:
         """Write the model's folder, with its adapters where only those were trained."""
@@ -117,8 +120,21 @@ def train_scalar(
     if config.lora is not None:
         model.add_adapters(config.lora, derive_seed(config.seed, name, "lora"))
     engine = build_engine(model, config.optimizer, config.steps, name, context)
-    margins = [row.margin or 0.0 for row in train.rows] if config.use_margin else None
-    task = RewardTask(engine, model, train.pairs, validation.pairs, config, pad_id(tokenizer), name, margins)
+    margins = np.array([row.margin or 0.0 if config.use_margin else 0.0 for row in train.rows])
+    expert = None
+    if config.length_balance == "product_of_experts":
+        expert = fitted_length_expert(*reply_lengths(train.pairs))
+        margins -= expert.log_odds(*reply_lengths(train.pairs))
+    task = RewardTask(
+        engine,
+        model,
+        train.pairs,
+        validation.pairs,
+        config,
+        pad_id(tokenizer),
+        name,
+        margins.tolist() if margins.any() else None,
+    )
     settings = LoopSettings(name, config.seed, config.steps, config.eval_every, config.checkpoint)
     result = Loop(engine, task, settings, context).run()
     model = finish(engine, model)
@@ -127,7 +143,7 @@ def train_scalar(
         if isinstance(init, Path):
             adapters = adapters_of(model, config.lora, init)
         merge_adapters(model)
-    return TrainedScalar(model, tokenizer, result, engine.skipped_steps, adapters)
+    return TrainedScalar(model, tokenizer, result, engine.skipped_steps, adapters, expert)
 
 
 def require_balanced_pairs(train: Split, fewest: int, name: str) -> None:
@@ -192,6 +208,9 @@ class RewardModelRun:
                     name, quality["length_balanced_pairs"], FEWEST_BALANCED_PAIRS, prefix,
                 )  # fmt: skip
             metrics |= {f"{prefix}{key}": value for key, value in quality.items()}
+            if self.trained.length_expert is not None:
+                log_odds = self.trained.length_expert.log_odds(*reply_lengths(split.pairs))
+                metrics[f"{prefix}accuracy_with_length_expert"] = accuracy(scores.margins + log_odds)
             metrics[f"{prefix}category"] = accuracy_by_category(scores.margins, [row.category for row in split.rows])
         return metrics
 
