@@ -55,17 +55,27 @@ def _has(record: Any, **types: type | tuple[type, ...]) -> bool:
 def _is_hh(record: Any) -> bool:
     return (
         _has(record, chosen=str, rejected=str)
-        and record.get("prompt") is None
+        and not {"conversations", "instruction"} & record.keys()
         and any(TRANSCRIPT_TURN.match(record[name]) for name in ("chosen", "rejected"))
     )
 
 
 def _hh(record: Any) -> Parsed:
-    prompt, chosen = split_transcript(record["chosen"], "chosen")
+    before, chosen = split_transcript(record["chosen"], "chosen")
     other, rejected = split_transcript(record["rejected"], "rejected")
-    if prompt.split() != other.split():
+    if before.split() != other.split():
         raise Refusal("the prompts of the two replies differ")
-    return Parsed(transcript_turns(prompt), chosen, rejected)
+    prompt = transcript_turns(before)
+    if record.get("prompt"):
+        _require_same_prompt(prompt_of(record["prompt"]), prompt)
+    return Parsed(prompt, chosen, rejected)
+
+
+def _require_same_prompt(given: list[Turn], prompt: list[Turn]) -> None:
+    """Refuse a prompt beside transcripts that is neither their prompt nor its first or last turns."""
+    texts, full = ([turn["content"].strip() for turn in turns] for turns in (given, prompt))
+    if texts not in (full[: len(texts)], full[-len(texts) :]):
+        raise Refusal("the prompt is not that of the transcripts")
 
 
 def _sharegpt_ranking(record: Any) -> Parsed:
@@ -116,7 +126,7 @@ def _alpaca_ranking(record: Any) -> Parsed:
 
 
 def _alpaca(record: Any) -> Parsed:
-    return Parsed(_alpaca_prompt(record), reply=text_of(record["output"], "output"))
+    return Parsed(_alpaca_prompt(record), reply=reply_of(record["output"], "output"))
 
 
 def _dialogue(turns: list[Turn]) -> Parsed:
@@ -185,7 +195,7 @@ FORMATS = (
         "standard",
         '{"prompt": "…", "chosen": "…", "rejected": "…"}',
         PAIRS,
-        lambda r: _has(r, prompt=str, chosen=str, rejected=str),
+        lambda r: _has(r, prompt=str, chosen=str, rejected=str) and not _is_hh(r),
         _explicit,
     ),
     Format(

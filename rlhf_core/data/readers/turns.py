@@ -19,6 +19,8 @@ ROLE_NAMES = {
 }
 TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")
 LAST_REPLY = "\n\nAssistant:"
+# A whole transcript, also where the line breaks before its first turn were cut off.
+TRANSCRIPT = re.compile(r"\n\n(?:Human|Assistant):|\s*Human:.*\n\nAssistant:", re.DOTALL)
 
 
 class Refusal(Exception):
@@ -68,15 +70,18 @@ def prompt_of(value: Any) -> list[Turn]:
 
 
 def reply_of(value: Any, name: str) -> str:
-    """Return a reply from a string, a single turn, or a list of one assistant turn."""
+    """Return a reply from a string, a single turn, or a list of one assistant turn; never a whole transcript."""
     if isinstance(value, list):
         if len(value) != 1:
             raise Refusal(f"{name} has {len(value)} turns; beside an explicit prompt it is one assistant turn")
         value = value[0]
     if isinstance(value, dict):
         # Some exporters of ranking data give the answers the human's role, so the role is ignored here.
-        return turn_of(value)["content"]
-    return text_of(value, name)
+        value = turn_of(value)["content"]
+    reply = text_of(value, name)
+    if TRANSCRIPT.match(reply):
+        raise Refusal(f"{name} is a whole transcript, not a reply")
+    return reply
 
 
 def split_reply(turns: list[Turn]) -> tuple[list[Turn], str]:

@@ -1,0 +1,56 @@
+"""What readers take from a record: the prompt, the replies and their labels, and nothing else than what was written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_core.data.formats import FileRows, read_records
+from rlhf_core.data.readers.containers import Record
+
+HH = {"chosen": "\n\nHuman: Hi?\n\nAssistant: yes", "rejected": "\n\nHuman: Hi?\n\nAssistant: no"}
+USER = {"role": "user", "content": "Hi?"}
+
+
+def read(kind: str, *values: Any) -> FileRows:
+    return read_records([Record(position, value) for position, value in enumerate(values, 1)], kind, "x.jsonl", "")
+
+
+@pytest.mark.parametrize(
+    "prompt", ["Hi?", "\n\nHuman: Hi?", "\n\nHuman: Hi?\n\nAssistant:", [USER], "", None], ids=repr
+)
+def test_hh_rows_that_repeat_their_prompt_are_split_like_the_others(prompt: Any) -> None:
+    result = read("preferences", HH | {"prompt": prompt})
+    assert result.format == "hh-rlhf" and not result.refused
+    (row,) = result.rows
+    assert (row["prompt"], row["chosen"], row["rejected"]) == ([USER], "yes", "no")
+
+
+def test_the_prompt_beside_hh_transcripts_may_be_their_first_or_last_question() -> None:
+    before = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
+    rows = [{"chosen": f"{before} d", "rejected": f"{before} e", "prompt": prompt} for prompt in ("a", "c", before)]
+    result = read("preferences", *rows)
+    assert [[turn["content"] for turn in row["prompt"]] for row in result.rows] == [["a", "b", "c"]] * 3
+
+
+def test_a_prompt_that_hh_transcripts_do_not_hold_is_refused() -> None:
+    result = read("preferences", HH, HH | {"prompt": "Something else?"})
+    assert [row["reason"] for row in result.refused] == ["the prompt is not that of the transcripts"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("preferences", {"conversations": [{"from": "human", "value": "Hi?"}], **HH}),
+        ("preferences", {"instruction": "Hi?", **HH}),
+        ("preferences", {"prompt": [USER], "chosen": [{"role": "assistant", "content": HH["chosen"]}], "rejected": []}),
+        ("demonstrations", {"prompt": "Hi?", "reply": HH["chosen"]}),
+        ("demonstrations", {"prompt": "Hi?", "reply": HH["chosen"].lstrip()}),
+        ("demonstrations", {"instruction": "Hi?", "output": HH["chosen"]}),
+    ],
+)
+def test_a_transcript_never_becomes_a_reply(kind: str, row: dict[str, Any]) -> None:
+    result = read(kind, row)
+    assert not result.rows
+    assert all("is a whole transcript" in refused["reason"] for refused in result.refused)
