@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,6 +17,7 @@ from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.schema import ROLES
 
 REPLIES = {"preferences": ("chosen", "rejected"), "demonstrations": ("reply",), "prompts": (), "pretrain": ("text",)}
+SOURCE_PASSED = "source_passed"  # a column that check_frame does not fill: see validate
 # Control characters other than tab and newlines, the C1 block (UTF-8 read as Latin-1), and the replacement character.
 CONTROL = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x{9f}\x{fffd}\x{fffe}\x{ffff}]"
 # UTF-8 read as Windows-1252: the lead byte of a two-, three- or four-byte character, seen with what follows it.
@@ -50,9 +53,14 @@ class RowCheck:
         return self.low is None and self.high is None
 
 
-def checks_for(kind: str, config: ValidateConfig) -> list[RowCheck]:
-    """Return the checks of a kind, in the order in which reasons are listed."""
+def checks_for(kind: str, config: ValidateConfig, derived: bool = False) -> list[RowCheck]:
+    """Return the checks of a kind, in the order in which reasons are listed.
+
+    A ``derived`` row must come from a row that passed.
+    """
     checks = [RowCheck("complete", "a required column is null")]
+    if derived:
+        checks.append(RowCheck(SOURCE_PASSED, "derived only from rows that were refused"))
     if kind != "pretrain":
         checks += [
             RowCheck("prompt_not_empty", "a turn of the prompt is empty"),
@@ -103,6 +111,15 @@ def check_frame(kind: str, table: pa.Table, config: ValidateConfig) -> pd.DataFr
     if kind == "preferences":
         _pair_flags(frame, table, keys)
     return frame
+
+
+def passing(frame: pd.DataFrame, checks: Sequence[RowCheck]) -> npt.NDArray[np.bool_]:
+    """Return by row whether it passes all checks."""
+    passed = np.ones(len(frame), dtype=bool)
+    for check in checks:
+        values = frame[check.column].to_numpy()
+        passed &= values == 1 if check.is_flag else (values >= check.low) & (values <= check.high)
+    return passed
 
 
 def _prompt_columns(frame: pd.DataFrame, prompts: list[list[dict[str, str | None]] | None]) -> pa.Array:

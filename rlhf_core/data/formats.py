@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ def _row(record: Record, shape: Format, kind: str, source: str) -> dict[str, Any
         raise Refusal(f"does not match the format {shape.name} of the first record: expected {shape.example}")
     parsed = shape.parse(record.value)
     labels = record.value if isinstance(record.value, dict) else {}
-    row: dict[str, Any] = _content(parsed, kind)
+    row: dict[str, Any] = _content(parsed, kind, labels)
     if kind == "preferences":
         row["margin"] = _margin(labels.get("margin"))
     origin = labels.get("source")
@@ -112,8 +112,12 @@ def _row(record: Record, shape: Format, kind: str, source: str) -> dict[str, Any
     return row
 
 
-def _content(parsed: Parsed, kind: str) -> dict[str, Any]:
+def _content(parsed: Parsed, kind: str, labels: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content columns of a row of ``kind``; :class:`Refusal` names what is missing."""
+    if parsed.reply is not None and kind in ("demonstrations", "pretrain") and _is_labelled_false(labels):
+        raise Refusal(
+            "the reply is labelled false: nothing to imitate (its prompt can be used under collect.files.prompts)"
+        )
     if kind == "pretrain":
         return {"text": parsed.text if parsed.text is not None else dialogue_text(parsed.prompt or [], _reply(parsed))}
     if parsed.prompt is None:
@@ -125,6 +129,11 @@ def _content(parsed: Parsed, kind: str) -> dict[str, Any]:
     if parsed.chosen is None or parsed.rejected is None:
         raise Refusal("there is no pair of replies")
     return {"prompt": parsed.prompt, "chosen": parsed.chosen, "rejected": parsed.rejected}
+
+
+def _is_labelled_false(labels: Mapping[str, Any]) -> bool:
+    """Whether an unpaired reply is labelled as a bad one (KTO: TRL's ``label``, LLaMA-Factory's ``kto_tag``)."""
+    return any(str(labels.get(name)).lower() in ("false", "0") for name in ("label", "kto_tag"))
 
 
 def _reply(parsed: Parsed) -> str:

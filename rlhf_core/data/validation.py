@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 
 from rlhf_core.config.validate import ValidateConfig
-from rlhf_core.data.checks import check_frame, checks_for
+from rlhf_core.data.checks import SOURCE_PASSED, check_frame, checks_for, passing
+from rlhf_core.data.derived import DERIVED_FROM, derive
 from rlhf_core.data.expectations import run_suites
 from rlhf_core.data.quarantine import Quarantined, quarantine_rows, read_refused
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema, read_table
 from rlhf_core.errors import DataError
+from rlhf_core.files import read_json
 
 
 @dataclass
@@ -45,16 +49,29 @@ def read_raw(raw: Path) -> dict[str, pa.Table]:
 
 
 def validate(
-    tables: Mapping[str, pa.Table], refused: Sequence[Quarantined], config: ValidateConfig, docs: Path
+    tables: Mapping[str, pa.Table],
+    refused: Sequence[Quarantined],
+    config: ValidateConfig,
+    docs: Path,
+    derived: Collection[str] = (),
 ) -> Validated:
     """Check every row of every kind and write the data docs to the folder ``docs``.
 
     A row that fails any check goes to the quarantine with all its reasons, after the rows in ``refused``, which readers
-    could not parse.
+    could not parse. So does a row of a kind in ``derived`` of which no row that passed is the source.
     """
     filled = {kind: table for kind, table in tables.items() if table.num_rows}
-    checks = {kind: checks_for(kind, config) for kind in filled}
-    frames = {kind: check_frame(kind, table, config) for kind, table in filled.items()}
+    checks = {kind: checks_for(kind, config, kind in derived) for kind in filled}
+    frames: dict[str, pd.DataFrame] = {}
+    passed: dict[str, list[dict[str, Any]]] = {}
+    for kind, table in filled.items():
+        frames[kind] = check_frame(kind, table, config)
+        if kind in derived:
+            sources = [row for parent in DERIVED_FROM[kind] for row in passed.get(parent, [])]
+            ids = {row["id"] for row in derive(kind, sources)}
+            frames[kind][SOURCE_PASSED] = frames[kind]["id"].isin(ids).astype(int)
+        if any(kind in DERIVED_FROM[child] for child in derived):
+            passed[kind] = table.filter(pa.array(passing(frames[kind], checks[kind]))).to_pylist()
     failures = run_suites(frames, checks, docs) if frames else {}
     refused_rows = Counter(row.kind for row in refused)
     result = Validated({}, list(refused), {kind: table.num_rows + refused_rows[kind] for kind, table in tables.items()})
@@ -72,4 +89,7 @@ def validate(
 
 def validate_raw(raw: Path, config: ValidateConfig, docs: Path) -> Validated:
     """Validate the folder that the collect stage wrote; see :func:`validate`."""
-    return validate(read_raw(raw), read_refused(raw / "refused.parquet"), config, docs)
+    manifest = raw / "manifest.json"
+    kinds = read_json(manifest)["kinds"] if manifest.is_file() else {}
+    derived = [kind for kind, about in kinds.items() if about["derived_from"]]
+    return validate(read_raw(raw), read_refused(raw / "refused.parquet"), config, docs, derived)

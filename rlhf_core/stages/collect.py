@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.collect import CollectConfig
-from rlhf_core.data.formats import FileRows, dialogue_text, read_sources
+from rlhf_core.data.derived import Rows, derive_missing
+from rlhf_core.data.formats import FileRows, read_sources
 from rlhf_core.data.quarantine import write_refused
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
 from rlhf_core.errors import DataError
@@ -18,7 +18,6 @@ from rlhf_core.training.run_context import RunContext
 from rlhf_core.world import corpus
 
 KINDS = tuple(ROW_TYPES)
-Rows = dict[str, list[dict[str, Any]]]
 
 
 def run(config: CollectConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
@@ -90,50 +89,6 @@ def _read_files(config: CollectConfig, workspace: Path) -> dict[str, list[FileRo
                 read[kind] += read_sources([spec], kind, workspace, config.limit)
                 bar.advance()
     return read
-
-
-def derive_missing(rows: Rows) -> tuple[Rows, dict[str, str]]:
-    """Add the kinds that ``rows`` lacks.
-
-    Demonstrations come from chosen replies, prompts from all prompts, pretraining text from demonstrations. Derived
-    rows are distinct, and keep the group of the row that they come from. A kind that was given but has no usable row
-    stays empty: the data gate reports it.
-
-    Returns:
-        The rows of all kinds, and by kind what it was derived from (empty if it was given).
-    """
-    derived = dict.fromkeys(KINDS, "")
-    full = {kind: list(listed) for kind, listed in rows.items()}
-    if "demonstrations" not in full:
-        derived["demonstrations"] = "preferences"
-        full["demonstrations"] = _distinct(
-            "demonstrations",
-            [_labels(row) | {"prompt": row["prompt"], "reply": row["chosen"]} for row in full["preferences"]],
-        )
-    if "prompts" not in full:
-        derived["prompts"] = "preferences, demonstrations"
-        with_prompt = [*full["preferences"], *full["demonstrations"]]
-        full["prompts"] = _distinct("prompts", [_labels(row) | {"prompt": row["prompt"]} for row in with_prompt])
-    if "pretrain" not in full:
-        derived["pretrain"] = "demonstrations"
-        full["pretrain"] = _distinct(
-            "pretrain",
-            [_labels(row) | {"text": dialogue_text(row["prompt"], row["reply"])} for row in full["demonstrations"]],
-        )
-    return full, derived
-
-
-def _labels(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: row[name] for name in ("category", "source", "group")}
-
-
-def _distinct(kind: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows with ids, the first of each content."""
-    kept: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        key = content_id(kind, row)
-        kept.setdefault(key, row | {"id": key})
-    return list(kept.values())
 
 
 def _manifest(

@@ -54,3 +54,31 @@ def test_a_transcript_never_becomes_a_reply(kind: str, row: dict[str, Any]) -> N
     result = read(kind, row)
     assert not result.rows
     assert all("is a whole transcript" in refused["reason"] for refused in result.refused)
+
+
+BAD_REPLIES = [
+    {"prompt": "Q?", "completion": "bad", "label": False},
+    {"prompt": [USER], "completion": [{"role": "assistant", "content": "bad"}], "label": "False"},
+    {"prompt": "Q?", "response": "bad", "label": 0},
+    {"messages": [USER, {"role": "assistant", "content": "bad"}], "kto_tag": False},
+    {"instruction": "Q?", "output": "bad", "kto_tag": "false"},
+]
+
+
+@pytest.mark.parametrize("row", BAD_REPLIES, ids=str)
+@pytest.mark.parametrize("kind", ["demonstrations", "pretrain"])
+def test_a_reply_labelled_false_is_nothing_to_imitate(kind: str, row: dict[str, Any]) -> None:
+    result = read(kind, row)
+    assert not result.rows
+    (refused,) = result.refused
+    assert refused["reason"].startswith("the reply is labelled false")
+    assert len(read("prompts", row).rows) == 1, "its prompt can be used"
+
+
+@pytest.mark.parametrize("label", [True, "true", "True", 1, None])
+def test_a_reply_labelled_true_or_not_at_all_is_a_demonstration(label: Any) -> None:
+    assert read("demonstrations", {"prompt": "Q?", "completion": "good", "label": label}).rows[0]["reply"] == "good"
+
+
+def test_a_label_that_is_no_truth_value_says_nothing_about_the_reply() -> None:
+    assert len(read("demonstrations", {"prompt": "Q?", "completion": "good", "label": "summarisation"}).rows) == 1

@@ -1,0 +1,60 @@
+"""Kinds that are derived from others are derived from the rows that passed: collect, then validate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from rlhf_core.config.collect import CollectConfig, FileSources
+from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.stages import collect, validate
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.training.run_context import RunContext
+
+DERIVED = "derived only from rows that were refused"
+
+
+def run(workspace: Path, pairs: list[dict[str, Any]], **settings: Any) -> tuple[Mapping[str, Any], Paths]:
+    (workspace / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in pairs))
+    raw, context = Paths({"raw": workspace / "data/raw"}), RunContext(workspace / "work")
+    config = CollectConfig(source="files", files=FileSources(preferences=("pairs.jsonl",)))
+    collect.run(config, Paths({}), raw, context)
+    outputs = Paths({key: workspace / path for key, path in validate.STAGE.outputs.items()})
+    return validate.run(ValidateConfig(**settings), raw, outputs, context), outputs
+
+
+def pair(number: int, chosen: str, rejected: str) -> dict[str, Any]:
+    return {"prompt": f"Question {number}?", "chosen": chosen, "rejected": rejected}
+
+
+def clean(outputs: Paths, kind: str, column: str) -> set[str]:
+    return {row[column] for path in (outputs.clean / kind).glob("*.parquet") for row in pq.read_table(path).to_pylist()}
+
+
+def test_replies_of_pairs_labelled_both_ways_are_no_demonstrations(tmp_path: Path) -> None:
+    pairs = [pair(i, f"good {i}", f"bad {i}") for i in range(120)]
+    # Question 0 stays with its third pair, question 1 has no other.
+    pairs += [pair(0, "bad 0", "good 0"), pair(1, "bad 1", "good 1"), pair(0, "fine 0", "bad 0")]
+    metrics, outputs = run(tmp_path, pairs)
+    replies = clean(outputs, "demonstrations", "reply")
+    assert not {"good 0", "bad 0", "good 1", "bad 1"} & replies and "fine 0" in replies
+    assert not {"Question 1?\ngood 1", "Question 1?\nbad 1"} & clean(outputs, "pretrain", "text")
+    assert {"question 0?", "question 2?"} <= clean(outputs, "prompts", "group")
+    assert "question 1?" not in clean(outputs, "prompts", "group")
+    quarantined = [
+        (row["kind"], row["reasons"])
+        for row in pq.read_table(outputs.quarantine).to_pylist()
+        if row["kind"] != "preferences"
+    ]
+    assert quarantined == [("demonstrations", [DERIVED])] * 4 + [("prompts", [DERIVED])] + [("pretrain", [DERIVED])] * 4
+    assert (metrics["demonstrations"]["raw"], metrics["demonstrations"]["clean"]) == (123, 119)
+
+
+def test_a_copy_of_a_pair_leaves_its_demonstration(tmp_path: Path) -> None:
+    pairs = [pair(i, f"good {i}", f"bad {i}") for i in range(120)]
+    metrics, _ = run(tmp_path, [*pairs, pair(5, "good 5", "bad 5")])
+    assert metrics["demonstrations"]["clean"] == 120 and metrics["preferences"]["quarantined"] == 1
