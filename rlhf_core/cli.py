@@ -139,8 +139,8 @@ def data(
 
     from rich.console import Console
 
-    from rlhf_core.data.file_patterns import expand
     from rlhf_core.data.hub import PREFIX, parse_hub_id
+    from rlhf_core.file_patterns import expand
 
     for spec in files:  # a wrong name is refused before seconds of imports
         if spec.startswith(PREFIX):

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.data.file_patterns import expand
 from rlhf_core.data.hub import PREFIX, load_hub_records
 from rlhf_core.data.readers.containers import Record, load_records
 from rlhf_core.data.readers.shapes import FORMATS, Format, Parsed
 from rlhf_core.data.readers.turns import Refusal, Turn, text_of
 from rlhf_core.data.schema import content_id
 from rlhf_core.errors import DataError
+from rlhf_core.file_patterns import expand
 from rlhf_core.files import sha256_file
 
 # The format of a file is that of the first record that has one, among this many.

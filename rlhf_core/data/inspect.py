@@ -15,12 +15,12 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.file_patterns import expand
 from rlhf_core.data.formats import FileRows, detect, read_records
 from rlhf_core.data.hub import PREFIX, load_hub_records
 from rlhf_core.data.lengths import PERCENTILES, REPLIES, LengthPercentiles, character_lengths, token_lengths
 from rlhf_core.data.readers.containers import Record, load_records
 from rlhf_core.data.schema import ROW_TYPES
+from rlhf_core.file_patterns import expand
 
 HUB_ROWS = 1000
 INDENT, LABEL_WIDTH = "  ", 9

@@ -93,7 +93,7 @@ def rebase_sources(text: str, origin: Path, target: Path) -> str:
     files = (document.get("collect") or {}).get("files") or {}
     for sources in files.values():
         for position, source in enumerate(sources or []):
-            if not source.startswith("hub:") and not os.path.isabs(source):
+            if not source.startswith(("hub:", "~")) and not os.path.isabs(source):
                 sources[position] = os.path.relpath(origin / source, target)
     base = document.get("base") or {}
     if is_pretrained(str(base.get("source", SCRATCH))):
