@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.config.collect import DataSource
 from rlhf_core.data.hub import PREFIX, load_hub_records
 from rlhf_core.data.readers.containers import Record, load_records
 from rlhf_core.data.readers.shapes import FORMATS, Format, Parsed
@@ -17,8 +19,9 @@ from rlhf_core.errors import DataError
 from rlhf_core.file_patterns import expand
 from rlhf_core.files import sha256_file
 
-# The format of a file is that of the first record that has one, among this many.
-PROBE = 50
+# The format of a file is that of this share of the records that have one, among the first so many.
+PROBE = 1000
+MAJORITY = 0.9
 
 
 @dataclass
@@ -33,17 +36,28 @@ class FileRows:
     refused: list[dict[str, Any]] = field(default_factory=list)
 
 
-def read_sources(specs: Sequence[str], kind: str, base: Path, limit: int | None = None) -> Iterator[FileRows]:
-    """Read every file or hub id of ``specs`` as rows of ``kind``; ``limit`` bounds the rows taken from the hub."""
-    for spec in specs:
+def read_sources(
+    sources: Sequence[str | DataSource], kind: str, base: Path, limit: int | None = None
+) -> Iterator[FileRows]:
+    """Read every file or hub id of ``sources`` as rows of ``kind``; ``limit`` bounds the rows taken from the hub."""
+    for given in sources:
+        source = DataSource(path=given) if isinstance(given, str) else given
+        spec, name = source.path, source.format
         if spec.startswith(PREFIX):
-            yield read_records(load_hub_records(spec, limit), kind, spec, "")
+            yield read_records(load_hub_records(spec, limit), kind, spec, "", format_name=name)
             continue
         for path in expand(spec, base, "correct the path in collect.files"):
-            yield read_records(load_records(path), kind, path.name, sha256_file(path), str(path))
+            yield read_records(load_records(path), kind, path.name, sha256_file(path), str(path), name)
 
 
-def read_records(records: Sequence[Record], kind: str, source: str, sha256: str, where: str = "") -> FileRows:
+def read_records(
+    records: Sequence[Record],
+    kind: str,
+    source: str,
+    sha256: str,
+    where: str = "",
+    format_name: str | None = None,
+) -> FileRows:
     """Turn records into rows of ``kind``.
 
     Args:
@@ -52,12 +66,13 @@ def read_records(records: Sequence[Record], kind: str, source: str, sha256: str,
         source: The file's name, which becomes part of the rows.
         sha256: The file's hash.
         where: What messages call the file; by default ``source``.
+        format_name: The format of the records, which is otherwise detected.
 
     Raises:
-        DataError: No known format fits, or the format carries nothing of this kind.
+        DataError: No known format fits, or several do, or the format carries nothing of this kind.
     """
     where = where or source
-    shape = detect(records, where)
+    shape = format_named(format_name) if format_name else detect(records, where)
     if kind not in shape.carries:
         raise DataError(
             f"{where} is of format {shape.name}, which holds no {kind}; "
@@ -66,22 +81,32 @@ def read_records(records: Sequence[Record], kind: str, source: str, sha256: str,
     result = FileRows(source, shape.name, sha256, len(records))
     for record in records:
         try:
+            _require_format(record, shape, detected=format_name is None)
             result.rows.append(_row(record, shape, kind, source))
         except Refusal as refusal:
-            row = record.value if isinstance(record.value, str) else json.dumps(record.value, default=str)
-            # A lone surrogate in raw text would not fit into a parquet string.
-            row = row.encode("utf-8", errors="replace").decode()
+            # Half of a surrogate pair cannot be stored as UTF-8, but the reader of the quarantine should see it.
+            row = json.dumps(record.value, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace").decode()
             result.refused.append({"source": source, "position": record.position, "reason": str(refusal), "row": row})
     return result
 
 
 def detect(records: Sequence[Record], where: str) -> Format:
-    """Return the format of the first record that has one; otherwise raise a ``DataError`` that lists the known ones."""
+    """Return the format of nearly all of the first thousand records that have one.
+
+    Raises:
+        DataError: None of them is of a known format (the message lists those), or too many are of another.
+    """
     readable = [record for record in records[:PROBE] if not record.problem]
-    for record in readable:
-        for shape in FORMATS:
-            if shape.matches(record.value):
-                return shape
+    counts = Counter(shape.name for record in readable if (shape := _format_of(record.value)))
+    if counts:
+        name, count = counts.most_common(1)[0]
+        if count >= MAJORITY * counts.total():
+            return format_named(name)
+        listed = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+        raise DataError(
+            f"{where}: the first {len(readable)} rows are of several formats ({listed}); split the file, or name one "
+            "of them (format: beside the path in collect.files), which refuses the other rows"
+        )
     known = "\n".join(f"  {shape.name}: {shape.example}" for shape in FORMATS)
     if not readable:
         problem = records[0].problem if records else "there are no rows"
@@ -93,11 +118,27 @@ def detect(records: Sequence[Record], where: str) -> Format:
     raise DataError(f"{where}, row {first.position} ({record_shape}) is of no known format; known formats:\n{known}")
 
 
-def _row(record: Record, shape: Format, kind: str, source: str) -> dict[str, Any]:
+def _format_of(value: Any) -> Format | None:
+    return next((shape for shape in FORMATS if shape.matches(value)), None)
+
+
+def format_named(name: str) -> Format:
+    """Return the format of that name."""
+    return next(shape for shape in FORMATS if shape.name == name)
+
+
+def _require_format(record: Record, shape: Format, detected: bool) -> None:
+    """Refuse a record of another format; one that has more than a ``detected`` format holds would lose that."""
     if record.problem:
         raise Refusal(record.problem)
     if not shape.matches(record.value):
-        raise Refusal(f"does not match the format {shape.name} of the first record: expected {shape.example}")
+        raise Refusal(f"does not match the format {shape.name} of the file: expected {shape.example}")
+    other = _format_of(record.value)
+    if detected and other is not None and other is not shape:
+        raise Refusal(f"is of format {other.name}, the file of format {shape.name}: expected {shape.example}")
+
+
+def _row(record: Record, shape: Format, kind: str, source: str) -> dict[str, Any]:
     parsed = shape.parse(record.value)
     labels = record.value if isinstance(record.value, dict) else {}
     row: dict[str, Any] = _content(parsed, kind, labels)

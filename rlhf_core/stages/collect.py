@@ -76,17 +76,17 @@ def _from_world(config: CollectConfig) -> Rows:
 
 
 def _read_files(config: CollectConfig, workspace: Path) -> dict[str, list[FileRows]]:
-    specs = {kind: getattr(config.files, kind) for kind in KINDS}
-    if not specs["preferences"]:
+    sources = {kind: config.files.of(kind) for kind in KINDS}
+    if not sources["preferences"]:
         raise DataError(
             "collect.source is files, but collect.files.preferences is empty: name files with pairs of replies"
         )
     read: dict[str, list[FileRows]] = {}
-    with progress(sum(map(len, specs.values())), "reading data files") as bar:
+    with progress(sum(map(len, sources.values())), "reading data files") as bar:
         for kind in KINDS:
             read[kind] = []
-            for spec in specs[kind]:
-                read[kind] += read_sources([spec], kind, workspace, config.limit)
+            for source in sources[kind]:
+                read[kind] += read_sources([source], kind, workspace, config.limit)
                 bar.advance()
     return read
 

@@ -76,10 +76,10 @@ def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
     if params.collect.source == "world":
         yield DoctorCheck(OK, "data", "the synthetic world; nothing is read")
     else:
-        files = params.collect.files
-        for pattern in (*files.preferences, *files.demonstrations, *files.prompts, *files.pretrain):
+        patterns = params.collect.files.paths()
+        for pattern in patterns:
             yield _source(workspace, pattern)
-        if not any((files.preferences, files.demonstrations, files.prompts, files.pretrain)):
+        if not patterns:
             yield DoctorCheck(
                 FAIL, "data", "collect.source is files, but collect.files names none", "name at least preferences"
             )
