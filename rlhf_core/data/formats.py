@@ -26,7 +26,11 @@ MAJORITY = 0.9
 
 @dataclass
 class FileRows:
-    """Rows of one source file; ``refused`` has ``{source, position, reason, row}``, the row as JSON text."""
+    """Rows of one source file; ``refused`` has ``{source, position, reason, row}``, the row as JSON text.
+
+    ``records`` is the number of rows, refused rows and rows that were ``cut`` by a limit; ``unread`` rows of a hub data
+    set come on top.
+    """
 
     source: str
     format: str
@@ -34,6 +38,8 @@ class FileRows:
     records: int
     rows: list[dict[str, Any]] = field(default_factory=list)
     refused: list[dict[str, Any]] = field(default_factory=list)
+    cut: int = 0
+    unread: int = 0
 
 
 def read_sources(
@@ -44,10 +50,36 @@ def read_sources(
         source = DataSource(path=given) if isinstance(given, str) else given
         spec, name = source.path, source.format
         if spec.startswith(PREFIX):
-            yield read_records(load_hub_records(spec, limit), kind, spec, "", format_name=name)
+            records, total = load_hub_records(spec, limit)
+            result = read_records(records, kind, spec, "", format_name=name)
+            result.unread = total - len(records)
+            yield result
             continue
         for path in expand(spec, base, "correct the path in collect.files"):
             yield read_records(load_records(path), kind, path.name, sha256_file(path), str(path), name)
+
+
+def cut_to_limit(files: Sequence[FileRows], limit: int | None) -> None:
+    """Cut the rows of ``files`` to ``limit`` in all: every file keeps its first rows, up to its fair share."""
+    for file, share in zip(files, fair_shares([len(file.rows) for file in files], limit), strict=True):
+        file.cut = len(file.rows) - share
+        del file.rows[share:]
+
+
+def fair_shares(sizes: Sequence[int], limit: int | None) -> list[int]:
+    """Return how many of ``limit`` each source gives: the same number, or all it has where that is less."""
+    if limit is None:
+        return list(sizes)
+    shares = [0] * len(sizes)
+    left = min(limit, sum(sizes))
+    while left:
+        unfilled = [i for i, size in enumerate(sizes) if shares[i] < size]
+        each = max(left // len(unfilled), 1)
+        for i in unfilled:
+            more = min(each, sizes[i] - shares[i], left)
+            shares[i] += more
+            left -= more
+    return shares
 
 
 def read_records(

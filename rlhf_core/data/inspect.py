@@ -66,7 +66,7 @@ def describe_sources(
     kinds: dict[str, str] = {}
     for spec in files:
         if spec.startswith(PREFIX):
-            sources = [(spec, load_hub_records(spec, HUB_ROWS))]
+            sources = [(spec, load_hub_records(spec, HUB_ROWS)[0])]
         else:
             sources = [(str(path), load_records(path)) for path in expand(spec, base or Path.cwd())]
         for where, records in sources:

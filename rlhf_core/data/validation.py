@@ -24,12 +24,29 @@ from rlhf_core.files import read_json
 
 @dataclass
 class Validated:
-    """Clean tables, all quarantined rows, and how many raw rows and failures of each check there were, by kind."""
+    """Clean tables, all quarantined rows, and counts by kind.
+
+    Attributes:
+        raw_rows: Rows that were checked or refused by readers.
+        refused_rows: Those that readers refused.
+        cut_rows: Rows that ``collect.limit`` left out; nothing was checked of them but that readers can read them.
+        failed_checks: Failures of each check.
+    """
 
     clean: dict[str, pa.Table]
     quarantined: list[Quarantined]
     raw_rows: dict[str, int]
     failed_checks: dict[str, Counter[str]] = field(default_factory=dict)
+    refused_rows: Mapping[str, int] = field(default_factory=dict)
+    cut_rows: Mapping[str, int] = field(default_factory=dict)
+
+    def quarantined_share(self, kind: str) -> float:
+        """Return the share of bad rows among all that were read: a cut row counts as bad as often as a checked one."""
+        refused, cut = self.refused_rows.get(kind, 0), self.cut_rows.get(kind, 0)
+        checked = self.raw_rows[kind] - refused
+        failed = sum(row.kind == kind for row in self.quarantined) - refused
+        read = self.raw_rows[kind] + cut
+        return (refused + (failed * (checked + cut) / checked if checked else 0)) / read if read else 0.0
 
 
 def read_raw(raw: Path) -> dict[str, pa.Table]:
@@ -54,11 +71,13 @@ def validate(
     config: ValidateConfig,
     docs: Path,
     derived: Collection[str] = (),
+    cut: Mapping[str, int] | None = None,
 ) -> Validated:
     """Check every row of every kind and write the data docs to the folder ``docs``.
 
     A row that fails any check goes to the quarantine with all its reasons, after the rows in ``refused``, which readers
-    could not parse. So does a row of a kind in ``derived`` of which no row that passed is the source.
+    could not parse. So does a row of a kind in ``derived`` of which no row that passed is the source. ``cut`` is how
+    many rows of a kind were left out before.
     """
     filled = {kind: table for kind, table in tables.items() if table.num_rows}
     checks = {kind: checks_for(kind, config, kind in derived) for kind in filled}
@@ -74,7 +93,8 @@ def validate(
             passed[kind] = table.filter(pa.array(passing(frames[kind], checks[kind]))).to_pylist()
     failures = run_suites(frames, checks, docs) if frames else {}
     refused_rows = Counter(row.kind for row in refused)
-    result = Validated({}, list(refused), {kind: table.num_rows + refused_rows[kind] for kind, table in tables.items()})
+    raw_rows = {kind: table.num_rows + refused_rows[kind] for kind, table in tables.items()}
+    result = Validated({}, list(refused), raw_rows, refused_rows=refused_rows, cut_rows=cut or {})
     for kind, table in tables.items():
         failed = failures.get(kind, {})
         reason = {check.column: check.reason for check in checks.get(kind, [])}
@@ -92,4 +112,5 @@ def validate_raw(raw: Path, config: ValidateConfig, docs: Path) -> Validated:
     manifest = raw / "manifest.json"
     kinds = read_json(manifest)["kinds"] if manifest.is_file() else {}
     derived = [kind for kind, about in kinds.items() if about["derived_from"]]
-    return validate(read_raw(raw), read_refused(raw / "refused.parquet"), config, docs, derived)
+    cut = {kind: about["cut"] for kind, about in kinds.items() if about.get("cut")}
+    return validate(read_raw(raw), read_refused(raw / "refused.parquet"), config, docs, derived, cut)

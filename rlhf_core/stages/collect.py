@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_core.config.collect import CollectConfig
 from rlhf_core.data.derived import Rows, derive_missing
-from rlhf_core.data.formats import FileRows, read_sources
+from rlhf_core.data.formats import FileRows, cut_to_limit, read_sources
 from rlhf_core.data.quarantine import write_refused
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
 from rlhf_core.errors import DataError
@@ -34,16 +34,21 @@ def run(config: CollectConfig, inputs: Paths, outputs: Paths, context: RunContex
         rows, derived = _from_world(config), dict.fromkeys(KINDS, "")
     else:
         files = _read_files(config, workspace)
+        for kind in KINDS:
+            cut_to_limit(files[kind], config.limit)
         given = {kind: [row for file in files[kind] for row in file.rows] for kind in KINDS if files[kind]}
         rows, derived = derive_missing(given)
-    rows = {kind: listed[: config.limit] for kind, listed in rows.items()}
+    kept = {kind: listed[: config.limit] for kind, listed in rows.items()}
+    cut = {kind: sum(file.cut for file in files[kind]) + len(rows[kind]) - len(kept[kind]) for kind in KINDS}
+    rows = kept
     with atomic_dir(outputs.raw) as folder:
         for kind in KINDS:
             write_dicts(folder / kind / "data.parquet", kind, rows[kind])
         refused = [{"kind": kind, **row} for kind in KINDS for file in files[kind] for row in file.refused]
         write_refused(folder / "refused.parquet", refused)
-        atomic_write_json(folder / "manifest.json", _manifest(config, rows, derived, files, folder))
-    return {**{f"{kind}_rows": float(len(rows[kind])) for kind in KINDS}, "refused_rows": float(len(refused))}
+        atomic_write_json(folder / "manifest.json", _manifest(config, rows, derived, files, cut, folder))
+    metrics = {f"{kind}_rows": float(len(rows[kind])) for kind in KINDS} | {"refused_rows": float(len(refused))}
+    return metrics if config.source == "world" else metrics | {"cut_rows": float(sum(cut.values()))}
 
 
 STAGE = Stage(name="collect", section="collect", config=CollectConfig, run=run, outputs={"raw": "data/raw"})
@@ -92,7 +97,12 @@ def _read_files(config: CollectConfig, workspace: Path) -> dict[str, list[FileRo
 
 
 def _manifest(
-    config: CollectConfig, rows: Rows, derived: dict[str, str], files: dict[str, list[FileRows]], folder: Path
+    config: CollectConfig,
+    rows: Rows,
+    derived: dict[str, str],
+    files: dict[str, list[FileRows]],
+    cut: dict[str, int],
+    folder: Path,
 ) -> dict[str, Any]:
     """Return where each kind comes from: source files with hashes, formats and counts, or the kinds it derives from."""
     kinds = {}
@@ -105,6 +115,8 @@ def _manifest(
                 "records": file.records,
                 "rows": len(file.rows),
                 "refused": len(file.refused),
+                "cut": file.cut,
+                "unread": file.unread,
             }
             for file in files[kind]
         ]
@@ -114,4 +126,6 @@ def _manifest(
             "derived_from": derived[kind],
             "files": listed,
         }
+        if config.source == "files":
+            kinds[kind]["cut"] = cut[kind]
     return {"source": config.source, "seed": config.seed, "limit": config.limit, "kinds": kinds}
