@@ -63,7 +63,7 @@ def _is_hh(record: Any) -> bool:
 def _hh(record: Any) -> Parsed:
     before, chosen = split_transcript(record["chosen"], "chosen")
     other, rejected = split_transcript(record["rejected"], "rejected")
-    if before.split() != other.split():
+    if before != other:
         raise Refusal("the prompts of the two replies differ")
     prompt = transcript_turns(before)
     if record.get("prompt"):

@@ -19,6 +19,7 @@ ROLE_NAMES = {
 }
 TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")
 LAST_REPLY = "\n\nAssistant:"
+OPEN_REPLY = re.compile(r"\n\nAssistant:\s*\Z")
 # A whole transcript, also where the line breaks before its first turn were cut off.
 TRANSCRIPT = re.compile(r"\n\n(?:Human|Assistant):|\s*Human:.*\n\nAssistant:", re.DOTALL)
 
@@ -65,7 +66,7 @@ def prompt_of(value: Any) -> list[Turn]:
         return turns_of(value)
     text = text_of(value, "the prompt")
     if TRANSCRIPT_TURN.match(text):
-        return transcript_turns(text.rstrip().removesuffix("\n\nAssistant:"))
+        return transcript_turns(OPEN_REPLY.sub("", text))
     return [{"role": "user", "content": text}]
 
 
@@ -94,7 +95,10 @@ def split_reply(turns: list[Turn]) -> tuple[list[Turn], str]:
 
 
 def split_transcript(text: str, name: str) -> tuple[str, str]:
-    """Return ``(prompt text, reply)`` of an HH-RLHF transcript, split at the last assistant turn."""
+    """Return ``(prompt text, reply)`` of an HH-RLHF transcript, split at the last assistant turn.
+
+    The space after the colon belongs to the format; all other white space is the reply's.
+    """
     start = text_of(text, name).rfind(LAST_REPLY)
     if start < 0:
         raise Refusal(f"{name} has no assistant's turn")
@@ -103,11 +107,11 @@ def split_transcript(text: str, name: str) -> tuple[str, str]:
         raise Refusal(f"{name} ends with a human turn: there is no reply to judge")
     if not reply.strip():
         raise Refusal(f"the final reply of {name} is empty")
-    return text[:start], reply.strip()
+    return text[:start], reply.removeprefix(" ")
 
 
 def transcript_turns(text: str) -> list[Turn]:
-    """Return the turns of an HH-RLHF transcript (``\\n\\nHuman: … \\n\\nAssistant: …``)."""
+    """Return the turns of an HH-RLHF transcript, without the space after the colon of ``\\n\\nHuman: …``."""
     head, *parts = TRANSCRIPT_TURN.split(text)
     if head.strip():
         raise Refusal("the transcript does not begin with a marked turn")
@@ -115,5 +119,6 @@ def transcript_turns(text: str) -> list[Turn]:
         raise Refusal("the transcript has no turns")
     names = {"Human": "user", "Assistant": "assistant"}
     return [
-        {"role": names[speaker], "content": turn.strip()} for speaker, turn in zip(parts[::2], parts[1::2], strict=True)
+        {"role": names[speaker], "content": turn.removeprefix(" ")}
+        for speaker, turn in zip(parts[::2], parts[1::2], strict=True)
     ]

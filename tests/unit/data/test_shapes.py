@@ -82,3 +82,54 @@ def test_a_reply_labelled_true_or_not_at_all_is_a_demonstration(label: Any) -> N
 
 def test_a_label_that_is_no_truth_value_says_nothing_about_the_reply() -> None:
     assert len(read("demonstrations", {"prompt": "Q?", "completion": "good", "label": "summarisation"}).rows) == 1
+
+
+CODE = "    if x:\n\treturn  1 \n"
+
+
+def test_hh_keeps_the_white_space_of_turns_and_replies() -> None:
+    """One space after the colon is the format's; all else is text."""
+    before = f"\n\nHuman: Fix:\n{CODE}\n\nAssistant:\n{CODE}\n\nHuman:  and? \n\nAssistant:"
+    (row,) = read("preferences", {"chosen": f"{before} {CODE}", "rejected": f"{before}\n```\n{CODE}```\n"}).rows
+    assert [turn["content"] for turn in row["prompt"]] == [f"Fix:\n{CODE}", f"\n{CODE}", " and? "]
+    assert (row["chosen"], row["rejected"]) == (CODE, f"\n```\n{CODE}```\n")
+
+
+def test_hh_prompts_that_differ_in_white_space_are_different_prompts() -> None:
+    result = read("preferences", HH, HH | {"rejected": "\n\nHuman: Hi? \n\nAssistant: no"})
+    assert [row["reason"] for row in result.refused] == ["the prompts of the two replies differ"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "content"),
+    [
+        ("\n\nHuman: Hi? \n\nAssistant:", "Hi? "),
+        ("\n\nHuman: Hi? \n", "Hi? \n"),
+        ("\n\nHuman:  Hi?\n\nAssistant: ", " Hi?"),
+        (" Hi?\n", " Hi?\n"),
+    ],
+)
+def test_a_prompt_keeps_its_white_space(prompt: str, content: str) -> None:
+    (row,) = read("preferences", {"prompt": prompt, "chosen": " a\n", "rejected": "\tb"}).rows
+    assert row["prompt"] == [{"role": "user", "content": content}]
+    assert (row["chosen"], row["rejected"]) == (" a\n", "\tb")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [{"role": "user", "content": CODE}], "chosen": CODE, "rejected": f"{CODE} "},
+        {
+            "conversations": [{"from": "human", "value": CODE}],
+            "chosen": {"from": "gpt", "value": CODE},
+            "rejected": {"from": "gpt", "value": f"{CODE} "},
+        },
+        {"instruction": CODE, "input": "", "chosen": CODE, "rejected": f"{CODE} "},
+        {"instruction": "", "input": CODE, "chosen": CODE, "rejected": f"{CODE} "},
+    ],
+    ids=["conversational", "sharegpt", "alpaca", "alpaca-input"],
+)
+def test_no_format_changes_a_text(row: dict[str, Any]) -> None:
+    (result,) = read("preferences", row).rows
+    assert result["prompt"] == [{"role": "user", "content": CODE}]
+    assert (result["chosen"], result["rejected"]) == (CODE, f"{CODE} ")

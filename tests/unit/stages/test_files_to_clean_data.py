@@ -1,13 +1,16 @@
-"""Kinds that are derived from others are derived from the rows that passed: collect, then validate."""
+"""From files to clean data: kinds are derived from the rows that passed, and texts stay as they were written."""
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from rlhf_core.config.collect import CollectConfig, FileSources
 from rlhf_core.config.validate import ValidateConfig
@@ -20,8 +23,12 @@ DERIVED = "derived only from rows that were refused"
 
 def run(workspace: Path, pairs: list[dict[str, Any]], **settings: Any) -> tuple[Mapping[str, Any], Paths]:
     (workspace / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in pairs))
+    return validated(workspace, "pairs.jsonl", **settings)
+
+
+def validated(workspace: Path, file: str, **settings: Any) -> tuple[Mapping[str, Any], Paths]:
     raw, context = Paths({"raw": workspace / "data/raw"}), RunContext(workspace / "work")
-    config = CollectConfig(source="files", files=FileSources(preferences=("pairs.jsonl",)))
+    config = CollectConfig(source="files", files=FileSources(preferences=(file,)))
     collect.run(config, Paths({}), raw, context)
     outputs = Paths({key: workspace / path for key, path in validate.STAGE.outputs.items()})
     return validate.run(ValidateConfig(**settings), raw, outputs, context), outputs
@@ -58,3 +65,24 @@ def test_a_copy_of_a_pair_leaves_its_demonstration(tmp_path: Path) -> None:
     pairs = [pair(i, f"good {i}", f"bad {i}") for i in range(120)]
     metrics, _ = run(tmp_path, [*pairs, pair(5, "good 5", "bad 5")])
     assert metrics["demonstrations"]["clean"] == 120 and metrics["preferences"]["quarantined"] == 1
+
+
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.csv", "pairs.parquet"])
+def test_texts_are_the_same_bytes_from_the_file_to_the_clean_data(name: str, tmp_path: Path) -> None:
+    """Code with indentation, tabs, both kinds of line ends, trailing space, no-break space, and emoji of several."""
+    odd = ["    if x:\n\treturn 1\n", "a\r\nb\r\n", " end ", "\u00a0x\u2028y\u3000", "👩‍💻\ufe0f", "\n\n# 1\n\n"]
+    rows = [{"prompt": f"{i}{a}", "chosen": a, "rejected": f"{a}{a}"} for i in range(20) for a in odd]
+    if name.endswith("jsonl"):
+        (tmp_path / name).write_text("\n".join(json.dumps(row) for row in rows))
+    elif name.endswith("csv"):
+        with (tmp_path / name).open("w", newline="", encoding="utf-8") as stream:
+            writer = csv.DictWriter(stream, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    _, outputs = validated(tmp_path, name)
+    table = [row for path in (outputs.clean).glob("preferences*/*.parquet") for row in pq.read_table(path).to_pylist()]
+    assert {(row["prompt"][0]["content"], row["chosen"], row["rejected"]) for row in table} == {
+        (row["prompt"], row["chosen"], row["rejected"]) for row in rows
+    }
