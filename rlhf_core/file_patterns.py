@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlhf_core.errors import DataError
 
+EXCERPT = 200
 NOT_FOUND = "correct the path, or put quotes around a pattern"
 
 
@@ -19,6 +20,16 @@ def expand(spec: str, base: Path, remedy: str = NOT_FOUND) -> list[Path]:
     Raises:
         DataError: There are none; the message ends with ``remedy``.
     """
+    name = spec if len(spec) <= EXCERPT else f"{spec[:EXCERPT]}…"
+    try:
+        return _matches(spec, name, base, remedy)
+    except OSError as error:
+        raise DataError(f"cannot look up {name}: {error.strerror}; {remedy}") from error
+    except (ValueError, RuntimeError) as error:  # a null character; ~name of nobody
+        raise DataError(f"cannot look up {name!r}: {error}; {remedy}") from error
+
+
+def _matches(spec: str, name: str, base: Path, remedy: str) -> list[Path]:
     pattern = Path(spec).expanduser()
     if (base / pattern).is_file():
         return [base / pattern]
@@ -31,9 +42,9 @@ def expand(spec: str, base: Path, remedy: str = NOT_FOUND) -> list[Path]:
     if files:
         return files
     if matches:
-        raise DataError(f"{spec} is a folder; name its files, for example {spec.rstrip('/')}/*.jsonl")
+        raise DataError(f"{name or base} is a folder; name its files, for example {name.rstrip('/')}/*.jsonl")
     looked_in = "" if pattern.is_absolute() else f" (looked in {base})"
-    raise DataError(f"no file matches {spec!r}{looked_in}; {remedy}")
+    raise DataError(f"no file matches {name!r}{looked_in}; {remedy}")
 
 
 def spelled(path: Path, spec: str, base: Path) -> str:

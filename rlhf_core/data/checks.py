@@ -123,13 +123,18 @@ def passing(frame: pd.DataFrame, checks: Sequence[RowCheck]) -> npt.NDArray[np.b
 
 
 def _prompt_columns(frame: pd.DataFrame, prompts: list[list[dict[str, str | None]] | None]) -> pa.Array:
-    """Add the prompt's columns to ``frame``; return each prompt as one text, the key of equal prompts."""
+    """Add the prompt's columns to ``frame``; return each prompt as one text, the key of equal prompts.
+
+    Together they may exceed 2 GiB, which an array of ordinary strings cannot hold.
+    """
     turns = [[(turn["role"] or "", turn["content"] or "") for turn in prompt or [] if turn] for prompt in prompts]
     frame["turns"] = [len(prompt) for prompt in turns]
     frame["prompt_chars"] = [sum(len(content) for _, content in prompt) for prompt in turns]
     frame["prompt_not_empty"] = [int(bool(p) and all(content.strip() for _, content in p)) for p in turns]
     frame["roles"] = [int(roles_in_order([role for role, _ in prompt])) for prompt in turns]
-    return pa.array(["\n\n".join(f"{role}: {content}" for role, content in prompt) for prompt in turns], pa.string())
+    return pa.array(
+        ["\n\n".join(f"{role}: {content}" for role, content in prompt) for prompt in turns], pa.large_string()
+    )
 
 
 def roles_in_order(roles: list[str]) -> bool:

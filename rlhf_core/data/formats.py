@@ -22,6 +22,7 @@ from rlhf_core.files import sha256_file
 # The format of a file is that of this share of the records that have one, among the first so many.
 PROBE = 1000
 MAJORITY = 0.9
+MARGIN_EXCERPT = 40
 
 
 @dataclass
@@ -116,10 +117,19 @@ def read_records(
             _require_format(record, shape, detected=format_name is None)
             result.rows.append(_row(record, shape, kind, source))
         except Refusal as refusal:
-            # Half of a surrogate pair cannot be stored as UTF-8, but the reader of the quarantine should see it.
-            row = json.dumps(record.value, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace").decode()
-            result.refused.append({"source": source, "position": record.position, "reason": str(refusal), "row": row})
+            refused = {"source": source, "position": record.position, "reason": str(refusal)}
+            result.refused.append(refused | {"row": _as_json(record.value)})
     return result
+
+
+def _as_json(value: Any) -> str:
+    """Return a refused record as the quarantine shows it."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except (ValueError, TypeError, RecursionError) as error:
+        return json.dumps(f"a {type(value).__name__} that JSON cannot hold: {error}")
+    # Half of a surrogate pair cannot be stored as UTF-8, but the reader of the quarantine should see it.
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def detect(records: Sequence[Record], where: str) -> Format:
@@ -221,8 +231,10 @@ def _margin(value: Any) -> float | None:
         return None
     try:
         return float(value)
+    except OverflowError:
+        raise Refusal("the margin is not a finite number") from None
     except (TypeError, ValueError):
-        raise Refusal(f"margin {value!r} is not a number") from None
+        raise Refusal(f"margin {str(value)[:MARGIN_EXCERPT]!r} is not a number") from None
 
 
 def prompt_group(prompt: Sequence[Turn]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,9 +60,11 @@ def read_raw(raw: Path) -> dict[str, pa.Table]:
         if missing:
             raise DataError(f"{path} lacks the column {', '.join(missing)}; collect the data again")
         try:
-            tables[kind] = table.select(schema.names).cast(schema).combine_chunks()
+            tables[kind] = table.select(schema.names).cast(schema)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
             raise DataError(f"{path} has columns of other types than the schema's: {error}") from error
+        with contextlib.suppress(pa.ArrowInvalid):  # a column of over 2 GiB stays in chunks
+            tables[kind] = tables[kind].combine_chunks()
     return tables
 
 

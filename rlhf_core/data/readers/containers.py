@@ -22,6 +22,8 @@ from rlhf_core.errors import DataError
 CONTAINERS = (".json", ".jsonl", ".ndjson", ".csv", ".parquet", "and .gz of all but parquet")
 # The csv module refuses fields over 128 KiB by default, but transcripts may be longer.
 CSV_FIELD_LIMIT = 16 * 1024 * 1024
+# What pyarrow raises for values that no Python value can hold.
+CONVERSION_ERRORS = (UnicodeDecodeError, ValueError, OverflowError, pa.ArrowException)
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,24 @@ def _parquet(path: Path) -> list[Record]:
         table = pq.read_table(path)
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist; correct the path in collect.files") from error
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable parquet file ({error})") from error
     if table.num_rows == 0:
         raise DataError(f"{path} is empty; give a file with rows, or take it out of the sources")
-    return [Record(position, row) for position, row in enumerate(table.to_pylist(), 1)]
+    try:
+        return [Record(position, row) for position, row in enumerate(table.to_pylist(), 1)]
+    except CONVERSION_ERRORS:
+        return _rows_with_bad_values(table)
+
+
+def _rows_with_bad_values(table: pa.Table) -> list[Record]:
+    """Read a table one value at a time: some cannot become Python values (bad UTF-8, a timestamp out of range)."""
+    rows: list[dict[str, Any]] = [{} for _ in range(table.num_rows)]
+    problems = [""] * table.num_rows
+    for name in table.column_names:
+        for index, value in enumerate(table.column(name)):
+            try:
+                rows[index][name] = value.as_py()
+            except CONVERSION_ERRORS as error:
+                problems[index] = f"the column {name} cannot be read ({error})"
+    return [Record(n, row, problem) for n, (row, problem) in enumerate(zip(rows, problems, strict=True), 1)]

@@ -1,9 +1,11 @@
-"""Parse JSON without losing anything: an object that names a key twice is marked, where json.loads keeps the last."""
+"""Parse JSON without losing anything: a key that occurs twice and an integer too long for Python are marked."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
+
+MAX_DIGITS = 4000  # Python converts at most 4,300 digits to an integer and back
 
 
 class RepeatedKey(dict[str, Any]):
@@ -12,11 +14,15 @@ class RepeatedKey(dict[str, Any]):
     key: str = ""
 
 
+class LongInteger(str):
+    """The digits of an integer that is too long to be read as one."""
+
+
 class JsonParser:
     """A parser for the values of one file."""
 
     def __init__(self) -> None:
-        self._decoder = json.JSONDecoder(object_pairs_hook=self._object)
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_int=self._integer)
         self._marked = False
 
     def parse(self, content: bytes) -> tuple[Any, bool]:
@@ -29,6 +35,12 @@ class JsonParser:
         self._marked = False
         value = self._decoder.decode(content.decode(json.detect_encoding(content), "surrogatepass"))
         return value, self._marked
+
+    def _integer(self, digits: str) -> int | LongInteger:
+        if len(digits) <= MAX_DIGITS:
+            return int(digits)
+        self._marked = True
+        return LongInteger(digits)
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
@@ -51,6 +63,8 @@ def problem_in(value: Any) -> str:
         item = waiting.pop()
         if isinstance(item, RepeatedKey):
             return f"the key {item.key!r} occurs twice"
+        if isinstance(item, LongInteger):
+            return f"an integer of {len(item)} digits"
         if isinstance(item, dict):
             waiting += item.values()
         elif isinstance(item, list):

@@ -106,7 +106,10 @@ def _has_implicit_prompt(record: Any) -> bool:
 def _alpaca_prompt(record: Any) -> list[Turn]:
     """Return instruction and input as one user turn, after the turns of ``history`` (pairs of question and answer)."""
     turns = _system(record)
-    for pair in record.get("history") or []:
+    history = record.get("history") or []
+    if not isinstance(history, list | tuple):
+        raise Refusal("history is not a list of [question, answer]")
+    for pair in history:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise Refusal("history is not a list of [question, answer]")
         turns.append({"role": "user", "content": text_of(pair[0], "history")})

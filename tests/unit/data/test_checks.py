@@ -153,3 +153,18 @@ def test_other_kinds() -> None:
         {"no_control_characters"},
     ]
     assert failed(BASE | {"text": "t" * 100}, BASE | {"text": " "}, kind="pretrain") == [set(), {"text_not_empty"}]
+
+
+def test_prompts_together_may_be_larger_than_an_array_of_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ordinary arrow strings end at 2 GiB: the prompts of a data set are joined to large ones."""
+    made: list[pa.DataType | None] = []
+    array = pa.array
+
+    def recorded(values: Any, type: pa.DataType | None = None, **more: Any) -> pa.Array:
+        made.append(type)
+        return array(values, type, **more)
+
+    table = pa.Table.from_pylist([BASE | {"prompt": [user("a")]}], arrow_schema("prompts"))
+    monkeypatch.setattr(pa, "array", recorded)
+    check_frame("prompts", table, CONFIG)
+    assert pa.large_string() in made and pa.string() not in made
