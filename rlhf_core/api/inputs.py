@@ -12,6 +12,7 @@ from rlhf_core.data.chat_template import bos_expression
 from rlhf_core.data.formats import read_records
 from rlhf_core.data.readers.containers import Record
 from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt
+from rlhf_core.data.visible_text import has_visible_text
 from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.models.forward import embedding_weight
 from rlhf_core.models.stop_tokens import with_stop_tokens
@@ -58,9 +59,9 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
 def _require_usable(row: Demonstration | Preference | Prompt, where: str) -> None:
     if not row.prompt or row.prompt[-1].role != "user":
         raise DataError(f"{where}: the prompt must end with a turn of the user")
-    if not any(turn.content.strip() for turn in row.prompt):
+    if not any(has_visible_text(turn.content) for turn in row.prompt):
         raise DataError(f"{where}: the prompt is empty")
-    if isinstance(row, Demonstration) and not row.reply.strip():
+    if isinstance(row, Demonstration) and not has_visible_text(row.reply):
         raise DataError(f"{where}: the reply is empty")
 
 

@@ -75,6 +75,8 @@ def data_metrics(validated: Validated, files: Tables) -> dict[str, Numbers | flo
             "quarantined_share": validated.quarantined_share(kind),
             "groups": float(pc.count_distinct(table.column("group")).as_py()),
         }
+        if validated.left_out[kind]:
+            numbers["left_out"] = float(validated.left_out[kind])
         if validated.cut_rows.get(kind):
             numbers["cut"] = float(validated.cut_rows[kind])
         for name, part in files.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +43,54 @@ class FileRows:
     unread: int = 0
 
 
+@dataclass(frozen=True)
+class SourceFile:
+    """A file or hub id (``path`` is None) to read, and the format that params.yaml names for it."""
+
+    name: str
+    path: Path | None
+    format: str | None = None
+
+
+def source_files(sources: Sequence[str | DataSource], base: Path) -> list[SourceFile]:
+    """Return every file and hub id of ``sources`` once, in the order in which they are first named.
+
+    Raises:
+        DataError: A source matches no file, or a file is named with two formats.
+    """
+    files: dict[str, SourceFile] = {}
+    for given in sources:
+        source = DataSource(path=given) if isinstance(given, str) else given
+        paths = [None] if source.path.startswith(PREFIX) else expand(source.path, base, "correct it in collect.files")
+        for path in paths:
+            key = str(path.resolve()) if path else source.path
+            known = files.setdefault(key, SourceFile(path.name if path else source.path, path, source.format))
+            if known.format and source.format not in (None, known.format):
+                raise DataError(
+                    f"{known.name} is named with the formats {known.format} and {source.format}; take one of them out "
+                    "of collect.files"
+                )
+            files[key] = replace(known, format=known.format or source.format)
+    return list(files.values())
+
+
 def read_sources(
     sources: Sequence[str | DataSource], kind: str, base: Path, limit: int | None = None
 ) -> Iterator[FileRows]:
     """Read every file or hub id of ``sources`` as rows of ``kind``; ``limit`` bounds the rows taken from the hub."""
-    for given in sources:
-        source = DataSource(path=given) if isinstance(given, str) else given
-        spec, name = source.path, source.format
-        if spec.startswith(PREFIX):
-            records, total = load_hub_records(spec, limit)
-            result = read_records(records, kind, spec, "", format_name=name)
-            result.unread = total - len(records)
-            yield result
-            continue
-        for path in expand(spec, base, "correct the path in collect.files"):
-            yield read_records(load_records(path), kind, path.name, sha256_file(path), str(path), name)
+    for file in source_files(sources, base):
+        yield read_source(file, kind, limit)
+
+
+def read_source(file: SourceFile, kind: str, limit: int | None = None) -> FileRows:
+    """Read one file or hub id as rows of ``kind``; see :func:`read_sources`."""
+    if file.path is not None:
+        records = load_records(file.path)
+        return read_records(records, kind, file.name, sha256_file(file.path), str(file.path), file.format)
+    records, total = load_hub_records(file.name, limit)
+    result = read_records(records, kind, file.name, "", format_name=file.format)
+    result.unread = total - len(records)
+    return result
 
 
 def cut_to_limit(files: Sequence[FileRows], limit: int | None) -> None:
@@ -230,6 +263,8 @@ def _margin(value: Any) -> float | None:
     if value is None or value == "":
         return None
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return float(value)
     except OverflowError:
         raise Refusal("the margin is not a finite number") from None

@@ -30,6 +30,7 @@ class Validated:
     Attributes:
         raw_rows: Rows that were checked or refused by readers.
         refused_rows: Those that readers refused.
+        left_out: Rows without a fault: over a limit of lengths, or derived from rows that were refused.
         cut_rows: Rows that ``collect.limit`` left out; nothing was checked of them but that readers can read them.
         failed_checks: Failures of each check.
     """
@@ -40,12 +41,16 @@ class Validated:
     failed_checks: dict[str, Counter[str]] = field(default_factory=dict)
     refused_rows: Mapping[str, int] = field(default_factory=dict)
     cut_rows: Mapping[str, int] = field(default_factory=dict)
+    left_out: Counter[str] = field(default_factory=Counter)
 
     def quarantined_share(self, kind: str) -> float:
-        """Return the share of bad rows among all that were read: a cut row counts as bad as often as a checked one."""
+        """Return the share of bad rows among all that were read: a cut row counts as bad as often as a checked one.
+
+        Rows that are ``left_out`` are in the quarantine, but do not count here.
+        """
         refused, cut = self.refused_rows.get(kind, 0), self.cut_rows.get(kind, 0)
         checked = self.raw_rows[kind] - refused
-        failed = sum(row.kind == kind for row in self.quarantined) - refused
+        failed = sum(row.kind == kind for row in self.quarantined) - refused - self.left_out[kind]
         read = self.raw_rows[kind] + cut
         return (refused + (failed * (checked + cut) / checked if checked else 0)) / read if read else 0.0
 
@@ -103,6 +108,8 @@ def validate(
         reason = {check.column: check.reason for check in checks.get(kind, [])}
         named = {row: [reason[column] for column in columns] for row, columns in failed.items()}
         result.quarantined += quarantine_rows(kind, table, named)
+        faults = {check.column for check in checks.get(kind, []) if check.is_fault}
+        result.left_out[kind] = sum(faults.isdisjoint(columns) for columns in failed.values())
         result.failed_checks[kind] = Counter(column for columns in failed.values() for column in columns)
         keep = np.ones(table.num_rows, dtype=bool)
         keep[list(failed)] = False

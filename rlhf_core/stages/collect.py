@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_core.config.collect import CollectConfig
 from rlhf_core.data.derived import Rows, derive_missing
-from rlhf_core.data.formats import FileRows, cut_to_limit, read_sources
+from rlhf_core.data.formats import FileRows, cut_to_limit, read_source, source_files
 from rlhf_core.data.quarantine import write_refused
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
 from rlhf_core.errors import DataError
@@ -81,17 +81,17 @@ def _from_world(config: CollectConfig) -> Rows:
 
 
 def _read_files(config: CollectConfig, workspace: Path) -> dict[str, list[FileRows]]:
-    sources = {kind: config.files.of(kind) for kind in KINDS}
-    if not sources["preferences"]:
+    if not config.files.preferences:
         raise DataError(
             "collect.source is files, but collect.files.preferences is empty: name files with pairs of replies"
         )
+    sources = {kind: source_files(config.files.of(kind), workspace) for kind in KINDS}
     read: dict[str, list[FileRows]] = {}
     with progress(sum(map(len, sources.values())), "reading data files") as bar:
         for kind in KINDS:
             read[kind] = []
             for source in sources[kind]:
-                read[kind] += read_sources([source], kind, workspace, config.limit)
+                read[kind].append(read_source(source, kind, config.limit))
                 bar.advance()
     return read
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from rlhf_core.data.visible_text import has_visible_text
+
 Turn = dict[str, str]
 ROLE_NAMES = {
     "system": "system",
@@ -17,6 +19,8 @@ ROLE_NAMES = {
     "bot": "assistant",
     "model": "assistant",
 }
+# Parts of a turn that are no text of it; a turn that has one is refused, since the text alone says something else.
+LOST_PARTS = ("tool_calls", "function_call", "reasoning_content", "images", "audios", "videos")
 TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")
 LAST_REPLY = "\n\nAssistant:"
 OPEN_REPLY = re.compile(r"\n\nAssistant:\s*\Z")
@@ -50,6 +54,9 @@ def turn_of(value: Any) -> Turn:
     known = ROLE_NAMES.get(role.lower()) if isinstance(role, str) else None
     if known is None:
         raise Refusal(f"unknown role {role!r}; known are {', '.join(ROLE_NAMES)}")
+    more = [name for name in LOST_PARTS if value.get(name)]
+    if more:
+        raise Refusal(f"the {known} turn has {', '.join(more)} beside its text, which training would not see")
     return {"role": known, "content": text_of(value.get("content", value.get("value")), f"the {known} turn")}
 
 
@@ -77,8 +84,10 @@ def reply_of(value: Any, name: str) -> str:
             raise Refusal(f"{name} has {len(value)} turns; beside an explicit prompt it is one assistant turn")
         value = value[0]
     if isinstance(value, dict):
-        # Some exporters of ranking data give the answers the human's role, so the role is ignored here.
-        value = turn_of(value)["content"]
+        turn = turn_of(value)
+        if turn["role"] != "assistant":
+            raise Refusal(f"{name} is a turn of the {turn['role']}, not the assistant's")
+        value = turn["content"]
     reply = text_of(value, name)
     if TRANSCRIPT.match(reply):
         raise Refusal(f"{name} is a whole transcript, not a reply")
@@ -105,7 +114,7 @@ def split_transcript(text: str, name: str) -> tuple[str, str]:
     reply = text[start + len(LAST_REPLY) :]
     if "\n\nHuman:" in reply:
         raise Refusal(f"{name} ends with a human turn: there is no reply to judge")
-    if not reply.strip():
+    if not has_visible_text(reply):
         raise Refusal(f"the final reply of {name} is empty")
     return text[:start], reply.removeprefix(" ")
 

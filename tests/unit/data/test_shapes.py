@@ -133,3 +133,47 @@ def test_no_format_changes_a_text(row: dict[str, Any]) -> None:
     (result,) = read("preferences", row).rows
     assert result["prompt"] == [{"role": "user", "content": CODE}]
     assert (result["chosen"], result["rejected"]) == (CODE, f"{CODE} ")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER], "chosen": [{"role": "user", "content": "a"}], "rejected": "b"},
+        {"prompt": [USER], "chosen": "a", "rejected": [{"role": "system", "content": "b"}]},
+        {
+            "conversations": [{"from": "human", "value": "Hi?"}],
+            "chosen": {"from": "human", "value": "a"},
+            "rejected": {"from": "gpt", "value": "b"},
+        },
+    ],
+    ids=["user", "system", "sharegpt"],
+)
+def test_a_reply_of_another_role_than_the_assistant_is_refused(row: dict[str, Any]) -> None:
+    (refused,) = read("preferences", row).refused
+    assert "not the assistant's" in refused["reason"]
+
+
+@pytest.mark.parametrize("margin", [True, False])
+def test_a_margin_that_is_a_truth_value_is_refused(margin: bool) -> None:
+    (refused,) = read("preferences", {"prompt": "Q?", "chosen": "a", "rejected": "b", "margin": margin}).refused
+    assert refused["reason"] == f"margin '{margin}' is not a number"
+
+
+@pytest.mark.parametrize("key", ["tool_calls", "function_call", "reasoning_content", "images"])
+def test_a_turn_that_holds_more_than_its_text_is_refused(key: str) -> None:
+    more = {key: [{"name": "search"}]}
+    turn = {"role": "assistant", "content": "Let me look."}
+    result = read(
+        "demonstrations",
+        {"messages": [USER, turn]},
+        {"messages": [USER, turn | more]},
+        {"messages": [USER, turn | {key: None}]},
+        {"messages": [USER, turn | more, USER, turn]},
+    )
+    assert [(row["position"], key in row["reason"]) for row in result.refused] == [(2, True), (4, True)]
+
+
+@pytest.mark.parametrize("reply", ["\u200b", " \ufeff\u200d\n", "\u2060\u00ad", "\u3164", "\ufe0f"], ids=ascii)
+def test_hh_replies_that_show_nothing_are_empty(reply: str) -> None:
+    row = HH | {"chosen": f"\n\nHuman: Hi?\n\nAssistant: {reply}"}
+    assert [r["reason"] for r in read("preferences", row).refused] == ["the final reply of chosen is empty"]
