@@ -15,6 +15,7 @@ DERIVED_FROM = {
     "prompts": ("preferences", "demonstrations"),
     "pretrain": ("demonstrations",),
 }
+LABELS = ("category", "source", "group", "path", "position")
 
 
 def derive_missing(rows: Mapping[str, Sequence[dict[str, Any]]]) -> tuple[Rows, dict[str, str]]:
@@ -37,10 +38,13 @@ def derive_missing(rows: Mapping[str, Sequence[dict[str, Any]]]) -> tuple[Rows, 
 
 
 def derive(kind: str, parents: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the distinct rows of ``kind`` that come from ``parents``, with ids; of equal rows the first."""
+    """Return the distinct rows of ``kind`` that come from ``parents``, with ids; of equal rows the first.
+
+    They have the labels of their parent, and its file and line where these are given.
+    """
     kept: dict[str, dict[str, Any]] = {}
     for parent in parents:
-        row = {name: parent[name] for name in ("category", "source", "group")}
+        row = {name: parent[name] for name in LABELS if name in parent}
         if kind == "demonstrations":
             row |= {"prompt": parent["prompt"], "reply": parent["chosen"]}
         elif kind == "prompts":

@@ -16,7 +16,7 @@ from rlhf_core.data.readers.shapes import FORMATS, Format, Parsed
 from rlhf_core.data.readers.turns import Refusal, Turn, text_of
 from rlhf_core.data.schema import content_id
 from rlhf_core.errors import DataError
-from rlhf_core.file_patterns import expand
+from rlhf_core.file_patterns import expand, spelled
 from rlhf_core.files import sha256_file
 
 # The format of a file is that of this share of the records that have one, among the first so many.
@@ -27,8 +27,9 @@ MARGIN_EXCERPT = 40
 
 @dataclass
 class FileRows:
-    """Rows of one source file; ``refused`` has ``{source, position, reason, row}``, the row as JSON text.
+    """Rows of one source file, by the positions of their records.
 
+    ``refused`` has ``{source, position, reason, row}``, the row as JSON text.
     ``records`` is the number of rows, refused rows and rows that were ``cut`` by a limit; ``unread`` rows of a hub data
     set come on top.
     """
@@ -38,6 +39,7 @@ class FileRows:
     sha256: str
     records: int
     rows: list[dict[str, Any]] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
     refused: list[dict[str, Any]] = field(default_factory=list)
     cut: int = 0
     unread: int = 0
@@ -45,7 +47,10 @@ class FileRows:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file or hub id (``path`` is None) to read, and the format that params.yaml names for it."""
+    """A file or hub id (``path`` is None) to read, and the format that params.yaml names for it.
+
+    ``name`` is the path as params.yaml spells it: files of one name in two folders have different ones.
+    """
 
     name: str
     path: Path | None
@@ -64,7 +69,8 @@ def source_files(sources: Sequence[str | DataSource], base: Path) -> list[Source
         paths = [None] if source.path.startswith(PREFIX) else expand(source.path, base, "correct it in collect.files")
         for path in paths:
             key = str(path.resolve()) if path else source.path
-            known = files.setdefault(key, SourceFile(path.name if path else source.path, path, source.format))
+            name = spelled(path, source.path, base) if path else source.path
+            known = files.setdefault(key, SourceFile(name, path, source.format))
             if known.format and source.format not in (None, known.format):
                 raise DataError(
                     f"{known.name} is named with the formats {known.format} and {source.format}; take one of them out "
@@ -97,7 +103,7 @@ def cut_to_limit(files: Sequence[FileRows], limit: int | None) -> None:
     """Cut the rows of ``files`` to ``limit`` in all: every file keeps its first rows, up to its fair share."""
     for file, share in zip(files, fair_shares([len(file.rows) for file in files], limit), strict=True):
         file.cut = len(file.rows) - share
-        del file.rows[share:]
+        del file.rows[share:], file.positions[share:]
 
 
 def fair_shares(sizes: Sequence[int], limit: int | None) -> list[int]:
@@ -129,7 +135,7 @@ def read_records(
     Args:
         records: The records of one file.
         kind: One of ``ROW_TYPES``.
-        source: The file's name, which becomes part of the rows.
+        source: The file's path, which becomes part of the rows.
         sha256: The file's hash.
         where: What messages call the file; by default ``source``.
         format_name: The format of the records, which is otherwise detected.
@@ -149,6 +155,7 @@ def read_records(
         try:
             _require_format(record, shape, detected=format_name is None)
             result.rows.append(_row(record, shape, kind, source))
+            result.positions.append(record.position)
         except Refusal as refusal:
             refused = {"source": source, "position": record.position, "reason": str(refusal)}
             result.refused.append(refused | {"row": _as_json(record.value)})

@@ -17,6 +17,7 @@ from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.checks import SOURCE_PASSED, check_frame, checks_for, passing
 from rlhf_core.data.derived import DERIVED_FROM, derive
 from rlhf_core.data.expectations import run_suites
+from rlhf_core.data.provenance import Origin, read_provenance
 from rlhf_core.data.quarantine import Quarantined, quarantine_rows, read_refused
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema, read_table
 from rlhf_core.errors import DataError
@@ -55,8 +56,27 @@ class Validated:
         return (refused + (failed * (checked + cut) / checked if checked else 0)) / read if read else 0.0
 
 
-def read_raw(raw: Path) -> dict[str, pa.Table]:
-    """Read ``data/raw/KIND/data.parquet`` of every kind; ``DataError`` when one is missing or has other columns."""
+@dataclass(frozen=True)
+class RawData:
+    """What the collect stage wrote.
+
+    Attributes:
+        tables: The rows, by kind.
+        refused: Rows that readers refused.
+        derived: Kinds that were derived from others.
+        cut: How many rows of a kind ``collect.limit`` left out.
+        origins: The file and line of every row, by kind; empty for rows of no file.
+    """
+
+    tables: Mapping[str, pa.Table]
+    refused: Sequence[Quarantined] = ()
+    derived: Collection[str] = ()
+    cut: Mapping[str, int] = field(default_factory=dict)
+    origins: Mapping[str, Sequence[Origin]] = field(default_factory=dict)
+
+
+def read_raw(raw: Path) -> RawData:
+    """Read the folder ``data/raw``; ``DataError`` when a file is missing or has other columns or another length."""
     tables = {}
     for kind in ROW_TYPES:
         path = raw / kind / "data.parquet"
@@ -70,44 +90,48 @@ def read_raw(raw: Path) -> dict[str, pa.Table]:
             raise DataError(f"{path} has columns of other types than the schema's: {error}") from error
         with contextlib.suppress(pa.ArrowInvalid):  # a column of over 2 GiB stays in chunks
             tables[kind] = tables[kind].combine_chunks()
-    return tables
+    origins = read_provenance(raw / "provenance.parquet")
+    for kind, listed in origins.items():
+        if len(listed) != tables[kind].num_rows:
+            raise DataError(f"{raw}/provenance.parquet does not fit the rows of {kind}; collect the data again")
+    manifest = raw / "manifest.json"
+    kinds = read_json(manifest)["kinds"] if manifest.is_file() else {}
+    return RawData(
+        tables,
+        read_refused(raw / "refused.parquet"),
+        derived=[kind for kind, about in kinds.items() if about["derived_from"]],
+        cut={kind: about["cut"] for kind, about in kinds.items() if about.get("cut")},
+        origins=origins,
+    )
 
 
-def validate(
-    tables: Mapping[str, pa.Table],
-    refused: Sequence[Quarantined],
-    config: ValidateConfig,
-    docs: Path,
-    derived: Collection[str] = (),
-    cut: Mapping[str, int] | None = None,
-) -> Validated:
+def validate(raw: RawData, config: ValidateConfig, docs: Path) -> Validated:
     """Check every row of every kind and write the data docs to the folder ``docs``.
 
-    A row that fails any check goes to the quarantine with all its reasons, after the rows in ``refused``, which readers
-    could not parse. So does a row of a kind in ``derived`` of which no row that passed is the source. ``cut`` is how
-    many rows of a kind were left out before.
+    A row that fails any check goes to the quarantine with all its reasons, after the rows that readers refused. So does
+    a row of a derived kind of which no row that passed is the source.
     """
-    filled = {kind: table for kind, table in tables.items() if table.num_rows}
-    checks = {kind: checks_for(kind, config, kind in derived) for kind in filled}
+    filled = {kind: table for kind, table in raw.tables.items() if table.num_rows}
+    checks = {kind: checks_for(kind, config, kind in raw.derived) for kind in filled}
     frames: dict[str, pd.DataFrame] = {}
     passed: dict[str, list[dict[str, Any]]] = {}
     for kind, table in filled.items():
         frames[kind] = check_frame(kind, table, config)
-        if kind in derived:
+        if kind in raw.derived:
             sources = [row for parent in DERIVED_FROM[kind] for row in passed.get(parent, [])]
             ids = {row["id"] for row in derive(kind, sources)}
             frames[kind][SOURCE_PASSED] = frames[kind]["id"].isin(ids).astype(int)
-        if any(kind in DERIVED_FROM[child] for child in derived):
+        if any(kind in DERIVED_FROM[child] for child in raw.derived):
             passed[kind] = table.filter(pa.array(passing(frames[kind], checks[kind]))).to_pylist()
     failures = run_suites(frames, checks, docs) if frames else {}
-    refused_rows = Counter(row.kind for row in refused)
-    raw_rows = {kind: table.num_rows + refused_rows[kind] for kind, table in tables.items()}
-    result = Validated({}, list(refused), raw_rows, refused_rows=refused_rows, cut_rows=cut or {})
-    for kind, table in tables.items():
+    refused_rows = Counter(row.kind for row in raw.refused)
+    raw_rows = {kind: table.num_rows + refused_rows[kind] for kind, table in raw.tables.items()}
+    result = Validated({}, list(raw.refused), raw_rows, refused_rows=refused_rows, cut_rows=raw.cut)
+    for kind, table in raw.tables.items():
         failed = failures.get(kind, {})
         reason = {check.column: check.reason for check in checks.get(kind, [])}
         named = {row: [reason[column] for column in columns] for row, columns in failed.items()}
-        result.quarantined += quarantine_rows(kind, table, named)
+        result.quarantined += quarantine_rows(kind, table, named, raw.origins.get(kind, ()))
         faults = {check.column for check in checks.get(kind, []) if check.is_fault}
         result.left_out[kind] = sum(faults.isdisjoint(columns) for columns in failed.values())
         result.failed_checks[kind] = Counter(column for columns in failed.values() for column in columns)
@@ -115,12 +139,3 @@ def validate(
         keep[list(failed)] = False
         result.clean[kind] = table.filter(pa.array(keep, pa.bool_()))
     return result
-
-
-def validate_raw(raw: Path, config: ValidateConfig, docs: Path) -> Validated:
-    """Validate the folder that the collect stage wrote; see :func:`validate`."""
-    manifest = raw / "manifest.json"
-    kinds = read_json(manifest)["kinds"] if manifest.is_file() else {}
-    derived = [kind for kind, about in kinds.items() if about["derived_from"]]
-    cut = {kind: about["cut"] for kind, about in kinds.items() if about.get("cut")}
-    return validate(read_raw(raw), read_refused(raw / "refused.parquet"), config, docs, derived, cut)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.collect import CollectConfig
 from rlhf_core.data.derived import Rows, derive_missing
 from rlhf_core.data.formats import FileRows, cut_to_limit, read_source, source_files
+from rlhf_core.data.provenance import write_provenance
 from rlhf_core.data.quarantine import write_refused
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
 from rlhf_core.errors import DataError
@@ -23,6 +25,8 @@ KINDS = tuple(ROW_TYPES)
 def run(config: CollectConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
     """Write ``data/raw/KIND/data.parquet``, the rows that readers refused, and a manifest of all sources.
 
+    Rows of files have their file and line in ``data/raw/provenance.parquet``.
+
     Relative paths of sources start at the workspace.
 
     Raises:
@@ -36,14 +40,15 @@ def run(config: CollectConfig, inputs: Paths, outputs: Paths, context: RunContex
         files = _read_files(config, workspace)
         for kind in KINDS:
             cut_to_limit(files[kind], config.limit)
-        given = {kind: [row for file in files[kind] for row in file.rows] for kind in KINDS if files[kind]}
-        rows, derived = derive_missing(given)
+        rows, derived = derive_missing({kind: _with_origin(files[kind]) for kind in KINDS if files[kind]})
     kept = {kind: listed[: config.limit] for kind, listed in rows.items()}
     cut = {kind: sum(file.cut for file in files[kind]) + len(rows[kind]) - len(kept[kind]) for kind in KINDS}
     rows = kept
     with atomic_dir(outputs.raw) as folder:
         for kind in KINDS:
             write_dicts(folder / kind / "data.parquet", kind, rows[kind])
+        if config.source == "files":
+            write_provenance(folder / "provenance.parquet", rows)
         refused = [{"kind": kind, **row} for kind in KINDS for file in files[kind] for row in file.refused]
         write_refused(folder / "refused.parquet", refused)
         atomic_write_json(folder / "manifest.json", _manifest(config, rows, derived, files, cut, folder))
@@ -94,6 +99,15 @@ def _read_files(config: CollectConfig, workspace: Path) -> dict[str, list[FileRo
                 read[kind].append(read_source(source, kind, config.limit))
                 bar.advance()
     return read
+
+
+def _with_origin(files: Sequence[FileRows]) -> list[dict[str, Any]]:
+    """Return the rows of all files, each with the path and position that it was read from."""
+    return [
+        row | {"path": file.source, "position": position}
+        for file in files
+        for row, position in zip(file.rows, file.positions, strict=True)
+    ]
 
 
 def _manifest(
