@@ -32,7 +32,7 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
         name: What messages call them.
 
     Raises:
-        DataError: There are none, they are of no known format, or one of them is not of the format of the first.
+        DataError: There are none, they are of no known format, or one of them is not of the format of the others.
     """
     if isinstance(records, str | Mapping):
         raise DataError(f"{name} is one {type(records).__name__}; give a list of records")
