@@ -256,7 +256,11 @@ def _content(parsed: Parsed, kind: str, labels: Mapping[str, Any]) -> dict[str, 
 
 def _is_labelled_false(labels: Mapping[str, Any]) -> bool:
     """Whether an unpaired reply is labelled as a bad one (KTO: TRL's ``label``, LLaMA-Factory's ``kto_tag``)."""
-    return any(str(labels.get(name)).lower() in ("false", "0") for name in ("label", "kto_tag"))
+    given = [labels.get(name) for name in ("label", "kto_tag")]
+    return any(
+        value.lower() in ("false", "0") if isinstance(value, str) else isinstance(value, int | float) and value == 0
+        for value in given
+    )
 
 
 def _reply(parsed: Parsed) -> str:

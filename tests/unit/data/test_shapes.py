@@ -75,7 +75,7 @@ def test_a_reply_labelled_false_is_nothing_to_imitate(kind: str, row: dict[str, 
     assert len(read("prompts", row).rows) == 1, "its prompt can be used"
 
 
-@pytest.mark.parametrize("label", [True, "true", "True", 1, None])
+@pytest.mark.parametrize("label", [True, "true", "True", 1, None, pytest.param(10**5000, id="long")])
 def test_a_reply_labelled_true_or_not_at_all_is_a_demonstration(label: Any) -> None:
     assert read("demonstrations", {"prompt": "Q?", "completion": "good", "label": label}).rows[0]["reply"] == "good"
 
