@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.chat_template import bos_expression
-from rlhf_core.data.formats import read_records
+from rlhf_core.data.formats import format_of, read_records
 from rlhf_core.data.readers.containers import Record
 from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt
 from rlhf_core.data.visible_text import has_visible_text
@@ -32,7 +32,7 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
         name: What messages call them.
 
     Raises:
-        DataError: There are none, they are of no known format, or one of them is not of the format of the others.
+        DataError: There are none, they are of no known format, or one of them is not of the format of the first.
     """
     if isinstance(records, str | Mapping):
         raise DataError(f"{name} is one {type(records).__name__}; give a list of records")
@@ -43,7 +43,10 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
     if len(rows) == len(listed):
         return rows
     values = [{"prompt": record} if isinstance(record, str) else record for record in listed]
-    result = read_records([Record(number, value) for number, value in enumerate(values, start=1)], kind.KIND, name, "")
+    # All records must be of one format: that of the first which has one.
+    shape = next(filter(None, map(format_of, values)), None)
+    numbered = [Record(number, value) for number, value in enumerate(values, start=1)]
+    result = read_records(numbered, kind.KIND, name, "", format_name=shape.name if shape else None)
     if result.refused:
         first = result.refused[0]
         raise DataError(f"{name}, record {first['position']}: {first['reason']}")

@@ -179,7 +179,7 @@ def detect(records: Sequence[Record], where: str) -> Format:
         DataError: None of them is of a known format (the message lists those), or too many are of another.
     """
     readable = [record for record in records[:PROBE] if not record.problem]
-    counts = Counter(shape.name for record in readable if (shape := _format_of(record.value)))
+    counts = Counter(shape.name for record in readable if (shape := format_of(record.value)))
     if counts:
         name, count = counts.most_common(1)[0]
         if count >= MAJORITY * counts.total():
@@ -200,7 +200,8 @@ def detect(records: Sequence[Record], where: str) -> Format:
     raise DataError(f"{where}, row {first.position} ({record_shape}) is of no known format; known formats:\n{known}")
 
 
-def _format_of(value: Any) -> Format | None:
+def format_of(value: Any) -> Format | None:
+    """Return the format of a record: the first that it matches."""
     return next((shape for shape in FORMATS if shape.matches(value)), None)
 
 
@@ -215,7 +216,7 @@ def _require_format(record: Record, shape: Format, detected: bool) -> None:
         raise Refusal(record.problem)
     if not shape.matches(record.value):
         raise Refusal(f"does not match the format {shape.name} of the file: expected {shape.example}")
-    other = _format_of(record.value)
+    other = format_of(record.value)
     if detected and other is not None and other is not shape:
         raise Refusal(f"is of format {other.name}, the file of format {shape.name}: expected {shape.example}")
 

@@ -32,24 +32,8 @@ TURNS = st.dictionaries(
     st.sampled_from(["role", "from", "content", "value", "tool_calls"]), TEXTS | NUMBERS, max_size=3
 )
 KEYS = [
-    "prompt",
-    "chosen",
-    "rejected",
-    "margin",
-    "label",
-    "kto_tag",
-    "conversations",
-    "messages",
-    "instruction",
-    "input",
-    "output",
-    "reply",
-    "response",
-    "history",
-    "system",
-    "text",
-    "source",
-    "category",
+    *("prompt", "chosen", "rejected", "margin", "label", "kto_tag", "conversations", "messages", "instruction"),
+    *("input", "output", "reply", "response", "history", "system", "text", "source", "category"),
 ]
 VALUES = TEXTS | NUMBERS | TURNS | st.lists(TEXTS | TURNS | st.lists(TEXTS | NUMBERS, max_size=3), max_size=3)
 RECORDS = st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6) | st.lists(TEXTS, max_size=3) | VALUES
