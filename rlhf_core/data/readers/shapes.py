@@ -68,7 +68,7 @@ def _hh(record: Any) -> Parsed:
     prompt = transcript_turns(before)
     if record.get("prompt"):
         _require_same_prompt(prompt_of(record["prompt"]), prompt)
-    return Parsed(prompt, chosen, rejected)
+    return Parsed([*_system(record), *prompt], chosen, rejected)
 
 
 def _require_same_prompt(given: list[Turn], prompt: list[Turn]) -> None:
@@ -84,7 +84,7 @@ def _sharegpt_ranking(record: Any) -> Parsed:
 
 
 def _explicit(record: Any) -> Parsed:
-    prompt = prompt_of(record["prompt"])
+    prompt = [*_system(record), *prompt_of(record["prompt"])]
     return Parsed(prompt, reply_of(record["chosen"], "chosen"), reply_of(record["rejected"], "rejected"))
 
 
@@ -93,7 +93,7 @@ def _implicit(record: Any) -> Parsed:
     other, rejected = split_reply(turns_of(record["rejected"]))
     if prompt != other:
         raise Refusal("the prompts of the two replies differ")
-    return Parsed(prompt, chosen, rejected)
+    return Parsed([*_system(record), *prompt], chosen, rejected)
 
 
 def _has_implicit_prompt(record: Any) -> bool:
@@ -164,7 +164,7 @@ def _is_prompt_reply(record: Any) -> bool:
 
 def _prompt_reply(record: Any) -> Parsed:
     name = str(_reply_name(record))
-    return Parsed(prompt_of(record["prompt"]), reply=reply_of(record[name], name))
+    return Parsed([*_system(record), *prompt_of(record["prompt"])], reply=reply_of(record[name], name))
 
 
 # The first that matches is used, so formats with more fields come first.
@@ -235,7 +235,7 @@ FORMATS = (
         '{"prompt": …}',
         PROMPTS,
         lambda r: _has(r, prompt=(str, list)),
-        lambda r: Parsed(prompt_of(r["prompt"])),
+        lambda r: Parsed([*_system(r), *prompt_of(r["prompt"])]),
     ),
     Format(
         "text", '{"text": "…"}', TEXTS, lambda r: _has(r, text=str), lambda r: Parsed(text=text_of(r["text"], "text"))

@@ -177,3 +177,29 @@ def test_a_turn_that_holds_more_than_its_text_is_refused(key: str) -> None:
 def test_hh_replies_that_show_nothing_are_empty(reply: str) -> None:
     row = HH | {"chosen": f"\n\nHuman: Hi?\n\nAssistant: {reply}"}
     assert [r["reason"] for r in read("preferences", row).refused] == ["the final reply of chosen is empty"]
+
+
+SAID = [USER, {"role": "assistant", "content": "yes"}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("preferences", HH),
+        ("preferences", {"prompt": "Hi?", "chosen": "yes", "rejected": "no"}),
+        ("preferences", {"prompt": [USER], "chosen": "yes", "rejected": "no"}),
+        ("preferences", {"chosen": SAID, "rejected": [USER, {"role": "assistant", "content": "no"}]}),
+        ("preferences", {"instruction": "Hi?", "chosen": "yes", "rejected": "no"}),
+        ("preferences", {"conversations": [{"from": "human", "value": "Hi?"}], "chosen": "yes", "rejected": "no"}),
+        ("demonstrations", {"prompt": "Hi?", "reply": "yes"}),
+        ("demonstrations", {"instruction": "Hi?", "output": "yes"}),
+        ("demonstrations", {"messages": SAID}),
+        ("prompts", {"prompt": "Hi?"}),
+    ],
+    ids=str,
+)
+def test_a_system_column_is_the_first_turn_in_every_format(kind: str, row: dict[str, Any]) -> None:
+    (plain,) = read(kind, row).rows
+    (result,) = read(kind, row | {"system": " Be brief.\n"}).rows
+    assert result["prompt"] == [{"role": "system", "content": " Be brief.\n"}, *plain["prompt"]]
+    assert read(kind, row | {"system": ""}).rows == read(kind, row | {"system": None}).rows == [plain]
