@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR, RlhfError
+from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR, ConfigError, RlhfError
 
 PIPE_WIDTH = 120
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
@@ -46,9 +46,8 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
 
     root = workspace_root(workspace)
     params = load_params(root)
-    files = params.collect.files
     write_fingerprints(root, list(STAGES))
-    write_sources(root, [*files.preferences, *files.demonstrations, *files.prompts, *files.pretrain])
+    write_sources(root, params.collect.files.paths())
     write_starting_model(root, params.base.source)
     write_tracked_files(root, params.ppo.reward.sources)
 
@@ -123,6 +122,9 @@ def report(workspace: WorkspaceOption = None) -> None:
 def data(
     files: Annotated[list[str], typer.Argument(help="Files, globs or hub:owner/name[:split].")],
     show: Annotated[int, typer.Option(help="Rows to print of each file.")] = 1,
+    format_name: Annotated[
+        str | None, typer.Option("--format", help="Format of the rows, where it is not recognised.")
+    ] = None,
     workspace: Annotated[
         Path | None,
         typer.Option("--workspace", "-w", help="Whose tokenizer and max_tokens to measure with; default: the current."),
@@ -136,12 +138,16 @@ def data(
     """
     import shutil
     import sys
+    from typing import get_args
 
     from rich.console import Console
 
-    from rlhf_core.data.file_patterns import expand
+    from rlhf_core.config.collect import FormatName
     from rlhf_core.data.hub import PREFIX, parse_hub_id
+    from rlhf_core.file_patterns import expand
 
+    if format_name is not None and format_name not in get_args(FormatName):
+        raise ConfigError(f"--format {format_name} is unknown; known are {', '.join(get_args(FormatName))}")
     for spec in files:  # a wrong name is refused before seconds of imports
         if spec.startswith(PREFIX):
             parse_hub_id(spec)
@@ -159,7 +165,7 @@ def data(
             if workspace is not None:
                 raise
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
-        text = describe_sources(files, show, width=width, tokens=tokens)
+        text = describe_sources(files, show, width=width, tokens=tokens, format_name=format_name)
     typer.echo(text)
 
 

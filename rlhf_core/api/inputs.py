@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.chat_template import bos_expression
-from rlhf_core.data.formats import read_records
+from rlhf_core.data.formats import format_of, read_records
 from rlhf_core.data.readers.containers import Record
 from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt
+from rlhf_core.data.visible_text import has_visible_text
 from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.models.forward import embedding_weight
 from rlhf_core.models.stop_tokens import with_stop_tokens
@@ -42,7 +43,10 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
     if len(rows) == len(listed):
         return rows
     values = [{"prompt": record} if isinstance(record, str) else record for record in listed]
-    result = read_records([Record(number, value) for number, value in enumerate(values, start=1)], kind.KIND, name, "")
+    # All records must be of one format: that of the first which has one.
+    shape = next(filter(None, map(format_of, values)), None)
+    numbered = [Record(number, value) for number, value in enumerate(values, start=1)]
+    result = read_records(numbered, kind.KIND, name, "", format_name=shape.name if shape else None)
     if result.refused:
         first = result.refused[0]
         raise DataError(f"{name}, record {first['position']}: {first['reason']}")
@@ -58,9 +62,9 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
 def _require_usable(row: Demonstration | Preference | Prompt, where: str) -> None:
     if not row.prompt or row.prompt[-1].role != "user":
         raise DataError(f"{where}: the prompt must end with a turn of the user")
-    if not any(turn.content.strip() for turn in row.prompt):
+    if not any(has_visible_text(turn.content) for turn in row.prompt):
         raise DataError(f"{where}: the prompt is empty")
-    if isinstance(row, Demonstration) and not row.reply.strip():
+    if isinstance(row, Demonstration) and not has_visible_text(row.reply):
         raise DataError(f"{where}: the reply is empty")
 
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.schema import ROLES
+from rlhf_core.data.visible_text import has_visible_text
 
 REPLIES = {"preferences": ("chosen", "rejected"), "demonstrations": ("reply",), "prompts": (), "pretrain": ("text",)}
-# Control characters other than tab and newlines, the C1 block (UTF-8 read as Latin-1), and the replacement character.
-CONTROL = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x{9f}\x{fffd}\x{fffe}\x{ffff}]"
+SOURCE_PASSED = "source_passed"  # a column that check_frame does not fill: see validate
+# Control characters other than tab, newlines and form feed, the C1 block (UTF-8 read as Latin-1), and the replacement
+# character.
+CONTROL = r"[\x00-\x08\x0b\x0e-\x1f\x7f-\x{9f}\x{fffd}\x{fffe}\x{ffff}]"
 # UTF-8 read as Windows-1252: the lead byte of a two-, three- or four-byte character, seen with what follows it.
 MOJIBAKE = r"Ã[\x{a0}-\x{bf}\x{192}\x{201a}\x{201e}\x{2020}\x{2030}]|Â[\x{a0}-\x{bf}]|â€|ï¿½|ðŸ"
 SECRETS = "|".join(
@@ -49,13 +54,23 @@ class RowCheck:
         """Whether the column holds 1 for rows that pass and 0 for others."""
         return self.low is None and self.high is None
 
+    @property
+    def is_fault(self) -> bool:
+        """Whether a row that fails is a bad one: not over a length limit, nor only derived from a row that failed."""
+        return self.is_flag and self.column != SOURCE_PASSED
 
-def checks_for(kind: str, config: ValidateConfig) -> list[RowCheck]:
-    """Return the checks of a kind, in the order in which reasons are listed."""
+
+def checks_for(kind: str, config: ValidateConfig, derived: bool = False) -> list[RowCheck]:
+    """Return the checks of a kind, in the order in which reasons are listed.
+
+    A ``derived`` row must come from a row that passed.
+    """
     checks = [RowCheck("complete", "a required column is null")]
+    if derived:
+        checks.append(RowCheck(SOURCE_PASSED, "derived only from rows that were refused"))
     if kind != "pretrain":
         checks += [
-            RowCheck("prompt_not_empty", "a turn of the prompt is empty"),
+            RowCheck("prompt_not_empty", "a turn of the user or the assistant is empty"),
             RowCheck("roles", "roles do not alternate between user and assistant, or the last turn is not the user's"),
             RowCheck("turns", f"more than {config.max_turns} turns", 1, config.max_turns),
             RowCheck(
@@ -96,7 +111,7 @@ def check_frame(kind: str, table: pa.Table, config: ValidateConfig) -> pd.DataFr
         texts["prompt"] = pa.chunked_array([_prompt_columns(frame, prompts)])
         keys.insert(0, texts["prompt"].to_pylist())
     for name in REPLIES[kind]:
-        frame[f"{name}_not_empty"] = pc.match_substring_regex(texts[name], r"\S").to_numpy().astype(int)
+        frame[f"{name}_not_empty"] = [int(has_visible_text(text)) for text in texts[name].to_pylist()]
         frame[f"{name}_chars"] = pc.utf8_length(texts[name]).to_numpy()
     _text_flags(frame, texts, config)
     frame["not_duplicate"] = (~pd.DataFrame(dict(enumerate(keys))).duplicated()).astype(int).to_numpy()
@@ -105,14 +120,30 @@ def check_frame(kind: str, table: pa.Table, config: ValidateConfig) -> pd.DataFr
     return frame
 
 
+def passing(frame: pd.DataFrame, checks: Sequence[RowCheck]) -> npt.NDArray[np.bool_]:
+    """Return by row whether it passes all checks."""
+    passed = np.ones(len(frame), dtype=bool)
+    for check in checks:
+        values = frame[check.column].to_numpy()
+        passed &= values == 1 if check.is_flag else (values >= check.low) & (values <= check.high)
+    return passed
+
+
 def _prompt_columns(frame: pd.DataFrame, prompts: list[list[dict[str, str | None]] | None]) -> pa.Array:
-    """Add the prompt's columns to ``frame``; return each prompt as one text, the key of equal prompts."""
+    """Add the prompt's columns to ``frame``; return each prompt as one text, the key of equal prompts.
+
+    Together they may exceed 2 GiB, which an array of ordinary strings cannot hold.
+    """
     turns = [[(turn["role"] or "", turn["content"] or "") for turn in prompt or [] if turn] for prompt in prompts]
     frame["turns"] = [len(prompt) for prompt in turns]
     frame["prompt_chars"] = [sum(len(content) for _, content in prompt) for prompt in turns]
-    frame["prompt_not_empty"] = [int(bool(p) and all(content.strip() for _, content in p)) for p in turns]
+    frame["prompt_not_empty"] = [
+        int(bool(p) and all(role == "system" or has_visible_text(content) for role, content in p)) for p in turns
+    ]
     frame["roles"] = [int(roles_in_order([role for role, _ in prompt])) for prompt in turns]
-    return pa.array(["\n\n".join(f"{role}: {content}" for role, content in prompt) for prompt in turns], pa.string())
+    return pa.array(
+        ["\n\n".join(f"{role}: {content}" for role, content in prompt) for prompt in turns], pa.large_string()
+    )
 
 
 def roles_in_order(roles: list[str]) -> bool:
@@ -136,9 +167,12 @@ def _text_flags(frame: pd.DataFrame, texts: dict[str, pa.ChunkedArray], config: 
 
 
 def _pair_flags(frame: pd.DataFrame, table: pa.Table, keys: list[list[Any]]) -> None:
-    """Add flags on the two replies of a pair together; a pair labelled both ways is refused on both sides."""
-    prompts, chosen, rejected = keys
-    frame["replies_differ"] = [int(a.split() != b.split()) for a, b in zip(chosen, rejected, strict=True)]
+    """Add flags on the two replies of a pair together; a pair labelled both ways is refused on both sides.
+
+    Texts that differ in white space alone count as equal.
+    """
+    prompts, chosen, rejected = ([" ".join(text.split()) for text in texts] for texts in keys)
+    frame["replies_differ"] = [int(a != b) for a, b in zip(chosen, rejected, strict=True)]
     labelled = set(zip(prompts, chosen, rejected, strict=True))
     swapped = zip(prompts, rejected, chosen, strict=True)
     same = (a == b for a, b in zip(chosen, rejected, strict=True))

@@ -72,9 +72,13 @@ def data_metrics(validated: Validated, files: Tables) -> dict[str, Numbers | flo
             "raw": float(raw),
             "clean": float(table.num_rows),
             "quarantined": float(quarantined[kind]),
-            "quarantined_share": quarantined[kind] / raw if raw else 0.0,
+            "quarantined_share": validated.quarantined_share(kind),
             "groups": float(pc.count_distinct(table.column("group")).as_py()),
         }
+        if validated.left_out[kind]:
+            numbers["left_out"] = float(validated.left_out[kind])
+        if validated.cut_rows.get(kind):
+            numbers["cut"] = float(validated.cut_rows[kind])
         for name, part in files.items():
             section, _, metric = rows_metric(*name.split("/")).partition(".")
             if section == kind:

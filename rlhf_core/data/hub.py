@@ -17,10 +17,10 @@ def parse_hub_id(spec: str) -> tuple[str, str]:
     return name, split or "train"
 
 
-def load_hub_records(spec: str, limit: int | None = None) -> list[Record]:
-    """Load the records of a hub data set (with ``HF_HUB_OFFLINE=1`` from the cached copy).
+def load_hub_records(spec: str, limit: int | None = None) -> tuple[list[Record], int]:
+    """Load the first ``limit`` records of a hub data set, and how many it has in all.
 
-    Only data is loaded, never a repository's own code.
+    With ``HF_HUB_OFFLINE=1`` they come from the cached copy. Only data is loaded, never a repository's own code.
 
     Raises:
         DataError: The id or the split does not exist, or the network fails.
@@ -38,6 +38,7 @@ def load_hub_records(spec: str, limit: int | None = None) -> list[Record]:
         ) from error
     if not isinstance(data, Dataset) or len(data) == 0:
         raise DataError(f"{spec} has no rows; name a split that has: hub:{name}:SPLIT")
+    total = len(data)
     if limit is not None:
         data = data.select(range(min(limit, len(data))))
-    return [Record(position, row) for position, row in enumerate(data.to_list(), 1)]
+    return [Record(position, row) for position, row in enumerate(data.to_list(), 1)], total

@@ -15,12 +15,12 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.file_patterns import expand
-from rlhf_core.data.formats import FileRows, detect, read_records
+from rlhf_core.data.formats import FileRows, detect, format_named, read_records
 from rlhf_core.data.hub import PREFIX, load_hub_records
 from rlhf_core.data.lengths import PERCENTILES, REPLIES, LengthPercentiles, character_lengths, token_lengths
 from rlhf_core.data.readers.containers import Record, load_records
 from rlhf_core.data.schema import ROW_TYPES
+from rlhf_core.file_patterns import expand
 
 HUB_ROWS = 1000
 INDENT, LABEL_WIDTH = "  ", 9
@@ -47,6 +47,7 @@ def describe_sources(
     base: Path | None = None,
     width: int = 80,
     tokens: TokenLimits | None = None,
+    format_name: str | None = None,
 ) -> str:
     """Return a block of lines per file, and the command that makes a workspace of them.
 
@@ -56,6 +57,7 @@ def describe_sources(
         base: The folder of relative paths, by default the current one.
         width: Columns of the terminal; the quoted rows are cut to it.
         tokens: Lengths are given in tokens too, if set.
+        format_name: The format of the rows, which is otherwise detected.
 
     Raises:
         DataError: A file cannot be read at all.
@@ -64,24 +66,29 @@ def describe_sources(
     kinds: dict[str, str] = {}
     for spec in files:
         if spec.startswith(PREFIX):
-            sources = [(spec, load_hub_records(spec, HUB_ROWS))]
+            sources = [(spec, load_hub_records(spec, HUB_ROWS)[0])]
         else:
             sources = [(str(path), load_records(path)) for path in expand(spec, base or Path.cwd())]
         for where, records in sources:
-            kind, block = _describe(records, where, show, width, tokens)
+            kind, block = _describe(records, where, show, width, tokens, format_name)
             kinds.setdefault(spec, kind)
             blocks.append(block)
     return "\n\n".join([*blocks, _next_command(kinds)])
 
 
 def _describe(
-    records: Sequence[Record], where: str, show: int, width: int, tokens: TokenLimits | None
+    records: Sequence[Record],
+    where: str,
+    show: int,
+    width: int,
+    tokens: TokenLimits | None,
+    format_name: str | None,
 ) -> tuple[str, str]:
     """Return the kind of rows that the file serves as, and its description."""
-    shape = detect(records, where)
+    shape = format_named(format_name) if format_name else detect(records, where)
     kinds = [kind for kind in ROW_TYPES if kind in shape.carries]
     kind = kinds[0]
-    read = read_records(records, kind, Path(where).name, "", where)
+    read = read_records(records, kind, Path(where).name, "", where, format_name)
     lines = [
         where,
         f"  format   {shape.name}",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from rlhf_core.data.provenance import Origin
 from rlhf_core.data.schema import read_table, write_table
 
 REFUSED_SCHEMA = pa.schema(
@@ -22,18 +23,30 @@ REFUSED_SCHEMA = pa.schema(
     ]
 )
 QUARANTINE_SCHEMA = pa.schema(
-    [("kind", pa.string()), ("id", pa.string()), ("reasons", pa.list_(pa.string())), ("row", pa.string())]
+    [
+        ("kind", pa.string()),
+        ("id", pa.string()),
+        ("source", pa.string()),
+        ("position", pa.int64()),
+        ("reasons", pa.list_(pa.string())),
+        ("row", pa.string()),
+    ]
 )
 
 
 @dataclass(frozen=True)
 class Quarantined:
-    """One refused row: kind, id (``FILE:POSITION`` where it never became a row), reasons, and content as JSON."""
+    """One refused row: kind, id (``FILE:POSITION`` where it never became a row), reasons, and content as JSON.
+
+    ``source`` and ``position`` are the file and line that it was read from, None for rows of no file.
+    """
 
     kind: str
     id: str
     reasons: list[str]
     row: str
+    source: str | None = None
+    position: int | None = None
 
 
 def write_refused(path: Path, refused: Sequence[Mapping[str, Any]]) -> None:
@@ -46,21 +59,34 @@ def read_refused(path: Path) -> list[Quarantined]:
     if not path.exists():
         return []
     return [
-        Quarantined(row["kind"], f"{row['source']}:{row['position']}", [row["reason"]], row["row"])
+        Quarantined(
+            row["kind"],
+            f"{row['source']}:{row['position']}",
+            [row["reason"]],
+            row["row"],
+            row["source"],
+            row["position"],
+        )
         for row in read_table(path).to_pylist()
     ]
 
 
-def quarantine_rows(kind: str, table: pa.Table, reasons: Mapping[int, Sequence[str]]) -> list[Quarantined]:
-    """Return the rows of ``table`` at the positions in ``reasons``, with their reasons."""
-    positions = sorted(reasons)
-    rows = table.take(pa.array(positions, pa.int64())).to_pylist()
-    return [
-        Quarantined(kind, str(row.get("id")), list(reasons[position]), json.dumps(row, ensure_ascii=False, default=str))
-        for position, row in zip(positions, rows, strict=True)
-    ]
+def quarantine_rows(
+    kind: str, table: pa.Table, reasons: Mapping[int, Sequence[str]], origins: Sequence[Origin]
+) -> list[Quarantined]:
+    """Return the rows of ``table`` at the numbers in ``reasons``, with their reasons and where they come from.
+
+    ``origins`` are those of all rows of the table, or none.
+    """
+    numbers = sorted(reasons)
+    quarantined = []
+    for number, row in zip(numbers, table.take(pa.array(numbers, pa.int64())).to_pylist(), strict=True):
+        text = json.dumps(row, ensure_ascii=False, default=str)
+        origin = vars(origins[number]) if origins else {}
+        quarantined.append(Quarantined(kind, str(row.get("id")), list(reasons[number]), text, **origin))
+    return quarantined
 
 
 def write_quarantine(path: Path, rows: Sequence[Quarantined]) -> None:
-    """Write ``data/quarantine.parquet`` (``kind, id, reasons, row``); an empty file when nothing was refused."""
+    """Write ``data/quarantine.parquet`` (see :class:`Quarantined`); an empty file when nothing was refused."""
     write_table(path, pa.Table.from_pylist([vars(row) for row in rows], schema=QUARANTINE_SCHEMA))

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -18,6 +18,8 @@ from rlhf_core.errors import DataError
 
 ROLES = ("system", "user", "assistant")
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+CHUNK_CHARACTERS = 2**28
+ROW_GROUP_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,26 @@ def content_id(kind: str, row: dict[str, Any]) -> str:
 
 def write_dicts(path: Path, kind: str, rows: Sequence[dict[str, Any]]) -> None:
     """Write rows given as dictionaries (messages too) to a parquet file of ``kind``, atomically."""
-    write_table(path, pa.Table.from_pylist(list(rows), schema=arrow_schema(kind)))
+    schema = arrow_schema(kind)
+    tables = [pa.Table.from_pylist(chunk, schema=schema) for chunk in _chunks(kind, rows)]
+    write_table(path, pa.concat_tables(tables) if tables else schema.empty_table())
+
+
+def _chunks(kind: str, rows: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows in lists whose texts an arrow array of strings (at most 2 GiB of UTF-8) can hold."""
+    chunk: list[dict[str, Any]] = []
+    characters = 0
+    for row in rows:
+        texts = [row[name] for name in CONTENT_FIELDS[kind] if name != "prompt"]
+        texts += [turn["content"] for turn in row.get("prompt") or []]
+        size = sum(len(text or "") for text in texts)
+        if chunk and characters + size > CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+        chunk.append(row)
+        characters += size
+    if chunk:
+        yield chunk
 
 
 def write_table(path: Path, table: pa.Table) -> None:
@@ -119,7 +140,9 @@ def write_table(path: Path, table: pa.Table) -> None:
         raise DataError(f"cannot write {path}: {error.strerror}; make the folder writable or choose another") from error
     os.close(descriptor)
     try:
-        pq.write_table(table, temporary, compression="zstd")
+        # A column of nested strings can be read only where a row group has less than 2 GiB of it.
+        rows = table.num_rows * ROW_GROUP_BYTES // table.nbytes if table.nbytes > ROW_GROUP_BYTES else None
+        pq.write_table(table, temporary, compression="zstd", row_group_size=rows if rows is None else max(rows, 1))
         Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
     except BaseException:

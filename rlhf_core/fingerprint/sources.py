@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import glob
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.errors import DataError
+from rlhf_core.file_patterns import expand, spelled
 from rlhf_core.files import atomic_write_text, sha256_file
 from rlhf_core.fingerprint.stages import FOLDER
 
@@ -23,17 +24,24 @@ def write_sources(workspace: Path, sources: Iterable[str], name: str = "sources"
     fresh: dict[str, list[Any]] = {}
     lines = [*notes]
     for source in sources:
-        files = [] if source.startswith("hub:") else sorted(glob.glob(str(workspace / source), recursive=True))
         lines.append(source)
-        for file in (Path(f) for f in files if Path(f).is_file()):
+        for file in _files(workspace, source):
             status = file.stat()
             mark = [status.st_size, status.st_mtime_ns]
             old = known.get(str(file))
             fresh[str(file)] = old if old and old[:2] == mark else [*mark, sha256_file(file)]
-            lines.append(f"  {file.name} {fresh[str(file)][2]}")
+            lines.append(f"  {spelled(file, source, workspace)} {fresh[str(file)][2]}")
     path = workspace / FOLDER / f"{name}.txt"
     text = "\n".join(lines) + "\n"
     if not path.exists() or path.read_text() != text:
         atomic_write_text(path, text)
     if fresh != known:
         atomic_write_text(memory, json.dumps(fresh, indent=1))
+
+
+def _files(workspace: Path, source: str) -> list[Path]:
+    """Return the files of a source; none where it matches nothing, which is for the stage that reads it to report."""
+    try:
+        return [] if source.startswith("hub:") else expand(source, workspace)
+    except DataError:
+        return []

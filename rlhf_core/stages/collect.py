@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.collect import CollectConfig
-from rlhf_core.data.formats import FileRows, dialogue_text, read_sources
+from rlhf_core.data.derived import Rows, derive_missing
+from rlhf_core.data.formats import FileRows, cut_to_limit, read_source, source_files
+from rlhf_core.data.provenance import write_provenance
 from rlhf_core.data.quarantine import write_refused
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
 from rlhf_core.errors import DataError
@@ -18,11 +20,12 @@ from rlhf_core.training.run_context import RunContext
 from rlhf_core.world import corpus
 
 KINDS = tuple(ROW_TYPES)
-Rows = dict[str, list[dict[str, Any]]]
 
 
 def run(config: CollectConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
     """Write ``data/raw/KIND/data.parquet``, the rows that readers refused, and a manifest of all sources.
+
+    Rows of files have their file and line in ``data/raw/provenance.parquet``.
 
     Relative paths of sources start at the workspace.
 
@@ -35,16 +38,22 @@ def run(config: CollectConfig, inputs: Paths, outputs: Paths, context: RunContex
         rows, derived = _from_world(config), dict.fromkeys(KINDS, "")
     else:
         files = _read_files(config, workspace)
-        given = {kind: [row for file in files[kind] for row in file.rows] for kind in KINDS if files[kind]}
-        rows, derived = derive_missing(given)
-    rows = {kind: listed[: config.limit] for kind, listed in rows.items()}
+        for kind in KINDS:
+            cut_to_limit(files[kind], config.limit)
+        rows, derived = derive_missing({kind: _with_origin(files[kind]) for kind in KINDS if files[kind]})
+    kept = {kind: listed[: config.limit] for kind, listed in rows.items()}
+    cut = {kind: sum(file.cut for file in files[kind]) + len(rows[kind]) - len(kept[kind]) for kind in KINDS}
+    rows = kept
     with atomic_dir(outputs.raw) as folder:
         for kind in KINDS:
             write_dicts(folder / kind / "data.parquet", kind, rows[kind])
+        if config.source == "files":
+            write_provenance(folder / "provenance.parquet", rows)
         refused = [{"kind": kind, **row} for kind in KINDS for file in files[kind] for row in file.refused]
         write_refused(folder / "refused.parquet", refused)
-        atomic_write_json(folder / "manifest.json", _manifest(config, rows, derived, files, folder))
-    return {**{f"{kind}_rows": float(len(rows[kind])) for kind in KINDS}, "refused_rows": float(len(refused))}
+        atomic_write_json(folder / "manifest.json", _manifest(config, rows, derived, files, cut, folder))
+    metrics = {f"{kind}_rows": float(len(rows[kind])) for kind in KINDS} | {"refused_rows": float(len(refused))}
+    return metrics if config.source == "world" else metrics | {"cut_rows": float(sum(cut.values()))}
 
 
 STAGE = Stage(name="collect", section="collect", config=CollectConfig, run=run, outputs={"raw": "data/raw"})
@@ -77,67 +86,37 @@ def _from_world(config: CollectConfig) -> Rows:
 
 
 def _read_files(config: CollectConfig, workspace: Path) -> dict[str, list[FileRows]]:
-    specs = {kind: getattr(config.files, kind) for kind in KINDS}
-    if not specs["preferences"]:
+    if not config.files.preferences:
         raise DataError(
             "collect.source is files, but collect.files.preferences is empty: name files with pairs of replies"
         )
+    sources = {kind: source_files(config.files.of(kind), workspace) for kind in KINDS}
     read: dict[str, list[FileRows]] = {}
-    with progress(sum(map(len, specs.values())), "reading data files") as bar:
+    with progress(sum(map(len, sources.values())), "reading data files") as bar:
         for kind in KINDS:
             read[kind] = []
-            for spec in specs[kind]:
-                read[kind] += read_sources([spec], kind, workspace, config.limit)
+            for source in sources[kind]:
+                read[kind].append(read_source(source, kind, config.limit))
                 bar.advance()
     return read
 
 
-def derive_missing(rows: Rows) -> tuple[Rows, dict[str, str]]:
-    """Add the kinds that ``rows`` lacks.
-
-    Demonstrations come from chosen replies, prompts from all prompts, pretraining text from demonstrations. Derived
-    rows are distinct, and keep the group of the row that they come from. A kind that was given but has no usable row
-    stays empty: the data gate reports it.
-
-    Returns:
-        The rows of all kinds, and by kind what it was derived from (empty if it was given).
-    """
-    derived = dict.fromkeys(KINDS, "")
-    full = {kind: list(listed) for kind, listed in rows.items()}
-    if "demonstrations" not in full:
-        derived["demonstrations"] = "preferences"
-        full["demonstrations"] = _distinct(
-            "demonstrations",
-            [_labels(row) | {"prompt": row["prompt"], "reply": row["chosen"]} for row in full["preferences"]],
-        )
-    if "prompts" not in full:
-        derived["prompts"] = "preferences, demonstrations"
-        with_prompt = [*full["preferences"], *full["demonstrations"]]
-        full["prompts"] = _distinct("prompts", [_labels(row) | {"prompt": row["prompt"]} for row in with_prompt])
-    if "pretrain" not in full:
-        derived["pretrain"] = "demonstrations"
-        full["pretrain"] = _distinct(
-            "pretrain",
-            [_labels(row) | {"text": dialogue_text(row["prompt"], row["reply"])} for row in full["demonstrations"]],
-        )
-    return full, derived
-
-
-def _labels(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: row[name] for name in ("category", "source", "group")}
-
-
-def _distinct(kind: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows with ids, the first of each content."""
-    kept: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        key = content_id(kind, row)
-        kept.setdefault(key, row | {"id": key})
-    return list(kept.values())
+def _with_origin(files: Sequence[FileRows]) -> list[dict[str, Any]]:
+    """Return the rows of all files, each with the path and position that it was read from."""
+    return [
+        row | {"path": file.source, "position": position}
+        for file in files
+        for row, position in zip(file.rows, file.positions, strict=True)
+    ]
 
 
 def _manifest(
-    config: CollectConfig, rows: Rows, derived: dict[str, str], files: dict[str, list[FileRows]], folder: Path
+    config: CollectConfig,
+    rows: Rows,
+    derived: dict[str, str],
+    files: dict[str, list[FileRows]],
+    cut: dict[str, int],
+    folder: Path,
 ) -> dict[str, Any]:
     """Return where each kind comes from: source files with hashes, formats and counts, or the kinds it derives from."""
     kinds = {}
@@ -150,6 +129,8 @@ def _manifest(
                 "records": file.records,
                 "rows": len(file.rows),
                 "refused": len(file.refused),
+                "cut": file.cut,
+                "unread": file.unread,
             }
             for file in files[kind]
         ]
@@ -159,4 +140,6 @@ def _manifest(
             "derived_from": derived[kind],
             "files": listed,
         }
+        if config.source == "files":
+            kinds[kind]["cut"] = cut[kind]
     return {"source": config.source, "seed": config.seed, "limit": config.limit, "kinds": kinds}

@@ -8,7 +8,7 @@ from rlhf_core.config.gates import Condition
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.dataset import Numbers, Tables, data_metrics, rows_metric, split_tables, write_splits
 from rlhf_core.data.quarantine import write_quarantine
-from rlhf_core.data.validation import validate_raw
+from rlhf_core.data.validation import read_raw, validate
 from rlhf_core.errors import DataError
 from rlhf_core.files import atomic_dir, atomic_write_json, sha256_file
 from rlhf_core.gates import GateDecision, decide
@@ -23,7 +23,7 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
         DataError: The data gate failed. All but the clean data is written then too, as evidence.
     """
     with atomic_dir(outputs.docs) as docs:
-        validated = validate_raw(inputs.raw, config, docs)
+        validated = validate(read_raw(inputs.raw), config, docs)
     files = split_tables(validated.clean, config.seed, config.split)
     metrics = data_metrics(validated, files)
     write_quarantine(outputs.quarantine, validated.quarantined)

@@ -18,7 +18,8 @@ LAYERS = (
     {"evaluation", "ppo", "gates", "chat_session"},
     {"sampling", "training"},
     {"models", "data", "world"},
-    {"config", "tracking", "progress", "files", "fingerprint", "distributed", "preemption", "hub"},
+    {"config", "tracking", "progress", "fingerprint", "distributed", "preemption", "hub"},
+    {"files", "file_patterns"},
     {"errors"},
 )
 FLOWS_LAYERS = (
@@ -33,7 +34,7 @@ FLOWS_LAYERS = (
     {"supervision"},
 )
 # What flows uses of the core: these packages and modules, and single functions where a module asks for more.
-FLOWS_MAY_USE = {"config", "gates", "errors", "files", "__version__"}
+FLOWS_MAY_USE = {"config", "gates", "errors", "files", "file_patterns", "__version__"}
 FLOWS_MAY_ALSO_USE = {
     "flows.cli": {"chat_terminal", "cli"},  # it mounts the core's commands on its own command line
     "flows.pipeline.verdict": {

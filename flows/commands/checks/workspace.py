@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +11,8 @@ from flows.commands.checks import FAIL, OK, WARN, DoctorCheck
 from flows.dvc_repo.tracked_params import check_tracked_params
 from flows.workspace.lock import lock_holder
 from rlhf_core.config.loading.load import Params, load_params
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.file_patterns import expand
 
 GIB = 2**30
 HUB = "hub:"
@@ -76,10 +76,10 @@ def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
     if params.collect.source == "world":
         yield DoctorCheck(OK, "data", "the synthetic world; nothing is read")
     else:
-        files = params.collect.files
-        for pattern in (*files.preferences, *files.demonstrations, *files.prompts, *files.pretrain):
+        patterns = params.collect.files.paths()
+        for pattern in patterns:
             yield _source(workspace, pattern)
-        if not any((files.preferences, files.demonstrations, files.prompts, files.pretrain)):
+        if not patterns:
             yield DoctorCheck(
                 FAIL, "data", "collect.source is files, but collect.files names none", "name at least preferences"
             )
@@ -96,8 +96,9 @@ def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
 def _source(workspace: Path, pattern: str) -> DoctorCheck:
     if pattern.startswith(HUB):
         return DoctorCheck(OK, "data", f"{pattern} (a hub id; looked up when collected)")
-    files = glob.glob(str(workspace / pattern), recursive=True)
-    if files:
-        return DoctorCheck(OK, "data", f"{pattern}: {len(files)} file{'s' if len(files) > 1 else ''}")
-    remedy = "correct the path; relative ones start at the workspace"
-    return DoctorCheck(FAIL, "data", f"{pattern} matches no file in {workspace}", remedy)
+    try:
+        files = expand(pattern, workspace)
+    except DataError:
+        remedy = "correct the path; relative ones start at the workspace"
+        return DoctorCheck(FAIL, "data", f"{pattern} matches no file in {workspace}", remedy)
+    return DoctorCheck(OK, "data", f"{pattern}: {len(files)} file{'s' if len(files) > 1 else ''}")

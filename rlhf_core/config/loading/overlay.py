@@ -93,8 +93,10 @@ def rebase_sources(text: str, origin: Path, target: Path) -> str:
     files = (document.get("collect") or {}).get("files") or {}
     for sources in files.values():
         for position, source in enumerate(sources or []):
-            if not source.startswith("hub:") and not os.path.isabs(source):
-                sources[position] = os.path.relpath(origin / source, target)
+            entries, key = (source, "path") if isinstance(source, dict) else (sources, position)
+            path = str(entries[key])
+            if not path.startswith(("hub:", "~")) and not os.path.isabs(path):
+                entries[key] = os.path.relpath(origin / path, target)
     base = document.get("base") or {}
     if is_pretrained(str(base.get("source", SCRATCH))):
         base["source"] = _rebase_model(base["source"], origin, target)

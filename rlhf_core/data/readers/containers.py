@@ -7,7 +7,8 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlhf_core.data.readers.json_values import JsonParser, RepeatedKey, problem_in
 from rlhf_core.errors import DataError
 
 CONTAINERS = (".json", ".jsonl", ".ndjson", ".csv", ".parquet", "and .gz of all but parquet")
 # The csv module refuses fields over 128 KiB by default, but transcripts may be longer.
 CSV_FIELD_LIMIT = 16 * 1024 * 1024
+# What pyarrow raises for values that no Python value can hold.
+CONVERSION_ERRORS = (UnicodeDecodeError, ValueError, OverflowError, pa.ArrowException)
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Record:
     """One row of a file, as it is.
 
     Attributes:
-        position: Counted from 1: lines in jsonl, rows elsewhere.
+        position: Counted from 1: the line in jsonl and csv (of a row of several lines the first), the row elsewhere.
         value: The parsed row, or its raw text if it could not be parsed.
         problem: Why the row could not be parsed.
     """
@@ -67,7 +71,7 @@ def _bytes(path: Path) -> bytes:
 def _json(path: Path, content: bytes) -> Iterator[Record]:
     """Read a list of records or ``{"data": [...]}``; a file of JSON lines named .json is read as lines."""
     try:
-        value = json.loads(content)
+        value, marked = JsonParser().parse(content)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from error
     except json.JSONDecodeError as error:
@@ -78,46 +82,93 @@ def _json(path: Path, content: bytes) -> Iterator[Record]:
     except RecursionError as error:
         raise DataError(f"{path} is not usable JSON: nested too deeply") from error
     if isinstance(value, dict) and isinstance(value.get("data"), list):
+        if isinstance(value, RepeatedKey):
+            raise DataError(f"{path}: {problem_in(value)}; give one list of rows")
         value = value["data"]
     if not isinstance(value, list):
         raise DataError(f"{path} holds a single JSON {type(value).__name__}; a list of rows is expected")
-    yield from (Record(position, row) for position, row in enumerate(value, 1))
+    for position, row in enumerate(value, 1):
+        yield Record(position, row, problem_in(row) if marked else "")
 
 
 def _json_lines(path: Path, content: bytes) -> Iterator[Record]:
+    parser = JsonParser()
     # Split on \n only: other line separators of Unicode are legal inside JSON strings.
     for position, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            yield Record(position, json.loads(line))
+            value, marked = parser.parse(line)
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             yield Record(position, line.decode("utf-8", errors="replace"), f"the line is not valid JSON: {error}")
+        else:
+            yield Record(position, value, problem_in(value) if marked else "")
 
 
 def _csv(path: Path, content: bytes) -> Iterator[Record]:
+    """Read rows below a header; a quote that is opened and not closed makes every later row uncertain."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from error
     csv.field_size_limit(CSV_FIELD_LIMIT)
-    try:
-        for position, row in enumerate(csv.DictReader(io.StringIO(text, newline="")), 1):
-            extra = row.pop(None, None) if None in row else None
-            short = [name for name, value in row.items() if value is None]
-            problem = "more fields than the header" if extra else "fewer fields than the header" if short else ""
-            yield Record(position, row, problem)
-    except csv.Error as error:
-        raise DataError(f"{path} is not readable CSV: {error}") from error
+    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+    header: list[str] = []
+    while True:
+        line = rows.line_num + 1
+        try:
+            fields = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise DataError(
+                f"{path}, line {line}: not readable CSV ({error}); a quote that is opened there is not closed, or a "
+                'quote inside quoted text is not doubled (""): correct the line, or save the file as .jsonl'
+            ) from error
+        if not fields:
+            continue
+        if not header:
+            header = fields
+            _require_distinct(path, header)
+            continue
+        problem = ""
+        if len(fields) != len(header):
+            problem = "more fields than the header" if len(fields) > len(header) else "fewer fields than the header"
+        value: Any = dict(zip(header, fields, strict=True)) if not problem else fields
+        yield Record(line, value, problem)
+
+
+def _require_distinct(path: Path, names: Sequence[str]) -> None:
+    """Refuse a table with two columns of one name: a row could hold only one of them."""
+    repeated = [name for name, count in Counter(names).items() if count > 1 and name]
+    if repeated:
+        raise DataError(f"{path}: the header names {repeated[0]!r} twice; rename or remove one of the columns")
 
 
 def _parquet(path: Path) -> list[Record]:
     try:
+        _require_distinct(path, pq.read_schema(path).names)
         table = pq.read_table(path)
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist; correct the path in collect.files") from error
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable parquet file ({error})") from error
     if table.num_rows == 0:
         raise DataError(f"{path} is empty; give a file with rows, or take it out of the sources")
-    return [Record(position, row) for position, row in enumerate(table.to_pylist(), 1)]
+    try:
+        return [Record(position, row) for position, row in enumerate(table.to_pylist(), 1)]
+    except CONVERSION_ERRORS:
+        return _rows_with_bad_values(table)
+
+
+def _rows_with_bad_values(table: pa.Table) -> list[Record]:
+    """Read a table one value at a time: some cannot become Python values (bad UTF-8, a timestamp out of range)."""
+    rows: list[dict[str, Any]] = [{} for _ in range(table.num_rows)]
+    problems = [""] * table.num_rows
+    for name in table.column_names:
+        for index, value in enumerate(table.column(name)):
+            try:
+                rows[index][name] = value.as_py()
+            except CONVERSION_ERRORS as error:
+                problems[index] = f"the column {name} cannot be read ({error})"
+    return [Record(n, row, problem) for n, (row, problem) in enumerate(zip(rows, problems, strict=True), 1)]

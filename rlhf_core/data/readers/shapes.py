@@ -55,17 +55,27 @@ def _has(record: Any, **types: type | tuple[type, ...]) -> bool:
 def _is_hh(record: Any) -> bool:
     return (
         _has(record, chosen=str, rejected=str)
-        and record.get("prompt") is None
+        and not {"conversations", "instruction"} & record.keys()
         and any(TRANSCRIPT_TURN.match(record[name]) for name in ("chosen", "rejected"))
     )
 
 
 def _hh(record: Any) -> Parsed:
-    prompt, chosen = split_transcript(record["chosen"], "chosen")
+    before, chosen = split_transcript(record["chosen"], "chosen")
     other, rejected = split_transcript(record["rejected"], "rejected")
-    if prompt.split() != other.split():
+    if before != other:
         raise Refusal("the prompts of the two replies differ")
-    return Parsed(transcript_turns(prompt), chosen, rejected)
+    prompt = transcript_turns(before)
+    if record.get("prompt"):
+        _require_same_prompt(prompt_of(record["prompt"]), prompt)
+    return Parsed([*_system(record), *prompt], chosen, rejected)
+
+
+def _require_same_prompt(given: list[Turn], prompt: list[Turn]) -> None:
+    """Refuse a prompt beside transcripts that is neither their prompt nor its first or last turns."""
+    texts, full = ([turn["content"].strip() for turn in turns] for turns in (given, prompt))
+    if texts not in (full[: len(texts)], full[-len(texts) :]):
+        raise Refusal("the prompt is not that of the transcripts")
 
 
 def _sharegpt_ranking(record: Any) -> Parsed:
@@ -74,7 +84,7 @@ def _sharegpt_ranking(record: Any) -> Parsed:
 
 
 def _explicit(record: Any) -> Parsed:
-    prompt = prompt_of(record["prompt"])
+    prompt = [*_system(record), *prompt_of(record["prompt"])]
     return Parsed(prompt, reply_of(record["chosen"], "chosen"), reply_of(record["rejected"], "rejected"))
 
 
@@ -83,7 +93,7 @@ def _implicit(record: Any) -> Parsed:
     other, rejected = split_reply(turns_of(record["rejected"]))
     if prompt != other:
         raise Refusal("the prompts of the two replies differ")
-    return Parsed(prompt, chosen, rejected)
+    return Parsed([*_system(record), *prompt], chosen, rejected)
 
 
 def _has_implicit_prompt(record: Any) -> bool:
@@ -96,7 +106,10 @@ def _has_implicit_prompt(record: Any) -> bool:
 def _alpaca_prompt(record: Any) -> list[Turn]:
     """Return instruction and input as one user turn, after the turns of ``history`` (pairs of question and answer)."""
     turns = _system(record)
-    for pair in record.get("history") or []:
+    history = record.get("history") or []
+    if not isinstance(history, list | tuple):
+        raise Refusal("history is not a list of [question, answer]")
+    for pair in history:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise Refusal("history is not a list of [question, answer]")
         turns.append({"role": "user", "content": text_of(pair[0], "history")})
@@ -116,7 +129,7 @@ def _alpaca_ranking(record: Any) -> Parsed:
 
 
 def _alpaca(record: Any) -> Parsed:
-    return Parsed(_alpaca_prompt(record), reply=text_of(record["output"], "output"))
+    return Parsed(_alpaca_prompt(record), reply=reply_of(record["output"], "output"))
 
 
 def _dialogue(turns: list[Turn]) -> Parsed:
@@ -151,7 +164,7 @@ def _is_prompt_reply(record: Any) -> bool:
 
 def _prompt_reply(record: Any) -> Parsed:
     name = str(_reply_name(record))
-    return Parsed(prompt_of(record["prompt"]), reply=reply_of(record[name], name))
+    return Parsed([*_system(record), *prompt_of(record["prompt"])], reply=reply_of(record[name], name))
 
 
 # The first that matches is used, so formats with more fields come first.
@@ -185,7 +198,7 @@ FORMATS = (
         "standard",
         '{"prompt": "…", "chosen": "…", "rejected": "…"}',
         PAIRS,
-        lambda r: _has(r, prompt=str, chosen=str, rejected=str),
+        lambda r: _has(r, prompt=str, chosen=str, rejected=str) and not _is_hh(r),
         _explicit,
     ),
     Format(
@@ -222,7 +235,7 @@ FORMATS = (
         '{"prompt": …}',
         PROMPTS,
         lambda r: _has(r, prompt=(str, list)),
-        lambda r: Parsed(prompt_of(r["prompt"])),
+        lambda r: Parsed([*_system(r), *prompt_of(r["prompt"])]),
     ),
     Format(
         "text", '{"text": "…"}', TEXTS, lambda r: _has(r, text=str), lambda r: Parsed(text=text_of(r["text"], "text"))

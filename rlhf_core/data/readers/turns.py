@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from rlhf_core.data.visible_text import has_visible_text
+
 Turn = dict[str, str]
 ROLE_NAMES = {
     "system": "system",
@@ -17,8 +19,13 @@ ROLE_NAMES = {
     "bot": "assistant",
     "model": "assistant",
 }
+# Parts of a turn that are no text of it; a turn that has one is refused, since the text alone says something else.
+LOST_PARTS = ("tool_calls", "function_call", "reasoning_content", "images", "audios", "videos")
 TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")
 LAST_REPLY = "\n\nAssistant:"
+OPEN_REPLY = re.compile(r"\n\nAssistant:\s*\Z")
+# A whole transcript, also where the line breaks before its first turn were cut off.
+TRANSCRIPT = re.compile(r"\n\n(?:Human|Assistant):|\s*Human:.*\n\nAssistant:", re.DOTALL)
 
 
 class Refusal(Exception):
@@ -47,6 +54,9 @@ def turn_of(value: Any) -> Turn:
     known = ROLE_NAMES.get(role.lower()) if isinstance(role, str) else None
     if known is None:
         raise Refusal(f"unknown role {role!r}; known are {', '.join(ROLE_NAMES)}")
+    more = [name for name in LOST_PARTS if value.get(name)]
+    if more:
+        raise Refusal(f"the {known} turn has {', '.join(more)} beside its text, which training would not see")
     return {"role": known, "content": text_of(value.get("content", value.get("value")), f"the {known} turn")}
 
 
@@ -63,20 +73,25 @@ def prompt_of(value: Any) -> list[Turn]:
         return turns_of(value)
     text = text_of(value, "the prompt")
     if TRANSCRIPT_TURN.match(text):
-        return transcript_turns(text.rstrip().removesuffix("\n\nAssistant:"))
+        return transcript_turns(OPEN_REPLY.sub("", text))
     return [{"role": "user", "content": text}]
 
 
 def reply_of(value: Any, name: str) -> str:
-    """Return a reply from a string, a single turn, or a list of one assistant turn."""
+    """Return a reply from a string, a single turn, or a list of one assistant turn; never a whole transcript."""
     if isinstance(value, list):
         if len(value) != 1:
             raise Refusal(f"{name} has {len(value)} turns; beside an explicit prompt it is one assistant turn")
         value = value[0]
     if isinstance(value, dict):
-        # Some exporters of ranking data give the answers the human's role, so the role is ignored here.
-        return turn_of(value)["content"]
-    return text_of(value, name)
+        turn = turn_of(value)
+        if turn["role"] != "assistant":
+            raise Refusal(f"{name} is a turn of the {turn['role']}, not the assistant's")
+        value = turn["content"]
+    reply = text_of(value, name)
+    if TRANSCRIPT.match(reply):
+        raise Refusal(f"{name} is a whole transcript, not a reply")
+    return reply
 
 
 def split_reply(turns: list[Turn]) -> tuple[list[Turn], str]:
@@ -89,20 +104,23 @@ def split_reply(turns: list[Turn]) -> tuple[list[Turn], str]:
 
 
 def split_transcript(text: str, name: str) -> tuple[str, str]:
-    """Return ``(prompt text, reply)`` of an HH-RLHF transcript, split at the last assistant turn."""
+    """Return ``(prompt text, reply)`` of an HH-RLHF transcript, split at the last assistant turn.
+
+    The space after the colon belongs to the format; all other white space is the reply's.
+    """
     start = text_of(text, name).rfind(LAST_REPLY)
     if start < 0:
         raise Refusal(f"{name} has no assistant's turn")
     reply = text[start + len(LAST_REPLY) :]
     if "\n\nHuman:" in reply:
         raise Refusal(f"{name} ends with a human turn: there is no reply to judge")
-    if not reply.strip():
+    if not has_visible_text(reply):
         raise Refusal(f"the final reply of {name} is empty")
-    return text[:start], reply.strip()
+    return text[:start], reply.removeprefix(" ")
 
 
 def transcript_turns(text: str) -> list[Turn]:
-    """Return the turns of an HH-RLHF transcript (``\\n\\nHuman: … \\n\\nAssistant: …``)."""
+    """Return the turns of an HH-RLHF transcript, without the space after the colon of ``\\n\\nHuman: …``."""
     head, *parts = TRANSCRIPT_TURN.split(text)
     if head.strip():
         raise Refusal("the transcript does not begin with a marked turn")
@@ -110,5 +128,6 @@ def transcript_turns(text: str) -> list[Turn]:
         raise Refusal("the transcript has no turns")
     names = {"Human": "user", "Assistant": "assistant"}
     return [
-        {"role": names[speaker], "content": turn.strip()} for speaker, turn in zip(parts[::2], parts[1::2], strict=True)
+        {"role": names[speaker], "content": turn.removeprefix(" ")}
+        for speaker, turn in zip(parts[::2], parts[1::2], strict=True)
     ]

@@ -43,6 +43,9 @@ def test_ordinary_text_passes() -> None:
         "emoji 👍🏽 ok",
         "25 °C, £5, “quoted”",
         "risk-free task-based",
+        "page one\x0cpage two",
+        "zero\u200bwidth",
+        "👩\u200d💻",
     ]
     assert failed(*(pair(chosen=text) for text in texts)) == [set()] * len(texts)
 
@@ -69,6 +72,10 @@ def test_ordinary_text_passes() -> None:
         ({"chosen": "Ã©cole"}, "no_mojibake"),
         ({"prompt": [user("donâ€™t")]}, "no_mojibake"),
         ({"chosen": "25 Â°C"}, "no_mojibake"),
+        ({"chosen": "\u200b"}, "chosen_not_empty"),
+        ({"rejected": " \ufeff\u200d\u2060\n"}, "rejected_not_empty"),
+        ({"chosen": "\u3164\u2800"}, "chosen_not_empty"),
+        ({"prompt": [user("\u200b")]}, "prompt_not_empty"),
     ],
 )
 def test_bad_rows(changes: dict[str, Any], column: str) -> None:
@@ -114,6 +121,17 @@ def test_a_pair_labelled_both_ways_is_refused_on_both_sides() -> None:
     assert failed(pair(chosen="x", rejected="x")) == [{"replies_differ"}], "equal replies are no contradiction"
 
 
+def test_a_contradiction_may_differ_in_white_space() -> None:
+    rows = [pair(), pair(prompt=[user("hello ")], chosen=" bad", rejected="good\n"), pair(chosen="better")]
+    assert failed(*rows) == [{"not_contradicted"}, {"not_contradicted"}, set()]
+
+
+def test_an_empty_system_turn_is_no_reason_to_refuse() -> None:
+    empty = {"role": "system", "content": ""}
+    assert failed(pair(prompt=[empty, user("hello")])) == [set()]
+    assert failed(pair(prompt=[empty, user(" ")])) == [{"prompt_not_empty"}]
+
+
 def test_margin_may_be_missing_or_any_finite_number() -> None:
     assert failed(pair(), pair(margin=-2.5, chosen="better")) == [set(), set()]
 
@@ -153,3 +171,18 @@ def test_other_kinds() -> None:
         {"no_control_characters"},
     ]
     assert failed(BASE | {"text": "t" * 100}, BASE | {"text": " "}, kind="pretrain") == [set(), {"text_not_empty"}]
+
+
+def test_prompts_together_may_be_larger_than_an_array_of_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ordinary arrow strings end at 2 GiB: the prompts of a data set are joined to large ones."""
+    made: list[pa.DataType | None] = []
+    array = pa.array
+
+    def recorded(values: Any, type: pa.DataType | None = None, **more: Any) -> pa.Array:
+        made.append(type)
+        return array(values, type, **more)
+
+    table = pa.Table.from_pylist([BASE | {"prompt": [user("a")]}], arrow_schema("prompts"))
+    monkeypatch.setattr(pa, "array", recorded)
+    check_frame("prompts", table, CONFIG)
+    assert pa.large_string() in made and pa.string() not in made

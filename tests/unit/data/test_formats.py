@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_core.data.formats import FileRows, prompt_group, read_sources
+from rlhf_core.config.collect import DataSource
+from rlhf_core.data.formats import FileRows, prompt_group, read_sources, source_files
 from rlhf_core.data.hub import parse_hub_id
 from rlhf_core.data.inspect import describe_sources
 from rlhf_core.errors import DataError
@@ -211,6 +212,19 @@ def test_missing_files_folders_and_odd_names(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is a folder"):
         list(read_sources([str(tmp_path)], "preferences", tmp_path))
     assert read(tmp_path, [PAIR_FORMATS["standard"]], name="[1].json").rows
+
+
+def test_a_file_that_several_patterns_match_is_read_once(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(json.dumps(PAIR_FORMATS["standard"]))
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
+    named = DataSource(path="./b.jsonl", format="standard")
+    specs = ["*.jsonl", "a.jsonl", str(tmp_path / "b.jsonl"), named, "?.jsonl"]
+    files = source_files(specs, tmp_path)
+    assert [(file.name, file.format) for file in files] == [("a.jsonl", None), ("b.jsonl", "standard")]
+    assert [result.source for result in read_sources(specs, "preferences", tmp_path)] == ["a.jsonl", "b.jsonl"]
+    with pytest.raises(DataError, match=r"b\.jsonl is named with the formats standard and prompt"):
+        source_files([named, DataSource(path="b.jsonl", format="prompt")], tmp_path)
 
 
 def test_group_ignores_case_spaces_and_system() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
+from rlhf_core.data import schema
 from rlhf_core.data.schema import (
     Demonstration,
     Message,
@@ -61,3 +63,15 @@ def test_id_depends_on_content_alone() -> None:
     assert content_id("preferences", row) == content_id("preferences", row | {"source": "other", "id": "z"})
     assert content_id("preferences", row) != content_id("preferences", row | {"chosen": "no", "rejected": "yes"})
     assert len(content_id("preferences", row)) == 16
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.KIND)
+def test_more_text_than_an_array_holds_is_written_in_parts(
+    row: Preference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schema, "CHUNK_CHARACTERS", 30)
+    monkeypatch.setattr(schema, "ROW_GROUP_BYTES", 200)
+    rows = [replace(row, id=str(i)) for i in range(20)]
+    write_rows(tmp_path / "x.parquet", rows)
+    assert read_rows(tmp_path / "x.parquet", type(row)) == rows
+    assert pq.ParquetFile(tmp_path / "x.parquet").num_row_groups > 1

@@ -91,9 +91,11 @@ def test_manifest_and_refused_rows(tmp_path: Path) -> None:
     assert json.loads(refused["row"]) == {"bad": 1} and "standard" in refused["reason"]
     about = json.loads((raw / "manifest.json").read_text())["kinds"]["preferences"]
     assert about["sha256"] == sha256_file(raw / "preferences/data.parquet")
+    assert about["cut"] == 0 and metrics["cut_rows"] == 0
     digest = sha256_file(tmp_path / "pairs.jsonl")
     assert about["files"] == [
-        {"source": "pairs.jsonl", "sha256": digest, "format": "standard", "records": 2, "rows": 1, "refused": 1}
+        {"source": "pairs.jsonl", "sha256": digest, "format": "standard"}
+        | {"records": 2, "rows": 1, "refused": 1, "cut": 0, "unread": 0}
     ]
 
 

@@ -1,0 +1,52 @@
+"""Paths and globs that name data files."""
+
+from __future__ import annotations
+
+import glob
+import os
+from pathlib import Path
+
+from rlhf_core.errors import DataError
+
+EXCERPT = 200
+NOT_FOUND = "correct the path, or put quotes around a pattern"
+
+
+def expand(spec: str, base: Path, remedy: str = NOT_FOUND) -> list[Path]:
+    """Return the files that a path or glob matches, relative to ``base``, sorted.
+
+    A name that exists as it is written is taken literally, also where it holds ``[``, ``]`` or ``*``.
+
+    Raises:
+        DataError: There are none; the message ends with ``remedy``.
+    """
+    name = spec if len(spec) <= EXCERPT else f"{spec[:EXCERPT]}…"
+    try:
+        return _matches(spec, name, base, remedy)
+    except OSError as error:
+        raise DataError(f"cannot look up {name}: {error.strerror}; {remedy}") from error
+    except (ValueError, RuntimeError) as error:  # a null character; ~name of nobody
+        raise DataError(f"cannot look up {name!r}: {error}; {remedy}") from error
+
+
+def _matches(spec: str, name: str, base: Path, remedy: str) -> list[Path]:
+    pattern = Path(spec).expanduser()
+    if (base / pattern).is_file():
+        return [base / pattern]
+    parts = list((base / pattern).parts)
+    literal = Path(parts.pop(0)) if pattern.is_absolute() or base.is_absolute() else Path()
+    while parts and (literal / parts[0]).is_dir():
+        literal /= parts.pop(0)
+    matches = sorted(glob.glob(os.path.join(glob.escape(str(literal)), *parts), recursive=True))
+    files = [Path(path) for path in matches if Path(path).is_file()]
+    if files:
+        return files
+    if matches:
+        raise DataError(f"{name or base} is a folder; name its files, for example {name.rstrip('/')}/*.jsonl")
+    looked_in = "" if pattern.is_absolute() else f" (looked in {base})"
+    raise DataError(f"no file matches {name!r}{looked_in}; {remedy}")
+
+
+def spelled(path: Path, spec: str, base: Path) -> str:
+    """Return the path of a file that ``spec`` matches as ``spec`` spells it: relative to ``base``, or absolute."""
+    return str(path) if Path(spec).expanduser().is_absolute() else Path(os.path.relpath(path, base)).as_posix()

@@ -1,0 +1,80 @@
+"""The format of a file is that of nearly all of its rows, or the one that params.yaml names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from rlhf_core.config.collect import DataSource, FileSources, FormatName
+from rlhf_core.config.loading.overlay import rebase_sources
+from rlhf_core.data.formats import FileRows, read_sources
+from rlhf_core.data.inspect import describe_sources
+from rlhf_core.data.readers.shapes import FORMATS
+from rlhf_core.errors import DataError
+
+PAIR = {"prompt": "Q?", "chosen": "a", "rejected": "b"}
+PROMPT = {"prompt": "Q?"}
+REPLY = {"prompt": "Q?", "reply": "a"}
+
+
+def read(tmp_path: Path, rows: list[Any], kind: str = "preferences", format_name: FormatName | None = None) -> FileRows:
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    (result,) = read_sources([DataSource(path="x.jsonl", format=format_name)], kind, tmp_path)
+    return result
+
+
+@pytest.mark.parametrize("bad", [PROMPT, {"messages": [{"role": "user", "content": "Q?"}]}, {"text": "x"}, 7, {}])
+def test_one_bad_first_row_does_not_decide(bad: Any, tmp_path: Path) -> None:
+    result = read(tmp_path, [bad, *[PAIR] * 30])
+    assert (result.format, len(result.rows), len(result.refused)) == ("standard", 30, 1)
+    assert (result.refused[0]["position"], json.loads(result.refused[0]["row"])) == (1, bad)
+
+
+def test_a_mixed_file_is_refused_with_the_counts(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"x\.jsonl: .*several formats \(7 standard, 3 prompt\).*format:"):
+        read(tmp_path, [PROMPT] * 3 + [PAIR] * 7)
+
+
+def test_the_first_thousand_rows_decide(tmp_path: Path) -> None:
+    result = read(tmp_path, [PAIR] * 1000 + [PROMPT] * 1500)
+    assert (result.format, len(result.rows), len(result.refused)) == ("standard", 1000, 1500)
+    with pytest.raises(DataError, match=r"\(800 standard, 200 prompt\)"):
+        read(tmp_path, [PAIR] * 800 + [PROMPT] * 200 + [PAIR] * 9000)
+
+
+def test_a_named_format_holds_whatever_the_rows_look_like(tmp_path: Path) -> None:
+    mixed = [PROMPT] * 3 + [PAIR] * 7
+    result = read(tmp_path, mixed, format_name="standard")
+    assert (result.format, len(result.rows), len(result.refused)) == ("standard", 7, 3)
+    assert len(read(tmp_path, mixed, "prompts", "prompt").rows) == 10
+    with pytest.raises(DataError, match="format prompt, which holds no preferences"):
+        read(tmp_path, mixed, format_name="prompt")
+
+
+def test_a_row_with_more_than_the_format_is_not_cut_to_it(tmp_path: Path) -> None:
+    result = read(tmp_path, [PROMPT] * 30 + [REPLY], "prompts")
+    assert "is of format prompt-reply, the file of format prompt" in result.refused[0]["reason"]
+
+
+def test_params_can_name_every_format() -> None:
+    assert set(get_args(FormatName)) == {shape.name for shape in FORMATS}
+    files = FileSources.model_validate({"preferences": ["a.jsonl", {"path": "b.jsonl", "format": "standard"}]})
+    assert files.of("preferences") == (DataSource(path="a.jsonl"), DataSource(path="b.jsonl", format="standard"))
+    assert files.paths() == ["a.jsonl", "b.jsonl"]
+    with pytest.raises(ValueError, match="hh-rlhf"):
+        FileSources.model_validate({"preferences": [{"path": "b.jsonl", "format": "unknown"}]})
+
+
+def test_a_source_with_a_format_moves_with_its_workspace(tmp_path: Path) -> None:
+    text = "collect:\n  files:\n    preferences: [a.jsonl, {path: b.jsonl, format: standard}, ~/c.jsonl]\n"
+    moved = rebase_sources(text, tmp_path, tmp_path / "work")
+    assert "../a.jsonl" in moved and "path: ../b.jsonl" in moved and "../~" not in moved
+
+
+def test_the_description_of_a_file_takes_a_format_too(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps(row) for row in [PROMPT] * 3 + [PAIR] * 7))
+    text = describe_sources(["x.jsonl"], base=tmp_path, format_name="standard")
+    assert "rows     7 as preferences, of 10" in text and "refused  3" in text

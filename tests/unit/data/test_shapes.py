@@ -1,0 +1,205 @@
+"""What readers take from a record: the prompt, the replies and their labels, and nothing else than what was written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_core.data.formats import FileRows, read_records
+from rlhf_core.data.readers.containers import Record
+
+HH = {"chosen": "\n\nHuman: Hi?\n\nAssistant: yes", "rejected": "\n\nHuman: Hi?\n\nAssistant: no"}
+USER = {"role": "user", "content": "Hi?"}
+
+
+def read(kind: str, *values: Any) -> FileRows:
+    return read_records([Record(position, value) for position, value in enumerate(values, 1)], kind, "x.jsonl", "")
+
+
+@pytest.mark.parametrize(
+    "prompt", ["Hi?", "\n\nHuman: Hi?", "\n\nHuman: Hi?\n\nAssistant:", [USER], "", None], ids=repr
+)
+def test_hh_rows_that_repeat_their_prompt_are_split_like_the_others(prompt: Any) -> None:
+    result = read("preferences", HH | {"prompt": prompt})
+    assert result.format == "hh-rlhf" and not result.refused
+    (row,) = result.rows
+    assert (row["prompt"], row["chosen"], row["rejected"]) == ([USER], "yes", "no")
+
+
+def test_the_prompt_beside_hh_transcripts_may_be_their_first_or_last_question() -> None:
+    before = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
+    rows = [{"chosen": f"{before} d", "rejected": f"{before} e", "prompt": prompt} for prompt in ("a", "c", before)]
+    result = read("preferences", *rows)
+    assert [[turn["content"] for turn in row["prompt"]] for row in result.rows] == [["a", "b", "c"]] * 3
+
+
+def test_a_prompt_that_hh_transcripts_do_not_hold_is_refused() -> None:
+    result = read("preferences", HH, HH | {"prompt": "Something else?"})
+    assert [row["reason"] for row in result.refused] == ["the prompt is not that of the transcripts"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("preferences", {"conversations": [{"from": "human", "value": "Hi?"}], **HH}),
+        ("preferences", {"instruction": "Hi?", **HH}),
+        ("preferences", {"prompt": [USER], "chosen": [{"role": "assistant", "content": HH["chosen"]}], "rejected": []}),
+        ("demonstrations", {"prompt": "Hi?", "reply": HH["chosen"]}),
+        ("demonstrations", {"prompt": "Hi?", "reply": HH["chosen"].lstrip()}),
+        ("demonstrations", {"instruction": "Hi?", "output": HH["chosen"]}),
+    ],
+)
+def test_a_transcript_never_becomes_a_reply(kind: str, row: dict[str, Any]) -> None:
+    result = read(kind, row)
+    assert not result.rows
+    assert all("is a whole transcript" in refused["reason"] for refused in result.refused)
+
+
+BAD_REPLIES = [
+    {"prompt": "Q?", "completion": "bad", "label": False},
+    {"prompt": [USER], "completion": [{"role": "assistant", "content": "bad"}], "label": "False"},
+    {"prompt": "Q?", "response": "bad", "label": 0},
+    {"messages": [USER, {"role": "assistant", "content": "bad"}], "kto_tag": False},
+    {"instruction": "Q?", "output": "bad", "kto_tag": "false"},
+]
+
+
+@pytest.mark.parametrize("row", BAD_REPLIES, ids=str)
+@pytest.mark.parametrize("kind", ["demonstrations", "pretrain"])
+def test_a_reply_labelled_false_is_nothing_to_imitate(kind: str, row: dict[str, Any]) -> None:
+    result = read(kind, row)
+    assert not result.rows
+    (refused,) = result.refused
+    assert refused["reason"].startswith("the reply is labelled false")
+    assert len(read("prompts", row).rows) == 1, "its prompt can be used"
+
+
+@pytest.mark.parametrize("label", [True, "true", "True", 1, None, pytest.param(10**5000, id="long")])
+def test_a_reply_labelled_true_or_not_at_all_is_a_demonstration(label: Any) -> None:
+    assert read("demonstrations", {"prompt": "Q?", "completion": "good", "label": label}).rows[0]["reply"] == "good"
+
+
+def test_a_label_that_is_no_truth_value_says_nothing_about_the_reply() -> None:
+    assert len(read("demonstrations", {"prompt": "Q?", "completion": "good", "label": "summarisation"}).rows) == 1
+
+
+CODE = "    if x:\n\treturn  1 \n"
+
+
+def test_hh_keeps_the_white_space_of_turns_and_replies() -> None:
+    """One space after the colon is the format's; all else is text."""
+    before = f"\n\nHuman: Fix:\n{CODE}\n\nAssistant:\n{CODE}\n\nHuman:  and? \n\nAssistant:"
+    (row,) = read("preferences", {"chosen": f"{before} {CODE}", "rejected": f"{before}\n```\n{CODE}```\n"}).rows
+    assert [turn["content"] for turn in row["prompt"]] == [f"Fix:\n{CODE}", f"\n{CODE}", " and? "]
+    assert (row["chosen"], row["rejected"]) == (CODE, f"\n```\n{CODE}```\n")
+
+
+def test_hh_prompts_that_differ_in_white_space_are_different_prompts() -> None:
+    result = read("preferences", HH, HH | {"rejected": "\n\nHuman: Hi? \n\nAssistant: no"})
+    assert [row["reason"] for row in result.refused] == ["the prompts of the two replies differ"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "content"),
+    [
+        ("\n\nHuman: Hi? \n\nAssistant:", "Hi? "),
+        ("\n\nHuman: Hi? \n", "Hi? \n"),
+        ("\n\nHuman:  Hi?\n\nAssistant: ", " Hi?"),
+        (" Hi?\n", " Hi?\n"),
+    ],
+)
+def test_a_prompt_keeps_its_white_space(prompt: str, content: str) -> None:
+    (row,) = read("preferences", {"prompt": prompt, "chosen": " a\n", "rejected": "\tb"}).rows
+    assert row["prompt"] == [{"role": "user", "content": content}]
+    assert (row["chosen"], row["rejected"]) == (" a\n", "\tb")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [{"role": "user", "content": CODE}], "chosen": CODE, "rejected": f"{CODE} "},
+        {
+            "conversations": [{"from": "human", "value": CODE}],
+            "chosen": {"from": "gpt", "value": CODE},
+            "rejected": {"from": "gpt", "value": f"{CODE} "},
+        },
+        {"instruction": CODE, "input": "", "chosen": CODE, "rejected": f"{CODE} "},
+        {"instruction": "", "input": CODE, "chosen": CODE, "rejected": f"{CODE} "},
+    ],
+    ids=["conversational", "sharegpt", "alpaca", "alpaca-input"],
+)
+def test_no_format_changes_a_text(row: dict[str, Any]) -> None:
+    (result,) = read("preferences", row).rows
+    assert result["prompt"] == [{"role": "user", "content": CODE}]
+    assert (result["chosen"], result["rejected"]) == (CODE, f"{CODE} ")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER], "chosen": [{"role": "user", "content": "a"}], "rejected": "b"},
+        {"prompt": [USER], "chosen": "a", "rejected": [{"role": "system", "content": "b"}]},
+        {
+            "conversations": [{"from": "human", "value": "Hi?"}],
+            "chosen": {"from": "human", "value": "a"},
+            "rejected": {"from": "gpt", "value": "b"},
+        },
+    ],
+    ids=["user", "system", "sharegpt"],
+)
+def test_a_reply_of_another_role_than_the_assistant_is_refused(row: dict[str, Any]) -> None:
+    (refused,) = read("preferences", row).refused
+    assert "not the assistant's" in refused["reason"]
+
+
+@pytest.mark.parametrize("margin", [True, False])
+def test_a_margin_that_is_a_truth_value_is_refused(margin: bool) -> None:
+    (refused,) = read("preferences", {"prompt": "Q?", "chosen": "a", "rejected": "b", "margin": margin}).refused
+    assert refused["reason"] == f"margin '{margin}' is not a number"
+
+
+@pytest.mark.parametrize("key", ["tool_calls", "function_call", "reasoning_content", "images"])
+def test_a_turn_that_holds_more_than_its_text_is_refused(key: str) -> None:
+    more = {key: [{"name": "search"}]}
+    turn = {"role": "assistant", "content": "Let me look."}
+    result = read(
+        "demonstrations",
+        {"messages": [USER, turn]},
+        {"messages": [USER, turn | more]},
+        {"messages": [USER, turn | {key: None}]},
+        {"messages": [USER, turn | more, USER, turn]},
+    )
+    assert [(row["position"], key in row["reason"]) for row in result.refused] == [(2, True), (4, True)]
+
+
+@pytest.mark.parametrize("reply", ["\u200b", " \ufeff\u200d\n", "\u2060\u00ad", "\u3164", "\ufe0f"], ids=ascii)
+def test_hh_replies_that_show_nothing_are_empty(reply: str) -> None:
+    row = HH | {"chosen": f"\n\nHuman: Hi?\n\nAssistant: {reply}"}
+    assert [r["reason"] for r in read("preferences", row).refused] == ["the final reply of chosen is empty"]
+
+
+SAID = [USER, {"role": "assistant", "content": "yes"}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("preferences", HH),
+        ("preferences", {"prompt": "Hi?", "chosen": "yes", "rejected": "no"}),
+        ("preferences", {"prompt": [USER], "chosen": "yes", "rejected": "no"}),
+        ("preferences", {"chosen": SAID, "rejected": [USER, {"role": "assistant", "content": "no"}]}),
+        ("preferences", {"instruction": "Hi?", "chosen": "yes", "rejected": "no"}),
+        ("preferences", {"conversations": [{"from": "human", "value": "Hi?"}], "chosen": "yes", "rejected": "no"}),
+        ("demonstrations", {"prompt": "Hi?", "reply": "yes"}),
+        ("demonstrations", {"instruction": "Hi?", "output": "yes"}),
+        ("demonstrations", {"messages": SAID}),
+        ("prompts", {"prompt": "Hi?"}),
+    ],
+    ids=str,
+)
+def test_a_system_column_is_the_first_turn_in_every_format(kind: str, row: dict[str, Any]) -> None:
+    (plain,) = read(kind, row).rows
+    (result,) = read(kind, row | {"system": " Be brief.\n"}).rows
+    assert result["prompt"] == [{"role": "system", "content": " Be brief.\n"}, *plain["prompt"]]
+    assert read(kind, row | {"system": ""}).rows == read(kind, row | {"system": None}).rows == [plain]

@@ -1,0 +1,87 @@
+"""``collect.limit``: cut rows are counted, every source gives its share, and refusals are measured before the cut."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_core.config.collect import CollectConfig, FileSources
+from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.data.formats import fair_shares
+from rlhf_core.files import read_json
+from rlhf_core.stages import collect, validate
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.training.run_context import RunContext
+
+
+def pairs(name: str, count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{name} {i}?", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(count)]
+
+
+def run(workspace: Path, limit: int, **files: list[Any]) -> tuple[Mapping[str, Any], Path]:
+    for name, rows in files.items():
+        (workspace / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    raw = workspace / "data/raw"
+    sources = FileSources(preferences=tuple(f"{name}.jsonl" for name in files))
+    config = CollectConfig(source="files", files=sources, limit=limit)
+    return collect.run(config, Paths({}), Paths({"raw": raw}), RunContext(workspace / "work")), raw
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "shares"),
+    [
+        ([10, 10], None, [10, 10]),
+        ([10, 10], 30, [10, 10]),
+        ([10, 10], 7, [4, 3]),
+        ([2, 10, 10], 12, [2, 5, 5]),
+        ([100, 1, 0, 3], 10, [6, 1, 0, 3]),
+        ([5, 5, 5], 2, [1, 1, 0]),
+        ([], 5, []),
+    ],
+)
+def test_fair_shares(sizes: list[int], limit: int | None, shares: list[int]) -> None:
+    assert fair_shares(sizes, limit) == shares
+
+
+def test_every_source_gives_its_share_and_cut_rows_are_counted(tmp_path: Path) -> None:
+    metrics, raw = run(tmp_path, 10, a=pairs("a", 50), b=pairs("b", 3), c=pairs("c", 20))
+    rows = pq.read_table(raw / "preferences/data.parquet").to_pylist()
+    assert Counter(row["source"] for row in rows) == {"a.jsonl": 4, "b.jsonl": 3, "c.jsonl": 3}
+    assert [row["prompt"][0]["content"] for row in rows][:4] == ["a 0?", "a 1?", "a 2?", "a 3?"]
+    about = read_json(raw / "manifest.json")["kinds"]["preferences"]
+    counts = [(file["records"], file["rows"], file["refused"], file["cut"]) for file in about["files"]]
+    assert counts == [(50, 4, 0, 46), (3, 3, 0, 0), (20, 3, 0, 17)]
+    assert all(records == rows + refused + cut for records, rows, refused, cut in counts)
+    assert about["cut"] == 63 and (metrics["preferences_rows"], metrics["cut_rows"]) == (10, 63)
+
+
+def test_derived_kinds_come_from_the_rows_that_stay(tmp_path: Path) -> None:
+    _, raw = run(tmp_path, 4, a=pairs("a", 50), b=pairs("b", 50))
+    prompts = [row["group"] for row in pq.read_table(raw / "prompts/data.parquet").to_pylist()]
+    assert prompts == ["a 0?", "a 1?", "b 0?", "b 1?"]
+
+
+def test_the_gate_sees_the_share_of_the_rows_that_were_read(tmp_path: Path) -> None:
+    """100 of 600 rows are refused: a sixth. A limit of 200 keeps that share instead of making it a third."""
+    _, raw = run(tmp_path, 200, a=[*pairs("a", 500), *[{"bad": i} for i in range(100)]])
+    outputs = Paths({key: tmp_path / path for key, path in validate.STAGE.outputs.items()})
+    metrics = validate.run(ValidateConfig(), Paths({"raw": raw}), outputs, RunContext(tmp_path / "work"))
+    numbers = metrics["preferences"]
+    assert (numbers["clean"], numbers["quarantined"], numbers["cut"]) == (200, 100, 300)
+    assert numbers["quarantined_share"] == pytest.approx(1 / 6)
+
+
+def test_refusals_of_validation_count_for_the_cut_rows_too(tmp_path: Path) -> None:
+    """Half of the kept rows fail: so would half of the cut ones, and with 100 refused of 600 that is 7 / 12."""
+    rows = [pair | {"chosen": ""} if i % 2 else pair for i, pair in enumerate(pairs("a", 500))]
+    _, raw = run(tmp_path, 200, a=[*rows, *[{"bad": i} for i in range(100)]])
+    outputs = Paths({key: tmp_path / path for key, path in validate.STAGE.outputs.items()})
+    config = ValidateConfig(max_quarantined=0.99)
+    metrics = validate.run(config, Paths({"raw": raw}), outputs, RunContext(tmp_path / "work"))
+    assert metrics["preferences"]["quarantined_share"] == pytest.approx((100 + 250) / 600)
