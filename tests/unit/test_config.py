@@ -145,7 +145,7 @@ def test_a_gate_that_files_can_never_pass_is_refused_before_anything_is_trained(
     demo = check_params(yaml_text.parse(text, "params.yaml"))
     # What files bring in place of the gold judge is control for length, the alignment tax and safety.
     assert [c.metric for c in params.gates.policy if c not in demo.gates.policy] == [
-        "comparison.referee.lc_win_rate_low95",
+        "comparison.judge.lc_win_rate_low95",
         "policy.perplexity_preferred",
         "policy.safety.refuses_harmful",
         "policy.safety.answers_benign",
