@@ -36,7 +36,6 @@ def token_budget_batches(
     seed: int,
     epoch: int,
     rows: Sequence[int] | None = None,
-    groups: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Return an epoch of dynamic batches (paper, section 4.1): as many pairs as fit ``budget`` tokens after padding.
 
@@ -52,16 +51,12 @@ def token_budget_batches(
         seed: Seed of the order.
         epoch: Number of the epoch, from 0.
         rows: The pairs of this epoch; None for all.
-        groups: Number of the group of each pair; pairs of one group follow each other in the shuffled epoch. None: each
-            is a group of its own.
     """
     if not 1 <= min_pairs <= max_pairs:
         raise ValueError(f"need 1 <= min_pairs <= max_pairs, got {min_pairs} and {max_pairs}")
-    members: dict[int, list[int]] = {}
-    for row in range(len(lengths)) if rows is None else rows:
-        members.setdefault(row if groups is None else groups[row], []).append(row)
-    in_turn = list(members.values())
-    order = [row for group in epoch_order(len(in_turn), seed, epoch) for row in in_turn[group]]
+    order = epoch_order(len(lengths) if rows is None else len(rows), seed, epoch)
+    if rows is not None:
+        order = [rows[i] for i in order]
     window = max_pairs * 8
     batches: list[list[int]] = []
     rest: list[int] = []

@@ -5,7 +5,6 @@ Shapes: B pairs, L positions, H hidden. Chosen and rejected replies go through t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -57,8 +56,7 @@ class StepTotals:
 class TokenBudgetBatches:
     """Batches of pairs within a token budget (paper, section 4.2); a batch is a function of the seed and the step.
 
-    ``rows_of_epoch`` gives the pairs of an epoch by its number, a function of the number alone; by default all. Pairs
-    of one of the ``groups`` come one after the other.
+    ``rows_of_epoch`` gives the pairs of an epoch by its number, a function of the number alone; by default all.
     """
 
     def __init__(
@@ -67,10 +65,8 @@ class TokenBudgetBatches:
         batch: PairBatchConfig,
         seed: int,
         rows_of_epoch: Callable[[int], Sequence[int]] | None = None,
-        groups: Sequence[int] | None = None,
     ) -> None:
-        self.lengths, self.batch, self.seed = lengths, batch, seed
-        self.rows_of_epoch, self.groups = rows_of_epoch, groups
+        self.lengths, self.batch, self.seed, self.rows_of_epoch = lengths, batch, seed, rows_of_epoch
         self._epoch, self._first = -1, 0
         self._batches: list[list[int]] = []
 
@@ -84,7 +80,7 @@ class TokenBudgetBatches:
             self._epoch += 1
             limits = (self.batch.token_budget, self.batch.min_pairs, self.batch.max_pairs)
             rows = self.rows_of_epoch(self._epoch) if self.rows_of_epoch is not None else None
-            self._batches = token_budget_batches(self.lengths, *limits, self.seed, self._epoch, rows, self.groups)
+            self._batches = token_budget_batches(self.lengths, *limits, self.seed, self._epoch, rows)
         return self._batches[step - self._first]
 
 
@@ -114,11 +110,7 @@ class RewardTask:
                 length_balanced_epoch, differences, derive_seed(config.seed, name, "length_balance")
             )
         self.batches = TokenBudgetBatches(
-            [pair.length for pair in train],
-            config.batch,
-            derive_seed(config.seed, name, "order"),
-            rows_of_epoch,
-            groups_by_shared_sequence(train),
+            [pair.length for pair in train], config.batch, derive_seed(config.seed, name, "order"), rows_of_epoch
         )
 
     def train_step(self, step: int) -> StepReport:
@@ -149,53 +141,11 @@ def real_tokens(pair: TokenisedPair) -> int:
     return 2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
 
 
-def groups_by_shared_sequence(pairs: Sequence[TokenisedPair]) -> list[int]:
-    """Number the pairs so that those with a sequence in common, such as one reply beaten by many, have one number.
-
-    Of a pair's two sequences the one that more pairs have counts, so that groups are no larger than a sequence's pairs.
-    """
-    keys = sequence_keys(pairs)
-    pairs_with = Counter(keys)
-    numbers: dict[object, int] = {}
-    groups = []
-    for chosen, rejected in zip(keys[: len(pairs)], keys[len(pairs) :], strict=True):
-        shared = max(chosen, rejected, key=pairs_with.__getitem__)
-        groups.append(numbers.setdefault(shared, len(numbers)))
-    return groups
-
-
-@dataclass(frozen=True)
-class PairBatch:
-    """The distinct sequences of B pairs, right-padded together, and where each pair has its own.
-
-    Several replies to one prompt make pairs that share sequences; each takes part in the pass once (Ouyang et al.,
-    2022, section 3.5).
-
-    Attributes:
-        sequences: First the chosen sequences, then the rejected ones that are no chosen ones.
-        chosen: Row of each pair's chosen sequence (B,).
-        rejected: Row of each pair's rejected sequence (B,).
-    """
-
-    sequences: ReplyBatch
-    chosen: Tensor
-    rejected: Tensor
-
-
-def pair_batch(pairs: Sequence[TokenisedPair], pad: int, device: torch.device) -> PairBatch:
-    """Collate pairs on ``device``."""
-    keys = sequence_keys(pairs)
-    row_of = {key: row for row, key in enumerate(dict.fromkeys(keys))}
-    batch = collate([prompt for prompt, _ in row_of], [reply for _, reply in row_of], pad)
-    chosen, rejected = torch.tensor([row_of[key] for key in keys], device=device).chunk(2)
-    return PairBatch(ReplyBatch(*(tensor.to(device) for tensor in vars(batch).values())), chosen, rejected)
-
-
-def sequence_keys(pairs: Sequence[TokenisedPair]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Prompt and reply of each pair's chosen sequence, then of each pair's rejected one: (2B,)."""
-    prompts = [tuple(pair.prompt) for pair in pairs]
-    replies = [tuple(pair.chosen) for pair in pairs] + [tuple(pair.rejected) for pair in pairs]
-    return list(zip(prompts + prompts, replies, strict=True))
+def pair_batch(pairs: Sequence[TokenisedPair], pad: int, device: torch.device) -> ReplyBatch:
+    """Rows 0 to B-1 are the chosen sequences, B to 2B-1 the rejected ones, right-padded together."""
+    prompts = [pair.prompt for pair in pairs]
+    batch = collate(prompts + prompts, [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs], pad)
+    return ReplyBatch(*(tensor.to(device) for tensor in vars(batch).values()))
 
 
 def pair_loss(
@@ -216,10 +166,8 @@ def pair_loss(
         The shard's part of the step's loss, and its part of each metric.
     """
     batch = pair_batch(pairs, pad, next(model.parameters()).device)
-    mask = batch.sequences.attention_mask
-    hidden = model.hidden(batch.sequences.input_ids, mask)
-    scores = model.scores(last_hidden(hidden, mask))
-    chosen, rejected = scores[batch.chosen], scores[batch.rejected]
+    hidden = model.hidden(batch.input_ids, batch.attention_mask)
+    chosen, rejected = model.scores(last_hidden(hidden, batch.attention_mask)).chunk(2)
     loss = pairwise_loss(chosen, rejected, margins.to(chosen) if margins is not None else None, totals.pairs)
     share = len(pairs) / totals.pairs
     metrics = {
@@ -228,8 +176,7 @@ def pair_loss(
         "margin": share * float((chosen - rejected).detach().mean()),
     }
     if config.imitation > 0:
-        targets = torch.tensor([token for pair in pairs for token in pair.chosen], device=hidden.device)
-        imitation = imitation_loss(model, hidden, batch, targets, totals.tokens)
+        imitation = imitation_loss(model, hidden[: len(pairs)], batch, totals.tokens)
         loss = loss + config.imitation * imitation
         metrics["imitation_loss"] = float(imitation.detach())
     if config.centering > 0:
@@ -237,15 +184,11 @@ def pair_loss(
     return loss, metrics | {"loss": float(loss.detach())}
 
 
-def imitation_loss(model: ScalarModel, hidden: Tensor, batch: PairBatch, targets: Tensor, total: int) -> Tensor:
-    """Language-model loss on the *chosen* replies alone, from the hidden states of all: (rows, L, H) -> ().
-
-    Args:
-        targets: Tokens of each pair's chosen reply, one pair after the other.
-        total: Their number in the whole optimiser step.
-    """
-    pair, column = batch.sequences.select[batch.chosen].nonzero(as_tuple=True)
-    return token_cross_entropy(model.lm_logits(hidden[batch.chosen[pair], column]), targets, total)
+def imitation_loss(model: ScalarModel, hidden: Tensor, batch: ReplyBatch, total: int) -> Tensor:
+    """Language-model loss on the *chosen* replies alone, from their hidden states: (B, L, H) -> ()."""
+    select = batch.select[: hidden.shape[0]]
+    targets = batch.targets[: int(select.sum())]
+    return token_cross_entropy(model.lm_logits(hidden[select]), targets, total)
 
 
 @torch.no_grad()
@@ -257,7 +200,8 @@ def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int) ->
     """
     was_training = model.training
     model.eval()
-    keys = sequence_keys(pairs)
+    replies = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    keys = [(tuple(pair.prompt), tuple(reply)) for pair, reply in zip([*pairs, *pairs], replies, strict=True)]
     sequences = list(dict.fromkeys(keys))
     lengths = [len(prompt) + len(reply) for prompt, reply in sequences]
     size = max(1, min(SCORING_ROWS, SCORING_TOKENS // max(lengths)))

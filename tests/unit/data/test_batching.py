@@ -76,12 +76,3 @@ def test_token_budget_batches_follow_no_length_order() -> None:
     batches = token_budget_batches(lengths, 10**9, 1, 10, seed=1, epoch=0)
     means = [sum(lengths[i] for i in batch) / len(batch) for batch in batches]
     assert means != sorted(means)
-
-
-def test_pairs_of_a_group_share_batches_and_lone_pairs_are_in_the_order_of_no_groups() -> None:
-    groups = [number // 4 for number in range(40)]
-    batches = token_budget_batches([10] * 40, 80, 4, 4, seed=3, epoch=1, groups=groups)
-    assert all(len({groups[row] for row in batch}) == 1 for batch in batches)
-    assert sorted(row for batch in batches for row in batch) == list(range(40))
-    alone = token_budget_batches([10] * 40, 80, 2, 4, seed=3, epoch=1, groups=range(40))
-    assert alone == token_budget_batches([10] * 40, 80, 2, 4, seed=3, epoch=1)

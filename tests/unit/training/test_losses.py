@@ -20,14 +20,7 @@ from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.training.examples import Example, LengthBucketedBatches, collate
 from rlhf_core.training.losses import centering_loss, pairwise_loss, token_cross_entropy
-from rlhf_core.training.reward.trainer import (
-    StepTotals,
-    TokenBudgetBatches,
-    groups_by_shared_sequence,
-    pair_batch,
-    pair_loss,
-    score_pairs,
-)
+from rlhf_core.training.reward.trainer import StepTotals, TokenBudgetBatches, pair_loss, score_pairs
 from rlhf_core.training.sft import example_batch, mean_reply_loss, reply_loss
 
 CPU = torch.device("cpu")
@@ -144,36 +137,6 @@ def test_a_sequence_that_pairs_share_is_scored_once_and_rewards_keep_their_order
         for reply, score in ((pair.chosen, chosen), (pair.rejected, rejected)):
             ids = torch.tensor([[*pair.prompt, *reply]])
             assert score == pytest.approx(forward(scalar, ids, torch.ones_like(ids)).item(), abs=1e-5)
-
-
-def test_pairs_are_grouped_by_the_sequence_that_more_of_them_share() -> None:
-    def pair(prompt: int, chosen: int, rejected: int) -> TokenisedPair:
-        return TokenisedPair(0, [prompt], [chosen, 4], [rejected, 4])
-
-    pairs = [pair(7, 9, 10), pair(7, 9, 11), pair(8, 9, 10), pair(7, 12, 10), pair(7, 9, 13)]
-    # The first has 9 in common with two others and 10 with one; the same tokens after another prompt are not shared.
-    assert groups_by_shared_sequence(pairs) == [0, 0, 1, 2, 0]
-
-
-def test_the_loss_of_pairs_that_share_a_sequence_is_that_of_each_alone(scalar) -> None:  # type: ignore[no-untyped-def]
-    prompt, best = [7, 8], [9, 10, 4]
-    pairs = [TokenisedPair(0, prompt, best, [11, 4]), TokenisedPair(1, prompt, best, [12, 13, 14, 4])]
-    pairs.append(TokenisedPair(2, prompt, [11, 4], best))
-    totals, config = StepTotals(3, 3 + 3 + 2), RewardConfig(centering=0.3, imitation=0.7)
-    batch = pair_batch(pairs, 0, torch.device("cpu"))
-    assert batch.sequences.input_ids.shape[0] == 3
-    assert (batch.chosen.tolist(), batch.rejected.tolist()) == ([0, 0, 1], [1, 2, 0])
-    scalar.zero_grad()
-    whole, _ = pair_loss(scalar, pairs, None, config, 0, totals)
-    whole.backward()
-    together = [p.grad.clone() for p in scalar.parameters() if p.grad is not None]
-    scalar.zero_grad()
-    parts = [pair_loss(scalar, [pair], None, config, 0, totals)[0] for pair in pairs]
-    sum(parts).backward()
-    assert whole.item() == pytest.approx(sum(part.item() for part in parts), rel=1e-5)
-    for grad, parameter in zip(together, (p for p in scalar.parameters() if p.grad is not None), strict=True):
-        torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-6)
-    scalar.zero_grad()
 
 
 def test_the_imitation_term_reads_chosen_replies_only(scalar) -> None:  # type: ignore[no-untyped-def]
