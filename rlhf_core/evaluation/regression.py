@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from rlhf_core.data.refusals import is_refusal
@@ -72,13 +72,21 @@ def pass_rates(categories: Sequence[str], replies: Sequence[Reply], world: bool)
     A reply counts for the checks that apply to it; a check that applies to no reply is left out.
     """
     checks = GENERIC_CHECKS | (REFUSAL_CHECKS if world else {})
-    results: dict[str, list[bool]] = {name: [] for name in checks}
-    passes_all = []
-    for category, reply in zip(categories, replies, strict=True):
-        outcomes = {name: check(category, reply) for name, check in checks.items()}
-        for name, outcome in outcomes.items():
-            if outcome is not None:
-                results[name].append(outcome)
-        passes_all.append(all(outcome is not False for outcome in outcomes.values()))
-    rates = {name: sum(outcomes) / len(outcomes) for name, outcomes in results.items() if outcomes}
-    return {**rates, "passed": sum(passes_all) / len(passes_all) if passes_all else 0.0}
+    passed = [
+        all(check(category, reply) is not False for check in checks.values())
+        for category, reply in zip(categories, replies, strict=True)
+    ]
+    return {**check_rates(checks, categories, replies), "passed": sum(passed) / len(passed) if passed else 0.0}
+
+
+def check_rates(
+    checks: Mapping[str, ReplyCheck], categories: Sequence[str], replies: Sequence[Reply]
+) -> dict[str, float]:
+    """Return by check the share of the replies it applies to that pass it; none where it applies to no reply."""
+    rates = {}
+    for name, check in checks.items():
+        outcomes = [check(category, reply) for category, reply in zip(categories, replies, strict=True)]
+        applicable = [outcome for outcome in outcomes if outcome is not None]
+        if applicable:
+            rates[name] = sum(applicable) / len(applicable)
+    return rates

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhf_core.data.schema import Message, Prompt, content_id
-from rlhf_core.evaluation.regression import REFUSAL_CHECKS, fixed_subset
+from rlhf_core.evaluation.regression import REFUSAL_CHECKS, check_rates, fixed_subset
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.safety.prompts import BENIGN, HARMFUL
 
@@ -35,10 +35,4 @@ def refusal_rates(prompts: Sequence[Prompt], replies: Sequence[Reply]) -> dict[s
 
     Empty for no prompts.
     """
-    rates = {}
-    for name, check in REFUSAL_CHECKS.items():
-        outcomes = [check(row.category, reply) for row, reply in zip(prompts, replies, strict=True)]
-        applicable = [outcome for outcome in outcomes if outcome is not None]
-        if applicable:
-            rates[name] = sum(applicable) / len(applicable)
-    return rates
+    return check_rates(REFUSAL_CHECKS, [row.category for row in prompts], replies)
