@@ -25,7 +25,9 @@ class PairBatchConfig(Strict):
 
 
 class RewardConfig(StageConfig):
-    """``imitation`` is the weight of the LM loss on the preferred reply, ``centering`` of ``mean((r_w + r_l)^2)``.
+    """``layers`` keeps only so many decoder layers, from the embedding up; see :mod:`rlhf_core.models.lower_layers`.
+
+    ``imitation`` is the weight of the LM loss on the preferred reply, ``centering`` of ``mean((r_w + r_l)^2)``.
 
     ``lora`` trains adapters and the head instead of all weights. ``length_balance: sampling`` trains on pairs among
     which the preferred reply is as often the shorter as the longer one; see :mod:`rlhf_core.data.length_balance`.
@@ -34,6 +36,7 @@ class RewardConfig(StageConfig):
     """
 
     init: Literal["sft", "base"] = "sft"
+    layers: PositiveInt | None = None
     steps: PositiveInt = 300
     batch: PairBatchConfig = PairBatchConfig()
     max_tokens: PositiveInt = 256
@@ -45,6 +48,12 @@ class RewardConfig(StageConfig):
     eval_every: PositiveInt = 100
     optimizer: OptimizerConfig = OptimizerConfig(lr=7e-4, warmup=0.1)
     checkpoint: CheckpointConfig = CheckpointConfig(every=100)
+
+    @model_validator(mode="after")
+    def _imitation_by_the_whole_model(self) -> RewardConfig:
+        if self.layers is not None and self.imitation > 0:
+            raise ValueError("imitation needs the language model's own last layer; set it to 0.0, or layers to null")
+        return self
 
 
 class RefereeConfig(RewardConfig):

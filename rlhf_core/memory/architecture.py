@@ -14,6 +14,7 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.base import scratch_config
 from rlhf_core.models.gguf import gguf_config, is_gguf
+from rlhf_core.models.lower_layers import limit_layers
 
 # Fields that differ between a model made by the base stage and its settings only in what the tokenizer decides.
 SCRATCH_SIZES = (
@@ -70,6 +71,12 @@ class Architecture:
         """The configuration with ``layers`` decoder layers, all of its own where None."""
         return _config(self.text, layers)
 
+    def lower(self, layers: int | None) -> Architecture:
+        """The model of the lowest ``layers`` layers; the same where None."""
+        if layers is None:
+            return self
+        return Architecture(self.config(layers).to_json_string(use_diff=False))
+
     @property
     def layers(self) -> int:
         """Decoder layers."""
@@ -93,9 +100,7 @@ def _config(text: str, layers: int | None) -> PretrainedConfig:
     # Token ids of generation settings play no part in memory, and may lie outside a small vocabulary.
     config.pad_token_id, config.num_labels = 0, 1
     if layers is not None:
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
+        limit_layers(config, layers)
     return config
 
 

@@ -70,14 +70,21 @@ class StageInputs(EstimateInputs):
         """Rows of the longest prompt and a full-length reply."""
         return BatchShape(rows, self.lengths.prompt + self.params.ppo.max_new_tokens)
 
-    def variant(self, head: Head) -> ModelVariant:
-        """A model of the starting architecture that is not trained."""
-        return ModelVariant(self.architecture, head, self.layout.precision)
+    def variant(self, head: Head, layers: int | None = None) -> ModelVariant:
+        """A model of the starting architecture, or of its lowest ``layers``, that is not trained."""
+        return ModelVariant(self.architecture.lower(layers), head, self.layout.precision)
 
-    def trained(self, name: str, head: Head, lora: LoraConfig | None = None, owns_backbone: bool = True) -> ModelRole:
+    def trained(
+        self,
+        name: str,
+        head: Head,
+        lora: LoraConfig | None = None,
+        owns_backbone: bool = True,
+        layers: int | None = None,
+    ) -> ModelRole:
         """A model whose weights are trained, or with ``lora`` its adapters and scalar head."""
         variant = replace(
-            self.variant(head),
+            self.variant(head, layers),
             trained="weights" if lora is None else "adapters",
             lora=lora,
             gradient_checkpointing=self.layout.gradient_checkpointing,
@@ -85,22 +92,22 @@ class StageInputs(EstimateInputs):
         packed = owns_backbone and lora is not None and lora.quantize is not None
         return ModelRole(name, variant, trained_footprint(model_size(variant), self.layout, packed, owns_backbone))
 
-    def frozen(self, name: str, head: Head) -> ModelRole:
+    def frozen(self, name: str, head: Head, layers: int | None = None) -> ModelRole:
         """A frozen model, where the launch settings put those."""
-        variant = self.variant(head)
+        variant = self.variant(head, layers)
         return ModelRole(name, variant, frozen_footprint(model_size(variant).parameters, self.layout))
 
-    def on_device(self, name: str, head: Head) -> ModelRole:
+    def on_device(self, name: str, head: Head, layers: int | None = None) -> ModelRole:
         """A frozen model that stays on the device whatever the launch settings say."""
-        variant, layout = self.variant(head), replace(self.layout, frozen="device")
+        variant, layout = self.variant(head, layers), replace(self.layout, frozen="device")
         return ModelRole(name, variant, frozen_footprint(model_size(variant).parameters, layout))
 
     def frozen_scalar(self, name: Literal["reward", "referee"]) -> ModelRole:
         """The reward model or referee in PPO: a frozen model, or adapters and a head on the policy's weights."""
-        lora = (self.params.reward if name == "reward" else self.params.referee).lora
-        if not self.params.ppo.share_base or lora is None:
-            return self.frozen(name, "scalar")
-        adapters = self.trained(name, "scalar", lora, owns_backbone=False)
+        config = self.params.reward if name == "reward" else self.params.referee
+        if not self.params.ppo.share_base or config.lora is None:
+            return self.frozen(name, "scalar", config.layers)
+        adapters = self.trained(name, "scalar", config.lora, owns_backbone=False, layers=config.layers)
         layout = replace(self.layout, frozen="device")
         own = adapters.footprint
         return replace(adapters, footprint=frozen_footprint(own.parameters, layout, own.whole))
@@ -112,10 +119,15 @@ class StageInputs(EstimateInputs):
         """
         ppo, lora, reward = self.params.ppo, self.params.critic.lora, self.params.reward.lora
         if not ppo.share_base or lora is None:
-            return self.trained("critic", "scalar", ppo.critic_lora)
+            return self.trained("critic", "scalar", ppo.critic_lora, layers=self.critic_layers)
         if self.params.critic.init == "reward" and reward is not None:
             lora = reward.stacked_with(lora)
-        return self.trained("critic", "scalar", lora, owns_backbone=False)
+        return self.trained("critic", "scalar", lora, owns_backbone=False, layers=self.critic_layers)
+
+    @property
+    def critic_layers(self) -> int | None:
+        """Layers of a critic of its own: as many as the reward model has where it starts from that."""
+        return self.params.reward.layers if self.params.critic.init == "reward" else None
 
     def reward_models(self) -> list[ModelRole]:
         """Frozen models that ``ppo.reward.sources`` name. Functions and servers hold none here, and the size of a
@@ -139,4 +151,4 @@ class StageInputs(EstimateInputs):
         if path != OWN_MODEL and file.is_file():
             with suppress(ModelError):
                 return replace(self, architecture=architecture_of_file(file)).frozen(name, "scalar")
-        return self.frozen(name, "scalar")
+        return self.frozen(name, "scalar", self.params.reward.layers if path == OWN_MODEL else None)

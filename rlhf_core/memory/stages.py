@@ -41,7 +41,8 @@ def sft_stage(inputs: StageInputs) -> StageEstimate:
 def reward_stage(inputs: StageInputs, stage: Literal["reward", "referee", "judge"]) -> StageEstimate:
     """Reward models: token-budget batches of pairs, of which each GPU takes its share in one pass."""
     config: RewardConfig = getattr(inputs.params, stage)
-    limits, lengths, model = config.batch, inputs.lengths.pairs, inputs.trained(stage, "reward", config.lora)
+    limits, lengths = config.batch, inputs.lengths.pairs
+    model = inputs.trained(stage, "reward", config.lora, layers=config.layers)
     batch, pairs = lengths.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
     own = inputs.layout.share(pairs)
     imitated = -(-batch.scored * own // pairs) if config.imitation > 0 else 0
@@ -59,7 +60,8 @@ def reward_stage(inputs: StageInputs, stage: Literal["reward", "referee", "judge
 def critic_stage(inputs: StageInputs) -> StageEstimate:
     """Critic pre-training: the frozen SFT policy rolls out and is its own reference; the critic learns the returns."""
     config, scorers = inputs.params.critic, inputs.reward_models()
-    policy, critic = inputs.on_device("policy", "causal_lm"), inputs.trained("critic", "scalar", config.lora)
+    policy = inputs.on_device("policy", "causal_lm")
+    critic = inputs.trained("critic", "scalar", config.lora, layers=inputs.critic_layers)
     if inputs.params.ppo.critic_mode == "shared":
         head = replace(inputs.variant("scalar"), trained="value_head")
         critic = ModelRole("critic", head, trained_footprint(model_size(head), inputs.layout))
@@ -109,7 +111,10 @@ def evaluate_stage(inputs: StageInputs) -> StageEstimate:
     held-out text.
     """
     config, prompt = inputs.params.evaluate, inputs.lengths.prompt
-    model, judge = inputs.on_device("model", "causal_lm"), inputs.on_device("judge", "scalar")
+    model, judge = (
+        inputs.on_device("model", "causal_lm"),
+        inputs.on_device("judge", "scalar", inputs.params.judge.layers),
+    )
     rows, unfiltered_rows = min(config.batch_size, config.prompts), min(config.batch_size, config.kl_samples)
     unfiltered = Sampling(-1, 0, config.max_new_tokens, forbidden_ids=(0,))
     judged_base = replace(unfiltered, max_new_tokens=config.sampling.max_new_tokens)

@@ -26,6 +26,7 @@ from rlhf_core.models.float32_head import LOW_PRECISION, float32_linear
 from rlhf_core.models.forward import embedding_weight, hidden_states, last_token_indices
 from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, save_folder
 from rlhf_core.models.lora import add_adapters
+from rlhf_core.models.lower_layers import keep_lower_layers
 
 
 class LastTokenModel(Protocol):
@@ -56,7 +57,11 @@ class ScalarModel(nn.Module):
 
     @classmethod
     def from_causal_lm(
-        cls, source: str | Path | PreTrainedModel, seed: int, dtype: torch.dtype | None = None
+        cls,
+        source: str | Path | PreTrainedModel,
+        seed: int,
+        dtype: torch.dtype | None = None,
+        layers: int | None = None,
     ) -> ScalarModel:
         """Put a small random head (std 1/sqrt(H + 1), a function of ``seed``) on the backbone of a causal LM.
 
@@ -64,12 +69,15 @@ class ScalarModel(nn.Module):
             source: Its folder or hub id, or the model itself, of which a copy is made.
             seed: Determines the head.
             dtype: Precision to load weights in; None keeps that of the files.
+            layers: Decoder layers to keep, from the embedding up; None for all.
         """
         lm: PreTrainedModel
         if isinstance(source, PreTrainedModel):
             name, lm = type(source).__name__, copy.deepcopy(source)
         else:
             name, lm = str(source), load_model(AutoModelForCausalLM, source, dtype)
+        if layers is not None:
+            keep_lower_layers(lm, layers)
         with reading(name):
             lm.config.num_labels = 1
             with torch.device("meta"):

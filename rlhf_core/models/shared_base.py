@@ -22,6 +22,7 @@ from rlhf_core.errors import ModelError
 from rlhf_core.files import read_json, sha256_file
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import reading
+from rlhf_core.models.lower_layers import keep_lower_layers
 
 TENSORS, SETTINGS = "lora.safetensors", "lora.json"
 LORA_A, LORA_B = "lora_A", "lora_B"
@@ -130,6 +131,7 @@ class SharedBase:
             with torch.device("meta"):
                 model = AutoModelForSequenceClassification.from_config(config, attn_implementation="sdpa")
         setattr(model, model.base_model_prefix, _twin(self.backbone))
+        keep_lower_layers(model, config.num_hidden_layers)
         weights = next(self.backbone.parameters())
         width = model.score.in_features
         model.score = nn.Linear(width, 1, bias=False, device=weights.device, dtype=weights.dtype)

@@ -116,7 +116,7 @@ def train_scalar(
     """
     if config.length_balance == "sampling":
         require_balanced_pairs(train, config.batch.min_pairs, name)
-    model = ScalarModel.from_causal_lm(init, derive_seed(config.seed, name, "head"))
+    model = ScalarModel.from_causal_lm(init, derive_seed(config.seed, name, "head"), layers=config.layers)
     if config.lora is not None:
         model.add_adapters(config.lora, derive_seed(config.seed, name, "lora"))
     engine = build_engine(model, config.optimizer, config.steps, name, context)

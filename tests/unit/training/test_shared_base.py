@@ -43,9 +43,9 @@ def lora(quantize: str | None) -> LoraConfig:
     return LoraConfig.model_validate({"rank": 2, "alpha": 4, "quantize": quantize})
 
 
-def make_scalar(sft: Path, folder: Path, seed: int, quantize: str | None) -> Tensor:
+def make_scalar(sft: Path, folder: Path, seed: int, quantize: str | None, layers: int | None = None) -> Tensor:
     """A reward model as its stage leaves it, with adapters that were moved at random; what it scores before merging."""
-    model = ScalarModel.from_causal_lm(sft, seed)
+    model = ScalarModel.from_causal_lm(sft, seed, layers=layers)
     model.add_adapters(lora(quantize), seed)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
@@ -69,7 +69,10 @@ def test_models_on_one_copy_score_as_on_their_own_while_the_policy_is_trained(
     workspace: Path, tmp_path: Path, quantize: str | None
 ) -> None:
     sft = workspace / "models/sft"
-    expected = {name: make_scalar(sft, tmp_path / name, seed, quantize) for seed, name in enumerate(("a", "b"), 1)}
+    expected = {
+        "a": make_scalar(sft, tmp_path / "a", 1, quantize),
+        "b": make_scalar(sft, tmp_path / "b", 2, quantize, 1),
+    }
     policy, _ = load_policy(sft)
     if quantize:
         pack_linear_layers(policy.requires_grad_(False))

@@ -1,0 +1,41 @@
+"""A scalar model on the lower layers of a language model.
+
+What tells a good reply from a bad one is often most linear in the middle of a language model: its upper layers turn to
+predicting the next token (Skean et al., 2025, "Layer by Layer: Uncovering Hidden Representations in Language Models").
+Without them a reward model is cheaper to train and to ask.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rlhf_core.errors import ModelError
+
+
+def keep_lower_layers(model: PreTrainedModel, layers: int) -> None:
+    """Remove the decoder layers above the lowest ``layers``, in place; the last norm stays.
+
+    Args:
+        model: A decoder, with or without a head.
+
+    Raises:
+        ModelError: The model has fewer layers, or keeps them in a form that is not known here.
+    """
+    backbone = model.base_model
+    depth = model.config.num_hidden_layers
+    if layers > depth:
+        raise ModelError(f"layers is {layers}, but {type(model).__name__} has {depth} layers")
+    lists = [name for name, child in backbone.named_children() if isinstance(child, nn.ModuleList)]
+    stacks = [name for name in lists if len(backbone.get_submodule(name)) == depth]
+    if len(stacks) != 1:
+        raise ModelError(f"the layers of {type(backbone).__name__} cannot be told apart; remove the setting layers")
+    setattr(backbone, stacks[0], backbone.get_submodule(stacks[0])[:layers])
+    limit_layers(model.config, layers)
+
+
+def limit_layers(config: PretrainedConfig, layers: int) -> None:
+    """Make ``config`` that of its lowest ``layers`` layers, in place."""
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
