@@ -11,11 +11,16 @@ from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfi
 
 
 class PairBatchConfig(Strict):
-    """Dynamic batches (paper, section 4.1): as many pairs as fit ``token_budget``, between the two bounds."""
+    """Dynamic batches (paper, section 4.1): as many pairs as fit ``token_budget``, between the two bounds.
+
+    ``group_prompts`` puts all pairs of a prompt into one batch, where sequences that they share are computed once; see
+    :mod:`rlhf_core.data.prompt_batches`.
+    """
 
     token_budget: PositiveInt = 4096
     min_pairs: PositiveInt = 4
     max_pairs: PositiveInt = 128
+    group_prompts: bool = False
 
     @model_validator(mode="after")
     def _ordered(self) -> PairBatchConfig:

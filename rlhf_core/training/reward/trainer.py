@@ -1,13 +1,13 @@
 """The reward model's objective: pairwise ranking, imitation and centering, in dynamic batches (algorithms.md §2).
 
-Shapes: B pairs, L positions, H hidden. Chosen and rejected replies go through the backbone together, as 2B rows.
+Shapes: B pairs, L positions, H hidden. Chosen and rejected replies go through the backbone together, as 2B rows, or
+fewer where pairs of one prompt share them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from rlhf_core import distributed
-from rlhf_core.config.reward import PairBatchConfig, RewardConfig
+from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.batching import token_budget_batches
 from rlhf_core.data.length_balance import length_balanced_epoch
 from rlhf_core.data.pairs import TokenisedPair
+from rlhf_core.data.prompt_batches import PromptBatches, sequence_keys
 from rlhf_core.data.sharding import passes
 from rlhf_core.models.heads import ScalarModel, last_hidden
 from rlhf_core.training.engine import Engine
@@ -53,20 +54,15 @@ class StepTotals:
     tokens: int
 
 
-class TokenBudgetBatches:
-    """Batches of pairs within a token budget (paper, section 4.2); a batch is a function of the seed and the step.
+class PairBatches:
+    """The batch of each optimiser step, a function of the step, from batches made epoch by epoch.
 
-    ``rows_of_epoch`` gives the pairs of an epoch by its number, a function of the number alone; by default all.
+    Args:
+        batches_of_epoch: The batches of an epoch by its number, a function of the number alone.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        batch: PairBatchConfig,
-        seed: int,
-        rows_of_epoch: Callable[[int], Sequence[int]] | None = None,
-    ) -> None:
-        self.lengths, self.batch, self.seed, self.rows_of_epoch = lengths, batch, seed, rows_of_epoch
+    def __init__(self, batches_of_epoch: Callable[[int], list[list[int]]]) -> None:
+        self.batches_of_epoch = batches_of_epoch
         self._epoch, self._first = -1, 0
         self._batches: list[list[int]] = []
 
@@ -78,10 +74,25 @@ class TokenBudgetBatches:
             # The number of batches of an epoch is known only once it is made.
             self._first += len(self._batches)
             self._epoch += 1
-            limits = (self.batch.token_budget, self.batch.min_pairs, self.batch.max_pairs)
-            rows = self.rows_of_epoch(self._epoch) if self.rows_of_epoch is not None else None
-            self._batches = token_budget_batches(self.lengths, *limits, self.seed, self._epoch, rows)
+            self._batches = self.batches_of_epoch(self._epoch)
         return self._batches[step - self._first]
+
+
+def pair_batches(pairs: Sequence[TokenisedPair], config: RewardConfig, name: str) -> PairBatches:
+    """Plan the batches within a token budget (paper, section 4.2): of single pairs, or of whole prompts."""
+    limits, seed = config.batch, derive_seed(config.seed, name, "order")
+    differences, lengths = [pair.length_difference for pair in pairs], [pair.length for pair in pairs]
+    balance_seed = derive_seed(config.seed, name, "length_balance")
+    prompts = PromptBatches(pairs, limits, seed) if limits.group_prompts else None
+
+    def batches_of_epoch(epoch: int) -> list[list[int]]:
+        rows = length_balanced_epoch(differences, balance_seed, epoch) if config.length_balance == "sampling" else None
+        if prompts is not None:
+            return prompts.epoch(epoch, rows)
+        sizes = (limits.token_budget, limits.min_pairs, limits.max_pairs)
+        return token_budget_batches(lengths, *sizes, seed, epoch, rows)
+
+    return PairBatches(batches_of_epoch)
 
 
 class RewardTask:
@@ -103,15 +114,7 @@ class RewardTask:
     ) -> None:
         self.engine, self.model, self.train, self.config, self.pad = engine, model, train, config, pad
         self.validation, self.margins = validation[:CURVE_PAIRS], margins
-        rows_of_epoch = None
-        if config.length_balance == "sampling":
-            differences = [pair.length_difference for pair in train]
-            rows_of_epoch = partial(
-                length_balanced_epoch, differences, derive_seed(config.seed, name, "length_balance")
-            )
-        self.batches = TokenBudgetBatches(
-            [pair.length for pair in train], config.batch, derive_seed(config.seed, name, "order"), rows_of_epoch
-        )
+        self.batches = pair_batches(train, config, name)
 
     def train_step(self, step: int) -> StepReport:
         """Compute the gradients of one optimiser step on one dynamic batch."""
@@ -141,11 +144,29 @@ def real_tokens(pair: TokenisedPair) -> int:
     return 2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
 
 
-def pair_batch(pairs: Sequence[TokenisedPair], pad: int, device: torch.device) -> ReplyBatch:
-    """Rows 0 to B-1 are the chosen sequences, B to 2B-1 the rejected ones, right-padded together."""
-    prompts = [pair.prompt for pair in pairs]
-    batch = collate(prompts + prompts, [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs], pad)
-    return ReplyBatch(*(tensor.to(device) for tensor in vars(batch).values()))
+@dataclass(frozen=True)
+class PairBatch:
+    """The sequences of B pairs, right-padded together, and where each pair has its own.
+
+    Attributes:
+        sequences: First the chosen sequences, then the rejected ones; shared ones once, where they first occur.
+        chosen: Row of each pair's chosen sequence (B,).
+        rejected: Row of each pair's rejected sequence (B,).
+    """
+
+    sequences: ReplyBatch
+    chosen: Tensor
+    rejected: Tensor
+
+
+def pair_batch(pairs: Sequence[TokenisedPair], pad: int, device: torch.device, share: bool) -> PairBatch:
+    """Collate pairs on ``device``; with ``share`` a sequence that several have takes one row."""
+    keys = sequence_keys(pairs)
+    row_of = {key: row for row, key in enumerate(dict.fromkeys(keys))} if share else {}
+    sequences = list(row_of) if share else keys
+    rows = torch.tensor([row_of[key] for key in keys] if share else range(len(keys)), device=device)
+    batch = collate([prompt for prompt, _ in sequences], [reply for _, reply in sequences], pad)
+    return PairBatch(ReplyBatch(*(tensor.to(device) for tensor in vars(batch).values())), *rows.chunk(2))
 
 
 def pair_loss(
@@ -165,9 +186,11 @@ def pair_loss(
     Returns:
         The shard's part of the step's loss, and its part of each metric.
     """
-    batch = pair_batch(pairs, pad, next(model.parameters()).device)
-    hidden = model.hidden(batch.input_ids, batch.attention_mask)
-    chosen, rejected = model.scores(last_hidden(hidden, batch.attention_mask)).chunk(2)
+    batch = pair_batch(pairs, pad, next(model.parameters()).device, config.batch.group_prompts)
+    mask = batch.sequences.attention_mask
+    hidden = model.hidden(batch.sequences.input_ids, mask)
+    scores = model.scores(last_hidden(hidden, mask))
+    chosen, rejected = scores[batch.chosen], scores[batch.rejected]
     loss = pairwise_loss(chosen, rejected, margins.to(chosen) if margins is not None else None, totals.pairs)
     share = len(pairs) / totals.pairs
     metrics = {
@@ -176,7 +199,8 @@ def pair_loss(
         "margin": share * float((chosen - rejected).detach().mean()),
     }
     if config.imitation > 0:
-        imitation = imitation_loss(model, hidden[: len(pairs)], batch, totals.tokens)
+        targets = torch.tensor([token for pair in pairs for token in pair.chosen], device=hidden.device)
+        imitation = imitation_loss(model, hidden, batch, targets, totals.tokens)
         loss = loss + config.imitation * imitation
         metrics["imitation_loss"] = float(imitation.detach())
     if config.centering > 0:
@@ -184,11 +208,15 @@ def pair_loss(
     return loss, metrics | {"loss": float(loss.detach())}
 
 
-def imitation_loss(model: ScalarModel, hidden: Tensor, batch: ReplyBatch, total: int) -> Tensor:
-    """Language-model loss on the *chosen* replies alone, from their hidden states: (B, L, H) -> ()."""
-    select = batch.select[: hidden.shape[0]]
-    targets = batch.targets[: int(select.sum())]
-    return token_cross_entropy(model.lm_logits(hidden[select]), targets, total)
+def imitation_loss(model: ScalarModel, hidden: Tensor, batch: PairBatch, targets: Tensor, total: int) -> Tensor:
+    """Language-model loss on the *chosen* replies alone, from the hidden states of all: (rows, L, H) -> ().
+
+    Args:
+        targets: Tokens of each pair's chosen reply, one pair after the other.
+        total: Their number in the whole optimiser step.
+    """
+    pair, column = batch.sequences.select[batch.chosen].nonzero(as_tuple=True)
+    return token_cross_entropy(model.lm_logits(hidden[batch.chosen[pair], column]), targets, total)
 
 
 @torch.no_grad()
@@ -200,8 +228,7 @@ def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int) ->
     """
     was_training = model.training
     model.eval()
-    replies = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-    keys = [(tuple(pair.prompt), tuple(reply)) for pair, reply in zip([*pairs, *pairs], replies, strict=True)]
+    keys = sequence_keys(pairs)
     sequences = list(dict.fromkeys(keys))
     lengths = [len(prompt) + len(reply) for prompt, reply in sequences]
     size = max(1, min(SCORING_ROWS, SCORING_TOKENS // max(lengths)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from types import ModuleType
 
 import pytest
@@ -13,14 +12,20 @@ from hypothesis import strategies as st
 
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.chat import left_pad, right_pad
-from rlhf_core.data.length_balance import length_balanced_epoch
 from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.models.base import new_model, train_tokenizer
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.training.examples import Example, LengthBucketedBatches, collate
 from rlhf_core.training.losses import centering_loss, pairwise_loss, token_cross_entropy
-from rlhf_core.training.reward.trainer import StepTotals, TokenBudgetBatches, pair_loss, score_pairs
+from rlhf_core.training.reward.trainer import (
+    PairBatches,
+    StepTotals,
+    pair_batch,
+    pair_batches,
+    pair_loss,
+    score_pairs,
+)
 from rlhf_core.training.sft import example_batch, mean_reply_loss, reply_loss
 
 CPU = torch.device("cpu")
@@ -115,6 +120,28 @@ def test_pair_loss_adds_up_over_parts(scalar, rows) -> None:  # type: ignore[no-
     assert figures["loss"] == pytest.approx(whole.item(), rel=1e-6)
 
 
+def test_the_loss_of_pairs_that_share_a_sequence_is_that_of_each_alone(scalar) -> None:  # type: ignore[no-untyped-def]
+    prompt, best = [7, 8], [9, 10, 4]
+    pairs = [TokenisedPair(0, prompt, best, [11, 4]), TokenisedPair(1, prompt, best, [12, 13, 14, 4])]
+    pairs.append(TokenisedPair(2, prompt, [11, 4], best))
+    totals = StepTotals(3, 3 + 3 + 2)
+    config = RewardConfig(centering=0.3, imitation=0.7, batch=PairBatchConfig(group_prompts=True))
+    batch = pair_batch(pairs, 0, torch.device("cpu"), share=True)
+    assert batch.sequences.input_ids.shape[0] == 3
+    assert (batch.chosen.tolist(), batch.rejected.tolist()) == ([0, 0, 1], [1, 2, 0])
+    scalar.zero_grad()
+    whole, _ = pair_loss(scalar, pairs, None, config, 0, totals)
+    whole.backward()
+    together = [p.grad.clone() for p in scalar.parameters() if p.grad is not None]
+    scalar.zero_grad()
+    parts = [pair_loss(scalar, [pair], None, config, 0, totals)[0] for pair in pairs]
+    sum(parts).backward()
+    assert whole.item() == pytest.approx(sum(part.item() for part in parts), rel=1e-5)
+    for grad, parameter in zip(together, (p for p in scalar.parameters() if p.grad is not None), strict=True):
+        torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-6)
+    scalar.zero_grad()
+
+
 def test_a_sequence_that_pairs_share_is_scored_once_and_rewards_keep_their_order(scalar, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     prompt, best, long = [7, 8], [9, 10, 4], [11, 12, 13, 14, 15, 16, 4]
     pairs = [
@@ -156,16 +183,23 @@ def test_batches_are_a_function_of_seed_and_step(lengths: list[int], size: int, 
     assert len(set(epoch)) == len(epoch) == plan.per_epoch * plan.size
     last = 2 * plan.per_epoch - 1
     assert LengthBucketedBatches(lengths, size, seed).at(last) == steps[last]
-    pairs = TokenBudgetBatches(lengths, PairBatchConfig(token_budget=300), seed)
-    walked = [pairs.at(step) for step in range(12)]
-    assert TokenBudgetBatches(lengths, PairBatchConfig(token_budget=300), seed).at(11) == walked[11]
-    assert pairs.at(0) == walked[0]
 
 
-def test_batches_of_changing_epochs_are_a_function_of_the_step_too() -> None:
-    def batches() -> TokenBudgetBatches:
-        rows_of_epoch = partial(length_balanced_epoch, [1] * 40 + [-1] * 10 + [0] * 3, 5)
-        return TokenBudgetBatches([20] * 53, PairBatchConfig(token_budget=160, max_pairs=4), 7, rows_of_epoch)
+def unshared_pairs(differences: list[int]) -> list[TokenisedPair]:
+    """Pairs of prompts of their own, each 20 tokens wide, by length of the chosen minus the rejected reply."""
+    lengths = [(18 + min(d, 0), 18 - max(d, 0)) for d in differences]
+    return [TokenisedPair(i, [i, 5], [6] * a, [7] * b) for i, (a, b) in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("group_prompts", [False, True])
+def test_pair_batches_are_a_function_of_the_step(group_prompts: bool) -> None:
+    config = RewardConfig(
+        length_balance="sampling",
+        batch=PairBatchConfig(token_budget=160, max_pairs=4, min_pairs=4, group_prompts=group_prompts),
+    )
+
+    def batches() -> PairBatches:
+        return pair_batches(unshared_pairs([1] * 40 + [-1] * 10 + [0] * 3), config, "reward")
 
     planned = batches()
     walked = [planned.at(step) for step in range(12)]
