@@ -21,7 +21,7 @@ from rlhf_core.evaluation.selection import (
     SelectionMetrics,
     choose,
 )
-from rlhf_core.models.heads import LastTokenModel
+from rlhf_core.models.heads import ReplyScorer
 from rlhf_core.ppo.callbacks.selection import SelectionResult
 from rlhf_core.ppo.run_checkpoint import nonfinite_as_none
 from rlhf_core.sampling.distribution import Sampling
@@ -71,8 +71,8 @@ def referee_selector(
     reference: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[Message]],
-    referee: LastTokenModel,
-    reward: LastTokenModel | None,
+    referee: ReplyScorer,
+    reward: ReplyScorer | None,
 ) -> CheckpointSelector:
     """Let ``referee`` compare replies to fixed ``prompts`` with those of ``reference``, sampled as PPO samples.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict
@@ -32,6 +32,10 @@ class PairBatchConfig(Strict):
 class RewardConfig(StageConfig):
     """``layers`` keeps only so many decoder layers, from the embedding up; see :mod:`rlhf_core.models.lower_layers`.
 
+    ``pooling`` is what the head reads: the ``last`` token of a reply (paper, section 4.1), or the ``mean`` of all its
+    hidden states. ``linear_probe`` fits the head to frozen features first, with an L2 penalty of that strength; see
+    :mod:`rlhf_core.training.reward.linear_probe`. Then ``steps`` may be 0.
+
     ``imitation`` is the weight of the LM loss on the preferred reply, ``centering`` of ``mean((r_w + r_l)^2)``.
 
     ``lora`` trains adapters and the head instead of all weights. ``length_balance: sampling`` trains on pairs among
@@ -42,7 +46,9 @@ class RewardConfig(StageConfig):
 
     init: Literal["sft", "base"] = "sft"
     layers: PositiveInt | None = None
-    steps: PositiveInt = 300
+    pooling: Literal["last", "mean"] = "last"
+    linear_probe: PositiveFloat | None = None
+    steps: NonNegativeInt = 300
     batch: PairBatchConfig = PairBatchConfig()
     max_tokens: PositiveInt = 256
     imitation: float = Field(default=1.0, ge=0)
@@ -58,6 +64,14 @@ class RewardConfig(StageConfig):
     def _imitation_by_the_whole_model(self) -> RewardConfig:
         if self.layers is not None and self.imitation > 0:
             raise ValueError("imitation needs the language model's own last layer; set it to 0.0, or layers to null")
+        return self
+
+    @model_validator(mode="after")
+    def _trained_at_all(self) -> RewardConfig:
+        if self.steps == 0 and self.linear_probe is None:
+            raise ValueError(
+                "steps is 0 and linear_probe is not set, so that nothing would be trained; set one of them"
+            )
         return self
 
 

@@ -19,7 +19,7 @@ from rlhf_core.memory.dry_run import ModelVariant, Moments, decoder_layers, laye
 from rlhf_core.memory.sequence_lengths import BatchShape
 from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.models.forward import has_plain_head, hidden_states
-from rlhf_core.models.heads import ScalarModel, last_hidden
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.kl import full_kl
 from rlhf_core.sampling.decoding_layers import decoding_layers
 from rlhf_core.sampling.distribution import (
@@ -66,7 +66,7 @@ def pair_loss(model: ModelVariant, batch: BatchShape) -> Moments:
     def run(memory: TensorMemory, reward: ScalarModel) -> Tensor:
         pairs, (ids, mask) = batch.rows // 2, _full_rows(batch.rows, batch.width)
         hidden = reward.hidden(ids, mask)
-        chosen, rejected = reward.scores(last_hidden(hidden, mask)).chunk(2)
+        chosen, rejected = reward.scores(reward.pool(hidden, mask, mask)).chunk(2)
         loss = pairwise_loss(chosen, rejected, None, pairs)
         if batch.scored:
             logits = reward.lm_logits(_scored_positions(hidden[:pairs], batch.scored))
@@ -77,11 +77,12 @@ def pair_loss(model: ModelVariant, batch: BatchShape) -> Moments:
 
 
 @cache
-def last_token_scores(model: ModelVariant, batch: BatchShape) -> Moments:
+def reply_scores(model: ModelVariant, batch: BatchShape) -> Moments:
     """Scores of a reward model, without gradient."""
 
     def run(memory: TensorMemory, scorer: ScalarModel) -> Tensor:
-        return scorer.last_token_scores(*_full_rows(batch.rows, batch.width))
+        ids, mask = _full_rows(batch.rows, batch.width)
+        return scorer.reply_scores(ids, mask, mask)
 
     return run_pass(run, [model.in_inference])
 

@@ -48,7 +48,7 @@ def reward_stage(inputs: StageInputs, stage: Literal["reward", "referee", "judge
     imitated = -(-batch.scored * own // pairs) if config.imitation > 0 else 0
     update = passes.pair_loss(model.variant, BatchShape(2 * own, batch.width, imitated))
     scored = max(1, min(SCORING_ROWS, SCORING_TOKENS // lengths.width))
-    held_out = passes.last_token_scores(model.variant, BatchShape(scored, lengths.width))
+    held_out = passes.reply_scores(model.variant, BatchShape(scored, lengths.width))
     phases = {
         "update": model.peak_of_update(update),
         "step": _optimizer_step([model]),
@@ -129,7 +129,7 @@ def evaluate_stage(inputs: StageInputs) -> StageEstimate:
         "generation": largest(generation) + _whole(model),
         "perplexity": largest(passes.reply_loss(model.variant.in_inference, text)) + _whole(model),
         "drift": largest(passes.reply_logprobs(model.variant, drift, unfiltered)) + _whole(model),
-        "judging": largest(passes.last_token_scores(judge.variant, judged)) + _whole(judge),
+        "judging": largest(passes.reply_scores(judge.variant, judged)) + _whole(judge),
     }
     return _stage("evaluate", inputs, [], phases, _whole(model))
 
@@ -189,7 +189,7 @@ def _rollout_phases(
     scoring = passes.rollout_scores(
         policy.variant, critic.variant if critic else None, policy not in trained, part, inputs.sampling
     )
-    rewards = passes.last_token_scores(inputs.variant("scalar"), part)
+    rewards = passes.reply_scores(inputs.variant("scalar"), part)
     return {
         "generation": largest(generation) + at_work,
         "scoring": largest(scoring) + _gathered_by_one(references) + held,
@@ -227,7 +227,7 @@ def _selection(inputs: StageInputs, policy: ModelRole, frozen: Sequence[ModelRol
     batch = inputs.rollout_batch(rows)
     generation = passes.generation(policy.variant, rows, inputs.lengths.prompt, inputs.sampling)
     drift = passes.reply_logprobs(inputs.variant("causal_lm"), batch, inputs.sampling)
-    judging = passes.last_token_scores(inputs.variant("scalar"), batch)
+    judging = passes.reply_scores(inputs.variant("scalar"), batch)
     return largest([*generation, largest([*drift, *judging]) + _gathered_by_one(frozen)])
 
 

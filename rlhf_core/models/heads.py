@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,15 @@ from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, s
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.lower_layers import keep_lower_layers
 
+Pooling = Literal["last", "mean"]
+POOLING = "reply_pooling"  # its name in config.json
 
-class LastTokenModel(Protocol):
-    """A reward model or referee, whole or sharded."""
 
-    def last_token_scores(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """(B, L) twice -> scalar at each row's last real token (B,)."""
+class ReplyScorer(Protocol):
+    """A reward model, referee or judge, whole or sharded."""
+
+    def reply_scores(self, input_ids: Tensor, attention_mask: Tensor, reply_mask: Tensor | None = None) -> Tensor:
+        """(B, L) each -> the scalar of each row's reply (B,)."""
 
 
 class ScalarModel(nn.Module):
@@ -62,6 +66,7 @@ class ScalarModel(nn.Module):
         seed: int,
         dtype: torch.dtype | None = None,
         layers: int | None = None,
+        pooling: Pooling = "last",
     ) -> ScalarModel:
         """Put a small random head (std 1/sqrt(H + 1), a function of ``seed``) on the backbone of a causal LM.
 
@@ -70,6 +75,7 @@ class ScalarModel(nn.Module):
             seed: Determines the head.
             dtype: Precision to load weights in; None keeps that of the files.
             layers: Decoder layers to keep, from the embedding up; None for all.
+            pooling: What the head reads of a reply, see :meth:`pool`. Other than "last" it is kept in config.json.
         """
         lm: PreTrainedModel
         if isinstance(source, PreTrainedModel):
@@ -78,7 +84,8 @@ class ScalarModel(nn.Module):
             name, lm = str(source), load_model(AutoModelForCausalLM, source, dtype)
         if layers is not None:
             keep_lower_layers(lm, layers)
-        with reading(name):
+        # A model in memory is not on the hub, which would be asked for its name.
+        with nullcontext() if isinstance(source, PreTrainedModel) else reading(name):
             lm.config.num_labels = 1
             with torch.device("meta"):
                 model = AutoModelForSequenceClassification.from_config(lm.config, attn_implementation="sdpa")
@@ -88,6 +95,8 @@ class ScalarModel(nn.Module):
         width = model.score.in_features
         generator = torch.Generator().manual_seed(seed)
         model.score = nn.Linear(width, 1, bias=False, device=lm.device, dtype=lm.dtype)
+        if pooling != "last":
+            model.config.update({POOLING: pooling})
         with torch.no_grad():
             model.score.weight.copy_(torch.randn(1, width, generator=generator) / math.sqrt(width + 1))
         output = lm.get_output_embeddings().weight
@@ -101,6 +110,12 @@ class ScalarModel(nn.Module):
         if model.config.num_labels != 1 or not hasattr(model, "score"):
             raise ModelError(f"{path} is not a scalar model ({model.config.num_labels} labels); exactly one is needed")
         return cls(model)
+
+    @property
+    def pooling(self) -> Pooling:
+        """What the head reads of a reply."""
+        pooling: Pooling = getattr(self.model.config, POOLING, "last")
+        return pooling
 
     def add_adapters(self, config: LoraConfig, seed: int) -> None:
         """Make adapters (see ``models.lora``) and the head trainable in place of all weights."""
@@ -122,9 +137,24 @@ class ScalarModel(nn.Module):
         """The scalar at every position: (B, L) -> (B, L). Positions default to those of the mask."""
         return self.scores(self.hidden(input_ids, attention_mask, position_ids))
 
-    def last_token_scores(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The scalar at each row's last real token, the end-of-sequence that closes the reply: (B, L) -> (B,)."""
-        return self.scores(last_hidden(self.hidden(input_ids, attention_mask), attention_mask))
+    def pool(self, hidden: Tensor, attention_mask: Tensor, reply_mask: Tensor | None) -> Tensor:
+        """What the head reads of each row's reply: (B, L, H) -> (B, H). The masks are (B, L).
+
+        It is the state of the last real token, the end-of-sequence that closes the reply, or the mean of the reply's.
+
+        Raises:
+            ModelError: The mean is to be taken, and ``reply_mask`` does not say of which positions.
+        """
+        if self.pooling == "last":
+            return last_hidden(hidden, attention_mask)
+        if reply_mask is None:
+            raise ModelError("this scalar model reads the mean over a reply, so it needs to know where replies begin")
+        weights = reply_mask / reply_mask.sum(dim=1, keepdim=True).clamp(min=1)
+        return torch.einsum("bl,blh->bh", weights.to(torch.float32), hidden.float())
+
+    def reply_scores(self, input_ids: Tensor, attention_mask: Tensor, reply_mask: Tensor | None = None) -> Tensor:
+        """The scalar of each row's reply, read as :meth:`pool` says: (B, L) -> (B,)."""
+        return self.scores(self.pool(self.hidden(input_ids, attention_mask), attention_mask, reply_mask))
 
     def lm_logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits of hidden states, for the imitation loss: (..., H) -> (..., V)."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_core import distributed
 from rlhf_core.config.ppo import RewardShapingConfig, RolloutConfig
-from rlhf_core.models.heads import LastTokenModel
+from rlhf_core.models.heads import ReplyScorer
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.kl import kl_estimate
 from rlhf_core.ppo.reward_normalization import RunningMeanStd, normalize_and_clip_rewards
@@ -19,15 +19,15 @@ from rlhf_core.sampling.token_scoring import Tokens, shared_micro_batches
 RewardFn = Callable[[Tokens], Tensor]  # the raw reward of every reply (B,)
 
 
-def reward_model_fn(model: LastTokenModel, micro_batch_size: int | None) -> RewardFn:
-    """Make a reward function of a model that is read at the last response token; ranks share the rows."""
+def reward_model_fn(model: ReplyScorer, micro_batch_size: int | None) -> RewardFn:
+    """Make a reward function of a model that scores replies; ranks share the rows."""
 
     def reward_fn(batch: Tokens) -> Tensor:
         rewards = torch.zeros(len(batch.tokens), device=batch.tokens.device)
         with torch.inference_mode():
             for rows, weight in shared_micro_batches(batch.attention_mask, micro_batch_size):
                 part = batch.part(rows)
-                part_rewards = model.last_token_scores(part.tokens, part.attention_mask).float()
+                part_rewards = model.reply_scores(part.tokens, part.attention_mask, part.reply_mask).float()
                 if weight:
                     rewards[rows] = part_rewards
         return distributed.all_reduce_sum(rewards)

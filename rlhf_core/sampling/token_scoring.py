@@ -50,6 +50,12 @@ class Tokens:
         """(B, P+T), counted from the first real token, so that padding never changes a number."""
         return position_ids_from_mask(self.attention_mask)
 
+    @property
+    def reply_mask(self) -> Tensor:
+        """1 at the response's tokens among all columns (B, P+T)."""
+        prompt = self.tokens.shape[1] - self.width
+        return torch.nn.functional.pad(self.response_mask.long(), (prompt, 0))
+
     def part(self, rows: Tensor) -> Tokens:
         """The given rows, with the padding that they do not need cut off on both sides."""
         attention, mask = self.attention_mask[rows], self.response_mask[rows]

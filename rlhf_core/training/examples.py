@@ -47,6 +47,15 @@ class ReplyBatch:
     select: Tensor
     targets: Tensor
 
+    @property
+    def reply_mask(self) -> Tensor:
+        """1 at the reply tokens themselves (B, L)."""
+        return torch.nn.functional.pad(self.select[:, :-1].long(), (1, 0))
+
+    def to(self, device: torch.device) -> ReplyBatch:
+        """The same on ``device``."""
+        return ReplyBatch(*(tensor.to(device) for tensor in vars(self).values()))
+
 
 def tokenised_examples(
     tokenizer: PreTrainedTokenizerBase, demonstrations: Iterable[Demonstration], max_tokens: int

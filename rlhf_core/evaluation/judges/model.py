@@ -9,16 +9,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core import distributed
-from rlhf_core.data.chat import encode_prompt, encode_reply, pad_id, right_pad, vocabulary_id
+from rlhf_core.data.chat import encode_prompt, encode_reply, pad_id, vocabulary_id
 from rlhf_core.data.schema import Message
 from rlhf_core.data.sharding import passes
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.models.base import load_tokenizer
-from rlhf_core.models.heads import LastTokenModel, ScalarModel
+from rlhf_core.models.heads import ReplyScorer, ScalarModel
+from rlhf_core.training.examples import collate
 
 
 class ModelJudge:
-    """Reads a scalar model at the last token: the end marker of a finished reply, the last token of an unfinished one.
+    """Scores replies by a scalar model. One that reads the last token reads the end marker of a finished reply only.
 
     Args:
         model: The scalar model.
@@ -29,9 +30,7 @@ class ModelJudge:
 
     absolute_tie: float | None = None
 
-    def __init__(
-        self, model: LastTokenModel, tokenizer: PreTrainedTokenizerBase, name: str, batch_size: int = 64
-    ) -> None:
+    def __init__(self, model: ReplyScorer, tokenizer: PreTrainedTokenizerBase, name: str, batch_size: int = 64) -> None:
         self.model, self.tokenizer, self.name, self.batch_size = model, tokenizer, name, batch_size
         self.vocabulary = vocabulary_id(tokenizer)
 
@@ -43,19 +42,19 @@ class ModelJudge:
     def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
         """Return scores in the model's own unit. Ranks share the work; batching and padding change no score."""
         sequences = [self._encode(prompt, reply) for prompt, reply in zip(prompts, replies, strict=True)]
-        by_length = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+        by_length = sorted(range(len(sequences)), key=lambda i: sum(map(len, sequences[i])))
         scores = torch.zeros(len(sequences), dtype=torch.float64)
         for rows, weight in passes(by_length, self.batch_size):
-            ids, mask = right_pad([sequences[i] for i in rows], pad_id(self.tokenizer))
-            device = distributed.device()
+            prompts_of, replies_of = zip(*(sequences[i] for i in rows), strict=True)
+            batch = collate(prompts_of, replies_of, pad_id(self.tokenizer)).to(distributed.device())
             with torch.inference_mode():
-                values = self.model.last_token_scores(ids.to(device), mask.to(device)).float()
+                values = self.model.reply_scores(batch.input_ids, batch.attention_mask, batch.reply_mask).float()
             if weight:
                 scores[rows] = values.double().cpu()
         # Each rank holds the scores of its own rows and zeros elsewhere.
         return distributed.all_reduce_sum(scores).tolist()
 
-    def _encode(self, prompt: Sequence[Message], reply: Reply) -> list[int]:
+    def _encode(self, prompt: Sequence[Message], reply: Reply) -> tuple[list[int], list[int]]:
         """Token ids of prompt and reply: those that the policy generated, as they are.
 
         Ids of another vocabulary (a champion of an older tokenizer) mean nothing to this model; it gets the visible
@@ -64,4 +63,4 @@ class ModelJudge:
         token_ids: Sequence[int] = reply.token_ids
         if reply.vocabulary != self.vocabulary:
             token_ids = encode_reply(self.tokenizer, reply.text, reply.finished)
-        return [*encode_prompt(self.tokenizer, prompt), *token_ids]
+        return encode_prompt(self.tokenizer, prompt), list(token_ids)

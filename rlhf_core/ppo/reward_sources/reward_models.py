@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.chat import encode_dialogue, pad_id, right_pad
+from rlhf_core.data.chat import encode_dialogue, pad_id
 from rlhf_core.data.schema import Demonstration, Message, read_rows
 from rlhf_core.errors import ModelError
 from rlhf_core.models.base import load_tokenizer
@@ -17,12 +17,13 @@ from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.reward_sources.source import Replies
 from rlhf_core.ppo.rewards import RewardFn
 from rlhf_core.sampling.token_scoring import MICRO_BATCH
+from rlhf_core.training.examples import collate
 
 ORIGIN_REPLIES = 256
 
 
 class RewardModelSource:
-    """A reward model read at the last response token."""
+    """One reward model."""
 
     def __init__(self, reward_fn: RewardFn) -> None:
         self.reward_fn = reward_fn
@@ -82,14 +83,13 @@ def reward_origin(model: ScalarModel, clean: Path, tokenizer: PreTrainedTokenize
     path = clean / "demonstrations" / "train.parquet"
     rows = sorted(read_rows(path, Demonstration), key=lambda row: row.id)
     positions = getattr(model.model.config, "max_position_embeddings", None)
-    pairs = [encode_dialogue(tokenizer, row.prompt, row.reply) for row in rows[:ORIGIN_REPLIES]]
-    encoded = [prompt + reply for prompt, reply in pairs]
-    fitting = [ids for ids in encoded if positions is None or len(ids) <= positions]
+    encoded = [encode_dialogue(tokenizer, row.prompt, row.reply) for row in rows[:ORIGIN_REPLIES]]
+    fitting = [both for both in encoded if positions is None or len(both[0]) + len(both[1]) <= positions]
     if not fitting:
         raise ModelError(f"no demonstration of {path} fits the model, so its score has no origin; set center to false")
     total = 0.0
     for start in range(0, len(fitting), MICRO_BATCH):
-        ids, mask = right_pad(fitting[start : start + MICRO_BATCH], pad_id(tokenizer))
-        device = model.model.device
-        total += float(model.last_token_scores(ids.to(device), mask.to(device)).double().sum())
+        prompts, replies = zip(*fitting[start : start + MICRO_BATCH], strict=True)
+        batch = collate(prompts, replies, pad_id(tokenizer)).to(model.model.device)
+        total += float(model.reply_scores(batch.input_ids, batch.attention_mask, batch.reply_mask).double().sum())
     return total / len(fitting)

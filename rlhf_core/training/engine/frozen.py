@@ -87,9 +87,9 @@ class ShardedModel:
         """The model's own forward."""
         return self.ds(lambda: self.model(**inputs))
 
-    def last_token_scores(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The scalar of a scalar model at each row's last real token: (B, L) twice -> (B,)."""
-        scores: Tensor = self.ds(lambda: self.model.last_token_scores(input_ids, attention_mask))  # type: ignore[operator]
+    def reply_scores(self, input_ids: Tensor, attention_mask: Tensor, reply_mask: Tensor | None = None) -> Tensor:
+        """The scalar of a scalar model for each row's reply: (B, L) each -> (B,)."""
+        scores: Tensor = self.ds(lambda: self.model.reply_scores(input_ids, attention_mask, reply_mask))  # type: ignore[operator]
         return scores
 
     def __getattr__(self, name: str) -> Any:

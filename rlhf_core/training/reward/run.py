@@ -31,8 +31,9 @@ from rlhf_core.training.reward.evaluation import (
     evaluate_scores,
 )
 from rlhf_core.training.reward.length_expert import LengthExpert, fitted_length_expert
+from rlhf_core.training.reward.linear_probe import fit_linear_probe
 from rlhf_core.training.reward.temperature_scaling import fitted_temperature
-from rlhf_core.training.reward.trainer import PairScores, RewardTask, score_pairs
+from rlhf_core.training.reward.trainer import PairScores, RewardTask, rows_of_epoch, score_pairs
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 
@@ -116,15 +117,20 @@ def train_scalar(
     """
     if config.length_balance == "sampling":
         require_balanced_pairs(train, config.batch.min_pairs, name)
-    model = ScalarModel.from_causal_lm(init, derive_seed(config.seed, name, "head"), layers=config.layers)
-    if config.lora is not None:
-        model.add_adapters(config.lora, derive_seed(config.seed, name, "lora"))
-    engine = build_engine(model, config.optimizer, config.steps, name, context)
+    head_seed = derive_seed(config.seed, name, "head")
+    model = ScalarModel.from_causal_lm(init, head_seed, layers=config.layers, pooling=config.pooling)
     margins = np.array([row.margin or 0.0 if config.use_margin else 0.0 for row in train.rows])
     expert = None
     if config.length_balance == "product_of_experts":
         expert = fitted_length_expert(*reply_lengths(train.pairs))
         margins -= expert.log_odds(*reply_lengths(train.pairs))
+    if config.linear_probe is not None:
+        rows = rows_of_epoch(train.pairs, config, name, epoch=0)
+        probed = [train.pairs[row] for row in rows]
+        fit_linear_probe(model, probed, -margins[rows], config.linear_probe, pad_id(tokenizer))
+    if config.lora is not None:
+        model.add_adapters(config.lora, derive_seed(config.seed, name, "lora"))
+    engine = build_engine(model, config.optimizer, config.steps, name, context)
     task = RewardTask(
         engine,
         model,

@@ -21,7 +21,7 @@ from rlhf_core.data.length_balance import length_balanced_epoch
 from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.data.prompt_batches import PromptBatches, sequence_keys
 from rlhf_core.data.sharding import passes
-from rlhf_core.models.heads import ScalarModel, last_hidden
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.examples import ReplyBatch, by_length, collate
 from rlhf_core.training.loop import StepReport
@@ -80,19 +80,25 @@ class PairBatches:
 
 def pair_batches(pairs: Sequence[TokenisedPair], config: RewardConfig, name: str) -> PairBatches:
     """Plan the batches within a token budget (paper, section 4.2): of single pairs, or of whole prompts."""
-    limits, seed = config.batch, derive_seed(config.seed, name, "order")
-    differences, lengths = [pair.length_difference for pair in pairs], [pair.length for pair in pairs]
-    balance_seed = derive_seed(config.seed, name, "length_balance")
+    limits, seed, lengths = config.batch, derive_seed(config.seed, name, "order"), [pair.length for pair in pairs]
     prompts = PromptBatches(pairs, limits, seed) if limits.group_prompts else None
 
     def batches_of_epoch(epoch: int) -> list[list[int]]:
-        rows = length_balanced_epoch(differences, balance_seed, epoch) if config.length_balance == "sampling" else None
+        rows = rows_of_epoch(pairs, config, name, epoch)
         if prompts is not None:
             return prompts.epoch(epoch, rows)
         sizes = (limits.token_budget, limits.min_pairs, limits.max_pairs)
         return token_budget_batches(lengths, *sizes, seed, epoch, rows)
 
     return PairBatches(batches_of_epoch)
+
+
+def rows_of_epoch(pairs: Sequence[TokenisedPair], config: RewardConfig, name: str, epoch: int) -> list[int]:
+    """Pair numbers that an epoch of the model ``name`` consists of: all of them, or a draw that is length-balanced."""
+    if config.length_balance != "sampling":
+        return list(range(len(pairs)))
+    seed = derive_seed(config.seed, name, "length_balance")
+    return length_balanced_epoch([pair.length_difference for pair in pairs], seed, epoch)
 
 
 class RewardTask:
@@ -166,7 +172,7 @@ def pair_batch(pairs: Sequence[TokenisedPair], pad: int, device: torch.device, s
     sequences = list(row_of) if share else keys
     rows = torch.tensor([row_of[key] for key in keys] if share else range(len(keys)), device=device)
     batch = collate([prompt for prompt, _ in sequences], [reply for _, reply in sequences], pad)
-    return PairBatch(ReplyBatch(*(tensor.to(device) for tensor in vars(batch).values())), *rows.chunk(2))
+    return PairBatch(batch.to(device), *rows.chunk(2))
 
 
 def pair_loss(
@@ -187,9 +193,9 @@ def pair_loss(
         The shard's part of the step's loss, and its part of each metric.
     """
     batch = pair_batch(pairs, pad, next(model.parameters()).device, config.batch.group_prompts)
-    mask = batch.sequences.attention_mask
-    hidden = model.hidden(batch.sequences.input_ids, mask)
-    scores = model.scores(last_hidden(hidden, mask))
+    sequences = batch.sequences
+    hidden = model.hidden(sequences.input_ids, sequences.attention_mask)
+    scores = model.scores(model.pool(hidden, sequences.attention_mask, sequences.reply_mask))
     chosen, rejected = scores[batch.chosen], scores[batch.rejected]
     loss = pairwise_loss(chosen, rejected, margins.to(chosen) if margins is not None else None, totals.pairs)
     share = len(pairs) / totals.pairs
@@ -235,8 +241,8 @@ def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int) ->
     scores = torch.zeros(len(sequences), dtype=torch.float64)
     device = next(model.parameters()).device
     for rows, weight in passes(by_length(lengths), size):
-        batch = collate([sequences[row][0] for row in rows], [sequences[row][1] for row in rows], pad)
-        values = model.last_token_scores(batch.input_ids.to(device), batch.attention_mask.to(device))
+        batch = collate([sequences[row][0] for row in rows], [sequences[row][1] for row in rows], pad).to(device)
+        values = model.reply_scores(batch.input_ids, batch.attention_mask, batch.reply_mask)
         if weight:
             scores[rows] = values.double().cpu()
     model.train(was_training)

@@ -40,7 +40,7 @@ def test_score_is_read_at_the_ending_of_finished_replies_only(models: Path, prom
     head, reply = encode_dialogue(judge.tokenizer, prompt, "yes")
     for expected, ids in ((finished, [*head, *reply]), (cut, [*head, *reply[:-1]])):
         with torch.inference_mode():
-            value = judge.model.last_token_scores(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.long))
+            value = judge.model.reply_scores(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.long))
         assert float(value) == pytest.approx(expected, abs=1e-5)
     assert finished != cut
 

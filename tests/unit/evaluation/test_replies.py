@@ -59,7 +59,7 @@ def test_model_judges_read_the_very_tokens(
     assert reply != sampled_ids(tokenizer, "the<|pad|>", finished)
     ids = [*encode_prompt(tokenizer, prompt), *reply]
     with torch.inference_mode():
-        expected = judge.model.last_token_scores(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.long))
+        expected = judge.model.reply_scores(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.long))
     assert judge.score([prompt], generated_replies(tokenizer, [reply])) == pytest.approx([float(expected)], abs=1e-5)
 
 
@@ -100,5 +100,5 @@ def test_an_unfinished_reply_never_becomes_a_finished_one(models: Path, prompts:
     finished, unfinished = judge.score([prompt] * 2, [Reply(text, True), Reply(text, False)])
     ids = [*encode_prompt(judge.tokenizer, prompt), *encode_reply(judge.tokenizer, text, finished=False)]
     with torch.inference_mode():
-        expected = judge.model.last_token_scores(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.long))
+        expected = judge.model.reply_scores(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.long))
     assert unfinished == pytest.approx(float(expected), abs=1e-5) and finished != unfinished

@@ -38,7 +38,7 @@ PASSES: dict[str, Callable[[Architecture, bool], Moments]] = {
     "ptx": lambda a, c: passes.reply_loss(policy(a, checkpointing=c), BATCH, accumulated=True),
     "SFT held out": lambda a, c: passes.reply_loss(policy(a).in_inference, BATCH),
     "reward": lambda a, c: passes.pair_loss(scalar(a, reward=True, checkpointing=c), BATCH),
-    "reward held out": lambda a, c: passes.last_token_scores(scalar(a), BATCH),
+    "reward held out": lambda a, c: passes.reply_scores(scalar(a), BATCH),
     "policy": lambda a, c: passes.policy_loss(policy(a, checkpointing=c), BATCH, SAMPLING, True, True, False),
     "critic": lambda a, c: passes.value_loss(scalar(a, checkpointing=c), BATCH, SAMPLING, True),
     "rollout": lambda a, c: passes.rollout_scores(policy(a), scalar(a), False, BATCH, SAMPLING),

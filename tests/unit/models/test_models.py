@@ -152,14 +152,14 @@ def test_selected_logits_are_those_of_the_full_forward(policy: LlamaForCausalLM)
 def test_scalar_model_begins_small_and_round_trips(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     model, same, other = (ScalarModel.from_causal_lm(folder, seed) for seed in (1, 1, 2))
     ids, mask = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    scores = model.last_token_scores(ids, mask)
-    assert torch.equal(scores, same.last_token_scores(ids, mask))
-    assert not torch.equal(scores, other.last_token_scores(ids, mask))
+    scores = model.reply_scores(ids, mask)
+    assert torch.equal(scores, same.reply_scores(ids, mask))
+    assert not torch.equal(scores, other.reply_scores(ids, mask))
     assert scores.abs().max() < 5 / math.sqrt(2)
 
     path = folder.with_name("reward")
     model.save(path, tokenizer, {"reward_moments.json": {"mean": 0.5}})
-    assert torch.equal(ScalarModel.load(path).last_token_scores(ids, mask), scores)
+    assert torch.equal(ScalarModel.load(path).reply_scores(ids, mask), scores)
     assert json.loads((path / "reward_moments.json").read_text()) == {"mean": 0.5}
     # To anyone else it is a plain Hugging Face classification folder.
     plain = AutoModelForSequenceClassification.from_pretrained(path)

@@ -129,7 +129,7 @@ def test_padding_side_changes_no_logprob(tiny: Tiny) -> None:
         alone = Tokens(ids, torch.ones_like(ids), torch.ones(1, len(reply), dtype=torch.bool))
         with torch.inference_mode():
             dist = response_log_distribution(tiny.policy, alone, tiny.sampling)
-            score = tiny.reward.last_token_scores(alone.tokens, alone.attention_mask)
+            score = tiny.reward.reply_scores(alone.tokens, alone.attention_mask)
         assert torch.allclose(
             gather_logprobs(dist, alone.response)[0], scored.policy_logprobs[row, : len(reply)], atol=1e-5
         )

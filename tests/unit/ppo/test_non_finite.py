@@ -43,8 +43,8 @@ class Fault:
 
 def in_rewards(tiny: Tiny, fault: Fault) -> None:
     """Every score."""
-    original = tiny.reward.last_token_scores
-    tiny.reward.last_token_scores = lambda *given: fault(original(*given), "rollout")  # type: ignore[method-assign]
+    original = tiny.reward.reply_scores
+    tiny.reward.reply_scores = lambda *given: fault(original(*given), "rollout")  # type: ignore[method-assign]
 
 
 def in_values_of(during: str) -> Callable[[Tiny, Fault], None]:

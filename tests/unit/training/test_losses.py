@@ -98,8 +98,8 @@ def test_padding_side_and_content_change_no_number(model, scalar, rows, pad, oth
     for side, filler in ((right_pad, pad), (left_pad, pad), (left_pad, other)):
         ids, mask = side([*rows, [9] * 12], filler)
         results.append(selected_logits(model, ids, mask, mask.bool()))
-        scores.append(scalar.last_token_scores(ids, mask))
-    single = torch.cat([scalar.last_token_scores(torch.tensor([row]), torch.ones(1, len(row)).long()) for row in rows])
+        scores.append(scalar.reply_scores(ids, mask))
+    single = torch.cat([scalar.reply_scores(torch.tensor([row]), torch.ones(1, len(row)).long()) for row in rows])
     for result, score in zip(results, scores, strict=True):
         torch.testing.assert_close(result, results[0], rtol=1e-6, atol=1e-8)
         torch.testing.assert_close(score[:-1], single, rtol=1e-6, atol=1e-6)
@@ -150,13 +150,13 @@ def test_a_sequence_that_pairs_share_is_scored_once_and_rewards_keep_their_order
         TokenisedPair(2, [7], best, long),
     ]
     passed: list[list[int]] = []
-    forward = type(scalar).last_token_scores
+    forward = type(scalar).reply_scores
 
-    def counted(self, ids, mask):  # type: ignore[no-untyped-def]
+    def counted(self, ids, mask, reply_mask):  # type: ignore[no-untyped-def]
         passed.extend(row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True))
-        return forward(self, ids, mask)
+        return forward(self, ids, mask, reply_mask)
 
-    monkeypatch.setattr(type(scalar), "last_token_scores", counted)
+    monkeypatch.setattr(type(scalar), "reply_scores", counted)
     scores = score_pairs(scalar, pairs, 0)
     assert len(passed) == 5 and len({tuple(row) for row in passed}) == 5
     assert scores.chosen[0] == scores.chosen[1] != scores.chosen[2]

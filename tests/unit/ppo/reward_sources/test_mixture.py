@@ -67,7 +67,7 @@ def test_a_model_scores_the_end_of_the_very_tokens(place: Place) -> None:
         prompt, reply = encode_dialogue(place.tokenizer, row.prompt, text)
         ids = torch.tensor([prompt + (reply if end else reply[:-1])])
         with torch.no_grad():
-            assert score == pytest.approx(float(model.last_token_scores(ids, torch.ones_like(ids))[0]), abs=1e-5)
+            assert score == pytest.approx(float(model.reply_scores(ids, torch.ones_like(ids))[0]), abs=1e-5)
 
 
 def test_the_sum_is_weighted_and_each_source_is_told(place: Place) -> None:
@@ -138,7 +138,7 @@ def test_an_ensemble_of_folders_centres_each_member_on_demonstrations(place: Pla
         for model in models:
             raw.append(reward_model_fn(model, None)(tokens).double())
             ids = [torch.tensor([prompt + reply]) for prompt, reply in dialogues]
-            origins.append(sum(float(model.last_token_scores(i, torch.ones_like(i))) for i in ids) / len(ids))
+            origins.append(sum(float(model.reply_scores(i, torch.ones_like(i))) for i in ids) / len(ids))
     a, b = raw[0] - origins[0], raw[1] - origins[1]
     centred = build_reward_fn(sources({"kind": "ensemble", "paths": paths, "k": 2.0}), place.context)(tokens)
     assert centred.tolist() == pytest.approx(((a + b) / 2 - 2.0 * (a - b).abs() / 2).tolist(), abs=1e-5)

@@ -1,0 +1,87 @@
+"""Linear probe: the head of a reward model fitted to frozen features, before anything below it is trained.
+
+A head that starts at random pulls the features under it out of shape while it learns; from a fitted one, fine-tuning
+changes them little where they serve already (Kumar et al., 2022, "Fine-Tuning can Distort Pretrained Features and
+Underperform Out-of-Distribution": LP-FT). With few pairs the probe alone is most of a reward model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rlhf_core import distributed
+from rlhf_core.data.pairs import TokenisedPair
+from rlhf_core.data.prompt_batches import sequence_keys
+from rlhf_core.data.sharding import passes
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.training.examples import by_length, collate
+
+FEATURE_TOKENS, FEATURE_ROWS = 8192, 64
+MOST_ITERATIONS = 500
+
+Floats = npt.NDArray[np.float64]
+
+
+def fit_linear_probe(
+    model: ScalarModel, pairs: Sequence[TokenisedPair], offsets: Floats, strength: float, pad: int
+) -> None:
+    """Set the head of ``model`` to the regularised logistic regression of preferences on its frozen features.
+
+    Args:
+        pairs: Training pairs (B).
+        offsets: Added to the margin of each pair (B,), such as minus its target margin.
+        strength: Of the L2 penalty on weights of features that are scaled to a standard deviation of one.
+        pad: Id of the padding token.
+    """
+    chosen, rejected = pooled_features(model, pairs, pad)
+    differences = chosen - rejected
+    # A feature that is the same in all pairs says nothing of any.
+    scale = np.sqrt((differences**2).mean(axis=0)) + 1e-6
+    weights = logistic_weights(differences / scale, offsets, strength) / scale
+    head = model.model.get_submodule("score").get_parameter("weight")
+    with torch.no_grad():
+        head.copy_(torch.from_numpy(weights).unsqueeze(0))
+
+
+def logistic_weights(differences: Floats, offsets: Floats, strength: float) -> Floats:
+    """Minimise ``mean(softplus(-(D w + offsets))) + strength / 2 * |w|^2``: (B, H), (B,) -> (H,)."""
+    from scipy.optimize import minimize
+
+    def loss(weights: Floats) -> tuple[float, Floats]:
+        margins = differences @ weights + offsets
+        wrong = np.exp(-np.logaddexp(0.0, margins))
+        gradient = -(differences * wrong[:, None]).mean(axis=0) + strength * weights
+        return float(np.logaddexp(0.0, -margins).mean() + strength * (weights @ weights) / 2), gradient
+
+    start = np.zeros(differences.shape[1])
+    weights: Floats = minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": MOST_ITERATIONS}).x
+    return weights
+
+
+@torch.no_grad()
+def pooled_features(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int) -> tuple[Floats, Floats]:
+    """What the head reads of the chosen and of the rejected replies, twice (B, H). Ranks share the sequences."""
+    model.eval()
+    keys = sequence_keys(pairs)
+    sequences = list(dict.fromkeys(keys))
+    lengths = [len(prompt) + len(reply) for prompt, reply in sequences]
+    size = max(1, min(FEATURE_ROWS, FEATURE_TOKENS // max(lengths)))
+    head = model.model.get_submodule("score")
+    device = head.get_parameter("weight").device
+    features: Tensor = torch.zeros(len(sequences), head.get_parameter("weight").shape[1], dtype=torch.float64)
+    for rows, weight in passes(by_length(lengths), size):
+        batch = collate([sequences[row][0] for row in rows], [sequences[row][1] for row in rows], pad).to(device)
+        hidden = model.hidden(batch.input_ids, batch.attention_mask)
+        if weight:
+            features[rows] = model.pool(hidden, batch.attention_mask, batch.reply_mask).double().cpu()
+    # Each rank has read its own sequences and left zeros at the others.
+    of_sequence = distributed.all_reduce_sum(features).numpy()
+    number = {key: row for row, key in enumerate(sequences)}
+    both: Floats = of_sequence[[number[key] for key in keys]]
+    chosen, rejected = np.split(both, 2)
+    return chosen, rejected
