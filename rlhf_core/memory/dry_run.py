@@ -177,15 +177,32 @@ def run_pass(run: PassFunction, variants: Sequence[ModelVariant], accumulated: b
     return tuple(replace(use, weights=0) for use in memory.segments)
 
 
-def layer_repeats(architecture: Architecture) -> tuple[int, ...]:
-    """For each layer that is built the number of layers of the model that it stands for."""
-    layers = architecture.layers
+def layer_repeats(variant: ModelVariant) -> tuple[int, ...]:
+    """For each layer that is built the number of layers of the model that it stands for.
+
+    Where only the upper layers have adapters, no gradient passes the lower ones, which are stood for on their own.
+    """
+    layers, upper = variant.architecture.layers, adapted_upper_layers(variant)
+    if upper is None:
+        return _stand_ins(layers)
+    return (*_stand_ins(layers - upper), *_stand_ins(upper))
+
+
+def adapted_upper_layers(variant: ModelVariant) -> int | None:
+    """How many layers next to the head have adapters where the others have none."""
+    upper, layers = variant.lora.upper_layers if variant.lora is not None else None, variant.architecture.layers
+    if upper is not None and upper > layers:
+        raise ModelError(f"lora.upper_layers is {upper}, but the model has {layers} layers")
+    return upper if upper != layers else None
+
+
+def _stand_ins(layers: int) -> tuple[int, ...]:
     return (1,) * layers if layers <= DEPTH else tuple(layers - DEPTH + 1 if n == MIDDLE else 1 for n in range(DEPTH))
 
 
 def _repeats(variant: ModelVariant, model: nn.Module) -> dict[int, int]:
     """How often each parameter of a layer counts, by its id."""
-    counts = zip(layer_repeats(variant.architecture), decoder_layers(model), strict=True)
+    counts = zip(layer_repeats(variant), decoder_layers(model), strict=True)
     return {id(parameter): count for count, layer in counts for parameter in layer.parameters()}
 
 
@@ -200,7 +217,7 @@ def _segmented_by_layers(variant: ModelVariant, model: nn.Module, memory: Tensor
 
     Hidden states and their gradients belong to the layer that they enter.
     """
-    repeats = layer_repeats(variant.architecture)
+    repeats = layer_repeats(variant)
 
     def enter(layer: int, entering: Tensor) -> None:
         memory.begin_segment(repeats[layer])
@@ -231,10 +248,12 @@ def _fake_mode() -> FakeTensorMode:
 
 @cache
 def _built(variant: ModelVariant) -> nn.Module:
-    """The model with :data:`DEPTH` layers at most, its parameters and buffers fake tensors on the CPU."""
-    architecture, precision = variant.architecture, getattr(torch, variant.precision)
-    config = architecture.config(min(architecture.layers, DEPTH))
-    lora = variant.lora.model_copy(update={"quantize": None}) if variant.lora is not None else None
+    """The model with a few layers that stand for all, its parameters and buffers fake tensors on the CPU."""
+    config, precision = variant.architecture.config(len(layer_repeats(variant))), getattr(torch, variant.precision)
+    lora, upper = variant.lora, adapted_upper_layers(variant)
+    if lora is not None:
+        built_upper = len(_stand_ins(upper)) if upper is not None else None
+        lora = lora.model_copy(update={"quantize": None, "upper_layers": built_upper})
     kind: Any = AutoModelForCausalLM if variant.head == "causal_lm" else AutoModelForSequenceClassification
     with quiet(), torch.device("meta"):
         try:

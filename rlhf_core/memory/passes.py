@@ -186,7 +186,7 @@ def _counted_decoding_layers(memory: TensorMemory, model: ModelVariant, policy: 
         return
     own = {id(parameter) for parameter in policy.parameters()}
     with decoding_layers(policy, rows=0, steps=0):
-        counts = dict(zip(decoder_layers(policy), layer_repeats(model.architecture), strict=True))
+        counts = dict(zip(decoder_layers(policy), layer_repeats(model), strict=True))
         for repeat, part in [(1, policy), *((count, layer) for layer, count in counts.items())]:
             for parameter in part.parameters():
                 if id(parameter) not in own:
@@ -214,7 +214,7 @@ class CountedCache(BlockCache):
         config, dtype = model.architecture.config(None), getattr(torch, model.precision)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        for layer, repeat in enumerate(layer_repeats(model.architecture)):
+        for layer, repeat in enumerate(layer_repeats(model)):
             keys = torch.zeros(rows, heads, width, head_dim, dtype=dtype)
             for tensor in self.update(keys, torch.zeros_like(keys), layer):
                 self.memory.recount(tensor, repeat=repeat)

@@ -70,7 +70,29 @@ def test_three_layers_tell_the_bytes_of_seven(
     assert largest(extrapolated) == largest(direct)
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["weights", "adapters"])
+def test_lower_layers_without_adapters_are_stood_for_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    upper = LoraConfig(rank=4, upper_layers=5)
+
+    def update(architecture: Architecture, lora: LoraConfig) -> Moments:
+        return passes.policy_loss(policy(architecture, lora=lora), BATCH, SAMPLING, True, False, False)
+
+    twelve = subjects.llama(900, 64, 176, 12, 4, 2, tied=False)
+    extrapolated = largest(update(twelve, upper))
+    assert extrapolated.activations < largest(update(twelve, LoraConfig(rank=4))).activations
+    assert extrapolated == largest(update(built_whole(twelve, monkeypatch), upper))
+
+
+def test_more_adapted_layers_than_there_are_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"lora.upper_layers is 8, but the model has 7 layers"):
+        model_size(policy(GROUPED, lora=LoraConfig(rank=4, upper_layers=8)))
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [None, LoraConfig(rank=4), LoraConfig(rank=4, upper_layers=5), LoraConfig(rank=4, upper_layers=7)],
+    ids=["weights", "adapters", "adapters of upper layers", "adapters of all layers by number"],
+)
 def test_sizes_are_extrapolated_exactly(lora: LoraConfig | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if lora is not None:
         pytest.importorskip("peft")
