@@ -20,6 +20,7 @@ from rlhf_core.memory.sharding import parallel_layout, trained_footprint
 from rlhf_core.memory.tensor_memory import MemoryUse, largest
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.token_scoring import MICRO_BATCH
+from rlhf_core.training.reward.linear_probe import FEATURE_ROWS, FEATURE_TOKENS
 from rlhf_core.training.reward.trainer import SCORING_ROWS, SCORING_TOKENS
 from rlhf_core.training.sft import EVALUATION_ROWS
 
@@ -28,13 +29,16 @@ def sft_stage(inputs: StageInputs) -> StageEstimate:
     """Supervised fine-tuning: micro-batches of demonstrations, to train on and to hold out."""
     config, data, policy = inputs.params.sft, inputs.lengths.demonstrations, inputs.trained("policy", "causal_lm")
     rows = inputs.layout.share(config.batch_size)
+    if config.steps == 0:
+        policy = inputs.on_device("policy", "causal_lm")
     micro = min(config.micro_batch_size or config.batch_size, rows)
     held_out = data.batch(config.micro_batch_size or EVALUATION_ROWS)
     phases = {
-        "update": policy.peak_of_update(passes.reply_loss(policy.variant, data.batch(micro), rows > micro)),
-        "step": _optimizer_step([policy]),
         "evaluation": largest(passes.reply_loss(policy.variant.in_inference, held_out)) + _at_work([policy]),
     }
+    if config.steps > 0:
+        phases["update"] = policy.peak_of_update(passes.reply_loss(policy.variant, data.batch(micro), rows > micro))
+        phases["step"] = _optimizer_step([policy])
     return _stage("sft", inputs, [policy], phases, _whole(policy))
 
 
@@ -43,17 +47,21 @@ def reward_stage(inputs: StageInputs, stage: Literal["reward", "referee", "judge
     config: RewardConfig = getattr(inputs.params, stage)
     limits, lengths = config.batch, inputs.lengths.pairs
     model = inputs.trained(stage, "reward", config.lora, layers=config.layers)
+    if config.steps == 0:
+        model = inputs.on_device(stage, "reward", config.layers)
     batch, pairs = lengths.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
     own = inputs.layout.share(pairs)
     imitated = -(-batch.scored * own // pairs) if config.imitation > 0 else 0
     update = passes.pair_loss(model.variant, BatchShape(2 * own, batch.width, imitated))
     scored = max(1, min(SCORING_ROWS, SCORING_TOKENS // lengths.width))
     held_out = passes.reply_scores(model.variant, BatchShape(scored, lengths.width))
-    phases = {
-        "update": model.peak_of_update(update),
-        "step": _optimizer_step([model]),
-        "evaluation": largest(held_out) + _at_work([model]),
-    }
+    phases = {"evaluation": largest(held_out) + _at_work([model])}
+    if config.linear_probe is not None:
+        read = max(1, min(FEATURE_ROWS, FEATURE_TOKENS // lengths.width))
+        features = passes.reply_scores(model.variant, BatchShape(read, lengths.width))
+        phases["linear probe"] = largest(features) + _at_work([model])
+    if config.steps > 0:
+        phases |= {"update": model.peak_of_update(update), "step": _optimizer_step([model])}
     return _stage(stage, inputs, [model], phases, _whole(model))
 
 

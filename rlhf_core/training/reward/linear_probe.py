@@ -19,6 +19,7 @@ from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.data.prompt_batches import sequence_keys
 from rlhf_core.data.sharding import passes
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.progress import progress
 from rlhf_core.training.examples import by_length, collate
 
 FEATURE_TOKENS, FEATURE_ROWS = 8192, 64
@@ -28,7 +29,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def fit_linear_probe(
-    model: ScalarModel, pairs: Sequence[TokenisedPair], offsets: Floats, strength: float, pad: int
+    model: ScalarModel, pairs: Sequence[TokenisedPair], offsets: Floats, strength: float, pad: int, name: str
 ) -> None:
     """Set the head of ``model`` to the regularised logistic regression of preferences on its frozen features.
 
@@ -37,8 +38,9 @@ def fit_linear_probe(
         offsets: Added to the margin of each pair (B,), such as minus its target margin.
         strength: Of the L2 penalty on weights of features that are scaled to a standard deviation of one.
         pad: Id of the padding token.
+        name: Names the model where its progress is shown.
     """
-    chosen, rejected = pooled_features(model, pairs, pad)
+    chosen, rejected = pooled_features(model, pairs, pad, f"{name}, linear probe")
     differences = chosen - rejected
     # A feature that is the same in all pairs says nothing of any.
     scale = np.sqrt((differences**2).mean(axis=0)) + 1e-6
@@ -64,7 +66,7 @@ def logistic_weights(differences: Floats, offsets: Floats, strength: float) -> F
 
 
 @torch.no_grad()
-def pooled_features(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int) -> tuple[Floats, Floats]:
+def pooled_features(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int, name: str) -> tuple[Floats, Floats]:
     """What the head reads of the chosen and of the rejected replies, twice (B, H). Ranks share the sequences."""
     model.eval()
     keys = sequence_keys(pairs)
@@ -74,11 +76,14 @@ def pooled_features(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int
     head = model.model.get_submodule("score")
     device = head.get_parameter("weight").device
     features: Tensor = torch.zeros(len(sequences), head.get_parameter("weight").shape[1], dtype=torch.float64)
-    for rows, weight in passes(by_length(lengths), size):
-        batch = collate([sequences[row][0] for row in rows], [sequences[row][1] for row in rows], pad).to(device)
-        hidden = model.hidden(batch.input_ids, batch.attention_mask)
-        if weight:
-            features[rows] = model.pool(hidden, batch.attention_mask, batch.reply_mask).double().cpu()
+    micro_batches = list(passes(by_length(lengths), size))
+    with progress(len(micro_batches), name) as bar:
+        for rows, weight in micro_batches:
+            batch = collate([sequences[row][0] for row in rows], [sequences[row][1] for row in rows], pad).to(device)
+            hidden = model.hidden(batch.input_ids, batch.attention_mask)
+            if weight:
+                features[rows] = model.pool(hidden, batch.attention_mask, batch.reply_mask).double().cpu()
+            bar.advance()
     # Each rank has read its own sequences and left zeros at the others.
     of_sequence = distributed.all_reduce_sum(features).numpy()
     number = {key: row for row, key in enumerate(sequences)}

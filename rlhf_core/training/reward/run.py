@@ -127,7 +127,7 @@ def train_scalar(
     if config.linear_probe is not None:
         rows = rows_of_epoch(train.pairs, config, name, epoch=0)
         probed = [train.pairs[row] for row in rows]
-        fit_linear_probe(model, probed, -margins[rows], config.linear_probe, pad_id(tokenizer))
+        fit_linear_probe(model, probed, -margins[rows], config.linear_probe, pad_id(tokenizer), name)
     if config.lora is not None:
         model.add_adapters(config.lora, derive_seed(config.seed, name, "lora"))
     engine = build_engine(model, config.optimizer, config.steps, name, context)
