@@ -10,7 +10,7 @@ from pathlib import Path
 from flows.workspace.folder import cannot_write
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import PARAMS_FILE
-from rlhf_core.config.loading.overlay import merge, overlays_of, rebase_sources
+from rlhf_core.config.loading.overlay import merge, overlaid, overlays_of, rebase_sources
 from rlhf_core.config.loading.recipe import profile_headers, profiles_of
 from rlhf_core.files import atomic_write_text
 
@@ -33,7 +33,8 @@ def merged_params(base: Path, profile: str | None, sets: Sequence[str], folder: 
     overlays = overlays_of(recipe, profiles_of(base), profile, sets)
     if profile:
         overlays.append(("the profile's name", yaml_text.dump({"profile": profile})))
-    text = merge(recipe, overlays)
+    # What an overlay asks for may hold only with an override.
+    text = overlaid(recipe, overlays)
     from_current_folder = merge(rebase_sources(text, base.resolve(), Path.cwd()), sets=sets)
     params = rebase_sources(from_current_folder, Path.cwd(), folder.resolve())
     return with_profile_header(params, profile, profile_headers(profiles_of(base))[profile]) if profile else params

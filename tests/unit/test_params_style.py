@@ -10,6 +10,7 @@ from dvc.utils.hydra import apply_overrides
 
 from flows.workspace.recipe import merged_params, with_profile_header
 from rlhf_core.config.loading.overlay import profiles
+from rlhf_core.errors import ConfigError
 
 NAMES = sorted(profiles(ROOT / "profiles"))
 
@@ -46,3 +47,10 @@ def test_the_profile_of_a_workspace_is_that_of_its_own_params(tmp_path: Path) ->
     (tmp_path / "params.yaml").write_text(merged_params(ROOT, "smoke", [], tmp_path))
     trial = merged_params(tmp_path, "vanilla", [], tmp_path)
     assert "# Profile vanilla: " in trial and "Profile smoke" not in trial
+
+
+def test_an_override_may_allow_what_a_profile_sets(tmp_path: Path) -> None:
+    pretrained = "base.source=owner/model"
+    with pytest.raises(ConfigError, match="allow_high_learning_rates"):
+        merged_params(ROOT, "smoke", [pretrained], tmp_path)
+    merged_params(ROOT, "smoke", [pretrained, "base.allow_high_learning_rates=true"], tmp_path)

@@ -33,10 +33,17 @@ def profile_text(folder: Path, name: str) -> str:
 
 
 def merge(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[str] = ()) -> str:
-    """``base`` with each ``(name, text)`` overlay and each ``section.key=value`` applied in turn, then checked.
+    """:func:`overlaid`, checked as a whole: ``ConfigError`` names the first path that is unknown or wrong."""
+    text = overlaid(base, overlays, sets)
+    check_params(yaml_text.parse(text, "params.yaml"), "parameters")
+    return text
+
+
+def overlaid(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[str] = ()) -> str:
+    """``base`` with each ``(name, text)`` overlay and each ``section.key=value`` applied in turn, unchecked.
 
     A base or an overlay that sets the referee and no judge sets both alike. Returns YAML text with the comments of
-    ``base``. ``ConfigError`` names the first path that is unknown or wrong.
+    ``base``.
     """
     document = yaml_text.parse(base, "params.yaml")
     add_judge(document)
@@ -46,7 +53,6 @@ def merge(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence[st
         _merge_into(document, overlay)
     for assignment in sets:
         _put(document, *parse_assignment(assignment))
-    check_params(document, "parameters")
     return yaml_text.dump(document)
 
 
