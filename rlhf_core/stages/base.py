@@ -53,6 +53,7 @@ def run(config: BaseConfig, inputs: Paths, outputs: Paths, context: RunContext) 
         else:
             require_plain_weights(source, config.revision)
             model, tokenizer = load_policy(source, dtype, config.revision)
+        require_finite_weights(model, source)
         if not tokenizer.chat_template:
             logger.warning("%s has no chat template; it gets a plain one (User: … Assistant: …)", config.source)
         prepare_tokenizer(tokenizer, config.source)
@@ -103,6 +104,16 @@ def require_plain_weights(source: str, revision: str | None = None) -> None:
         raise ModelError(
             f"{source} has quantised weights ({', '.join(sorted(kinds))}), which cannot be trained: give the model in "
             "float32, bfloat16 or float16, or as a GGUF file, which is dequantised"
+        )
+
+
+def require_finite_weights(model: PreTrainedModel, source: str) -> None:
+    """Raise ``ModelError`` where a weight is NaN or infinite: every loss would be, from the first step on."""
+    broken = [name for name, weight in model.named_parameters() if not torch.isfinite(weight).all()]
+    if broken:
+        raise ModelError(
+            f"{source} has weights that are not finite numbers, in {broken[0]} ({len(broken)} such tensors): it is "
+            "damaged, or was converted to float16 beyond its range; get it again"
         )
 
 

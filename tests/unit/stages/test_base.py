@@ -120,3 +120,16 @@ def test_weights_of_another_precision_become_those_of_the_settings(dtype: torch.
     save_policy(source, tiny_model(tokenizer).to(dtype), tokenizer)
     base.run(BaseConfig(source=str(source)), Paths({}), Paths({"model": tmp_path / "base"}), RunContext(tmp_path))
     assert {tensor.dtype for tensor in load_file(tmp_path / "base" / "model.safetensors").values()} == {torch.float32}
+
+
+def test_weights_that_are_not_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    tokenizer = BASE.tokenizer
+    save_policy(tmp_path / "source", tiny_model(tokenizer), tokenizer)
+    file = tmp_path / "source" / "model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if name.endswith("mlp.up_proj.weight"))
+    weights[name][0, 0] = torch.nan
+    save_file(weights, file, {"format": "pt"})
+    config = BaseConfig(source=str(tmp_path / "source"))
+    with pytest.raises(ModelError, match=rf"not finite numbers, in {name} \(1 such tensors\)"):
+        base.run(config, Paths({}), Paths({"model": tmp_path / "base"}), RunContext(tmp_path / "work"))
