@@ -20,7 +20,8 @@ import pytest
 import torch
 from commands import command_environment
 from integration.registry.conftest import commit, copy_workspace, finished, wait_for_url
-from transformers import LlamaConfig, LlamaForCausalLM
+from smollm2 import SMOLLM2, needs_smollm2
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from flows.registry.register import register
 from flows.release.export import ExportRequest, export
@@ -28,6 +29,8 @@ from flows.supervision.ports import free_port
 from rlhf_core.data.chat import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.models.base import load_policy, load_tokenizer, save_policy
+from rlhf_core.models.gguf import load_gguf
+from rlhf_core.models.stop_tokens import with_stop_tokens
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import generate
 
@@ -67,12 +70,29 @@ class Server:
         return {**content["choices"][0], "prompt_token_ids": content["prompt_token_ids"], "usage": content["usage"]}
 
 
-@pytest.fixture(scope="module")
-def exported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A registered policy as ``rlhf export`` writes it: heads of 32 dimensions, and weights that are far from ties."""
+@pytest.fixture(scope="module", params=["tiny", pytest.param("smollm2", marks=needs_smollm2)])
+def exported(request: pytest.FixtureRequest, finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A registered policy as ``rlhf export`` writes it: a made-up one, and SmolLM2-135M-Instruct."""
     workspace = copy_workspace(finished, tmp_path_factory.mktemp("vllm") / "workspace")
     (workspace / "params.yaml").write_text(f"evaluate: {{sampling: {json.dumps(JUDGED_WITH)}}}\n")
-    tokenizer = load_tokenizer(workspace / "models" / "policy")
+    policy = workspace / "models" / "policy"
+    model, tokenizer = smollm2() if request.param == "smollm2" else far_from_ties(policy)
+    save_policy(policy, model, tokenizer)
+    commit(workspace)
+    register(workspace)
+    return export(workspace, workspace.parent / "exported", ExportRequest(version="1")).folder
+
+
+def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct in float32, as the base stage prepares it."""
+    assert SMOLLM2 is not None
+    model, tokenizer = load_gguf(SMOLLM2, torch.float32)
+    return model, with_stop_tokens(tokenizer, model)
+
+
+def far_from_ties(policy: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model for the tokenizer in ``policy``, with heads of 32 dimensions and weights of a wide spread."""
+    tokenizer = load_tokenizer(policy)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -87,10 +107,7 @@ def exported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token_id=None,
     )
     torch.manual_seed(3)
-    save_policy(workspace / "models" / "policy", LlamaForCausalLM(config).eval(), tokenizer)
-    commit(workspace)
-    register(workspace)
-    return export(workspace, workspace.parent / "exported", ExportRequest(version="1")).folder
+    return LlamaForCausalLM(config).eval(), tokenizer
 
 
 @pytest.fixture(scope="module")
