@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from commands import OFFLINE, ROOT, SHARED_DATA, SmokeRun, run
+from distribution import LongestFirst, sort_by_length
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
@@ -22,6 +23,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(OFFLINE)
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RLHF_WORKSPACE", "RLHF_PARENT_RUN_ID"):
         os.environ.pop(name, None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sort_by_length(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LongestFirst | None:
+    return LongestFirst(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")
