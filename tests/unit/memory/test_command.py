@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from flows.pipeline import preflight
 from flows.pipeline.preflight import memory_refusal
 from rlhf_core.cli import app
 from rlhf_core.config.loading.recipe import recipe_folder
@@ -120,6 +121,15 @@ def test_a_job_that_cannot_fit_is_refused_before_it_is_submitted(tmp_path: Path)
     assert outcome is not None and outcome.exit_code == EXIT_USER_ERROR and not outcome.retryable
     assert outcome.message.startswith("ppo does not fit: ") and "\n" not in outcome.message
     workspace(place, "plan: {gpu_memory_gb: 80}\n")
-    assert memory_refusal(place, "ppo") is None
+    assert memory_refusal(place, "sft") is None
     workspace(place, "seed: 1\n")
     assert memory_refusal(place, "ppo") is None
+
+
+def test_a_stage_that_is_up_to_date_needs_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*unused: object) -> None:
+        raise AssertionError("it needs no plan")
+
+    monkeypatch.setattr(preflight, "dvc_status", lambda *unused: {})
+    monkeypatch.setattr(preflight, "run_module", refuse)
+    assert memory_refusal(workspace(tmp_path, "plan: {gpu_memory_gb: 1.05}\n"), "ppo") is None
