@@ -29,8 +29,10 @@ def stage(
     rule, 75 preempted (SIGTERM: training finishes its step and saves its state), 130 interrupted. Run again, a training
     stage goes on from its last checkpoint.
     """
+    from rlhf_core.garbage_collection import skip_last_collection
     from rlhf_core.stages.runtime.runner import run_stage, workspace_root
 
+    skip_last_collection()
     run_stage(name, workspace_root(workspace))
 
 
@@ -86,8 +88,10 @@ def plan(
 
     Example: rlhf plan --profile paper-7b --gpus 8 --gpu-memory 80
     """
+    from rlhf_core.garbage_collection import skip_last_collection
     from rlhf_core.stages.runtime.runner import workspace_root
 
+    skip_last_collection()
     root = workspace_root(workspace)
     from rich.console import Console
 
@@ -182,7 +186,9 @@ def match(
     """
     from rlhf_core.evaluation.match import run_match
     from rlhf_core.files import atomic_write_json
+    from rlhf_core.garbage_collection import skip_last_collection
     from rlhf_core.stages.runtime.runner import workspace_root
 
+    skip_last_collection()
     atomic_write_json(output, run_match(workspace_root(workspace), champion=champion, challenger=challenger))
     typer.echo(output)

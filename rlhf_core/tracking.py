@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from rlhf_core.errors import Preempted
 from rlhf_core.files import LockFile
+from rlhf_core.garbage_collection import paused_collector
 from rlhf_core.preemption import StopNow
 
 PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
@@ -111,9 +112,9 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
         return
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("DO_NOT_TRACK", "1")
-    from mlflow import MlflowClient
+    with paused_collector(), LockFile(workspace / ".rlhf" / "mlflow.lock") as lock:
+        from mlflow import MlflowClient  # and more libraries when the client is made
 
-    with LockFile(workspace / ".rlhf" / "mlflow.lock") as lock:
         # Two processes that create the schema at once fail with "duplicate column name".
         lock.acquire()
         client = MlflowClient(tracking_uri(workspace))

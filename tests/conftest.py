@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from commands import OFFLINE, ROOT, SHARED_DATA, SmokeRun, run
+from distribution import LongestFirst, sort_by_length
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
+from prefect_database import make_prefect_database
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,12 +26,19 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop(name, None)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sort_by_length(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LongestFirst | None:
+    return LongestFirst(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> SmokeRun:
     """One `rlhf init` + `rlhf run` of the smoke profile for the whole session, whichever process needs it first."""
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
+    shared = _shared_folder(tmp_path_factory)
     workspace, record = shared / "smoke" / "workspace", shared / "smoke" / "completed.json"
     with FileLock(shared / "smoke.lock"):
         if not record.exists():
@@ -37,6 +46,22 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> SmokeRun:
             record.write_text(json.dumps([*completed.args], default=str) + "\n" + json.dumps(completed.stdout))
     words, printed = map(json.loads, record.read_text().splitlines())
     return SmokeRun(workspace, subprocess.CompletedProcess(words, 0, printed, ""))
+
+
+@pytest.fixture(scope="session")
+def prefect_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The database of a Prefect server without flows, made once for the whole session; tests copy it."""
+    database = _shared_folder(tmp_path_factory) / "prefect.db"
+    with FileLock(database.with_suffix(".lock")):
+        if not database.exists():
+            make_prefect_database(database)
+    return database
+
+
+def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder for temporary files that all workers have in common."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 def _run_smoke(workspace: Path) -> subprocess.CompletedProcess[str]:

@@ -30,6 +30,7 @@ from flows.workspace.lock import LOCK_HELD_VARIABLE, locked
 from flows.workspace.services_file import running_services
 from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, RlhfError
+from rlhf_core.garbage_collection import skip_last_collection
 
 if TYPE_CHECKING:
     from flows.commands.service_monitor import ServiceMonitor
@@ -56,6 +57,7 @@ def run(workspace: Path, options: RunOptions) -> int:
         RlhfError: the run cannot be started; nothing has been run.
     """
     signals.install()
+    skip_last_collection()
     params = load_params(workspace)
     check_tracked_params(workspace)
     try:

@@ -14,6 +14,7 @@ import pandas as pd
 
 from rlhf_core.data.checks import RowCheck
 from rlhf_core.errors import DataError
+from rlhf_core.garbage_collection import paused_collector
 
 SITE = "data_docs"
 
@@ -32,7 +33,8 @@ def run_suites(
     logging.getLogger("great_expectations").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import great_expectations as gx
+        with paused_collector():
+            import great_expectations as gx
 
         context = _context(gx, docs)
         failures = {kind: _run_kind(gx, context, kind, frames[kind], checks[kind]) for kind in frames}

@@ -27,6 +27,12 @@ def stale(before: dict[str, str], after: dict[str, str]) -> set[str]:
     return {stage for stage in STAGES if after[stage] != before[stage]}
 
 
+@pytest.fixture(scope="module")
+def before() -> dict[str, str]:
+    """The digests of the package as it is, wherever it lies."""
+    return digests(ROOT)
+
+
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A copy of the package that a test may change."""
@@ -43,8 +49,7 @@ def change_functions(path: Path) -> None:
     path.write_text(ast.unparse(ast.fix_missing_locations(tree)))
 
 
-def test_a_comment_anywhere_makes_nothing_stale(copy: Path) -> None:
-    before = digests(copy.parent)
+def test_a_comment_anywhere_makes_nothing_stale(copy: Path, before: dict[str, str]) -> None:
     for path in copy.rglob("*.py"):
         path.write_text(path.read_text() + "\n# a comment\n")
     assert digests(copy.parent) == before
@@ -62,14 +67,14 @@ def test_a_comment_anywhere_makes_nothing_stale(copy: Path) -> None:
         ("memory/estimate.py", set()),
     ],
 )
-def test_a_changed_module_makes_its_own_stages_stale_and_no_other(copy: Path, module: str, stages: set[str]) -> None:
-    before = digests(copy.parent)
+def test_a_changed_module_makes_its_own_stages_stale_and_no_other(
+    copy: Path, before: dict[str, str], module: str, stages: set[str]
+) -> None:
     change_functions(copy / module)
     assert stale(before, digests(copy.parent)) == stages
 
 
-def test_a_changed_health_rule_makes_ppo_and_the_report_stale(copy: Path) -> None:
-    before = digests(copy.parent)
+def test_a_changed_health_rule_makes_ppo_and_the_report_stale(copy: Path, before: dict[str, str]) -> None:
     path = copy / "config/health/default_rules.py"
     text = path.read_text()
     changed = re.sub(r'(Rule\("gradient_growing", \(Check\("policy_grad_norm", ">", )10\.0', r"\g<1>11.0", text)
@@ -78,8 +83,7 @@ def test_a_changed_health_rule_makes_ppo_and_the_report_stale(copy: Path) -> Non
     assert stale(before, digests(copy.parent)) == {"ppo", "report"}
 
 
-def test_a_changed_template_makes_the_report_stale(copy: Path) -> None:
-    before = digests(copy.parent)
+def test_a_changed_template_makes_the_report_stale(copy: Path, before: dict[str, str]) -> None:
     template = next(copy.rglob("*.j2"))
     template.write_text(template.read_text() + "<p>more</p>\n")
     assert stale(before, digests(copy.parent)) == {"report"}

@@ -54,8 +54,8 @@ def trained_further(toy: Path, attempt: int) -> bool:
     return len(starts(toy)) == attempt and now.exists() and int(now.read_text() or 0) >= starts(toy)[-1] + 2
 
 
-def test_a_stopped_stage_and_then_a_drained_worker_lose_no_work(tmp_path: Path) -> None:
-    toy = make_toy(tmp_path, PIPELINE, PARAMS)
+def test_a_stopped_stage_and_then_a_drained_worker_lose_no_work(tmp_path: Path, prefect_database: Path) -> None:
+    toy = make_toy(tmp_path, PIPELINE, PARAMS, prefect_database)
     (toy / "train.py").write_text(TRAIN)
     run = begin("run", cwd=toy)
     wait_until(lambda: trained_further(toy, 1) or run.poll() is not None, 300, "step of the first start")

@@ -37,8 +37,10 @@ VICTIMS = {
 
 
 @pytest.mark.parametrize("victim", [pytest.param(v, marks=pytest.mark.slow) if v == "dvc" else v for v in VICTIMS])
-def test_a_killed_process_is_reported_and_ppo_resumes_from_its_checkpoint(tmp_path: Path, victim: str) -> None:
-    toy = training_toy(tmp_path)
+def test_a_killed_process_is_reported_and_ppo_resumes_from_its_checkpoint(
+    tmp_path: Path, prefect_database: Path, victim: str
+) -> None:
+    toy = training_toy(tmp_path, prefect_database)
     run = in_the_middle(toy)
     targets, message = VICTIMS[victim]
     processes = [find_process(toy, *command) for command in targets]
@@ -53,8 +55,10 @@ def test_a_killed_process_is_reported_and_ppo_resumes_from_its_checkpoint(tmp_pa
     assert_nothing_held(toy)
 
 
-def test_a_killed_top_level_command_ends_everything_and_the_next_run_resumes(tmp_path: Path) -> None:
-    toy = training_toy(tmp_path)
+def test_a_killed_top_level_command_ends_everything_and_the_next_run_resumes(
+    tmp_path: Path, prefect_database: Path
+) -> None:
+    toy = training_toy(tmp_path, prefect_database)
     run = in_the_middle(toy)
     run.kill()
     run.wait()
@@ -65,8 +69,8 @@ def test_a_killed_top_level_command_ends_everything_and_the_next_run_resumes(tmp
     assert_nothing_held(toy)
 
 
-def test_ctrl_c_ends_everything_as_cancelled(tmp_path: Path) -> None:
-    toy = training_toy(tmp_path)
+def test_ctrl_c_ends_everything_as_cancelled(tmp_path: Path, prefect_database: Path) -> None:
+    toy = training_toy(tmp_path, prefect_database)
     run = in_the_middle(toy)
     run.send_signal(signal.SIGINT)
     assert run.wait(120) == 130

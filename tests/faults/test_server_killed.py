@@ -15,8 +15,8 @@ from toys import assert_nothing_held, assert_nothing_lost, find_process, in_the_
 pytestmark = pytest.mark.services
 
 
-def test_the_server_of_a_run_is_restarted_and_no_step_is_repeated(tmp_path: Path) -> None:
-    toy = training_toy(tmp_path)
+def test_the_server_of_a_run_is_restarted_and_no_step_is_repeated(tmp_path: Path, prefect_database: Path) -> None:
+    toy = training_toy(tmp_path, prefect_database)
     run = in_the_middle(toy)
     find_process(toy, "prefect server start").kill()
     assert run.wait(600) == 0, (toy / "out.log").read_text()

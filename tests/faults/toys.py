@@ -41,9 +41,9 @@ pathlib.Path("policy.txt").write_text(weights)
 ACTIVE = "state_type in ('RUNNING', 'PENDING', 'CANCELLING')"
 
 
-def training_toy(folder: Path, params: str = PARAMS, pipeline: str = PIPELINE, pace: float = 0.25) -> Path:
+def training_toy(folder: Path, prefect_database: Path | None = None, params: str = PARAMS, pace: float = 0.25) -> Path:
     """Create a workspace with :data:`PIPELINE`; a step of PPO takes ``pace`` seconds."""
-    toy = make_toy(folder, pipeline, params)
+    toy = make_toy(folder, PIPELINE, params, prefect_database)
     (toy / "train.py").write_text(TRAIN)
     (toy / "pace.txt").write_text(str(pace))
     return toy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -36,9 +37,17 @@ def environment(**extra: str) -> dict[str, str]:
     return {**kept, "PATH": path, "PYTHONPATH": source, **extra}
 
 
-def make_toy(folder: Path, dvc_yaml: str, params: str = "seed: 1\n") -> Path:
-    """Create a workspace with the given pipeline."""
+def make_toy(folder: Path, dvc_yaml: str, params: str = "seed: 1\n", prefect_database: Path | None = None) -> Path:
+    """Create a workspace with the given pipeline.
+
+    With ``prefect_database`` it is one that has been used before: it is a DVC root, and it has a copy of that database.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    if prefect_database is not None:
+        for name in (".dvc", ".rlhf/prefect"):
+            (folder / name).mkdir(parents=True)
+        (folder / ".dvc" / "config").write_text("[core]\n    no_scm = True\n    analytics = false\n")
+        shutil.copy(prefect_database, folder / ".rlhf" / "prefect" / "prefect.db")
     (folder / "params.yaml").write_text(params)
     (folder / "dvc.yaml").write_text(dvc_yaml)
     (folder / "train.py").write_text(TRAIN)

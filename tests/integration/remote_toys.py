@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -127,9 +128,14 @@ def running(command: Sequence[str], cwd: Path, env: dict[str, str], log: str) ->
 
 
 @contextmanager
-def prefect_server(folder: Path, address: str = "127.0.0.1", prefix: Sequence[str] = ()) -> Iterator[str]:
-    """Run an external Prefect server and yield its API address."""
+def prefect_server(
+    folder: Path, address: str = "127.0.0.1", prefix: Sequence[str] = (), database: Path | None = None
+) -> Iterator[str]:
+    """Run an external Prefect server, on a copy of ``database`` if one is given, and yield its API address."""
     port = free_port()
+    if database is not None:
+        (folder / "home").mkdir(parents=True)
+        shutil.copy(database, folder / "home" / "prefect.db")
     url = f"http://{address}:{port}/api"
     env = environment(PREFECT_HOME=str(folder / "home"), PREFECT_SERVER_ANALYTICS_ENABLED="false")
     command = [*prefix, sys.executable, "-m", "prefect", "server", "start", "--host", address, "--port", str(port)]

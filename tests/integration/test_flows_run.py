@@ -42,8 +42,8 @@ def rows(workspace: Path, query: str) -> list[tuple[str, ...]]:
         return connection.execute(query).fetchall()
 
 
-def test_a_failed_gate_is_named_not_retried_and_the_report_is_written(tmp_path: Path) -> None:
-    toy = make_toy(tmp_path, GATED)
+def test_a_failed_gate_is_named_not_retried_and_the_report_is_written(tmp_path: Path, prefect_database: Path) -> None:
+    toy = make_toy(tmp_path, GATED, prefect_database=prefect_database)
     answer = rlhf("run", cwd=toy)
     assert answer.returncode == 3, answer.stdout + answer.stderr
     assert "GateFailed: gate-reward: accuracy is 0.5, bound 0.6" in answer.stderr
@@ -55,8 +55,10 @@ def test_a_failed_gate_is_named_not_retried_and_the_report_is_written(tmp_path: 
     assert processes_of(toy) == []
 
 
-def test_a_stage_on_the_pool_runs_there_and_a_second_run_computes_nothing(tmp_path: Path) -> None:
-    toy = make_toy(tmp_path, POOLED, PARAMS)
+def test_a_stage_on_the_pool_runs_there_and_a_second_run_computes_nothing(
+    tmp_path: Path, prefect_database: Path
+) -> None:
+    toy = make_toy(tmp_path, POOLED, PARAMS, prefect_database)
     first = rlhf("run", cwd=toy)
     assert first.returncode == 0, first.stdout + first.stderr
     assert "submitted to gpu-pool" in first.stdout and (toy / "report.html").read_text() == "done"
@@ -77,8 +79,8 @@ def test_a_stage_on_the_pool_runs_there_and_a_second_run_computes_nothing(tmp_pa
     assert processes_of(toy) == []
 
 
-def test_a_job_that_cannot_fit_its_gpu_is_not_submitted(tmp_path: Path) -> None:
-    toy = make_toy(tmp_path, POOLED, PARAMS + "plan: {gpu_memory_gb: 1.05}\n")
+def test_a_job_that_cannot_fit_its_gpu_is_not_submitted(tmp_path: Path, prefect_database: Path) -> None:
+    toy = make_toy(tmp_path, POOLED, PARAMS + "plan: {gpu_memory_gb: 1.05}\n", prefect_database)
     answer = rlhf("run", cwd=toy)
     assert answer.returncode == 2, answer.stdout + answer.stderr
     refusals = [line for line in answer.stderr.splitlines() if "ppo does not fit: " in line]
@@ -89,9 +91,9 @@ def test_a_job_that_cannot_fit_its_gpu_is_not_submitted(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def lasting(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[Path]:
     """Run `rlhf up` in a toy workspace."""
-    toy = make_toy(tmp_path_factory.mktemp("up"), POOLED, PARAMS)
+    toy = make_toy(tmp_path_factory.mktemp("up"), POOLED, PARAMS, prefect_database)
     process = begin("up", cwd=toy)
     try:
         wait_until(lambda: "Ctrl-C" in (toy / "out.log").read_text() or process.poll() is not None, 400, "services")

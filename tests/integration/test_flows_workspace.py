@@ -69,6 +69,17 @@ def test_the_graph_is_dvcs_own(tmp_path: Path) -> None:
     assert graph["gate-a"].after == ("one", "two") and graph["one"].outputs == ("x.txt",)
 
 
+@pytest.mark.parametrize("in_git", [True, False])
+def test_dvc_reads_the_settings_of_a_new_root(tmp_path: Path, in_git: bool) -> None:
+    if in_git:
+        subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    ensure_dvc(tmp_path)
+    command = [sys.executable, "-m", "dvc", "config", "--list", "--project"]
+    listed = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.split()
+    settings = {"core.analytics=false", "core.check_update=false"}
+    assert set(listed) == settings | (set() if in_git else {"core.no_scm=True"})
+
+
 SHARED = """
 stages:
   ppo: {cmd: wc -c < raw.txt > policy.txt, deps: [raw.txt], params: [seed], outs: [policy.txt]}

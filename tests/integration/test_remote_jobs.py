@@ -22,10 +22,10 @@ PATIENCE = 480
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+def host(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[Host]:
     """Run a server and, with another home in another folder, a worker of the pool."""
     base = tmp_path_factory.mktemp("away")
-    with prefect_server(base / "server") as url:
+    with prefect_server(base / "server", database=prefect_database) as url:
         host = Host(base / "worker-home", url)
         with host.worker():
             yield host

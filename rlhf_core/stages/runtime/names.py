@@ -8,6 +8,7 @@ from typing import Any
 from rlhf_core.config.loading.problems import nearest
 from rlhf_core.errors import ConfigError
 from rlhf_core.fingerprint import stage_module_name
+from rlhf_core.garbage_collection import paused_collector
 from rlhf_core.stages.runtime.contract import Stage
 
 STAGES = (
@@ -32,5 +33,6 @@ def load_stage(name: str) -> Stage[Any]:
     """The stage called ``name``; ``ConfigError`` with the nearest name when there is none."""
     if name not in STAGES:
         raise ConfigError(f"no stage '{name}'; {nearest(name, STAGES)}")
-    stage: Stage[Any] = importlib.import_module(stage_module_name(name)).STAGE
+    with paused_collector():
+        stage: Stage[Any] = importlib.import_module(stage_module_name(name)).STAGE
     return stage

@@ -25,10 +25,18 @@ def changed(inputs: EstimateInputs, advice: MemoryAdvice, left_out: AdviceStep |
     return estimate_memory(inputs, [advice.stage])
 
 
-def test_the_settings_advised_for_each_stage_make_it_fit() -> None:
+@pytest.fixture(scope="module")
+def advised() -> tuple[MemoryEstimate, tuple[MemoryAdvice, ...]]:
+    """An estimate for eight GPUs that are too small, and the advice on it."""
     estimate = estimate_memory(subjects.large(80, **EIGHT))
+    return estimate, tuple(advise(estimate))
+
+
+def test_the_settings_advised_for_each_stage_make_it_fit(
+    advised: tuple[MemoryEstimate, tuple[MemoryAdvice, ...]],
+) -> None:
+    estimate, advice = advised
     assert not estimate.fits
-    advice = advise(estimate)
     too_large = {stage.stage for stage in estimate.stages if stage.peak.use.total > (estimate.limit or 0)}
     assert {one.stage for one in advice} == too_large and "ppo" in too_large
     for one in advice:
@@ -39,9 +47,9 @@ def test_the_settings_advised_for_each_stage_make_it_fit() -> None:
         assert changed(estimate.inputs, one).fits
 
 
-def test_nothing_that_is_advised_can_be_left_out() -> None:
-    estimate = estimate_memory(subjects.large(80, **EIGHT))
-    for one in advise(estimate):
+def test_nothing_that_is_advised_can_be_left_out(advised: tuple[MemoryEstimate, tuple[MemoryAdvice, ...]]) -> None:
+    estimate, advice = advised
+    for one in advice:
         for left_out in one.steps:
             assert not changed(estimate.inputs, one, left_out).fits
 

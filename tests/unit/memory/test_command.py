@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from flows.pipeline import preflight
 from flows.pipeline.preflight import memory_refusal
 from rlhf_core.cli import app
 from rlhf_core.config.loading.recipe import recipe_folder
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
-from rlhf_core.memory.command import MemoryExceeded, PlanOptions, PlanRequest, check, estimate_of
+from rlhf_core.memory.command import MemoryExceeded, PlanRequest, check, estimate_of
 
 ROOT = recipe_folder()
 
@@ -32,9 +34,9 @@ def test_the_large_profiles_fit_the_gpus_they_are_written_for(name: str) -> None
     assert estimate.limit is not None and estimate.fits
     # And they are no smaller than they need be: half the memory would not do.
     memory = estimate.inputs.params.plan.gpu_memory_gb
-    assert (
-        memory is not None and not estimate_of(PlanRequest(ROOT, name, options=PlanOptions(gpu_memory=memory / 2))).fits
-    )
+    assert memory is not None
+    half = estimate.inputs.with_changes({"plan.gpu_memory_gb": memory / 2})
+    assert not replace(estimate, inputs=half).fits
 
 
 def workspace(folder: Path, params: str) -> Path:
@@ -120,6 +122,15 @@ def test_a_job_that_cannot_fit_is_refused_before_it_is_submitted(tmp_path: Path)
     assert outcome is not None and outcome.exit_code == EXIT_USER_ERROR and not outcome.retryable
     assert outcome.message.startswith("ppo does not fit: ") and "\n" not in outcome.message
     workspace(place, "plan: {gpu_memory_gb: 80}\n")
-    assert memory_refusal(place, "ppo") is None
+    assert memory_refusal(place, "sft") is None
     workspace(place, "seed: 1\n")
     assert memory_refusal(place, "ppo") is None
+
+
+def test_a_stage_that_is_up_to_date_needs_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*unused: object) -> None:
+        raise AssertionError("it needs no plan")
+
+    monkeypatch.setattr(preflight, "dvc_status", lambda *unused: {})
+    monkeypatch.setattr(preflight, "run_module", refuse)
+    assert memory_refusal(workspace(tmp_path, "plan: {gpu_memory_gb: 1.05}\n"), "ppo") is None

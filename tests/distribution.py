@@ -1,0 +1,54 @@
+"""How the test files are shared out over pytest-xdist's workers: long files first, dear fixtures made once."""
+
+from __future__ import annotations
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+
+# Folders whose files use the same servers, so that one worker runs them all.
+TOGETHER = ("tests/integration/registry",)
+# Minutes long each: where one began last, the other workers would be idle until its end.
+LONGEST = (
+    "tests/e2e/test_smoke_run.py",
+    "tests/unit/engine/test_deepspeed.py",
+    "tests/integration/registry",
+    "tests/faults/test_killed_processes.py",
+    "tests/integration/test_flows_run.py",
+    "tests/integration/test_remote_jobs.py",
+)
+SMOKE_RUN = {"smoke", "smoke_copy"}
+
+
+class LongestFirst(LoadFileScheduling):
+    """Give a worker one file, or one folder of :data:`TOGETHER`, at a time, in the order of the collected tests."""
+
+    def __init__(self, config: pytest.Config, log: object = None) -> None:
+        # By default files with few tests come last, and the longest are among them.
+        config.option.loadscopereorder = False
+        super().__init__(config, log)
+
+    def _split_scope(self, nodeid: str) -> str:
+        return unit_of(nodeid)
+
+
+def unit_of(nodeid: str) -> str:
+    """Return the file of a test, or the folder whose files stay together."""
+    file = nodeid.split("::", 1)[0]
+    return next((folder for folder in TOGETHER if file.startswith(f"{folder}/")), file)
+
+
+def sort_by_length(items: list[pytest.Item]) -> None:
+    """Order tests by file: the longest, those with servers or processes, those with the smoke run, what is left.
+
+    A file that reads the smoke run would only wait if it began while another worker makes it.
+    """
+    with_services = {unit_of(item.nodeid) for item in items if item.get_closest_marker("services")}
+    with_smoke_run = {unit_of(item.nodeid) for item in items if SMOKE_RUN & {*getattr(item, "fixturenames", ())}}
+
+    def position(item: pytest.Item) -> tuple[int, int]:
+        unit = unit_of(item.nodeid)
+        if unit in LONGEST:
+            return 0, LONGEST.index(unit)
+        return (2 if unit in with_smoke_run else 1 if unit in with_services else 3), 0
+
+    items.sort(key=position)

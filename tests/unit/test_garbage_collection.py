@@ -1,0 +1,41 @@
+"""No garbage collection during imports, and none of what is imported when the interpreter ends."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from rlhf_core.garbage_collection import paused_collector
+
+
+def test_the_collector_pauses_and_goes_on_even_after_an_error() -> None:
+    with pytest.raises(ValueError, match="once"), paused_collector():
+        assert not gc.isenabled()
+        raise ValueError("once")
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with paused_collector():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_at_exit_handlers_run_and_then_nothing_is_left_to_search() -> None:
+    code = (
+        "import atexit, gc\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 1000, len(gc.get_objects())))\n"
+        "from rlhf_core.garbage_collection import skip_last_collection\n"
+        "skip_last_collection()\n"
+        "atexit.register(lambda: print(gc.get_freeze_count()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    later, last = done.stdout.splitlines()
+    assert later == "0" and last.startswith("True ") and int(last.split()[1]) < 100
