@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from rlhf_core.config.model import StageConfig, Strict
 
@@ -24,9 +25,11 @@ class WorldConfig(Strict):
 FormatName = Literal[
     "hh-rlhf",
     "sharegpt-ranking",
+    "turn-list-pair",
     "conversational-implicit",
     "conversational",
     "standard",
+    "standard-implicit",
     "alpaca-ranking",
     "alpaca",
     "messages",
@@ -34,18 +37,101 @@ FormatName = Literal[
     "prompt-reply",
     "prompt",
     "text",
+    "pku-saferlhf",
+    "helpsteer2-preference",
+    "helpsteer3-preference",
+    "helpsteer-ratings",
+    "shp",
+    "orca-dpo",
+    "open-orca",
+    "ultrafeedback-ratings",
+    "ultrafeedback",
+    "nectar",
+    "ranking",
+    "stepwise",
+    "oasst-trees",
+    "oasst-messages",
+]
+Dimension = Literal["helpful", "safe", "agreed"]
+PairChoice = Literal["all", "adjacent", "best_worst"]
+FieldName = Literal[
+    "prompt",
+    "chosen",
+    "rejected",
+    "reply",
+    "messages",
+    "text",
+    "responses",
+    "scores",
+    "ranks",
+    "system",
+    "margin",
+    "label",
+    "category",
+    "source",
 ]
 
 
-class DataSource(Strict):
-    """A path, glob or hub id (``hub:owner/name[:split]``), and the format of its rows where that is not recognised."""
+class ReadOptions(Strict):
+    """How the rows of a source are read, where that is not recognised.
+
+    Attributes:
+        format: The format of the rows.
+        columns: By field, the column that holds it; a dot goes into an object. All other columns are ignored.
+        template: The text of the prompt, with columns in braces: ``"{title}\\n\\n{question}"``.
+        dimension: Which of several preferences of a pair is read (PKU-SafeRLHF).
+        pairs: Which pairs a ranking gives: all, each reply with the next worse, or the best with the worst.
+    """
+
+    format: FormatName | None = None
+    columns: dict[FieldName, str] = {}
+    template: str | None = None
+    dimension: Dimension | None = None
+    pairs: PairChoice = "all"
+
+    @field_validator("template")
+    @classmethod
+    def _only_columns(cls, template: str | None) -> str | None:
+        if template is not None:
+            template_columns(template)
+        return template
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> ReadOptions:
+        if self.template is not None and self.columns.keys() & {"prompt", "messages", "text"}:
+            raise ValueError("template writes the prompt; take prompt, messages and text out of columns")
+        return self
+
+
+def template_columns(template: str) -> list[str]:
+    """Return the columns that a template names.
+
+    Raises:
+        ValueError: It names none, or has braces that are not doubled or more than a name in them.
+    """
+    try:
+        parts = [part for part in string.Formatter().parse(template) if part[1] is not None]
+    except ValueError as error:
+        raise ValueError(f"{error}; write a column as {{name}} and a brace that is text twice") from error
+    if any(not name or form or conversion for _, name, form, conversion in parts):
+        raise ValueError("braces hold the name of a column and nothing else; write a brace that is text twice")
+    if not parts:
+        raise ValueError("the template names no column; write it as {name}")
+    return [str(name) for _, name, _, _ in parts]
+
+
+class DataSource(ReadOptions):
+    """A path, glob, URL (``s3://…``) or hub id (``hub:owner/name[:split]``), and how its rows are read."""
 
     path: str
-    format: FormatName | None = None
+
+    def read_options(self) -> ReadOptions:
+        """Return how the rows are read, without the path."""
+        return ReadOptions(**{name: getattr(self, name) for name in ReadOptions.model_fields})
 
 
 class FileSources(Strict):
-    """Paths, globs or hub ids, each with or without a format, by kind. Empty kinds are derived where that is possible:
+    """Paths, globs, URLs or hub ids, each alone or with options, by kind. Empty kinds are derived where possible:
     demonstrations from preferred replies, prompts from preferences, pretraining text from demonstrations."""
 
     preferences: tuple[str | DataSource, ...] = Field(default=(), strict=False)
@@ -59,7 +145,7 @@ class FileSources(Strict):
         return tuple(DataSource(path=source) if isinstance(source, str) else source for source in listed)
 
     def paths(self) -> list[str]:
-        """Return the paths, globs and hub ids of all kinds."""
+        """Return the paths, globs, URLs and hub ids of all kinds."""
         return [source.path for kind in type(self).model_fields for source in self.of(kind)]
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.config.collect import FormatName
+from rlhf_core.config.collect import FormatName, ReadOptions
 from rlhf_core.data.formats import read_records
 from rlhf_core.data.readers.containers import Record
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema
@@ -44,7 +44,7 @@ RECORDS = st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6) | st.lists(
 def test_any_record_is_read_or_refused(kind: str, values: list[Any], name: str | None) -> None:
     records = [Record(position, value) for position, value in enumerate(values, 1)]
     try:
-        result = read_records(records, kind, "x.jsonl", "", format_name=name)
+        result = read_records(records, kind, "x.jsonl", "", options=ReadOptions(format=name))
     except DataError as error:
         assert str(error).startswith("x.jsonl")
         return
