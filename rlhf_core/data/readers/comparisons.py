@@ -54,17 +54,17 @@ def _index(value: Any, name: str) -> int:
 
 
 def _helpsteer2(record: Any) -> Parsed:
-    replies = (reply_of(record[name], name) for name in ("response_1", "response_2"))
-    return _by_strength(_helpsteer_prompt(record["prompt"]), *replies, record, "preference_strength")
+    first, second = (reply_of(record[name], name) for name in ("response_1", "response_2"))
+    return _by_strength(_helpsteer_prompt(record["prompt"]), first, second, record, "preference_strength")
 
 
 def _helpsteer3(record: Any) -> Parsed:
     context = record["context"]
     prompt = turns_of(context) if isinstance(context, list) else prompt_of(context)
-    replies = (reply_of(record[name], name) for name in ("response1", "response2"))
+    first, second = (reply_of(record[name], name) for name in ("response1", "response2"))
     domain = record.get("domain")
     category = text_of(domain, "domain") if isinstance(domain, str) and domain else None
-    return _by_strength(prompt, *replies, record, "overall_preference", category)
+    return _by_strength(prompt, first, second, record, "overall_preference", category)
 
 
 def _by_strength(
@@ -119,8 +119,8 @@ def _open_orca(record: Any) -> Parsed:
 
 
 def _argilla_pair(record: Any) -> Parsed:
-    replies = (reply_of(record[name], name) for name in ("chosen_response", "rejected_response"))
-    return Parsed(prompt_of(record["instruction"]), *replies)
+    chosen, rejected = (reply_of(record[name], name) for name in ("chosen_response", "rejected_response"))
+    return Parsed(prompt_of(record["instruction"]), chosen, rejected)
 
 
 COMPARISONS = (

@@ -62,8 +62,8 @@ def _sharegpt_ranking(record: Any) -> Parsed:
 
 def _explicit(record: Any) -> Parsed:
     prompt = prompt_of(record["prompt"])
-    replies = (reply_after(prompt, record[name], name) for name in ("chosen", "rejected"))
-    return Parsed(prompt, *replies)
+    chosen, rejected = (reply_after(prompt, record[name], name) for name in ("chosen", "rejected"))
+    return Parsed(prompt, chosen, rejected)
 
 
 def _implicit(record: Any) -> Parsed:
@@ -121,7 +121,7 @@ def _is_standard_implicit(record: Any) -> bool:
 def _standard_implicit(record: Any) -> Parsed:
     """Read TRL's implicit prompts of strings: the prompt is the longest beginning that both texts share.
 
-    Unlike TRL, which may cut inside a word, it ends before the first word that differs, and the space there is the replies'.
+    TRL may cut inside a word; here the prompt ends before the first word that differs, and before one space there.
     """
     chosen, rejected = (text_of(record[name], name) for name in ("chosen", "rejected"))
     marker = RENDERED.match(chosen)
@@ -157,8 +157,8 @@ def _alpaca_prompt(record: Any) -> list[Turn]:
 
 
 def _alpaca_ranking(record: Any) -> Parsed:
-    replies = (reply_of(record[name], name) for name in ("chosen", "rejected"))
-    return Parsed(_alpaca_prompt(record), *replies)
+    chosen, rejected = (reply_of(record[name], name) for name in ("chosen", "rejected"))
+    return Parsed(_alpaca_prompt(record), chosen, rejected)
 
 
 def _alpaca(record: Any) -> Parsed:
