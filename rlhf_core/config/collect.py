@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
+from rlhf_core.config.loading.problems import nearest
 from rlhf_core.config.model import StageConfig, Strict
 
 
@@ -54,22 +54,11 @@ FormatName = Literal[
 ]
 Dimension = Literal["helpful", "safe", "agreed"]
 PairChoice = Literal["all", "adjacent", "best_worst"]
-FieldName = Literal[
-    "prompt",
-    "chosen",
-    "rejected",
-    "reply",
-    "messages",
-    "text",
-    "responses",
-    "scores",
-    "ranks",
-    "system",
-    "margin",
-    "label",
-    "category",
-    "source",
-]
+# What ``columns`` may name: the fields of the general formats.
+FIELDS = (
+    *("prompt", "chosen", "rejected", "reply", "messages", "text", "responses", "scores", "ranks"),
+    *("system", "margin", "label", "category", "source"),
+)
 
 
 class ReadOptions(Strict):
@@ -84,10 +73,18 @@ class ReadOptions(Strict):
     """
 
     format: FormatName | None = None
-    columns: dict[FieldName, str] = {}
+    columns: dict[str, str] = {}
     template: str | None = None
     dimension: Dimension | None = None
     pairs: PairChoice = "all"
+
+    @field_validator("columns")
+    @classmethod
+    def _known_fields(cls, columns: dict[str, str]) -> dict[str, str]:
+        unknown = [field for field in columns if field not in FIELDS]
+        if unknown:
+            raise ValueError(f"there is no field '{unknown[0]}'; {nearest(unknown[0], FIELDS)}")
+        return columns
 
     @field_validator("template")
     @classmethod
@@ -134,15 +131,23 @@ class FileSources(Strict):
     """Paths, globs, URLs or hub ids, each alone or with options, by kind. Empty kinds are derived where possible:
     demonstrations from preferred replies, prompts from preferences, pretraining text from demonstrations."""
 
-    preferences: tuple[str | DataSource, ...] = Field(default=(), strict=False)
-    demonstrations: tuple[str | DataSource, ...] = Field(default=(), strict=False)
-    prompts: tuple[str | DataSource, ...] = Field(default=(), strict=False)
-    pretrain: tuple[str | DataSource, ...] = Field(default=(), strict=False)
+    preferences: tuple[DataSource, ...] = Field(default=(), strict=False)
+    demonstrations: tuple[DataSource, ...] = Field(default=(), strict=False)
+    prompts: tuple[DataSource, ...] = Field(default=(), strict=False)
+    pretrain: tuple[DataSource, ...] = Field(default=(), strict=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _with_options(cls, sources: Any) -> Any:
+        """Return the entries that are a path alone as sources without options."""
+        if not isinstance(sources, list | tuple):
+            return sources
+        return tuple({"path": source} if isinstance(source, str) else source for source in sources)
 
     def of(self, kind: str) -> tuple[DataSource, ...]:
         """Return the sources of a kind."""
-        listed: Sequence[str | DataSource] = getattr(self, kind)
-        return tuple(DataSource(path=source) if isinstance(source, str) else source for source in listed)
+        sources: tuple[DataSource, ...] = getattr(self, kind)
+        return sources
 
     def paths(self) -> list[str]:
         """Return the paths, globs, URLs and hub ids of all kinds."""

@@ -38,15 +38,16 @@ def detect(records: Sequence[Record], where: str) -> Format:
             f"{where}: the first {len(readable)} rows are of several formats ({listed}); split the file, or name one "
             "of them (format: beside the path in collect.files), which refuses the other rows"
         )
-    known = "\n".join(f"  {shape.name}: {shape.example}" for shape in FORMATS)
+    known = "known formats (or name the columns: columns: {prompt: …, chosen: …, rejected: …} beside the path):\n"
+    known += "\n".join(f"  {shape.name}: {shape.example}" for shape in FORMATS)
     if not readable:
         problem = records[0].problem if records else "there are no rows"
-        raise DataError(f"{where}, row {records[0].position if records else 0}: {problem}; known formats:\n{known}")
+        raise DataError(f"{where}, row {records[0].position if records else 0}: {problem}; {known}")
     first = readable[0]
     record_shape = (
         f"keys {', '.join(map(str, first.value))}" if isinstance(first.value, dict) else type(first.value).__name__
     )
-    raise DataError(f"{where}, row {first.position} ({record_shape}) is of no known format; known formats:\n{known}")
+    raise DataError(f"{where}, row {first.position} ({record_shape}) is of no known format; {known}")
 
 
 def format_of(value: Any) -> Format | None:

@@ -46,7 +46,7 @@ def test_a_template_writes_the_prompt(tmp_path: Path) -> None:
     columns = {"chosen": "good", "rejected": "bad"}
     (row,) = read(tmp_path, rows, columns=columns, template=template).rows
     assert row["prompt"] == [{"role": "user", "content": "# T {x}\n\nB {H}"}]
-    (row,) = read(tmp_path, [rows[0] | {"title": 5}], columns=columns, template=template).refused
+    (row,) = read(tmp_path, [*rows, rows[0] | {"title": 5}], columns=columns, template=template).refused
     assert row["reason"] == "the column title is not text but int" and json.loads(row["row"])["title"] == 5
 
 
