@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from rlhf_core.config.loading.problems import nearest
 from rlhf_core.config.model import StageConfig, Strict
@@ -117,14 +117,26 @@ def template_columns(template: str) -> list[str]:
     return [str(name) for _, name, _, _ in parts]
 
 
-class DataSource(ReadOptions):
-    """A path, glob, URL (``s3://…``) or hub id (``hub:owner/name[:split]``), and how its rows are read."""
+class SourceOptions(ReadOptions):
+    """How a source is read, and how much of it is taken.
+
+    Attributes:
+        weight: The share of ``collect.limit`` that each file of the source gives, relative to the others'.
+        cap: At most so many rows of each file of the source are taken.
+    """
+
+    weight: PositiveFloat = 1.0
+    cap: PositiveInt | None = None
+
+
+class DataSource(SourceOptions):
+    """A path, glob, URL (``s3://…``) or hub id (``hub:owner/name[:split]``), and how it is read."""
 
     path: str
 
-    def read_options(self) -> ReadOptions:
-        """Return how the rows are read, without the path."""
-        return ReadOptions(**{name: getattr(self, name) for name in ReadOptions.model_fields})
+    def options(self) -> SourceOptions:
+        """Return how the source is read, without its path."""
+        return SourceOptions(**{name: getattr(self, name) for name in SourceOptions.model_fields})
 
 
 class FileSources(Strict):
@@ -159,3 +171,14 @@ class CollectConfig(StageConfig):
     world: WorldConfig = WorldConfig()
     files: FileSources = FileSources()
     limit: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _weights_share_a_limit(self) -> CollectConfig:
+        weighted = [
+            source.path for kind in FileSources.model_fields for source in self.files.of(kind) if source.weight != 1
+        ]
+        if weighted and self.limit is None:
+            raise ValueError(
+                f"the weight of {weighted[0]} is a share of collect.limit, which is not set; set it, or use cap"
+            )
+        return self

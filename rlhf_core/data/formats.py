@@ -35,7 +35,7 @@ class FileRows:
     ``refused`` has ``{source, position, reason, row}``, the row as JSON text. ``dropped`` counts, by reason, records
     without a fault that prefer no reply. A record may give several rows: ``expanded`` counts those beyond its first, so
     that ``records + expanded`` is the number of rows, refused and dropped records, and rows that were ``cut`` by a
-    limit. ``unread`` rows of a hub data set come on top.
+    limit or by ``cap``. ``unread`` rows of a hub data set come on top. ``weight`` is the file's part of a limit.
     """
 
     source: str
@@ -49,28 +49,48 @@ class FileRows:
     expanded: int = 0
     cut: int = 0
     unread: int = 0
+    weight: float = 1.0
+    cap: int | None = None
 
 
 def cut_to_limit(files: Sequence[FileRows], limit: int | None) -> None:
-    """Cut the rows of ``files`` to ``limit`` in all: every file keeps its first rows, up to its fair share."""
-    for file, share in zip(files, fair_shares([len(file.rows) for file in files], limit), strict=True):
+    """Cut the rows of ``files`` to ``limit`` in all: every file keeps its first rows, up to its cap and fair share."""
+    sizes = [min(len(file.rows), file.cap or len(file.rows)) for file in files]
+    shares = fair_shares(sizes, limit, [file.weight for file in files])
+    for file, share in zip(files, shares, strict=True):
         file.cut = len(file.rows) - share
         del file.rows[share:], file.positions[share:]
 
 
-def fair_shares(sizes: Sequence[int], limit: int | None) -> list[int]:
-    """Return how many of ``limit`` each source gives: the same number, or all it has where that is less."""
+def fair_shares(sizes: Sequence[int], limit: int | None, weights: Sequence[float] | None = None) -> list[int]:
+    """Return how many of ``limit`` each source gives: in proportion to its weight, or all it has where that is less.
+
+    Args:
+        sizes: How many rows each source has.
+        limit: How many are wanted in all; None means all of them.
+        weights: By source; by default all sources weigh the same.
+    """
     if limit is None:
         return list(sizes)
+    weights = weights or [1.0] * len(sizes)
     shares = [0] * len(sizes)
+    open_sources = list(range(len(sizes)))
     left = min(limit, sum(sizes))
-    while left:
-        unfilled = [i for i, size in enumerate(sizes) if shares[i] < size]
-        each = max(left // len(unfilled), 1)
-        for i in unfilled:
-            more = min(each, sizes[i] - shares[i], left)
-            shares[i] += more
-            left -= more
+    while open_sources:
+        total = sum(weights[i] for i in open_sources)
+        quotas = {i: round(left * weights[i] / total, 9) for i in open_sources}
+        exhausted = [i for i in open_sources if quotas[i] >= sizes[i]]
+        if not exhausted:
+            # The largest remainders are rounded up; of equal ones the first.
+            rounded_up = sorted(open_sources, key=lambda i: int(quotas[i]) - quotas[i])
+            rounded_up = rounded_up[: left - sum(map(int, quotas.values()))]
+            for i in open_sources:
+                shares[i] = int(quotas[i]) + (i in rounded_up)
+            break
+        for i in exhausted:
+            shares[i] = sizes[i]
+            left -= sizes[i]
+        open_sources = [i for i in open_sources if i not in exhausted]
     return shares
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rlhf_core.config.collect import DataSource, ReadOptions
+from rlhf_core.config.collect import DataSource, SourceOptions
 from rlhf_core.data.formats import FileRows, read_records
 from rlhf_core.data.hub import PREFIX, load_hub_records
 from rlhf_core.data.readers.containers import load_records, records_of
@@ -21,14 +21,14 @@ REMEDY = "correct it in collect.files"
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file, URL or hub id to read (``path`` is None for the last two), and how its rows are read.
+    """A file, URL or hub id to read (``path`` is None for the last two), and how it is read.
 
     ``name`` is the path as params.yaml spells it: files of one name in two folders have different ones.
     """
 
     name: str
     path: Path | None
-    options: ReadOptions = field(default_factory=ReadOptions)
+    options: SourceOptions = field(default_factory=SourceOptions)
 
 
 def source_files(sources: Sequence[str | DataSource], base: Path) -> list[SourceFile]:
@@ -40,7 +40,7 @@ def source_files(sources: Sequence[str | DataSource], base: Path) -> list[Source
     files: dict[str, SourceFile] = {}
     for given in sources:
         source = DataSource(path=given) if isinstance(given, str) else given
-        options = source.read_options()
+        options = source.options()
         for key, file in _matches(source.path, base):
             known = files.setdefault(key, replace(file, options=options))
             files[key] = replace(known, options=_merged(known, options))
@@ -58,9 +58,9 @@ def _matches(spec: str, base: Path) -> Iterator[tuple[str, SourceFile]]:
             yield str(path.resolve()), SourceFile(spelled(path, spec, base), path)
 
 
-def _merged(known: SourceFile, options: ReadOptions) -> ReadOptions:
+def _merged(known: SourceFile, options: SourceOptions) -> SourceOptions:
     """Return the options of a file that is named twice: once they may be left out, but not be given differently."""
-    default = ReadOptions()
+    default = SourceOptions()
     if options in (default, known.options):
         return known.options
     if known.options == default:
@@ -80,6 +80,12 @@ def read_sources(
 
 def read_source(file: SourceFile, kind: str, limit: int | None = None) -> FileRows:
     """Read one file, URL or hub id as rows of ``kind``; see :func:`read_sources`."""
+    result = _read(file, kind, limit)
+    result.weight, result.cap = file.options.weight, file.options.cap
+    return result
+
+
+def _read(file: SourceFile, kind: str, limit: int | None) -> FileRows:
     if file.path is not None:
         records = load_records(file.path)
         return read_records(records, kind, file.name, sha256_file(file.path), str(file.path), file.options)

@@ -134,6 +134,9 @@ def _manifest(
                 "expanded": file.expanded,
                 "cut": file.cut,
                 "unread": file.unread,
+                "weight": file.weight,
+                "cap": file.cap,
+                "share": len(file.rows) / len(rows[kind]) if rows[kind] else 0.0,
             }
             for file in files[kind]
         ]
