@@ -45,9 +45,10 @@ def derive(kind: str, parents: Iterable[Mapping[str, Any]]) -> list[dict[str, An
     """
     kept: dict[str, dict[str, Any]] = {}
     listed = list(parents)
-    worse = {_reply_key(row, row["rejected"]) for row in listed if "path" in row and "rejected" in row}
+    pairs = [row for row in listed if kind == "demonstrations" and "path" in row and row["chosen"] != row["rejected"]]
+    worse = {_reply_key(row, row["rejected"]) for row in pairs}
     for parent in listed:
-        if "path" in parent and "chosen" in parent and _reply_key(parent, parent["chosen"]) in worse:
+        if worse and _reply_key(parent, parent["chosen"]) in worse:
             continue
         row = {name: parent[name] for name in LABELS if name in parent}
         if kind == "demonstrations":

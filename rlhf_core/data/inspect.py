@@ -100,7 +100,7 @@ def _describe(
         where,
         f"  format   {shape.name}",
         f"  serves   {', '.join(kinds)}",
-        f"  rows     {len(read.rows)} as {kind}, of {len(records)}{' (several of one)' if read.expanded else ''}",
+        f"  rows     {len(read.rows)} as {kind}, of {len(records)}{' (some give several)' if read.expanded else ''}",
         *(f"  dropped  {n}: {reason}" for reason, n in read.dropped.most_common()),
         *_refusals(read),
     ]

@@ -24,7 +24,7 @@ from rlhf_core.data.readers.turns import Refusal, Turn, prompt_of, reply_of, tex
 
 STRONGEST_PREFERENCE = 3
 # A record with one of these has its prompt there, and is of another format.
-OTHER_PROMPTS = frozenset({"prompt", "instruction", "conversations"})
+OTHER_PROMPTS = frozenset({"prompt", "instruction", "conversations", "messages"})
 # HelpSteer2 writes a dialogue of several turns as one text; its first turn is the user's and has no marker.
 HELPSTEER_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 
@@ -175,7 +175,7 @@ COMPARISONS = (
         "open-orca",
         '{"system_prompt": "…", "question": "…", "response": "…"}',
         REPLIES,
-        lambda r: has(r, question=str, response=str) and "prompt" not in r,
+        lambda r: has(r, question=str, response=str) and not OTHER_PROMPTS & r.keys(),
         single(_open_orca),
     ),
     Format(

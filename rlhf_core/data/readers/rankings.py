@@ -64,6 +64,10 @@ def parsed_ranking(
     ]
 
 
+def _are_objects(values: Sequence[Any]) -> bool:
+    return bool(values) and all(isinstance(value, dict) for value in values)
+
+
 def _ultrafeedback(record: Any, kind: str, options: ReadOptions) -> list[Parsed]:
     replies = []
     for number, completion in enumerate(record["completions"], 1):
@@ -121,14 +125,14 @@ RANKINGS = (
         "ultrafeedback",
         '{"instruction": "…", "completions": [{"response": "…", "overall_score": 7.5}, …]}',
         PAIRS,
-        lambda r: has(r, instruction=str, completions=list) and all(isinstance(c, dict) for c in r["completions"]),
+        lambda r: has(r, instruction=str, completions=list) and _are_objects(r["completions"]),
         _ultrafeedback,
     ),
     Format(
         "nectar",
         '{"prompt": "…", "answers": [{"answer": "…", "rank": 1}, …]} (the best has the lowest rank)',
         PAIRS,
-        lambda r: has(r, prompt=(str, list), answers=list),
+        lambda r: has(r, prompt=(str, list), answers=list) and _are_objects(r["answers"]),
         _nectar,
     ),
     Format(
