@@ -8,7 +8,7 @@ from rlhf_core.errors import DataError
 
 
 def expand_url(url: str, remedy: str) -> list[str]:
-    """Return the files that a URL names or, with ``*``, ``?`` or ``[``, matches; sorted.
+    """Return the files that a URL names or, with ``*``, ``?`` or ``[``, matches, as their store spells them; sorted.
 
     Raises:
         DataError: There are none, or the store cannot be reached; the message ends with ``remedy``.
@@ -16,7 +16,7 @@ def expand_url(url: str, remedy: str) -> list[str]:
     filesystem, path = _open(url)
     try:
         if filesystem.isfile(path):
-            return [url]
+            return [filesystem.unstrip_protocol(path)]
         matches = sorted(filesystem.glob(path))
         files = [match for match in matches if filesystem.isfile(match)]
     except Exception as error:  # Every store raises errors of its own.

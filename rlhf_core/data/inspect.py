@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -79,7 +80,7 @@ def describe_sources(
             kind, block = _describe(records, where, show, width, tokens, options or ReadOptions())
             kinds.setdefault(spec, kind)
             blocks.append(block)
-    return "\n\n".join([*blocks, _next_command(kinds)])
+    return "\n\n".join([*blocks, _next_command(kinds, options or ReadOptions())])
 
 
 def _describe(
@@ -167,7 +168,7 @@ def _percentile_table(unit: str, rows: Sequence[LengthPercentiles], width: int) 
     return [f"{INDENT * 2}{line.rstrip()}" for line in output.getvalue().splitlines()]
 
 
-def _next_command(kinds: Mapping[str, str]) -> str:
+def _next_command(kinds: Mapping[str, str], options: ReadOptions) -> str:
     """Return the ``rlhf init`` command for these sources, given as the kind of rows that each serves as best."""
     by_kind: dict[str, list[str]] = {}
     for spec, kind in kinds.items():
@@ -175,7 +176,9 @@ def _next_command(kinds: Mapping[str, str]) -> str:
     if "preferences" not in by_kind:
         return "next: a pipeline needs pairs of replies; add a file that serves as preferences to these"
     sets = []
+    given = options.model_dump(exclude_defaults=True)
     for kind, specs in by_kind.items():
-        quoted = ", ".join(f'"{spec}"' for spec in specs)
-        sets.append(f"--set {shlex.quote(f'collect.files.{kind}=[{quoted}]')}")
+        entries: list[Any] = [{"path": spec, **given} if given else spec for spec in specs]
+        quoted = json.dumps(entries, ensure_ascii=False)
+        sets.append(f"--set {shlex.quote(f'collect.files.{kind}={quoted}')}")
     return f"next: rlhf init {NEW_WORKSPACE} --profile own-data {' '.join(sets)}"

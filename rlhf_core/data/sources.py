@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,7 +53,8 @@ def _matches(spec: str, base: Path) -> Iterator[tuple[str, SourceFile]]:
     if spec.startswith(PREFIX):
         yield spec, SourceFile(spec, None)
     elif is_url(spec):
-        yield from ((url, SourceFile(url, None)) for url in expand_url(spec, REMEDY))
+        urls = expand_url(spec, REMEDY)
+        yield from ((url, SourceFile(url if glob.has_magic(spec) else spec, None)) for url in urls)
     else:
         for path in expand(spec, base, REMEDY):
             yield str(path.resolve()), SourceFile(spelled(path, spec, base), path)
