@@ -177,7 +177,13 @@ def _rows(value: Any, shape: Format, kind: str, options: ReadOptions, source: st
     labels = value if isinstance(value, dict) else {}
     system = system_turns(labels)
     rows = []
-    for parsed in shape.parse(value, kind, options):
+    try:
+        parts = shape.parse(value, kind, options)
+    except Undecided as undecided:
+        if kind != "prompts" or undecided.prompt is None:
+            raise
+        parts = [Parsed(undecided.prompt)]
+    for parsed in parts:
         if parsed.prompt is not None and system:
             parsed = replace(parsed, prompt=[*system, *parsed.prompt])
         row = _content(parsed, kind, labels)

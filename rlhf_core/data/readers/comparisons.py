@@ -75,7 +75,7 @@ def _by_strength(
     if not abs(strength) <= STRONGEST_PREFERENCE:
         raise Refusal(f"{name} is {record[name]!r}, not from -{STRONGEST_PREFERENCE} to {STRONGEST_PREFERENCE}")
     if strength == 0:
-        raise Undecided("neither reply is preferred")
+        raise Undecided("neither reply is preferred", prompt)
     chosen, rejected = (second, first) if strength > 0 else (first, second)
     return Parsed(prompt, chosen, rejected, margin=abs(strength), category=category)
 

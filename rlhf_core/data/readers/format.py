@@ -18,7 +18,14 @@ NUMBER_EXCERPT = 40
 
 
 class Undecided(Exception):
-    """A record prefers no reply, for the reason in the message: it is dropped and counted, without being at fault."""
+    """A record prefers no reply, for the reason in the message: it is dropped and counted, without being at fault.
+
+    ``prompt`` is its prompt, which can be used nevertheless.
+    """
+
+    def __init__(self, reason: str, prompt: list[Turn] | None = None) -> None:
+        super().__init__(reason)
+        self.prompt = prompt
 
 
 @dataclass(frozen=True)

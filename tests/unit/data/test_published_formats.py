@@ -113,6 +113,11 @@ def test_a_ranking_gives_the_pairs_that_are_asked_for(pairs: str, count: int) ->
     assert [(row["chosen"], row["rejected"]) for row in first] == expected[pairs]
 
 
+@pytest.mark.parametrize("name", ["helpsteer2-preference", "helpsteer3-preference", "helpsteer-ratings", "shp"])
+def test_every_prompt_can_be_used(name: str) -> None:
+    assert len(read(name, "prompts").rows) == 10
+
+
 @pytest.mark.parametrize("name", ["ultrafeedback", "nectar", "oasst-trees", "open-orca"])
 def test_only_the_best_reply_is_a_demonstration(name: str) -> None:
     for row in read(name, "demonstrations").rows[-8:]:
