@@ -23,7 +23,8 @@ from rlhf_core.data.readers.turns import (
 REPLY_NAMES = ("reply", "completion", "response", "output")
 # Texts beside a pair that are no part of its prompt.
 LABELS = frozenset({"chosen", "rejected", "system", "source", "category", "id", "prompt_id"})
-LAST_WORD = re.compile(r"\S*\Z")
+# White space, and Chinese characters and punctuation, of which each is a word of its own.
+WORD_BORDER = re.compile(r"[\s\u3000-\u303f\u3400-\u9fff\uff00-\uffef]")
 RENDERED = re.compile(
     r"\s*(<\|im_start\|>|<\|begin_of_text\|>|<\|start_header_id\|>|<start_of_turn>|<\|user\|>|<\|system\|>|<s>|\[INST\])"
 )
@@ -132,9 +133,11 @@ def _standard_implicit(record: Any) -> Parsed:
     length = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
     shared = min(chosen, rejected, key=len) if length is None else chosen[:length]
     rests = [text[len(shared) :] for text in (chosen, rejected)]
-    if not all(rest[:1].isspace() or not rest for rest in rests):
-        shared = LAST_WORD.sub("", shared)
-    prompt = shared.removesuffix(" ")  # as in "The sky is" and " blue."
+    end = len(shared)
+    if not all(not rest or WORD_BORDER.match(rest) for rest in rests):
+        while end and not WORD_BORDER.match(shared[end - 1]):
+            end -= 1
+    prompt = shared[:end].removesuffix(" ")  # as in "The sky is" and " blue."
     if not prompt.strip():
         raise Refusal("there is no prompt: the two texts do not begin with the same words")
     turns = [{"role": "user", "content": prompt}]

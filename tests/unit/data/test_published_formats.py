@@ -153,6 +153,8 @@ def test_a_prompt_that_two_texts_share_ends_at_a_word() -> None:
     assert (code["prompt"][0]["content"], code["chosen"]) == ("def add(a, b):\n    return a", " + b")
     (row,) = parse({"chosen": "The sky is blue", "rejected": "The sky is black"}).rows
     assert (row["prompt"][0]["content"], row["chosen"]) == ("The sky is", " blue")
+    (row,) = parse({"chosen": "天空是蓝色的。", "rejected": "天空是绿色的。"}).rows
+    assert (row["prompt"][0]["content"], row["chosen"]) == ("天空是", "蓝色的。")
 
 
 @pytest.mark.parametrize(
