@@ -34,7 +34,8 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
         name: What messages call them.
 
     Raises:
-        DataError: There are none, they are of no known format, or one of them is not of the format of the first.
+        DataError: There are none, they are of no known format, or one of them is not of the format of the first, or
+            prefers no reply.
     """
     if isinstance(records, str | Mapping):
         raise DataError(f"{name} is one {type(records).__name__}; give a list of records")
@@ -53,6 +54,9 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
     if result.refused:
         first = result.refused[0]
         raise DataError(f"{name}, record {first['position']}: {first['reason']}")
+    if result.dropped:
+        reason, count = result.dropped.most_common(1)[0]
+        raise DataError(f"{name}: {count} of the records cannot be used ({reason}); take them out")
     rows = [
         kind(**row | {"prompt": [Message(turn["role"], turn["content"]) for turn in row["prompt"]]})
         for row in result.rows

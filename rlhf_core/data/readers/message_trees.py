@@ -30,7 +30,7 @@ def _usable(replies: Any) -> list[Node]:
 
 def _prompts(root: Node) -> Iterator[tuple[list[Turn], list[Node]]]:
     """Yield every path that ends with the user's turn, and the replies there."""
-    waiting: list[tuple[list[Turn], Node]] = [([], root)]
+    waiting: list[tuple[list[Turn], Node]] = [([], node) for node in _usable([root])]
     while waiting:
         before, node = waiting.pop()
         path, replies = [*before, _turn(node)], _usable(node.get("replies"))

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhf_core.api.inputs import rows_of
 from rlhf_core.config.collect import CollectConfig, DataSource, FileSources, ReadOptions
 from rlhf_core.data.formats import FileRows, read_records
 from rlhf_core.data.readers.containers import Record
-from rlhf_core.data.schema import Demonstration, read_rows
+from rlhf_core.data.schema import Demonstration, Preference, read_rows
 from rlhf_core.data.sources import read_sources
 from rlhf_core.errors import DataError
 from rlhf_core.files import read_json
@@ -213,6 +214,13 @@ def test_a_record_that_cannot_be_used_is_refused_with_a_reason(value: Any, reaso
     assert not result.rows and not result.dropped
     (refused,) = result.refused
     assert reason in refused["reason"] and refused["position"] == 1
+
+
+def test_the_library_names_records_that_prefer_no_reply() -> None:
+    pair = {"prompt": "Q?", "chosen": "a", "rejected": "b", "score_chosen": 2}
+    assert len(rows_of(Preference, [pair | {"score_rejected": 1}], "preferences")) == 1
+    with pytest.raises(DataError, match=r"preferences: 1 of the records cannot be used \(both replies have the same"):
+        rows_of(Preference, [pair | {"score_rejected": score} for score in (1, 2)], "preferences")
 
 
 def test_replies_may_be_the_whole_dialogue_after_an_explicit_prompt() -> None:
