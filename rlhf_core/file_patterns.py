@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from pathlib import Path
 
 from rlhf_core.errors import DataError
 
 EXCERPT = 200
 NOT_FOUND = "correct the path, or put quotes around a pattern"
+
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def is_url(spec: str) -> bool:
+    """Return whether a source is a URL such as ``s3://bucket/pairs.jsonl``, and no path."""
+    return URL.match(spec) is not None
 
 
 def expand(spec: str, base: Path, remedy: str = NOT_FOUND) -> list[Path]:

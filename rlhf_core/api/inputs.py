@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.config.collect import ReadOptions
 from rlhf_core.data.chat_template import bos_expression
-from rlhf_core.data.formats import format_of, read_records
+from rlhf_core.data.formats import read_records
 from rlhf_core.data.readers.containers import Record
+from rlhf_core.data.readers.registry import format_of
 from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt
 from rlhf_core.data.visible_text import has_visible_text
 from rlhf_core.errors import ConfigError, DataError, ModelError
@@ -32,7 +34,8 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
         name: What messages call them.
 
     Raises:
-        DataError: There are none, they are of no known format, or one of them is not of the format of the first.
+        DataError: There are none, they are of no known format, or one of them is not of the format of the first, or
+            prefers no reply.
     """
     if isinstance(records, str | Mapping):
         raise DataError(f"{name} is one {type(records).__name__}; give a list of records")
@@ -46,10 +49,14 @@ def rows_of(kind: type[Row], records: Iterable[Row | Mapping[str, Any] | str], n
     # All records must be of one format: that of the first which has one.
     shape = next(filter(None, map(format_of, values)), None)
     numbered = [Record(number, value) for number, value in enumerate(values, start=1)]
-    result = read_records(numbered, kind.KIND, name, "", format_name=shape.name if shape else None)
+    options = ReadOptions.model_validate({"format": shape.name if shape else None})
+    result = read_records(numbered, kind.KIND, name, "", options=options)
     if result.refused:
         first = result.refused[0]
         raise DataError(f"{name}, record {first['position']}: {first['reason']}")
+    if result.dropped:
+        reason, count = result.dropped.most_common(1)[0]
+        raise DataError(f"{name}: {count} of the records cannot be used ({reason}); take them out")
     rows = [
         kind(**row | {"prompt": [Message(turn["role"], turn["content"]) for turn in row["prompt"]]})
         for row in result.rows

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+import string
+from typing import Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from rlhf_core.config.loading.problems import nearest
 from rlhf_core.config.model import StageConfig, Strict
 
 
@@ -24,9 +25,11 @@ class WorldConfig(Strict):
 FormatName = Literal[
     "hh-rlhf",
     "sharegpt-ranking",
+    "turn-list-pair",
     "conversational-implicit",
     "conversational",
     "standard",
+    "standard-implicit",
     "alpaca-ranking",
     "alpaca",
     "messages",
@@ -34,32 +37,132 @@ FormatName = Literal[
     "prompt-reply",
     "prompt",
     "text",
+    "pku-saferlhf",
+    "helpsteer2-preference",
+    "helpsteer3-preference",
+    "helpsteer-ratings",
+    "shp",
+    "orca-dpo",
+    "open-orca",
+    "ultrafeedback-ratings",
+    "ultrafeedback",
+    "nectar",
+    "ranking",
+    "stepwise",
+    "oasst-trees",
+    "oasst-messages",
 ]
+Dimension = Literal["helpful", "safe", "agreed"]
+PairChoice = Literal["all", "adjacent", "best_worst"]
+# What ``columns`` may name: the fields of the general formats.
+FIELDS = (
+    *("prompt", "chosen", "rejected", "reply", "messages", "text", "responses", "scores", "ranks"),
+    *("system", "margin", "label", "category", "source"),
+)
 
 
-class DataSource(Strict):
-    """A path, glob or hub id (``hub:owner/name[:split]``), and the format of its rows where that is not recognised."""
+class ReadOptions(Strict):
+    """How the rows of a source are read, where that is not recognised.
+
+    Attributes:
+        format: The format of the rows.
+        columns: By field, the column that holds it; a dot goes into an object. All other columns are ignored.
+        template: The text of the prompt, with columns in braces: ``"{title}\\n\\n{question}"``.
+        dimension: Which of several preferences of a pair is read (PKU-SafeRLHF).
+        pairs: Which pairs a ranking gives: all, each reply with the next worse, or the best with the worst.
+    """
+
+    format: FormatName | None = None
+    columns: dict[str, str] = {}
+    template: str | None = None
+    dimension: Dimension | None = None
+    pairs: PairChoice = "all"
+
+    @field_validator("columns")
+    @classmethod
+    def _known_fields(cls, columns: dict[str, str]) -> dict[str, str]:
+        unknown = [field for field in columns if field not in FIELDS]
+        if unknown:
+            raise ValueError(f"there is no field '{unknown[0]}'; {nearest(unknown[0], FIELDS)}")
+        return columns
+
+    @field_validator("template")
+    @classmethod
+    def _only_columns(cls, template: str | None) -> str | None:
+        if template is not None:
+            template_columns(template)
+        return template
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> ReadOptions:
+        if self.template is not None and self.columns.keys() & {"prompt", "messages", "text"}:
+            raise ValueError("template writes the prompt; take prompt, messages and text out of columns")
+        return self
+
+
+def template_columns(template: str) -> list[str]:
+    """Return the columns that a template names.
+
+    Raises:
+        ValueError: It names none, or has braces that are not doubled or more than a name in them.
+    """
+    try:
+        parts = [part for part in string.Formatter().parse(template) if part[1] is not None]
+    except ValueError as error:
+        raise ValueError(f"{error}; write a column as {{name}} and a brace that is text twice") from error
+    if any(not name or form or conversion for _, name, form, conversion in parts):
+        raise ValueError("braces hold the name of a column and nothing else; write a brace that is text twice")
+    if not parts:
+        raise ValueError("the template names no column; write it as {name}")
+    return [str(name) for _, name, _, _ in parts]
+
+
+class SourceOptions(ReadOptions):
+    """How a source is read, and how much of it is taken.
+
+    Attributes:
+        weight: The share of ``collect.limit`` that each file of the source gives, relative to the others'.
+        cap: At most so many rows of each file of the source are taken.
+    """
+
+    weight: PositiveFloat = 1.0
+    cap: PositiveInt | None = None
+
+
+class DataSource(SourceOptions):
+    """A path, glob, URL (``s3://…``) or hub id (``hub:owner/name[:split]``), and how it is read."""
 
     path: str
-    format: FormatName | None = None
+
+    def options(self) -> SourceOptions:
+        """Return how the source is read, without its path."""
+        return SourceOptions(**{name: getattr(self, name) for name in SourceOptions.model_fields})
 
 
 class FileSources(Strict):
-    """Paths, globs or hub ids, each with or without a format, by kind. Empty kinds are derived where that is possible:
+    """Paths, globs, URLs or hub ids, each alone or with options, by kind. Empty kinds are derived where possible:
     demonstrations from preferred replies, prompts from preferences, pretraining text from demonstrations."""
 
-    preferences: tuple[str | DataSource, ...] = Field(default=(), strict=False)
-    demonstrations: tuple[str | DataSource, ...] = Field(default=(), strict=False)
-    prompts: tuple[str | DataSource, ...] = Field(default=(), strict=False)
-    pretrain: tuple[str | DataSource, ...] = Field(default=(), strict=False)
+    preferences: tuple[DataSource, ...] = Field(default=(), strict=False)
+    demonstrations: tuple[DataSource, ...] = Field(default=(), strict=False)
+    prompts: tuple[DataSource, ...] = Field(default=(), strict=False)
+    pretrain: tuple[DataSource, ...] = Field(default=(), strict=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _with_options(cls, sources: Any) -> Any:
+        """Return the entries that are a path alone as sources without options."""
+        if not isinstance(sources, list | tuple):
+            return sources
+        return tuple({"path": source} if isinstance(source, str) else source for source in sources)
 
     def of(self, kind: str) -> tuple[DataSource, ...]:
         """Return the sources of a kind."""
-        listed: Sequence[str | DataSource] = getattr(self, kind)
-        return tuple(DataSource(path=source) if isinstance(source, str) else source for source in listed)
+        sources: tuple[DataSource, ...] = getattr(self, kind)
+        return sources
 
     def paths(self) -> list[str]:
-        """Return the paths, globs and hub ids of all kinds."""
+        """Return the paths, globs, URLs and hub ids of all kinds."""
         return [source.path for kind in type(self).model_fields for source in self.of(kind)]
 
 
@@ -68,3 +171,14 @@ class CollectConfig(StageConfig):
     world: WorldConfig = WorldConfig()
     files: FileSources = FileSources()
     limit: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _weights_share_a_limit(self) -> CollectConfig:
+        weighted = [
+            source.path for kind in FileSources.model_fields for source in self.files.of(kind) if source.weight != 1
+        ]
+        if weighted and self.limit is None:
+            raise ValueError(
+                f"the weight of {weighted[0]} is a share of collect.limit, which is not set; set it, or use cap"
+            )
+        return self

@@ -40,10 +40,16 @@ def derive_missing(rows: Mapping[str, Sequence[dict[str, Any]]]) -> tuple[Rows, 
 def derive(kind: str, parents: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the distinct rows of ``kind`` that come from ``parents``, with ids; of equal rows the first.
 
-    They have the labels of their parent, and its file and line where these are given.
+    They have the labels of their parent, and its file and line where these are given. Of a ranking, which gives several
+    pairs, only the best reply is imitated: not one that another pair of the same record rejects.
     """
     kept: dict[str, dict[str, Any]] = {}
-    for parent in parents:
+    listed = list(parents)
+    pairs = [row for row in listed if kind == "demonstrations" and "path" in row and row["chosen"] != row["rejected"]]
+    worse = {_reply_key(row, row["rejected"]) for row in pairs}
+    for parent in listed:
+        if worse and _reply_key(parent, parent["chosen"]) in worse:
+            continue
         row = {name: parent[name] for name in LABELS if name in parent}
         if kind == "demonstrations":
             row |= {"prompt": parent["prompt"], "reply": parent["chosen"]}
@@ -54,3 +60,8 @@ def derive(kind: str, parents: Iterable[Mapping[str, Any]]) -> list[dict[str, An
         key = content_id(kind, row)
         kept.setdefault(key, row | {"id": key})
     return list(kept.values())
+
+
+def _reply_key(row: Mapping[str, Any], reply: str) -> tuple[str, int, str, str]:
+    """Return what is the same for a reply in all pairs of one record."""
+    return row["path"], row["position"], row["group"], reply

@@ -1,37 +1,41 @@
-"""Read any known file or hub id as rows of a kind; refused records are returned with their reasons."""
+"""Read records of any known format as rows of a kind; refused records are returned with their reasons."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.collect import DataSource
-from rlhf_core.data.hub import PREFIX, load_hub_records
-from rlhf_core.data.readers.containers import Record, load_records
-from rlhf_core.data.readers.shapes import FORMATS, Format, Parsed
+from rlhf_core.config.collect import ReadOptions
+from rlhf_core.data.readers.columns import with_columns
+from rlhf_core.data.readers.containers import Record
+from rlhf_core.data.readers.format import Format, Parsed, Undecided, number_of, system_turns
+from rlhf_core.data.readers.registry import detect, format_named, format_of
 from rlhf_core.data.readers.turns import Refusal, Turn, text_of
 from rlhf_core.data.schema import content_id
 from rlhf_core.errors import DataError
-from rlhf_core.file_patterns import expand, spelled
-from rlhf_core.files import sha256_file
 
-# The format of a file is that of this share of the records that have one, among the first so many.
-PROBE = 1000
-MAJORITY = 0.9
 MARGIN_EXCERPT = 40
+# Columns of the scores of a pair's replies, whose difference is the margin: UltraFeedback binarized and its relatives.
+SCORE_COLUMNS = (
+    ("score_chosen", "score_rejected"),
+    ("chosen_score", "rejected_score"),
+    ("chosen-rating", "rejected-rating"),
+    ("chosen_rating", "rejected_rating"),
+    ("chosen_avg_rating", "rejected_avg_rating"),
+)
 
 
 @dataclass
 class FileRows:
     """Rows of one source file, by the positions of their records.
 
-    ``refused`` has ``{source, position, reason, row}``, the row as JSON text.
-    ``records`` is the number of rows, refused rows and rows that were ``cut`` by a limit; ``unread`` rows of a hub data
-    set come on top.
+    ``refused`` has ``{source, position, reason, row}``, the row as JSON text. ``dropped`` counts, by reason, records
+    without a fault that prefer no reply. A record may give several rows: ``expanded`` counts those beyond its first, so
+    that ``records + expanded`` is the number of rows, refused and dropped records, and rows that were ``cut`` by a
+    limit or by ``cap``. ``unread`` rows of a hub data set come on top. ``weight`` is the file's part of a limit.
     """
 
     source: str
@@ -41,84 +45,52 @@ class FileRows:
     rows: list[dict[str, Any]] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     refused: list[dict[str, Any]] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    expanded: int = 0
     cut: int = 0
     unread: int = 0
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """A file or hub id (``path`` is None) to read, and the format that params.yaml names for it.
-
-    ``name`` is the path as params.yaml spells it: files of one name in two folders have different ones.
-    """
-
-    name: str
-    path: Path | None
-    format: str | None = None
-
-
-def source_files(sources: Sequence[str | DataSource], base: Path) -> list[SourceFile]:
-    """Return every file and hub id of ``sources`` once, in the order in which they are first named.
-
-    Raises:
-        DataError: A source matches no file, or a file is named with two formats.
-    """
-    files: dict[str, SourceFile] = {}
-    for given in sources:
-        source = DataSource(path=given) if isinstance(given, str) else given
-        paths = [None] if source.path.startswith(PREFIX) else expand(source.path, base, "correct it in collect.files")
-        for path in paths:
-            key = str(path.resolve()) if path else source.path
-            name = spelled(path, source.path, base) if path else source.path
-            known = files.setdefault(key, SourceFile(name, path, source.format))
-            if known.format and source.format not in (None, known.format):
-                raise DataError(
-                    f"{known.name} is named with the formats {known.format} and {source.format}; take one of them out "
-                    "of collect.files"
-                )
-            files[key] = replace(known, format=known.format or source.format)
-    return list(files.values())
-
-
-def read_sources(
-    sources: Sequence[str | DataSource], kind: str, base: Path, limit: int | None = None
-) -> Iterator[FileRows]:
-    """Read every file or hub id of ``sources`` as rows of ``kind``; ``limit`` bounds the rows taken from the hub."""
-    for file in source_files(sources, base):
-        yield read_source(file, kind, limit)
-
-
-def read_source(file: SourceFile, kind: str, limit: int | None = None) -> FileRows:
-    """Read one file or hub id as rows of ``kind``; see :func:`read_sources`."""
-    if file.path is not None:
-        records = load_records(file.path)
-        return read_records(records, kind, file.name, sha256_file(file.path), str(file.path), file.format)
-    records, total = load_hub_records(file.name, limit)
-    result = read_records(records, kind, file.name, "", format_name=file.format)
-    result.unread = total - len(records)
-    return result
+    weight: float = 1.0
+    cap: int | None = None
 
 
 def cut_to_limit(files: Sequence[FileRows], limit: int | None) -> None:
-    """Cut the rows of ``files`` to ``limit`` in all: every file keeps its first rows, up to its fair share."""
-    for file, share in zip(files, fair_shares([len(file.rows) for file in files], limit), strict=True):
+    """Cut the rows of ``files`` to ``limit`` in all: every file keeps its first rows, up to its cap and fair share."""
+    sizes = [min(len(file.rows), file.cap or len(file.rows)) for file in files]
+    shares = fair_shares(sizes, limit, [file.weight for file in files])
+    for file, share in zip(files, shares, strict=True):
         file.cut = len(file.rows) - share
         del file.rows[share:], file.positions[share:]
 
 
-def fair_shares(sizes: Sequence[int], limit: int | None) -> list[int]:
-    """Return how many of ``limit`` each source gives: the same number, or all it has where that is less."""
+def fair_shares(sizes: Sequence[int], limit: int | None, weights: Sequence[float] | None = None) -> list[int]:
+    """Return how many of ``limit`` each source gives: in proportion to its weight, or all it has where that is less.
+
+    Args:
+        sizes: How many rows each source has.
+        limit: How many are wanted in all; None means all of them.
+        weights: By source; by default all sources weigh the same.
+    """
     if limit is None:
         return list(sizes)
+    weights = weights or [1.0] * len(sizes)
     shares = [0] * len(sizes)
+    open_sources = list(range(len(sizes)))
     left = min(limit, sum(sizes))
-    while left:
-        unfilled = [i for i, size in enumerate(sizes) if shares[i] < size]
-        each = max(left // len(unfilled), 1)
-        for i in unfilled:
-            more = min(each, sizes[i] - shares[i], left)
-            shares[i] += more
-            left -= more
+    while open_sources:
+        total = sum(weights[i] for i in open_sources)
+        quotas = {i: round(left * weights[i] / total, 9) for i in open_sources}
+        exhausted = [i for i in open_sources if quotas[i] >= sizes[i]]
+        if not exhausted:
+            # The largest remainders are rounded up; of equal ones the first.
+            rounded_up = sorted(open_sources, key=lambda i: int(quotas[i]) - quotas[i])
+            rounded_up = rounded_up[: left - sum(map(int, quotas.values()))]
+            for i in open_sources:
+                shares[i] = int(quotas[i]) + (i in rounded_up)
+            break
+        for i in exhausted:
+            shares[i] = sizes[i]
+            left -= sizes[i]
+        open_sources = [i for i in open_sources if i not in exhausted]
     return shares
 
 
@@ -128,7 +100,7 @@ def read_records(
     source: str,
     sha256: str,
     where: str = "",
-    format_name: str | None = None,
+    options: ReadOptions | None = None,
 ) -> FileRows:
     """Turn records into rows of ``kind``.
 
@@ -138,28 +110,45 @@ def read_records(
         source: The file's path, which becomes part of the rows.
         sha256: The file's hash.
         where: What messages call the file; by default ``source``.
-        format_name: The format of the records, which is otherwise detected.
+        options: How the records are read, where that is not recognised.
 
     Raises:
-        DataError: No known format fits, or several do, or the format carries nothing of this kind.
+        DataError: No known format fits, or several do, or the format carries nothing of this kind, or a column or
+            dimension that ``options`` names does not exist.
     """
-    where = where or source
-    shape = format_named(format_name) if format_name else detect(records, where)
-    if kind not in shape.carries:
-        raise DataError(
-            f"{where} is of format {shape.name}, which holds no {kind}; "
-            f"it can serve as {', '.join(sorted(shape.carries))}"
-        )
+    where, options = where or source, options or ReadOptions()
+    mapped = with_columns(records, options, where)
+    shape = format_named(options.format) if options.format else detect(mapped, where)
+    _require_kind(shape, kind, options, where)
     result = FileRows(source, shape.name, sha256, len(records))
-    for record in records:
+    for record, original in zip(mapped, records, strict=True):
         try:
-            _require_format(record, shape, detected=format_name is None)
-            result.rows.append(_row(record, shape, kind, source))
-            result.positions.append(record.position)
+            _require_format(record, shape, detected=options.format is None)
+            rows = _rows(record.value, shape, kind, options, source)
         except Refusal as refusal:
             refused = {"source": source, "position": record.position, "reason": str(refusal)}
-            result.refused.append(refused | {"row": _as_json(record.value)})
+            result.refused.append(refused | {"row": _as_json(original.value)})
+        except Undecided as undecided:
+            result.dropped[str(undecided)] += 1
+        else:
+            result.rows += rows
+            result.positions += [record.position] * len(rows)
+            result.expanded += len(rows) - 1
     return result
+
+
+def _require_kind(shape: Format, kind: str, options: ReadOptions, where: str) -> None:
+    if kind not in shape.carries:
+        others = f"; it can serve as {', '.join(sorted(shape.carries))}" if shape.carries else ""
+        note = f" ({shape.note})" if shape.note else ""
+        raise DataError(f"{where} is of format {shape.name}, which holds no {kind}{others}{note}")
+    if options.dimension is not None and options.dimension not in shape.dimensions:
+        raise DataError(f"{where} is of format {shape.name}, which has no dimension {options.dimension}; take it out")
+    if shape.dimensions and options.dimension is None and kind != "prompts":
+        raise DataError(
+            f"{where} is of format {shape.name}, which states several preferences; choose one of "
+            f"{', '.join(shape.dimensions)} (dimension: beside the path in collect.files)"
+        )
 
 
 def _as_json(value: Any) -> str:
@@ -170,44 +159,6 @@ def _as_json(value: Any) -> str:
         return json.dumps(f"a {type(value).__name__} that JSON cannot hold: {error}")
     # Half of a surrogate pair cannot be stored as UTF-8, but the reader of the quarantine should see it.
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def detect(records: Sequence[Record], where: str) -> Format:
-    """Return the format of nearly all of the first thousand records that have one.
-
-    Raises:
-        DataError: None of them is of a known format (the message lists those), or too many are of another.
-    """
-    readable = [record for record in records[:PROBE] if not record.problem]
-    counts = Counter(shape.name for record in readable if (shape := format_of(record.value)))
-    if counts:
-        name, count = counts.most_common(1)[0]
-        if count >= MAJORITY * counts.total():
-            return format_named(name)
-        listed = ", ".join(f"{count} {name}" for name, count in counts.most_common())
-        raise DataError(
-            f"{where}: the first {len(readable)} rows are of several formats ({listed}); split the file, or name one "
-            "of them (format: beside the path in collect.files), which refuses the other rows"
-        )
-    known = "\n".join(f"  {shape.name}: {shape.example}" for shape in FORMATS)
-    if not readable:
-        problem = records[0].problem if records else "there are no rows"
-        raise DataError(f"{where}, row {records[0].position if records else 0}: {problem}; known formats:\n{known}")
-    first = readable[0]
-    record_shape = (
-        f"keys {', '.join(map(str, first.value))}" if isinstance(first.value, dict) else type(first.value).__name__
-    )
-    raise DataError(f"{where}, row {first.position} ({record_shape}) is of no known format; known formats:\n{known}")
-
-
-def format_of(value: Any) -> Format | None:
-    """Return the format of a record: the first that it matches."""
-    return next((shape for shape in FORMATS if shape.matches(value)), None)
-
-
-def format_named(name: str) -> Format:
-    """Return the format of that name."""
-    return next(shape for shape in FORMATS if shape.name == name)
 
 
 def _require_format(record: Record, shape: Format, detected: bool) -> None:
@@ -221,19 +172,31 @@ def _require_format(record: Record, shape: Format, detected: bool) -> None:
         raise Refusal(f"is of format {other.name}, the file of format {shape.name}: expected {shape.example}")
 
 
-def _row(record: Record, shape: Format, kind: str, source: str) -> dict[str, Any]:
-    parsed = shape.parse(record.value)
-    labels = record.value if isinstance(record.value, dict) else {}
-    row: dict[str, Any] = _content(parsed, kind, labels)
-    if kind == "preferences":
-        row["margin"] = _margin(labels.get("margin"))
-    origin = labels.get("source")
-    row["source"] = text_of(origin, "source") if isinstance(origin, str) and origin else source
-    category = labels.get("category") or origin
-    row["category"] = text_of(category, "category") if isinstance(category, str) and category else "general"
-    row["id"] = content_id(kind, row)
-    row["group"] = prompt_group(parsed.prompt) if parsed.prompt is not None else row["id"]
-    return row
+def _rows(value: Any, shape: Format, kind: str, options: ReadOptions, source: str) -> list[dict[str, Any]]:
+    """Return the rows of one record; :class:`Refusal` and :class:`Undecided` concern the whole record."""
+    labels = value if isinstance(value, dict) else {}
+    system = system_turns(labels)
+    rows = []
+    try:
+        parts = shape.parse(value, kind, options)
+    except Undecided as undecided:
+        if kind != "prompts" or undecided.prompt is None:
+            raise
+        parts = [Parsed(undecided.prompt)]
+    for parsed in parts:
+        if parsed.prompt is not None and system:
+            parsed = replace(parsed, prompt=[*system, *parsed.prompt])
+        row = _content(parsed, kind, labels)
+        if kind == "preferences":
+            row["margin"] = parsed.margin if parsed.margin is not None else _margin(labels)
+        origin = labels.get("source")
+        row["source"] = text_of(origin, "source") if isinstance(origin, str) and origin else source
+        category = labels.get("category") or parsed.category or origin
+        row["category"] = text_of(category, "category") if isinstance(category, str) and category else "general"
+        row["id"] = content_id(kind, row)
+        row["group"] = prompt_group(parsed.prompt) if parsed.prompt is not None else row["id"]
+        rows.append(row)
+    return rows
 
 
 def _content(parsed: Parsed, kind: str, labels: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,9 +234,11 @@ def _reply(parsed: Parsed) -> str:
     return reply
 
 
-def _margin(value: Any) -> float | None:
+def _margin(labels: Mapping[str, Any]) -> float | None:
+    """Return the column ``margin``, or the difference of the scores of the two replies."""
+    value = labels.get("margin")
     if value is None or value == "":
-        return None
+        return _score_gap(labels)
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -282,6 +247,19 @@ def _margin(value: Any) -> float | None:
         raise Refusal("the margin is not a finite number") from None
     except (TypeError, ValueError):
         raise Refusal(f"margin {str(value)[:MARGIN_EXCERPT]!r} is not a number") from None
+
+
+def _score_gap(labels: Mapping[str, Any]) -> float | None:
+    for names in SCORE_COLUMNS:
+        if any(labels.get(name) in (None, "") for name in names):
+            continue
+        chosen, rejected = (number_of(labels[name], name) for name in names)
+        if chosen == rejected:
+            raise Undecided("both replies have the same score")
+        if chosen < rejected:
+            raise Refusal(f"the scores prefer the other reply: {names[0]} is {chosen:g}, {names[1]} is {rejected:g}")
+        return chosen - rejected
+    return None
 
 
 def prompt_group(prompt: Sequence[Turn]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,16 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.formats import FileRows, detect, format_named, read_records
+from rlhf_core.config.collect import ReadOptions
+from rlhf_core.data.formats import FileRows, read_records
 from rlhf_core.data.hub import PREFIX, load_hub_records
 from rlhf_core.data.lengths import PERCENTILES, REPLIES, LengthPercentiles, character_lengths, token_lengths
-from rlhf_core.data.readers.containers import Record, load_records
+from rlhf_core.data.readers.columns import with_columns
+from rlhf_core.data.readers.containers import Record, load_records, records_of
+from rlhf_core.data.readers.registry import detect, format_named
 from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.file_patterns import expand
+from rlhf_core.file_patterns import NOT_FOUND, expand, is_url
+from rlhf_core.remote_files import expand_url, read_url
 
 HUB_ROWS = 1000
 INDENT, LABEL_WIDTH = "  ", 9
@@ -47,17 +52,17 @@ def describe_sources(
     base: Path | None = None,
     width: int = 80,
     tokens: TokenLimits | None = None,
-    format_name: str | None = None,
+    options: ReadOptions | None = None,
 ) -> str:
     """Return a block of lines per file, and the command that makes a workspace of them.
 
     Args:
-        files: Paths, globs or hub ids; of a hub id the first 1,000 rows are read.
+        files: Paths, globs, URLs or hub ids; of a hub id the first 1,000 rows are read.
         show: How many rows of each file are quoted.
         base: The folder of relative paths, by default the current one.
         width: Columns of the terminal; the quoted rows are cut to it.
         tokens: Lengths are given in tokens too, if set.
-        format_name: The format of the rows, which is otherwise detected.
+        options: How the rows are read, where that is not recognised.
 
     Raises:
         DataError: A file cannot be read at all.
@@ -67,13 +72,15 @@ def describe_sources(
     for spec in files:
         if spec.startswith(PREFIX):
             sources = [(spec, load_hub_records(spec, HUB_ROWS)[0])]
+        elif is_url(spec):
+            sources = [(url, records_of(url, read_url(url))) for url in expand_url(spec, NOT_FOUND)]
         else:
             sources = [(str(path), load_records(path)) for path in expand(spec, base or Path.cwd())]
         for where, records in sources:
-            kind, block = _describe(records, where, show, width, tokens, format_name)
+            kind, block = _describe(records, where, show, width, tokens, options or ReadOptions())
             kinds.setdefault(spec, kind)
             blocks.append(block)
-    return "\n\n".join([*blocks, _next_command(kinds)])
+    return "\n\n".join([*blocks, _next_command(kinds, options or ReadOptions())])
 
 
 def _describe(
@@ -82,18 +89,20 @@ def _describe(
     show: int,
     width: int,
     tokens: TokenLimits | None,
-    format_name: str | None,
+    options: ReadOptions,
 ) -> tuple[str, str]:
     """Return the kind of rows that the file serves as, and its description."""
-    shape = format_named(format_name) if format_name else detect(records, where)
-    kinds = [kind for kind in ROW_TYPES if kind in shape.carries]
+    mapped = with_columns(records, options, where)
+    shape = format_named(options.format) if options.format else detect(mapped, where)
+    kinds = [kind for kind in ROW_TYPES if kind in shape.carries] or list(ROW_TYPES)
     kind = kinds[0]
-    read = read_records(records, kind, Path(where).name, "", where, format_name)
+    read = read_records(records, kind, Path(where).name, "", where, options)
     lines = [
         where,
         f"  format   {shape.name}",
         f"  serves   {', '.join(kinds)}",
-        f"  rows     {len(read.rows)} as {kind}, of {len(records)}",
+        f"  rows     {len(read.rows)} as {kind}, of {len(records)}{' (some give several)' if read.expanded else ''}",
+        *(f"  dropped  {n}: {reason}" for reason, n in read.dropped.most_common()),
         *_refusals(read),
     ]
     for row in read.rows[:show]:
@@ -159,7 +168,7 @@ def _percentile_table(unit: str, rows: Sequence[LengthPercentiles], width: int) 
     return [f"{INDENT * 2}{line.rstrip()}" for line in output.getvalue().splitlines()]
 
 
-def _next_command(kinds: Mapping[str, str]) -> str:
+def _next_command(kinds: Mapping[str, str], options: ReadOptions) -> str:
     """Return the ``rlhf init`` command for these sources, given as the kind of rows that each serves as best."""
     by_kind: dict[str, list[str]] = {}
     for spec, kind in kinds.items():
@@ -167,7 +176,9 @@ def _next_command(kinds: Mapping[str, str]) -> str:
     if "preferences" not in by_kind:
         return "next: a pipeline needs pairs of replies; add a file that serves as preferences to these"
     sets = []
+    given = options.model_dump(exclude_defaults=True)
     for kind, specs in by_kind.items():
-        quoted = ", ".join(f'"{spec}"' for spec in specs)
-        sets.append(f"--set {shlex.quote(f'collect.files.{kind}=[{quoted}]')}")
+        entries: list[Any] = [{"path": spec, **given} if given else spec for spec in specs]
+        quoted = json.dumps(entries, ensure_ascii=False)
+        sets.append(f"--set {shlex.quote(f'collect.files.{kind}={quoted}')}")
     return f"next: rlhf init {NEW_WORKSPACE} --profile own-data {' '.join(sets)}"

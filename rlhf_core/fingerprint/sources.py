@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import DataError
-from rlhf_core.file_patterns import expand, spelled
+from rlhf_core.file_patterns import expand, is_url, spelled
 from rlhf_core.files import atomic_write_text, sha256_file
 from rlhf_core.fingerprint.stages import FOLDER
+from rlhf_core.remote_files import expand_url, url_checksum
 
 
 def write_sources(workspace: Path, sources: Iterable[str], name: str = "sources", notes: Iterable[str] = ()) -> None:
     """Refresh ``.fingerprints/NAME.txt``: path and content hash of every source file, so that DVC sees a change.
 
-    Hashes are remembered by size and modification time in ``.rlhf/NAME.json``. A hub id counts by its name. ``notes``
-    are lines that come first.
+    Hashes are remembered by size and modification time in ``.rlhf/NAME.json``. A URL counts by the checksum that its
+    store gives without a download, a hub id by its name. ``notes`` are lines that come first.
     """
     memory = workspace / ".rlhf" / f"{name}.json"
     known: dict[str, list[Any]] = json.loads(memory.read_text()) if memory.exists() else {}
@@ -25,6 +26,9 @@ def write_sources(workspace: Path, sources: Iterable[str], name: str = "sources"
     lines = [*notes]
     for source in sources:
         lines.append(source)
+        if is_url(source):
+            lines += _url_lines(source)
+            continue
         for file in _files(workspace, source):
             status = file.stat()
             mark = [status.st_size, status.st_mtime_ns]
@@ -43,5 +47,13 @@ def _files(workspace: Path, source: str) -> list[Path]:
     """Return the files of a source; none where it matches nothing, which is for the stage that reads it to report."""
     try:
         return [] if source.startswith("hub:") else expand(source, workspace)
+    except DataError:
+        return []
+
+
+def _url_lines(source: str) -> list[str]:
+    """Return a line for each file of a URL; none where it cannot be looked up: the stage that reads it reports that."""
+    try:
+        return [f"  {url} {url_checksum(url)}" for url in expand_url(source, "")]
     except DataError:
         return []

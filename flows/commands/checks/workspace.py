@@ -12,7 +12,7 @@ from flows.dvc_repo.tracked_params import check_tracked_params
 from flows.workspace.lock import lock_holder
 from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.file_patterns import expand
+from rlhf_core.file_patterns import expand, is_url
 
 GIB = 2**30
 HUB = "hub:"
@@ -96,6 +96,8 @@ def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
 def _source(workspace: Path, pattern: str) -> DoctorCheck:
     if pattern.startswith(HUB):
         return DoctorCheck(OK, "data", f"{pattern} (a hub id; looked up when collected)")
+    if is_url(pattern):
+        return DoctorCheck(OK, "data", f"{pattern} (a URL; looked up when collected)")
     try:
         files = expand(pattern, workspace)
     except DataError:

@@ -15,6 +15,7 @@ from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.loading.problems import nearest
 from rlhf_core.config.pretrained import PROFILE, SCRATCH, is_pretrained
 from rlhf_core.errors import ConfigError
+from rlhf_core.file_patterns import is_url
 
 DEFAULT_PROFILE = "demo"
 
@@ -101,7 +102,7 @@ def rebase_sources(text: str, origin: Path, target: Path) -> str:
         for position, source in enumerate(sources or []):
             entries, key = (source, "path") if isinstance(source, dict) else (sources, position)
             path = str(entries[key])
-            if not path.startswith(("hub:", "~")) and not os.path.isabs(path):
+            if not path.startswith(("hub:", "~")) and not is_url(path) and not os.path.isabs(path):
                 entries[key] = os.path.relpath(origin / path, target)
     base = document.get("base") or {}
     if is_pretrained(str(base.get("source", SCRATCH))):

@@ -1,25 +1,24 @@
-"""Read json, jsonl, csv (each also as .gz) and parquet files into records; a broken line is one with a problem."""
+"""Read data files into records, whatever holds them; a broken line is a record with a problem."""
 
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlhf_core.data.readers.compression import COMPRESSIONS, decompressed
 from rlhf_core.data.readers.json_values import JsonParser, RepeatedKey, problem_in
 from rlhf_core.errors import DataError
 
-CONTAINERS = (".json", ".jsonl", ".ndjson", ".csv", ".parquet", "and .gz of all but parquet")
+KINDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 # The csv module refuses fields over 128 KiB by default, but transcripts may be longer.
 CSV_FIELD_LIMIT = 16 * 1024 * 1024
 # What pyarrow raises for values that no Python value can hold.
@@ -43,55 +42,69 @@ class Record:
 
 def load_records(path: Path) -> list[Record]:
     """Read every record; ``DataError`` when the file is missing, empty, not what its name says, or of no known kind."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    kind = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
-    if kind == ".parquet":
-        return _parquet(path)
-    readers = {".json": _json, ".jsonl": _json_lines, ".ndjson": _json_lines, ".csv": _csv}
-    if kind not in readers:
-        raise DataError(f"{path}: unknown kind of file {kind or 'without suffix'!r}; known are {', '.join(CONTAINERS)}")
-    content = _bytes(path)
-    if not content.strip():
-        raise DataError(f"{path} is empty; give a file with rows, or take it out of the sources")
-    return list(readers[kind](path, content))
-
-
-def _bytes(path: Path) -> bytes:
+    _kind_of(str(path))
     try:
         content = path.read_bytes()
-        return gzip.decompress(content) if path.suffix.lower() == ".gz" else content
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist; correct the path in collect.files") from error
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path} is not a whole gzip file ({error}); copy or download it again") from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
+    return records_of(str(path), content)
 
 
-def _json(path: Path, content: bytes) -> Iterator[Record]:
+def records_of(name: str, content: bytes) -> list[Record]:
+    """Read every record of a file's content; ``name`` tells its kind and is what messages call it.
+
+    Raises:
+        DataError: It is empty, not what its name says, or of no known kind.
+    """
+    kind, compression = _kind_of(name)
+    content = decompressed(name, content, compression)
+    if not content or content.isspace():
+        raise DataError(f"{name} is empty; give a file with rows, or take it out of the sources")
+    if kind in (".parquet", ".arrow"):
+        return _table_records(name, _parquet(name, content) if kind == ".parquet" else _arrow(name, content))
+    if kind in (".csv", ".tsv"):
+        return list(_csv(name, content, "," if kind == ".csv" else "\t"))
+    return list(_json(name, content) if kind == ".json" else _json_lines(content))
+
+
+def _kind_of(name: str) -> tuple[str, str]:
+    """Return the suffixes that tell what a file is and how it is compressed ("" where it is not)."""
+    suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
+    compression = suffixes.pop() if suffixes[-1:] and suffixes[-1] in COMPRESSIONS else ""
+    kind = suffixes[-1] if suffixes else ""
+    if kind not in KINDS:
+        given = kind or compression or "without suffix"
+        known = f"{', '.join(KINDS)}, each also with {', '.join(COMPRESSIONS)}"
+        raise DataError(f"{name}: unknown kind of file {given!r}; known are {known}")
+    return kind, compression
+
+
+def _json(name: str, content: bytes) -> Iterator[Record]:
     """Read a list of records or ``{"data": [...]}``; a file of JSON lines named .json is read as lines."""
     try:
         value, marked = JsonParser().parse(content)
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from error
+        raise DataError(f"{name} is not UTF-8 ({error}); save it as UTF-8") from error
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
-            yield from _json_lines(path, content)
+            yield from _json_lines(content)
             return
-        raise DataError(f"{path} is not valid JSON: {error}") from error
+        raise DataError(f"{name} is not valid JSON: {error}") from error
     except RecursionError as error:
-        raise DataError(f"{path} is not usable JSON: nested too deeply") from error
+        raise DataError(f"{name} is not usable JSON: nested too deeply") from error
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         if isinstance(value, RepeatedKey):
-            raise DataError(f"{path}: {problem_in(value)}; give one list of rows")
+            raise DataError(f"{name}: {problem_in(value)}; give one list of rows")
         value = value["data"]
     if not isinstance(value, list):
-        raise DataError(f"{path} holds a single JSON {type(value).__name__}; a list of rows is expected")
+        raise DataError(f"{name} holds a single JSON {type(value).__name__}; a list of rows is expected")
     for position, row in enumerate(value, 1):
         yield Record(position, row, problem_in(row) if marked else "")
 
 
-def _json_lines(path: Path, content: bytes) -> Iterator[Record]:
+def _json_lines(content: bytes) -> Iterator[Record]:
     parser = JsonParser()
     # Split on \n only: other line separators of Unicode are legal inside JSON strings.
     for position, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
@@ -105,14 +118,14 @@ def _json_lines(path: Path, content: bytes) -> Iterator[Record]:
             yield Record(position, value, problem_in(value) if marked else "")
 
 
-def _csv(path: Path, content: bytes) -> Iterator[Record]:
+def _csv(name: str, content: bytes, delimiter: str) -> Iterator[Record]:
     """Read rows below a header; a quote that is opened and not closed makes every later row uncertain."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 ({error}); save it as UTF-8") from error
+        raise DataError(f"{name} is not UTF-8 ({error}); save it as UTF-8") from error
     csv.field_size_limit(CSV_FIELD_LIMIT)
-    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     header: list[str] = []
     while True:
         line = rows.line_num + 1
@@ -122,14 +135,14 @@ def _csv(path: Path, content: bytes) -> Iterator[Record]:
             return
         except csv.Error as error:
             raise DataError(
-                f"{path}, line {line}: not readable CSV ({error}); a quote that is opened there is not closed, or a "
+                f"{name}, line {line}: not readable CSV ({error}); a quote that is opened there is not closed, or a "
                 'quote inside quoted text is not doubled (""): correct the line, or save the file as .jsonl'
             ) from error
         if not fields:
             continue
         if not header:
             header = fields
-            _require_distinct(path, header)
+            _require_distinct(name, header)
             continue
         problem = ""
         if len(fields) != len(header):
@@ -138,23 +151,38 @@ def _csv(path: Path, content: bytes) -> Iterator[Record]:
         yield Record(line, value, problem)
 
 
-def _require_distinct(path: Path, names: Sequence[str]) -> None:
+def _require_distinct(name: str, columns: Sequence[str]) -> None:
     """Refuse a table with two columns of one name: a row could hold only one of them."""
-    repeated = [name for name, count in Counter(names).items() if count > 1 and name]
+    repeated = [column for column, count in Counter(columns).items() if count > 1 and column]
     if repeated:
-        raise DataError(f"{path}: the header names {repeated[0]!r} twice; rename or remove one of the columns")
+        raise DataError(f"{name}: the header names {repeated[0]!r} twice; rename or remove one of the columns")
 
 
-def _parquet(path: Path) -> list[Record]:
+def _parquet(name: str, content: bytes) -> pa.Table:
     try:
-        _require_distinct(path, pq.read_schema(path).names)
-        table = pq.read_table(path)
-    except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist; correct the path in collect.files") from error
+        _require_distinct(name, pq.read_schema(pa.BufferReader(content)).names)
+        return pq.read_table(pa.BufferReader(content))
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is not a readable parquet file ({error})") from error
+        raise DataError(f"{name} is not a readable parquet file ({error})") from error
+
+
+def _arrow(name: str, content: bytes) -> pa.Table:
+    """Read an Arrow file (feather version 2) or stream, as ``datasets`` writes it."""
+    try:
+        if content.startswith(b"ARROW1"):
+            table = pa.ipc.open_file(pa.BufferReader(content)).read_all()
+        else:
+            table = pa.ipc.open_stream(pa.BufferReader(content)).read_all()
+        table.validate()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{name} is not a readable arrow file ({error})") from error
+    _require_distinct(name, table.column_names)
+    return table
+
+
+def _table_records(name: str, table: pa.Table) -> list[Record]:
     if table.num_rows == 0:
-        raise DataError(f"{path} is empty; give a file with rows, or take it out of the sources")
+        raise DataError(f"{name} is empty; give a file with rows, or take it out of the sources")
     try:
         return [Record(position, row) for position, row in enumerate(table.to_pylist(), 1)]
     except CONVERSION_ERRORS:

@@ -1,16 +1,17 @@
-"""The known formats: how to recognise a record of each, and how it becomes a prompt with replies."""
+"""General formats: records that name a prompt and its replies, as strings or as turns of a dialogue."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
 from typing import Any
 
+from rlhf_core.data.readers.format import PAIRS, PROMPTS, REPLIES, TEXTS, Format, Parsed, has, single
 from rlhf_core.data.readers.turns import (
     TRANSCRIPT_TURN,
     Refusal,
     Turn,
     prompt_of,
+    reply_after,
     reply_of,
     split_reply,
     split_transcript,
@@ -19,42 +20,19 @@ from rlhf_core.data.readers.turns import (
     turns_of,
 )
 
-PAIRS = frozenset({"preferences", "demonstrations", "prompts", "pretrain"})
-REPLIES = frozenset({"demonstrations", "prompts", "pretrain"})
-PROMPTS = frozenset({"prompts"})
-TEXTS = frozenset({"pretrain"})
 REPLY_NAMES = ("reply", "completion", "response", "output")
+# Texts beside a pair that are no part of its prompt.
+LABELS = frozenset({"chosen", "rejected", "system", "source", "category", "id", "prompt_id"})
+# White space, and Chinese characters and punctuation, of which each is a word of its own.
+WORD_BORDER = re.compile(r"[\s\u3000-\u303f\u3400-\u9fff\uff00-\uffef]")
+RENDERED = re.compile(
+    r"\s*(<\|im_start\|>|<\|begin_of_text\|>|<\|start_header_id\|>|<start_of_turn>|<\|user\|>|<\|system\|>|<s>|\[INST\])"
+)
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """The parts of a record; those that it lacks are None."""
-
-    prompt: list[Turn] | None = None
-    chosen: str | None = None
-    rejected: str | None = None
-    reply: str | None = None
-    text: str | None = None
-
-
-@dataclass(frozen=True)
-class Format:
-    """A known format; ``matches`` looks at keys and types only, ``parse`` may raise :class:`Refusal`."""
-
-    name: str
-    example: str
-    carries: frozenset[str]
-    matches: Callable[[Any], bool]
-    parse: Callable[[Any], Parsed]
-
-
-def _has(record: Any, **types: type | tuple[type, ...]) -> bool:
-    return isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in types.items())
-
-
-def _is_hh(record: Any) -> bool:
+def is_hh(record: Any) -> bool:
     return (
-        _has(record, chosen=str, rejected=str)
+        has(record, chosen=str, rejected=str)
         and not {"conversations", "instruction"} & record.keys()
         and any(TRANSCRIPT_TURN.match(record[name]) for name in ("chosen", "rejected"))
     )
@@ -68,7 +46,7 @@ def _hh(record: Any) -> Parsed:
     prompt = transcript_turns(before)
     if record.get("prompt"):
         _require_same_prompt(prompt_of(record["prompt"]), prompt)
-    return Parsed([*_system(record), *prompt], chosen, rejected)
+    return Parsed(prompt, chosen, rejected)
 
 
 def _require_same_prompt(given: list[Turn], prompt: list[Turn]) -> None:
@@ -79,13 +57,14 @@ def _require_same_prompt(given: list[Turn], prompt: list[Turn]) -> None:
 
 
 def _sharegpt_ranking(record: Any) -> Parsed:
-    prompt = [*_system(record), *turns_of(record["conversations"])]
+    prompt = turns_of(record["conversations"])
     return Parsed(prompt, reply_of(record["chosen"], "chosen"), reply_of(record["rejected"], "rejected"))
 
 
 def _explicit(record: Any) -> Parsed:
-    prompt = [*_system(record), *prompt_of(record["prompt"])]
-    return Parsed(prompt, reply_of(record["chosen"], "chosen"), reply_of(record["rejected"], "rejected"))
+    prompt = prompt_of(record["prompt"])
+    chosen, rejected = (reply_after(prompt, record[name], name) for name in ("chosen", "rejected"))
+    return Parsed(prompt, chosen, rejected)
 
 
 def _implicit(record: Any) -> Parsed:
@@ -93,19 +72,81 @@ def _implicit(record: Any) -> Parsed:
     other, rejected = split_reply(turns_of(record["rejected"]))
     if prompt != other:
         raise Refusal("the prompts of the two replies differ")
-    return Parsed([*_system(record), *prompt], chosen, rejected)
+    if record.get("prompt"):
+        _require_same_prompt(prompt_of(record["prompt"]), [turn for turn in prompt if turn["role"] != "system"])
+    return Parsed(prompt, chosen, rejected)
 
 
 def _has_implicit_prompt(record: Any) -> bool:
     """Whether both replies are lists of turns that begin with the prompt (which a ``prompt`` string may repeat)."""
-    if not _has(record, chosen=list, rejected=list) or isinstance(record.get("prompt"), list):
+    if not has(record, chosen=list, rejected=list) or isinstance(record.get("prompt"), list):
         return False
     return record.get("prompt") is None or len(record["chosen"]) > 1
 
 
+def _is_turn_list_pair(record: Any) -> bool:
+    return (
+        has(record, chosen=list, rejected=list)
+        and not record.get("prompt")
+        and all(is_turn_list(record[name]) for name in ("chosen", "rejected"))
+    )
+
+
+def _turn_list_pair(record: Any) -> Parsed:
+    """Read MOSS-RLHF's reward data: the last turn of each list is the reply, the turns before are the same in both.
+
+    Roles alternate backwards from the reply, so a history whose beginning was cut off keeps its roles.
+    """
+    chosen, rejected = record["chosen"], record["rejected"]
+    if chosen[:-1] != rejected[:-1]:
+        raise Refusal("the prompts of the two replies differ")
+    if len(chosen) == 1:
+        raise Refusal("the dialogue has a reply but no prompt")
+    roles = ("assistant", "user")
+    prompt = [
+        {"role": roles[(len(chosen) - 1 - i) % 2], "content": text_of(turn, "a turn")}
+        for i, turn in enumerate(chosen[:-1])
+    ]
+    return Parsed(prompt, reply_of(chosen[-1], "chosen"), reply_of(rejected[-1], "rejected"))
+
+
+def _is_standard_implicit(record: Any) -> bool:
+    """Whether there are two texts and nothing else that could be the prompt."""
+    return (
+        has(record, chosen=str, rejected=str)
+        and not is_hh(record)
+        and not any(isinstance(value, str | list | dict) and name not in LABELS for name, value in record.items())
+    )
+
+
+def _standard_implicit(record: Any) -> Parsed:
+    """Read TRL's implicit prompts of strings: the prompt is the longest beginning that both texts share.
+
+    TRL may cut inside a word; here the prompt ends before the first word that differs, and before one space there.
+    """
+    chosen, rejected = (text_of(record[name], name) for name in ("chosen", "rejected"))
+    marker = RENDERED.match(chosen)
+    if marker:
+        raise Refusal(f"the texts are rendered by a chat template ({marker.group().strip()}); give messages instead")
+    if chosen == rejected:
+        raise Refusal("both texts are the same")
+    length = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    shared = min(chosen, rejected, key=len) if length is None else chosen[:length]
+    rests = [text[len(shared) :] for text in (chosen, rejected)]
+    end = len(shared)
+    if not all(not rest or WORD_BORDER.match(rest) for rest in rests):
+        while end and not WORD_BORDER.match(shared[end - 1]):
+            end -= 1
+    prompt = shared[:end].removesuffix(" ")  # as in "The sky is" and " blue."
+    if not prompt.strip():
+        raise Refusal("there is no prompt: the two texts do not begin with the same words")
+    turns = [{"role": "user", "content": prompt}]
+    return Parsed(turns, chosen[len(prompt) :], rejected[len(prompt) :])
+
+
 def _alpaca_prompt(record: Any) -> list[Turn]:
     """Return instruction and input as one user turn, after the turns of ``history`` (pairs of question and answer)."""
-    turns = _system(record)
+    turns: list[Turn] = []
     history = record.get("history") or []
     if not isinstance(history, list | tuple):
         raise Refusal("history is not a list of [question, answer]")
@@ -118,14 +159,9 @@ def _alpaca_prompt(record: Any) -> list[Turn]:
     return [*turns, {"role": "user", "content": "\n\n".join(part for part in parts if part.strip())}]
 
 
-def _system(record: Any) -> list[Turn]:
-    system = record.get("system")
-    return [{"role": "system", "content": text_of(system, "system")}] if system else []
-
-
 def _alpaca_ranking(record: Any) -> Parsed:
-    replies = (reply_of(record[name], name) for name in ("chosen", "rejected"))
-    return Parsed(_alpaca_prompt(record), *replies)
+    chosen, rejected = (reply_of(record[name], name) for name in ("chosen", "rejected"))
+    return Parsed(_alpaca_prompt(record), chosen, rejected)
 
 
 def _alpaca(record: Any) -> Parsed:
@@ -142,10 +178,10 @@ def _dialogue(turns: list[Turn]) -> Parsed:
 
 def _messages(record: Any) -> Parsed:
     name = "messages" if isinstance(record.get("messages"), list) else "conversations"
-    return _dialogue([*_system(record), *turns_of(record[name])])
+    return _dialogue(turns_of(record[name]))
 
 
-def _is_turn_list(record: Any) -> bool:
+def is_turn_list(record: Any) -> bool:
     return isinstance(record, list) and bool(record) and all(isinstance(turn, str) for turn in record)
 
 
@@ -159,85 +195,107 @@ def _reply_name(record: Any) -> str | None:
 
 
 def _is_prompt_reply(record: Any) -> bool:
-    return _has(record, prompt=(str, list)) and isinstance(record.get(_reply_name(record) or ""), str | list)
+    return has(record, prompt=(str, list)) and isinstance(record.get(_reply_name(record) or ""), str | list)
 
 
 def _prompt_reply(record: Any) -> Parsed:
-    name = str(_reply_name(record))
-    return Parsed([*_system(record), *prompt_of(record["prompt"])], reply=reply_of(record[name], name))
+    name, prompt = str(_reply_name(record)), prompt_of(record["prompt"])
+    return Parsed(prompt, reply=reply_after(prompt, record[name], name))
 
 
-# The first that matches is used, so formats with more fields come first.
-FORMATS = (
-    Format("hh-rlhf", '{"chosen": "\\n\\nHuman: … \\n\\nAssistant: …", "rejected": …}', PAIRS, _is_hh, _hh),
+def _text(record: Any) -> Parsed:
+    return Parsed(text=text_of(record["text"], "text"))
+
+
+GENERAL = (
+    Format("hh-rlhf", '{"chosen": "\\n\\nHuman: … \\n\\nAssistant: …", "rejected": …}', PAIRS, is_hh, single(_hh)),
     Format(
         "sharegpt-ranking",
         '{"conversations": [{"from": "human", "value": …}], "chosen": {"from": "gpt", "value": …}, "rejected": …}',
         PAIRS,
-        lambda r: _has(r, conversations=list, chosen=(dict, str, list), rejected=(dict, str, list)),
-        _sharegpt_ranking,
+        lambda r: has(r, conversations=list, chosen=(dict, str, list), rejected=(dict, str, list)),
+        single(_sharegpt_ranking),
+    ),
+    Format(
+        "turn-list-pair",
+        '{"chosen": ["user says", "assistant says"], "rejected": […]} (MOSS-RLHF reward data)',
+        PAIRS,
+        _is_turn_list_pair,
+        single(_turn_list_pair),
     ),
     Format(
         "conversational-implicit",
         '{"chosen": [{"role": …, "content": …}, …], "rejected": […]}',
         PAIRS,
         _has_implicit_prompt,
-        _implicit,
+        single(_implicit),
     ),
     Format(
         "conversational",
         '{"prompt": [{"role": …, "content": …}], "chosen": […], "rejected": […]}',
         PAIRS,
         lambda r: (
-            _has(r, prompt=list, chosen=(list, str), rejected=(list, str))
-            or _has(r, chosen=list, rejected=list, prompt=str)
+            has(r, prompt=list, chosen=(list, str), rejected=(list, str))
+            or has(r, chosen=list, rejected=list, prompt=str)
         ),
-        _explicit,
+        single(_explicit),
     ),
     Format(
         "standard",
         '{"prompt": "…", "chosen": "…", "rejected": "…"}',
         PAIRS,
-        lambda r: _has(r, prompt=str, chosen=str, rejected=str) and not _is_hh(r),
-        _explicit,
+        lambda r: has(r, prompt=str, chosen=str, rejected=str) and not is_hh(r),
+        single(_explicit),
+    ),
+    Format(
+        "standard-implicit",
+        '{"chosen": "The sky is blue.", "rejected": "The sky is green."}',
+        PAIRS,
+        _is_standard_implicit,
+        single(_standard_implicit),
     ),
     Format(
         "alpaca-ranking",
         '{"instruction": "…", "input": "…", "chosen": "…", "rejected": "…"}',
         PAIRS,
-        lambda r: _has(r, instruction=str, chosen=(str, dict), rejected=(str, dict)),
-        _alpaca_ranking,
+        lambda r: has(r, instruction=str, chosen=(str, dict), rejected=(str, dict)),
+        single(_alpaca_ranking),
     ),
     Format(
         "alpaca",
         '{"instruction": "…", "input": "…", "output": "…"}',
         REPLIES,
-        lambda r: _has(r, instruction=str, output=str),
-        _alpaca,
+        lambda r: has(r, instruction=str, output=str),
+        single(_alpaca),
     ),
     Format(
         "messages",
         '{"messages": [{"role": …, "content": …}, …]} (or "conversations": ShareGPT)',
         REPLIES,
-        lambda r: _has(r, messages=list) or _has(r, conversations=list),
-        _messages,
+        lambda r: has(r, messages=list) or has(r, conversations=list),
+        single(_messages),
     ),
-    Format("turn-list", '["user says", "assistant says", …] (MOSS-RLHF)', REPLIES, _is_turn_list, _turn_list),
+    Format("turn-list", '["user says", "assistant says", …] (MOSS-RLHF)', REPLIES, is_turn_list, single(_turn_list)),
     Format(
         "prompt-reply",
         '{"prompt": …, "reply": "…"} (or completion, response)',
         REPLIES,
         _is_prompt_reply,
-        _prompt_reply,
+        single(_prompt_reply),
+        note="a reply that is labelled by itself is no pair: put a better or worse reply to its prompt beside it",
     ),
     Format(
         "prompt",
         '{"prompt": …}',
         PROMPTS,
-        lambda r: _has(r, prompt=(str, list)),
-        lambda r: Parsed([*_system(r), *prompt_of(r["prompt"])]),
+        lambda r: has(r, prompt=(str, list)),
+        single(lambda r: Parsed(prompt_of(r["prompt"]))),
     ),
     Format(
-        "text", '{"text": "…"}', TEXTS, lambda r: _has(r, text=str), lambda r: Parsed(text=text_of(r["text"], "text"))
+        "text",
+        '{"text": "…"}',
+        TEXTS,
+        lambda r: has(r, text=str),
+        single(_text),
     ),
 )

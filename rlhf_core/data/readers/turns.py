@@ -57,7 +57,25 @@ def turn_of(value: Any) -> Turn:
     more = [name for name in LOST_PARTS if value.get(name)]
     if more:
         raise Refusal(f"the {known} turn has {', '.join(more)} beside its text, which training would not see")
-    return {"role": known, "content": text_of(value.get("content", value.get("value")), f"the {known} turn")}
+    return {"role": known, "content": _content(value.get("content", value.get("value")), f"the {known} turn")}
+
+
+def _content(value: Any, name: str) -> str:
+    """Return the text of a turn, which may come as parts ``{"type": "text", "text": …}``: these are joined as they are.
+
+    A part of another type (image, audio) is refused by its name, since training would not see it.
+    """
+    if not isinstance(value, list):
+        return text_of(value, name)
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text":
+            raise Refusal(f"{name} has a part of type {kind!r}; only text can be trained on")
+        texts.append(text_of(part.get("text"), f"a part of {name}"))
+    if not texts:
+        raise Refusal(f"{name} has no parts")
+    return "".join(texts)
 
 
 def turns_of(value: Any) -> list[Turn]:
@@ -92,6 +110,13 @@ def reply_of(value: Any, name: str) -> str:
     if TRANSCRIPT.match(reply):
         raise Refusal(f"{name} is a whole transcript, not a reply")
     return reply
+
+
+def reply_after(prompt: list[Turn], value: Any, name: str) -> str:
+    """Return a reply like :func:`reply_of`, also from a whole dialogue that begins with the turns of ``prompt``."""
+    if isinstance(value, list) and len(value) == len(prompt) + 1 > 1 and turns_of(value)[:-1] == prompt:
+        value = value[-1:]
+    return reply_of(value, name)
 
 
 def split_reply(turns: list[Turn]) -> tuple[list[Turn], str]:

@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_core.data.formats import FileRows, read_sources
+from rlhf_core.data.formats import FileRows
+from rlhf_core.data.sources import read_sources
 from rlhf_core.errors import DataError
 
 HEADER = "prompt,chosen,rejected\n"

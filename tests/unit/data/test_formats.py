@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core.config.collect import DataSource
-from rlhf_core.data.formats import FileRows, prompt_group, read_sources, source_files
+from rlhf_core.data.formats import FileRows, prompt_group
 from rlhf_core.data.hub import parse_hub_id
 from rlhf_core.data.inspect import describe_sources
+from rlhf_core.data.sources import read_sources, source_files
 from rlhf_core.errors import DataError
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
@@ -221,7 +222,7 @@ def test_a_file_that_several_patterns_match_is_read_once(tmp_path: Path) -> None
     named = DataSource(path="./b.jsonl", format="standard")
     specs = ["*.jsonl", "a.jsonl", str(tmp_path / "b.jsonl"), named, "?.jsonl"]
     files = source_files(specs, tmp_path)
-    assert [(file.name, file.format) for file in files] == [("a.jsonl", None), ("b.jsonl", "standard")]
+    assert [(file.name, file.options.format) for file in files] == [("a.jsonl", None), ("b.jsonl", "standard")]
     assert [result.source for result in read_sources(specs, "preferences", tmp_path)] == ["a.jsonl", "b.jsonl"]
     with pytest.raises(DataError, match=r"b\.jsonl is named with the formats standard and prompt"):
         source_files([named, DataSource(path="b.jsonl", format="prompt")], tmp_path)

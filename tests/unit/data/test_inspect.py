@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from rlhf_core.cli import app
 from rlhf_core.config.base import BaseConfig
+from rlhf_core.config.collect import FileSources
+from rlhf_core.config.loading.overlay import parse_assignment
 from rlhf_core.data.inspect import TokenLimits, describe_sources
 from rlhf_core.data.lengths import LengthPercentiles, character_lengths, token_lengths
 from rlhf_core.models.base import load_tokenizer, new_model, save_policy, train_tokenizer
@@ -111,3 +113,31 @@ def test_the_command_works_outside_a_workspace(tmp_path: Path, monkeypatch: pyte
     result = CliRunner().invoke(app, ["data", write(tmp_path, PAIR)])
     assert result.exit_code == 0 and "rows     1 as preferences, of 1" in result.output
     assert "tokens" not in result.output
+
+
+def test_the_command_takes_the_options_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path, {"q": "Why?", "good": "a", "bad": "b"})
+    columns = ["--column", "prompt=q", "--column", "chosen=good", "--column", "rejected=bad"]
+    result = CliRunner().invoke(app, ["data", file, *columns])
+    assert result.exit_code == 0 and "rows     1 as preferences, of 1" in result.output
+    (assignment,) = [word for word in shlex.split(result.output) if word.startswith("collect.files.preferences=")]
+    (source,) = FileSources.model_validate({"preferences": parse_assignment(assignment)[1]}).preferences
+    assert source.path == file and source.columns == {"prompt": "q", "chosen": "good", "rejected": "bad"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--column", "prompt"], "--column prompt: write it as FIELD=COLUMN"),
+        (["--column", "promt=q"], "there is no field 'promt'; did you mean 'prompt'?"),
+        (["--dimension", "nice"], "parameter 'dimension': input should be 'helpful', 'safe' or 'agreed'"),
+        (["--format", "nice"], "--format nice is unknown"),
+    ],
+)
+def test_wrong_options_of_a_source_are_named(
+    given: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["data", write(tmp_path, PAIR), *given])
+    assert result.exit_code != 0 and message in str(result.exception)

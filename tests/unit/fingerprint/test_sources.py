@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.data.formats import read_sources
+from rlhf_core.data.sources import read_sources
 from rlhf_core.file_patterns import expand, spelled
 from rlhf_core.fingerprint import write_sources
 

@@ -49,6 +49,42 @@ def test_fair_shares(sizes: list[int], limit: int | None, shares: list[int]) -> 
     assert fair_shares(sizes, limit) == shares
 
 
+@pytest.mark.parametrize(
+    ("sizes", "limit", "weights", "shares"),
+    [
+        ([100, 100], 40, [3, 1], [30, 10]),
+        ([10, 100], 40, [3, 1], [10, 30]),
+        ([100, 100, 100], 4, [1, 1, 2], [1, 1, 2]),
+        ([100, 100], 1, [0.5, 2], [0, 1]),
+        ([5, 5], None, [3, 1], [5, 5]),
+        ([100, 100, 100], 100, [0.1, 0.2, 0.7], [10, 20, 70]),
+    ],
+)
+def test_weighted_shares(sizes: list[int], limit: int | None, weights: list[float], shares: list[int]) -> None:
+    assert fair_shares(sizes, limit, weights) == shares
+
+
+def test_a_mixture_by_weight_and_cap_is_recorded(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in pairs(name, 50)))
+    sources = [{"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl", "weight": 1}, {"path": "c.jsonl", "cap": 2}]
+    config = CollectConfig.model_validate({"source": "files", "files": {"preferences": sources}, "limit": 22})
+    raw = tmp_path / "data/raw"
+    collect.run(config, Paths({}), Paths({"raw": raw}), RunContext(tmp_path / "work"))
+    files = read_json(raw / "manifest.json")["kinds"]["preferences"]["files"]
+    assert [(file["rows"], file["cut"], file["weight"], file["cap"]) for file in files] == [
+        (15, 35, 3.0, None),
+        (5, 45, 1.0, None),
+        (2, 48, 1.0, 2),
+    ]
+    assert [file["share"] for file in files] == [15 / 22, 5 / 22, 2 / 22]
+
+
+def test_a_weight_without_a_limit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the weight of a\.jsonl is a share of collect\.limit, which is not set"):
+        CollectConfig.model_validate({"files": {"preferences": [{"path": "a.jsonl", "weight": 2.5}]}})
+
+
 def test_every_source_gives_its_share_and_cut_rows_are_counted(tmp_path: Path) -> None:
     metrics, raw = run(tmp_path, 10, a=pairs("a", 50), b=pairs("b", 3), c=pairs("c", 20))
     rows = pq.read_table(raw / "preferences/data.parquet").to_pylist()

@@ -1,0 +1,60 @@
+"""All known formats, and which one a record or a file is of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_core.data.readers.comparisons import COMPARISONS
+from rlhf_core.data.readers.containers import Record
+from rlhf_core.data.readers.format import Format
+from rlhf_core.data.readers.message_trees import MESSAGE_TREES
+from rlhf_core.data.readers.rankings import RANKINGS
+from rlhf_core.data.readers.shapes import GENERAL
+from rlhf_core.errors import DataError
+
+# The first that matches is used, so formats with more fields come first.
+FORMATS = (*MESSAGE_TREES, *COMPARISONS, *RANKINGS, *GENERAL)
+# The format of a file is that of this share of the records that have one, among the first so many.
+PROBE = 1000
+MAJORITY = 0.9
+
+
+def detect(records: Sequence[Record], where: str) -> Format:
+    """Return the format of nearly all of the first thousand records that have one.
+
+    Raises:
+        DataError: None of them is of a known format (the message lists those), or too many are of another.
+    """
+    readable = [record for record in records[:PROBE] if not record.problem]
+    counts = Counter(shape.name for record in readable if (shape := format_of(record.value)))
+    if counts:
+        name, count = counts.most_common(1)[0]
+        if count >= MAJORITY * counts.total():
+            return format_named(name)
+        listed = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+        raise DataError(
+            f"{where}: the first {len(readable)} rows are of several formats ({listed}); split the file, or name one "
+            "of them (format: beside the path in collect.files), which refuses the other rows"
+        )
+    known = "known formats (or name the columns: columns: {prompt: …, chosen: …, rejected: …} beside the path):\n"
+    known += "\n".join(f"  {shape.name}: {shape.example}" for shape in FORMATS)
+    if not readable:
+        problem = records[0].problem if records else "there are no rows"
+        raise DataError(f"{where}, row {records[0].position if records else 0}: {problem}; {known}")
+    first = readable[0]
+    record_shape = (
+        f"keys {', '.join(map(str, first.value))}" if isinstance(first.value, dict) else type(first.value).__name__
+    )
+    raise DataError(f"{where}, row {first.position} ({record_shape}) is of no known format; {known}")
+
+
+def format_of(value: Any) -> Format | None:
+    """Return the format of a record: the first that it matches."""
+    return next((shape for shape in FORMATS if shape.matches(value)), None)
+
+
+def format_named(name: str) -> Format:
+    """Return the format of that name."""
+    return next(shape for shape in FORMATS if shape.name == name)

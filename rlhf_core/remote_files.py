@@ -1,0 +1,68 @@
+"""Data files at URLs (``s3://``, ``gs://``, ``hf://``, ``https://``, ``memory://``), through fsspec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_core.errors import DataError
+
+
+def expand_url(url: str, remedy: str) -> list[str]:
+    """Return the files that a URL names or, with ``*``, ``?`` or ``[``, matches, as their store spells them; sorted.
+
+    Raises:
+        DataError: There are none, or the store cannot be reached; the message ends with ``remedy``.
+    """
+    filesystem, path = _open(url)
+    try:
+        if filesystem.isfile(path):
+            return [filesystem.unstrip_protocol(path)]
+        matches = sorted(filesystem.glob(path))
+        files = [match for match in matches if filesystem.isfile(match)]
+    except Exception as error:  # Every store raises errors of its own.
+        raise DataError(f"cannot look up {url}: {_reason(error)}; {remedy}") from error
+    if files:
+        return [filesystem.unstrip_protocol(file) for file in files]
+    if matches:
+        raise DataError(f"{url} is a folder; name its files, for example {url.rstrip('/')}/*.jsonl")
+    raise DataError(f"no file matches {url!r}; {remedy}")
+
+
+def read_url(url: str) -> bytes:
+    """Return the content of a file at a URL; ``DataError`` when it cannot be read."""
+    filesystem, path = _open(url)
+    try:
+        return bytes(filesystem.cat_file(path))
+    except Exception as error:
+        raise DataError(f"cannot read {url}: {_reason(error)}") from error
+
+
+def url_checksum(url: str) -> str:
+    """Return what changes when the content of a file at a URL does (an ETag, or size and time); nothing is downloaded.
+
+    Raises:
+        DataError: The file cannot be looked up.
+    """
+    filesystem, path = _open(url)
+    try:
+        return str(filesystem.checksum(path))
+    except Exception as error:
+        raise DataError(f"cannot look up {url}: {_reason(error)}") from error
+
+
+def _open(url: str) -> tuple[Any, str]:
+    import fsspec
+
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}.get(url.split(":")[0])
+        install = f"pip install 'rlhf-pipeline[{extra}]'" if extra else "install it"
+        raise DataError(f"{url} needs a package that is missing ({error}); {install}") from error
+    except Exception as error:
+        raise DataError(f"{url} cannot be opened: {_reason(error)}") from error
+    return filesystem, path
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,140 @@
+"""Every container holds the same rows, compressed or not, on disk or at a URL."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import lzma
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_core.config.loading.overlay import rebase_sources
+from rlhf_core.data.inspect import describe_sources
+from rlhf_core.data.readers.containers import records_of
+from rlhf_core.data.sources import read_sources
+from rlhf_core.errors import DataError
+from rlhf_core.fingerprint import write_sources
+
+ROWS = [{"prompt": f"Q\t{i}?\n", "chosen": '"a", b', "rejected": "é\u2028 "} for i in range(3)]
+TABLE = pa.Table.from_pylist(ROWS)
+
+
+def table_text(delimiter: str) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(ROWS[0]), delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(ROWS)
+    return text.getvalue().encode()
+
+
+def arrow(kind: Callable[..., pa.RecordBatchWriter]) -> bytes:
+    buffer = pa.BufferOutputStream()
+    with kind(buffer, TABLE.schema) as writer:
+        writer.write_table(TABLE)
+    return buffer.getvalue().to_pybytes()
+
+
+def parquet() -> bytes:
+    buffer = pa.BufferOutputStream()
+    pq.write_table(TABLE, buffer)
+    return buffer.getvalue().to_pybytes()
+
+
+CONTENTS = {
+    "x.json": json.dumps(ROWS).encode(),
+    "x.jsonl": "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode(),
+    "x.csv": table_text(","),
+    "x.tsv": table_text("\t"),
+    "x.parquet": parquet(),
+    "x.arrow": arrow(pa.ipc.new_file),
+    "stream.arrow": arrow(pa.ipc.new_stream),
+}
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": lambda content: content,
+    ".gz": gzip.compress,
+    ".zst": lambda content: pa.compress(content, codec="zstd", asbytes=True),
+    ".xz": lzma.compress,
+}
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("name", CONTENTS)
+def test_rows_are_read_back_as_they_were_written(name: str, suffix: str) -> None:
+    records = records_of(name + suffix, COMPRESS[suffix](CONTENTS[name]))
+    assert [(record.value, record.problem) for record in records] == [(row, "") for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("x.jsonl.gz", "gzip"),
+        ("x.jsonl.zst", "zstd"),
+        ("x.jsonl.xz", "xz"),
+        ("x.arrow", "arrow"),
+        ("x.csv.zst", "zstd"),
+    ],
+)
+def test_a_part_of_a_file_or_another_file_is_refused(name: str, message: str) -> None:
+    whole = CONTENTS["x.arrow"] if name == "x.arrow" else COMPRESS[Path(name).suffix](CONTENTS["x.jsonl"])
+    for content in (whole[:-9], whole[: len(whole) // 2], b"plain text, no file of this kind"):
+        with pytest.raises(DataError, match=rf"{name} is not a .*{message} file"):
+            records_of(name, content)
+    with pytest.raises(DataError, match=f"{name} is empty"):
+        records_of(name, b"")
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.gz", "x.zst", "x", "x.jsonl.bz2", "x.tar.gz"])
+def test_another_kind_of_file_is_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(DataError, match=rf"{name}: unknown kind of file .*\.tsv, \.parquet, \.arrow, each also"):
+        records_of(name, b"content")
+
+
+@pytest.fixture
+def store() -> Iterator[fsspec.AbstractFileSystem]:
+    filesystem = fsspec.filesystem("memory")
+    filesystem.pipe({"/pairs/a.jsonl": CONTENTS["x.jsonl"], "/pairs/b.csv.zst": COMPRESS[".zst"](CONTENTS["x.csv"])})
+    yield filesystem
+    filesystem.rm("/pairs", recursive=True)
+
+
+def test_a_url_is_read_like_a_file(store: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
+    results = list(read_sources(["memory://pairs/a.jsonl", "memory://pairs/*"], "preferences", tmp_path))
+    assert [result.source for result in results] == ["memory://pairs/a.jsonl", "memory:///pairs/b.csv.zst"]
+    assert [len(result.rows) for result in results] == [3, 3] and all(len(result.sha256) == 64 for result in results)
+    assert results[0].rows[0]["prompt"][0]["content"] == ROWS[0]["prompt"]
+    assert "rows     3 as preferences, of 3" in describe_sources(["memory://pairs/a.jsonl"], base=tmp_path)
+
+
+def test_a_url_that_holds_no_file_is_a_users_error(store: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
+    for url, message in [
+        ("memory://pairs/c.jsonl", "no file matches 'memory://pairs/c.jsonl'"),
+        ("memory://pairs/*.parquet", "no file matches"),
+        ("memory://pairs", "is a folder; name its files"),
+        ("nothing://pairs/a.jsonl", "nothing://pairs/a.jsonl cannot be opened: Protocol not known"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            list(read_sources([url], "preferences", tmp_path))
+
+
+def test_a_changed_file_at_a_url_changes_the_fingerprint(store: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
+    def fingerprint() -> str:
+        write_sources(tmp_path, ["memory://pairs/*.jsonl", "memory://gone/x.jsonl"])
+        return (tmp_path / ".fingerprints/sources.txt").read_text()
+
+    first = fingerprint()
+    assert fingerprint() == first and "memory://gone/x.jsonl" in first
+    store.pipe("/pairs/a.jsonl", CONTENTS["x.jsonl"] + b"\n")
+    assert fingerprint() != first
+
+
+def test_a_url_is_no_path_of_the_workspace(tmp_path: Path) -> None:
+    text = "collect:\n  files:\n    preferences: [s3://bucket/a.jsonl, {path: memory://b.jsonl}]\n"
+    moved = rebase_sources(text, tmp_path, tmp_path / "work")
+    assert "- s3://bucket/a.jsonl" in moved and "path: memory://b.jsonl" in moved

@@ -1,0 +1,299 @@
+"""Published data sets, by a sample file of each: the better reply is chosen, and every record is accounted for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_core.api.inputs import rows_of
+from rlhf_core.config.collect import CollectConfig, DataSource, FileSources, ReadOptions
+from rlhf_core.data.formats import FileRows, read_records
+from rlhf_core.data.readers.containers import Record
+from rlhf_core.data.schema import Demonstration, Preference, read_rows
+from rlhf_core.data.sources import read_sources
+from rlhf_core.errors import DataError
+from rlhf_core.files import read_json
+from rlhf_core.stages import collect
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.training.run_context import RunContext
+
+SAMPLES = Path(__file__).parent / "samples"
+ANSWERS = {
+    row["question"]: (row["chosen"], row["rejected"])
+    for row in map(json.loads, (SAMPLES / "orca-dpo.jsonl").read_text(encoding="utf-8").splitlines())
+}
+
+
+def read(name: str, kind: str = "preferences", **options: Any) -> FileRows:
+    (result,) = read_sources([DataSource(path=f"{name}.jsonl", **options)], kind, SAMPLES)
+    kept = len(result.rows) + len(result.refused) + result.dropped.total() + result.cut
+    assert result.records + result.expanded == kept and not result.refused
+    assert len(result.positions) == len(result.rows)
+    return result
+
+
+def parse(value: Any, kind: str = "preferences", **options: Any) -> FileRows:
+    return read_records([Record(1, value)], kind, "x.jsonl", "", options=ReadOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "rows", "dropped"),
+    [
+        ("pku-saferlhf", {"dimension": "helpful"}, 10, 0),
+        ("pku-saferlhf", {"dimension": "agreed"}, 7, 3),
+        ("helpsteer2-preference", {}, 9, 1),
+        ("helpsteer3-preference", {}, 9, 1),
+        ("shp", {}, 10, 0),
+        ("orca-dpo", {}, 10, 0),
+        ("ultrafeedback-ratings", {}, 9, 1),
+        ("ultrafeedback", {"pairs": "best_worst"}, 9, 1),
+        ("ultrafeedback-binarized", {}, 9, 1),
+        ("nectar", {"pairs": "best_worst"}, 10, 0),
+        ("ranking", {}, 10, 0),
+        ("turn-list-pair", {}, 10, 0),
+    ],
+)
+def test_the_better_reply_is_chosen(name: str, options: dict[str, Any], rows: int, dropped: int) -> None:
+    result = read(name, **options)
+    assert result.format == {"ultrafeedback-binarized": "conversational-implicit"}.get(name, name)
+    assert (result.records, len(result.rows), result.dropped.total()) == (10, rows, dropped)
+    for row in result.rows:
+        assert (row["chosen"], row["rejected"]) == ANSWERS[row["prompt"][-1]["content"]]
+
+
+def test_a_dialogue_of_several_turns_keeps_its_roles() -> None:
+    for name in ("helpsteer2-preference", "helpsteer3-preference", "turn-list-pair"):
+        (row,) = [row for row in read(name).rows if "stain" in row["prompt"][-1]["content"]]
+        assert [turn["role"] for turn in row["prompt"]] == ["user", "assistant", "user"]
+        assert row["prompt"][1]["content"] == "Hello. What can I do for you?"
+
+
+def test_safety_and_helpfulness_are_chosen_between() -> None:
+    helpful, safe = (read("pku-saferlhf", dimension=name).rows for name in ("helpful", "safe"))
+    different = [i for i in range(10) if helpful[i]["chosen"] == safe[i]["rejected"]]
+    assert different == [7, 8, 9]
+    assert {row["category"] for row in helpful} == {"helpful"} and {row["category"] for row in safe} == {"safe"}
+    assert len(read("pku-saferlhf", "prompts").rows) == 10
+    with pytest.raises(DataError, match=r"several preferences; choose one of helpful, safe, agreed \(dimension:"):
+        read("pku-saferlhf")
+    with pytest.raises(DataError, match="format shp, which has no dimension safe"):
+        read("shp", dimension="safe")
+
+
+def test_strengths_and_score_gaps_are_margins() -> None:
+    for name in ("helpsteer2-preference", "helpsteer3-preference"):
+        assert [row["margin"] for row in read(name).rows] == [3, 2, 1, 1, 2, 3, 1, 1, 2]
+    assert [row["margin"] for row in read("ultrafeedback-binarized").rows[:3]] == [2.5, 3.0, 3.5]
+    assert {row["margin"] for row in read("ultrafeedback-ratings").rows} == {2.5}
+    assert [row["margin"] for row in read("ultrafeedback").rows[:3]] == [2.5, 5.5, 3.0]
+    for name in ("nectar", "shp", "orca-dpo", "turn-list-pair"):
+        assert {row["margin"] for row in read(name).rows} == {None}
+
+
+def test_categories_are_those_of_the_set() -> None:
+    assert [row["category"] for row in read("helpsteer3-preference").rows[:3]] == ["general", "code", "multilingual"]
+    assert {row["category"] for row in read("shp").rows} == {"askculinary_train", "askscience_train"}
+
+
+@pytest.mark.parametrize(("pairs", "count"), [("all", 27), ("adjacent", 18), ("best_worst", 9)])
+def test_a_ranking_gives_the_pairs_that_are_asked_for(pairs: str, count: int) -> None:
+    result = read("ultrafeedback", pairs=pairs)
+    assert (len(result.rows), result.expanded) == (count, count - 9)
+    assert dict(result.dropped) == {"no reply is better than another": 1}
+    better, worst = ANSWERS[result.rows[0]["prompt"][0]["content"]]
+    middle = f"{better} I hope that this helps."
+    expected = {"all": [(better, middle), (better, worst), (middle, worst)], "best_worst": [(better, worst)]}
+    expected["adjacent"] = [(better, middle), (middle, worst)]
+    first = [row for row, position in zip(result.rows, result.positions, strict=True) if position == 1]
+    assert [(row["chosen"], row["rejected"]) for row in first] == expected[pairs]
+
+
+@pytest.mark.parametrize("name", ["helpsteer2-preference", "helpsteer3-preference", "helpsteer-ratings", "shp"])
+def test_every_prompt_can_be_used(name: str) -> None:
+    assert len(read(name, "prompts").rows) == 10
+
+
+@pytest.mark.parametrize("name", ["ultrafeedback", "nectar", "oasst-trees", "open-orca"])
+def test_only_the_best_reply_is_a_demonstration(name: str) -> None:
+    for row in read(name, "demonstrations").rows[-8:]:
+        assert row["reply"] == ANSWERS[row["prompt"][-1]["content"]][0]
+
+
+def test_demonstrations_derived_from_a_ranking_are_its_best_replies(tmp_path: Path) -> None:
+    config = CollectConfig(source="files", files=FileSources(preferences=(str(SAMPLES / "ultrafeedback.jsonl"),)))
+    raw = tmp_path / "data/raw"
+    collect.run(config, Paths({}), Paths({"raw": raw}), RunContext(tmp_path / "work"))
+    replies = {row.reply for row in read_rows(raw / "demonstrations/data.parquet", Demonstration)}
+    assert len(replies) == 9 and replies < {better for better, _ in ANSWERS.values()}
+    (file,) = read_json(raw / "manifest.json")["kinds"]["preferences"]["files"]
+    assert (file["records"], file["rows"], file["expanded"]) == (10, 27, 18)
+    assert file["dropped"] == {"no reply is better than another": 1}
+
+
+def test_message_trees_give_a_pair_wherever_replies_are_ranked() -> None:
+    result = read("oasst-trees")
+    assert (len(result.rows), result.expanded, result.dropped.total()) == (10, 1, 1)
+    deep = result.rows[1]
+    assert [turn["role"] for turn in deep["prompt"]] == ["user", "assistant", "user"]
+    assert (deep["chosen"], deep["rejected"]) == ("Because it is so.", "No idea.")
+    assert len(read("oasst-trees", "demonstrations").rows) == len(read("oasst-trees", "prompts").rows) == 11
+    texts = {text for kind in ("preferences", "demonstrations") for text in map(str, read("oasst-trees", kind).rows)}
+    assert not any("BUY MY BOOK" in text for text in texts), "deleted messages are left out"
+
+
+def test_a_prompt_that_two_texts_share_ends_at_a_word() -> None:
+    result = read("standard-implicit")
+    first, code = result.rows[0], result.rows[4]
+    assert (first["prompt"][0]["content"], first["chosen"], first["rejected"]) == ("The sky is", " blue.", " green.")
+    assert (code["prompt"][0]["content"], code["chosen"]) == ("def add(a, b):\n    return a", " + b")
+    (row,) = parse({"chosen": "The sky is blue", "rejected": "The sky is black"}).rows
+    assert (row["prompt"][0]["content"], row["chosen"]) == ("The sky is", " blue")
+    (row,) = parse({"chosen": "天空是蓝色的。", "rejected": "天空是绿色的。"}).rows
+    assert (row["prompt"][0]["content"], row["chosen"]) == ("天空是", "蓝色的。")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("helpsteer-ratings", "preferences", "HelpSteer2's comparisons are in its folder preference"),
+        ("helpsteer-ratings", "demonstrations", "the worst of them too"),
+        ("open-orca", "preferences", "it can serve as demonstrations, pretrain, prompts"),
+        ("stepwise", "preferences", "format stepwise, which holds no preferences.*not steps"),
+        ("oasst-messages", "preferences", "give the file of trees"),
+    ],
+)
+def test_what_does_not_serve_is_refused_by_name(name: str, kind: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read(name, kind)
+
+
+def test_labelled_single_replies_are_refused_as_preferences_by_name() -> None:
+    with pytest.raises(DataError, match=r"format prompt-reply.*labelled by itself is no pair"):
+        parse({"prompt": "Q?", "completion": "a", "label": True})
+
+
+PKU = {"prompt": "Q?", "response_0": "a", "response_1": "b", "better_response_id": 0, "safer_response_id": 0}
+ULTRAFEEDBACK = {"instruction": "Q?", "completions": [{"response": "a", "overall_score": 5.0}, {"response": "b"}]}
+HELPSTEER = {"prompt": "Q?", "response_1": "a", "response_2": "b", "preference_strength": -100}
+TREE = {"message_tree_id": "t", "prompt": {"role": "prompter", "text": "Q?", "replies": [{"role": "assistant"}]}}
+USER = {"role": "user", "content": "Q?"}
+DIALOGUE = {
+    "chosen": [USER, {"role": "assistant", "content": "a"}],
+    "rejected": [USER, {"role": "assistant", "content": "b"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (PKU | {"better_response_id": 2}, "better_response_id is 2, not 0 or 1"),
+        (PKU | {"safer_response_id": None}, "safer_response_id is not a number: None"),
+        (PKU | {"safer_response_id": 10**5000}, "safer_response_id is not a number: a long int"),
+        (HELPSTEER, "preference_strength is -100, not from -3 to 3"),
+        (ULTRAFEEDBACK, "overall_score of completion 2 is not a number: None"),
+        ({"prompt": "Q?", "answers": [{"answer": "a", "rank": "nan"}]}, "rank of answer 1 is not a number: 'nan'"),
+        ({"prompt": "Q?", "responses": ["a", "b"], "scores": [1]}, "there are 2 responses but 1 scores"),
+        (TREE, "a message of the tree has no role or no text"),
+        (DIALOGUE | {"prompt": "Another?"}, "the prompt is not that of the transcripts"),
+        ({"prompt": "Q?", "chosen": "a", "rejected": "b", "score_chosen": 1, "score_rejected": 2}, "the scores prefer"),
+        ({"chosen": "Blue.", "rejected": "Green."}, "do not begin with the same words"),
+        ({"chosen": "Blue.", "rejected": "Blue."}, "both texts are the same"),
+        ({"chosen": "<|im_start|>user\nQ?", "rejected": "<|im_start|>user\nQ"}, "rendered by a chat template"),
+        ({"chosen": ["Q?", "a"], "rejected": ["R?", "b"]}, "the prompts of the two replies differ"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_record_that_cannot_be_used_is_refused_with_a_reason(value: Any, reason: str) -> None:
+    result = parse(value, dimension="helpful" if "response_0" in value else None)
+    assert not result.rows and not result.dropped
+    (refused,) = result.refused
+    assert reason in refused["reason"] and refused["position"] == 1
+
+
+def test_the_library_names_records_that_prefer_no_reply() -> None:
+    pair = {"prompt": "Q?", "chosen": "a", "rejected": "b", "score_chosen": 2}
+    assert len(rows_of(Preference, [pair | {"score_rejected": 1}], "preferences")) == 1
+    with pytest.raises(DataError, match=r"preferences: 1 of the records cannot be used \(both replies have the same"):
+        rows_of(Preference, [pair | {"score_rejected": score} for score in (1, 2)], "preferences")
+
+
+def test_replies_may_be_the_whole_dialogue_after_an_explicit_prompt() -> None:
+    (row,) = parse(DIALOGUE | {"prompt": [USER]}).rows
+    assert (row["prompt"], row["chosen"], row["rejected"]) == ([USER], "a", "b")
+    (refused,) = parse(DIALOGUE | {"prompt": [{"role": "user", "content": "Another?"}]}).refused
+    assert "chosen has 2 turns" in refused["reason"]
+    (row,) = parse({"prompt": [USER], "completion": DIALOGUE["chosen"]}, "demonstrations").rows
+    assert (row["prompt"], row["reply"]) == ([USER], "a")
+
+
+def test_content_parts_are_text_and_nothing_else() -> None:
+    parts = [{"type": "text", "text": " Look:\n"}, {"type": "text", "text": "why?", "image": None}]
+    (row,) = parse(
+        {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}]}, "prompts"
+    ).rows
+    assert row["prompt"] == [{"role": "user", "content": " Look:\nwhy?"}]
+    for content, reason in [
+        ([*parts, {"type": "image_url", "image_url": {"url": "x.png"}}], "a part of type 'image_url'"),
+        (["why?"], "a part of type 'str'"),
+        ([], "has no parts"),
+    ]:
+        (refused,) = parse({"prompt": [{"role": "user", "content": content}]}, "prompts").refused
+        assert reason in refused["reason"]
+
+
+WRITERS: dict[str, Callable[[str, str, str], Any]] = {
+    "pku-saferlhf": lambda q, a, b: PKU | {"prompt": q, "response_0": a, "response_1": b},
+    "helpsteer2-preference": lambda q, a, b: {
+        "prompt": q,
+        "response_1": b,
+        "response_2": a,
+        "preference_strength": 2,
+    },
+    "helpsteer3-preference": lambda q, a, b: {
+        "context": [{"role": "user", "content": q}],
+        "response1": a,
+        "response2": b,
+        "overall_preference": -1,
+    },
+    "shp": lambda q, a, b: {"history": q, "human_ref_A": b, "human_ref_B": a, "labels": 0},
+    "orca-dpo": lambda q, a, b: {"question": q, "chosen": a, "rejected": b},
+    "ultrafeedback-ratings": lambda q, a, b: {"instruction": q, "chosen_response": a, "rejected_response": b},
+    "ultrafeedback": lambda q, a, b: {
+        "instruction": q,
+        "completions": [{"response": b, "overall_score": 1}, {"response": a, "overall_score": 2}],
+    },
+    "nectar": lambda q, a, b: {"prompt": q, "answers": [{"answer": b, "rank": 2}, {"answer": a, "rank": 1}]},
+    "ranking": lambda q, a, b: {"prompt": q, "responses": [b, a], "scores": [0.5, 1]},
+    "oasst-trees": lambda q, a, b: {
+        "message_tree_id": "t",
+        "prompt": {
+            "role": "prompter",
+            "text": q,
+            "replies": [{"role": "assistant", "text": b, "rank": 1}, {"role": "assistant", "text": a, "rank": 0}],
+        },
+    },
+    "turn-list-pair": lambda q, a, b: {"chosen": [q, a], "rejected": [q, b]},
+}
+
+
+@given(st.text(), st.text(), st.text(), st.sampled_from(sorted(WRITERS)))
+def test_texts_are_read_as_they_were_written(prompt: str, better: str, worse: str, name: str) -> None:
+    options = {"dimension": "safe"} if name == "pku-saferlhf" else {}
+    (row,) = parse(WRITERS[name](prompt, better, worse), **options).rows
+    assert row["prompt"] == [{"role": "user", "content": prompt}]
+    assert (row["chosen"], row["rejected"]) == (better, worse)
+
+
+@given(st.text(), st.text(), st.text())
+def test_texts_with_a_shared_beginning_lose_nothing(shared: str, first: str, second: str) -> None:
+    texts = shared + first, shared + second
+    result = parse({"chosen": texts[0], "rejected": texts[1]})
+    for row in result.rows:
+        assert (row["prompt"][0]["content"] + row["chosen"], row["prompt"][0]["content"] + row["rejected"]) == texts
+    assert len(result.rows) + len(result.refused) == 1
