@@ -21,7 +21,8 @@ FOLDER = Path(".rlhf") / "promotions"
 TAG_LIMIT = 5000  # MLflow refuses longer values
 
 
-def _now() -> str:
+def utc_now() -> str:
+    """Return the time as ISO 8601 in UTC, with microseconds, so that decisions sort by it."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
@@ -45,7 +46,7 @@ class PromotionDecision:
     unchanged: bool = False
     dry_run: bool = False
     action: str = "promote"
-    time: str = field(default_factory=_now)
+    time: str = field(default_factory=utc_now)
     report: Path | None = None
 
     @property
@@ -71,7 +72,7 @@ class RollbackDecision:
     replaced: str
     reason: str
     action: str = "rollback"
-    time: str = field(default_factory=_now)
+    time: str = field(default_factory=utc_now)
     report: Path | None = None
 
 
