@@ -85,7 +85,7 @@ class AliasTransaction:
         fields = asdict(self)
         text = json.dumps(fields, sort_keys=True)
         if len(text) > TAG_LIMIT:
-            kept = self.decision.keys() - {"match", "question"}
+            kept = self.decision.keys() - {"match", "question", "criteria"}
             fields["decision"] = {key: self.decision[key] for key in kept}
             text = json.dumps(fields, sort_keys=True)
         if len(text) > TAG_LIMIT:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from rlhf_core.evaluation.promotion.criteria import Criterion
 from rlhf_core.files import read_json
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ class PromotionDecision:
     """Whether ``challenger`` takes the place of ``champion``, and on what grounds.
 
     ``bar`` is the win rate that every judge's lower 95 % bound must exceed, ``question`` and ``match`` are what was
-    played and how it went. ``unchanged`` marks a decision that says nothing new and leaves no report.
+    played and how it went, ``criteria`` what was required of it, ``attempt`` the number of the match among those on the
+    same prompts. ``unchanged`` marks a decision that says nothing new and leaves no report.
     """
 
     model: str
@@ -43,6 +45,8 @@ class PromotionDecision:
     forced: str | None = None
     question: Mapping[str, Any] | None = None
     match: Mapping[str, Any] | None = None
+    attempt: int | None = None
+    criteria: tuple[Criterion, ...] = ()
     unchanged: bool = False
     dry_run: bool = False
     action: str = "promote"

@@ -24,6 +24,7 @@ from flows.registry.decisions import (
     publish_decision,
     read_decisions,
 )
+from flows.registry.governance.attempts import attempt_number
 from flows.registry.governance.lock import registry_lock
 from flows.registry.governance.terms import (
     TERMS_TAG,
@@ -34,7 +35,7 @@ from flows.registry.governance.terms import (
     terms_of,
     updated,
 )
-from flows.registry.match import PlayMatch, match_question, match_result, play_match, wins
+from flows.registry.match import PlayMatch, decided_by, match_question, match_result, play_match
 from flows.registry.mlflow_client import connect, prepare_tracking
 from flows.registry.model_artifacts import verified_folder
 from flows.registry.register import (
@@ -48,6 +49,7 @@ from flows.registry.register import (
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
+from rlhf_core.evaluation.promotion.criteria import non_inferiority_criteria, win_rate_criteria
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -69,7 +71,8 @@ def promote(
 
     The registered files must be the ones that the gates judged, and the version must have passed every gate. The terms
     of the registered model must be met (:mod:`flows.registry.governance.terms`), whichever workspace promotes. Without
-    a champion the challenger then takes the place at once; else :func:`flows.registry.match.wins` decides.
+    a champion the challenger then takes the place at once; else every criterion of
+    :mod:`rlhf_core.evaluation.promotion.criteria` must hold.
 
     Args:
         version: The version to promote; default: the one that ``@challenger`` points to.
@@ -160,8 +163,13 @@ def _decide(
             match = match_result(
                 client, workspace, challenger, question, lambda: play(workspace, champion_files, folder)
             )
-            decision = replace(decision, question=question, match=match)
-            passed, reason = wins(match, config.promote_win_rate_low95)
+            attempt = attempt_number(client, config.policy, here.prompts, question)
+            criteria = (
+                *win_rate_criteria(match, config.promote_win_rate_low95, config.error_budget, attempt),
+                *non_inferiority_criteria(match, config.non_inferiority),
+            )
+            decision = replace(decision, question=question, match=match, attempt=attempt, criteria=criteria)
+            passed, reason = decided_by(match, config.promote_win_rate_low95, criteria)
         except RlhfError as error:
             if force_reason is None:
                 raise
@@ -171,7 +179,8 @@ def _decide(
         return decision.accepted(f"forced: {force_reason.strip()} (otherwise: {reason})")
     if passed:
         return decision.accepted(reason)
-    return decision.refused(reason, unchanged=_was_refused_before(workspace, decision))
+    refused = decision.refused(reason)
+    return replace(refused, unchanged=_was_refused_before(workspace, refused))
 
 
 def promotion_obstacle(version: ModelVersion, terms: PromotionTerms | None = None) -> str:
@@ -204,8 +213,8 @@ def _gate_obstacle(version: ModelVersion, terms: PromotionTerms) -> str:
 
 
 def _was_refused_before(workspace: Path, decision: PromotionDecision) -> bool:
-    earlier = read_decisions(workspace)
-    return any(d.get("question") == decision.question and d.get("bar") == decision.bar for d in earlier)
+    known = ("question", "bar", "reason")
+    return any(all(d.get(key) == getattr(decision, key) for key in known) for d in read_decisions(workspace))
 
 
 def _history(client: MlflowClient, config: RegistryConfig, champion: ModelVersion | None) -> list[str]:

@@ -57,7 +57,8 @@ class Ledger:
         with registry_errors(f"read the {self.kind} of {self.name}"):
             params = self.client.get_run(self.run_id).data.params
         prefix = self._key("")
-        numbered = {key.removeprefix(prefix): text for key, text in params.items() if key.startswith(prefix)}
+        own = {key.removeprefix(prefix): text for key, text in params.items() if key.startswith(prefix)}
+        numbered = {number: text for number, text in own.items() if number.isdecimal()}
         expected = [str(number) for number in range(1, len(numbered) + 1)]
         missing = sorted(set(expected) - set(numbered), key=int)
         if missing:

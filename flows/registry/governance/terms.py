@@ -23,7 +23,7 @@ from flows.registry.governance.identity import actor, workspace_id
 from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.gates import Condition, GatesConfig
 from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations import NonInferiorityConfig, RegistryConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.final import judging_model
 from rlhf_core.files import sha256_file
@@ -47,6 +47,8 @@ class PromotionTerms:
         set_by: Who set them.
         set_at: When, in UTC.
         bar: What every judge's lower 95 % bound of the win rate must exceed.
+        error_budget: Probability of a wrong promotion in all attempts on the same prompts together.
+        margins: The section ``registry.non_inferiority``.
         gates: The conditions of each gate.
         prompts: SHA-256 of the test prompts, empty if there are none.
         judge: DVC's hash of the judging model.
@@ -58,6 +60,8 @@ class PromotionTerms:
     set_by: str
     set_at: str
     bar: float
+    error_budget: float
+    margins: NonInferiorityConfig
     gates: Mapping[str, Sequence[Condition]]
     prompts: str
     judge: str
@@ -65,7 +69,8 @@ class PromotionTerms:
 
     def to_json(self) -> str:
         """The content of the tag; the reasons of conditions stay in params.yaml."""
-        return json.dumps({**asdict(self), "gates": short_conditions(self.gates)}, sort_keys=True)
+        values = {"gates": short_conditions(self.gates), "margins": self.margins.model_dump(mode="json")}
+        return json.dumps(asdict(self) | values, sort_keys=True)
 
     @property
     def origin(self) -> str:
@@ -77,6 +82,13 @@ class PromotionTerms:
         weaker = []
         if other.bar < self.bar:
             weaker.append(f"registry.promote_win_rate_low95 is {other.bar:g} instead of {self.bar:g}")
+        if other.error_budget > self.error_budget:
+            weaker.append(f"registry.error_budget is {other.error_budget:g} instead of {self.error_budget:g}")
+        for name, margin in self.margins.model_dump().items():
+            wider = getattr(other.margins, name)
+            if margin is not None and (wider is None or wider > margin):
+                value = "null" if wider is None else f"{wider:g}"
+                weaker.append(f"registry.non_inferiority.{name} is {value} instead of {margin:g}")
         return weaker + self.weaker_gates(other.gates)
 
     def weaker_gates(self, gates: Mapping[str, Sequence[Condition]], names: Sequence[str] = GATES) -> list[str]:
@@ -118,6 +130,8 @@ def terms_of(workspace: Path, config: RegistryConfig) -> PromotionTerms:
         set_by=actor(),
         set_at=utc_now(),
         bar=config.promote_win_rate_low95,
+        error_budget=config.error_budget,
+        margins=config.non_inferiority,
         gates={name: getattr(gates, name) for name in GATES},
         prompts=sha256_file(prompts) if prompts.is_file() else "",
         judge=recorded_hash(workspace, f"models/{judging_model(workspace)}") or "",

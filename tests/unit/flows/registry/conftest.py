@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from scripted_match import match_result
 
 from flows.registry.governance.terms import short_conditions
 from flows.registry.mlflow_client import prepare_tracking
@@ -89,14 +90,14 @@ def registry(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPat
 
 
 class ScriptedMatch:
-    """A match with a given lower bound of the win rate, and how often it was played."""
+    """A match with a given lower bound of the win rate and given losses, and how often it was played."""
 
-    def __init__(self, low: float = 0.6, **changes: Any) -> None:
-        self.low, self.changes, self.played = low, changes, 0
+    def __init__(self, low: float = 0.6, **losses_high95: float) -> None:
+        self.low, self.losses, self.played = low, losses_high95, 0
 
     def __call__(self, workspace: Path, champion: Path, challenger: Path) -> dict[str, Any]:
         self.played += 1
-        return {"comparison": {"judge": {"win_rate": self.low + 0.1, "win_rate_low95": self.low}}} | self.changes
+        return match_result({"judge": self.low}, **self.losses)
 
 
 @pytest.fixture
