@@ -1,13 +1,14 @@
-"""The commands about registered models: promote, rollback, terms, history. Heavy imports wait until a command runs."""
+"""The commands about evidence and registered models. Heavy imports wait until a command runs."""
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
 from flows.commands.options import Reason, Workspace
-from rlhf_core.errors import EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
 
 app = typer.Typer(add_completion=False)
 
@@ -23,13 +24,16 @@ def promote(
     ] = False,
     reason: Reason = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Decide, but change nothing.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show every criterion, its margin, and which of them decided.")
+    ] = False,
 ) -> None:
-    """Promote the challenger if every judge's lower 95 % bound of its win rate clears the threshold.
+    """Promote the challenger if every judge prefers it to the champion and it is worse in nothing that counts.
 
     Exit codes: 0 it is champion now (in a dry run: it would be), 5 not promoted, 2 it could not be decided.
 
     Examples:
-    $ rlhf promote --dry-run
+    $ rlhf promote --dry-run --explain
     $ rlhf promote --force --reason "champion was trained on leaked data"
     """
     from flows.registry.promotion import promote as decide
@@ -40,6 +44,12 @@ def promote(
     force_reason = reason if force else None
     decision = decide(find_workspace(workspace), version=version, force_reason=force_reason, dry_run=dry_run)
     typer.echo(f"{'promoted' if decision.promoted else 'not promoted'}: {decision.reason}")
+    if explain:
+        from rich.console import Console
+
+        from flows.commands.explain import explain_promotion
+
+        Console().print(explain_promotion(decision), soft_wrap=not sys.stdout.isatty())
     raise typer.Exit(EXIT_OK if decision.is_champion else EXIT_NOT_PROMOTED)
 
 
@@ -88,3 +98,49 @@ def terms(
     if put:
         set_terms(folder, reason or "", take_over=take_over)
     typer.echo(describe_terms(folder))
+
+
+@app.command()
+def history(
+    workspace: Workspace = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Name of a registered model; default: the workspace's policy.")
+    ] = None,
+) -> None:
+    """Show who made which version champion or challenger, when, why and by what evidence, and check the record.
+
+    RLHF_ACTOR names who acts, such as the person behind a CI job; default: the user and the host.
+
+    Example: rlhf history
+    """
+    from flows.commands.history import describe_history
+    from flows.workspace.folder import find_workspace
+
+    typer.echo(describe_history(find_workspace(workspace), model))
+
+
+@app.command()
+def gate(
+    name: Annotated[str, typer.Argument(help="data, sft, reward or policy.")],
+    workspace: Workspace = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show every condition with its reason, and what it was read from.")
+    ] = False,
+) -> None:
+    """Say whether a gate of the last run passed. Nothing is judged anew.
+
+    Exit codes: 0 passed, 3 failed, 2 it has not been judged.
+
+    Example: rlhf gate policy --explain
+    """
+    from flows.commands.explain import explain_gate, gate_report, gate_verdict, has_passed
+    from flows.workspace.folder import find_workspace
+
+    folder = find_workspace(workspace)
+    report = gate_report(folder, name)
+    typer.echo(gate_verdict(name, report))
+    if explain:
+        from rich.console import Console
+
+        Console().print(explain_gate(folder, report), soft_wrap=not sys.stdout.isatty())
+    raise typer.Exit(EXIT_OK if has_passed(report) else EXIT_GATE_FAILED)

@@ -109,12 +109,17 @@ def publish_decision(
     return path
 
 
+def report_name(decision: Mapping[str, Any], decision_id: str) -> str:
+    """Return the file name of a report: time, action and id of the decision."""
+    moment = "".join(character for character in decision["time"].partition("+")[0] if character.isalnum())
+    return f"{moment}-{decision['action']}-{decision_id[:8]}.json"
+
+
 def write_decision(workspace: Path, decision: Mapping[str, Any], decision_id: str) -> Path:
     """Write ``decision`` under its time, action and id, read-only; a report that exists is never overwritten."""
     folder = workspace / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    moment = "".join(character for character in decision["time"].partition("+")[0] if character.isalnum())
-    path = folder / f"{moment}-{decision['action']}-{decision_id[:8]}.json"
+    path = folder / report_name(decision, decision_id)
     if path.exists():
         return path
     descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".part")

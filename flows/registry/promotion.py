@@ -111,7 +111,7 @@ def promote(
                 [*_history(client, config, champion), str(challenger.version)],
                 _cleared_rollback(challenger),
                 decision,
-                model_tags={} if terms == held else {TERMS_TAG: terms.to_json()},
+                model_tags={} if terms is held else {TERMS_TAG: terms.to_json()},
             )
             return replace(decision, report=commit(client, workspace, transaction, entries))
         with registry_errors("record the decision; nothing has moved"):

@@ -110,11 +110,12 @@ def register(workspace: Path, run_id: str | None = None) -> Registration:
             try:
                 evidence = [read_gate_evidence(workspace, gate) for gate in model.gates]
                 freshness.require(model.gate_stage)
-                weaker = [] if held is None else held.weaker_gates(here.gates, model.gates)
+                weaker = "" if held is None else "; ".join(held.weaker_gates(here.gates, model.gates))
+                too_weak = f"the terms of {config.policy} require more: {weaker}" if weaker else ""
                 tags = {
                     **collect_lineage(workspace).tags(),
                     **reward_version,
-                    **gate_tags(evidence, weaker),
+                    **gate_tags(evidence, too_weak),
                     CONDITIONS_TAG: json.dumps(short_conditions({name: here.gates[name] for name in model.gates})),
                 }
                 version = _register_one(client, workspace, model, evidence, tags, run_id)
@@ -149,12 +150,12 @@ def _register_one(
     return RegisteredVersion(number, content, reused=known is not None, ungated=ungated)
 
 
-def gate_tags(evidence: Sequence[GateEvidence], weaker: Sequence[str] = ()) -> dict[str, str]:
+def gate_tags(evidence: Sequence[GateEvidence], too_weak: str = "") -> dict[str, str]:
     """What a version says of its gates: whether all passed, why not, and the report of its own gate (the last).
 
-    ``weaker`` says where the gates required less than the registered policy does.
+    ``too_weak`` says where the gates required less than the registered policy does.
     """
-    failures = "; ".join([*(gate.failed for gate in evidence if gate.failed), *weaker])
+    failures = "; ".join(reason for reason in [*(gate.failed for gate in evidence), too_weak] if reason)
     tags = {GATES_TAG: GATES_FAILED if failures else GATES_PASSED, GATE_REPORT_TAG: gate_summary(evidence[-1].report)}
     return tags | ({UNGATED_TAG: failures[:TAG_LIMIT]} if failures else {})
 

@@ -30,21 +30,24 @@ class Ledger:
     """The entries ``KIND.NAME.1``, ``KIND.NAME.2``, … of the registered model ``name``.
 
     ``run_id`` is None as long as the model has no version; such a ledger is empty, and nothing can be appended.
+    ``tagged`` says whether a tag of the model keeps it: versions may be deleted later.
     """
 
     client: MlflowClient
     name: str
     kind: str
     run_id: str | None
+    tagged: bool
 
     @classmethod
     def open(cls, client: MlflowClient, name: str, kind: str) -> Ledger:
         """Find the ledger of a registered model; ``RlhfError`` if the registry does not answer."""
         model = registered_model(client, name)
-        run_id = None if model is None else model.tags.get(LEDGER_TAG)
+        kept = None if model is None else model.tags.get(LEDGER_TAG)
+        run_id = kept
         if run_id is None and model is not None and (listed := versions(client, name)):
             run_id = listed[-1].run_id
-        return cls(client, name, kind, run_id)
+        return cls(client, name, kind, run_id, tagged=kept is not None)
 
     def entries(self) -> Sequence[str]:
         """Read all entries, oldest first.
@@ -82,8 +85,8 @@ class Ledger:
         if len(text) > ENTRY_LIMIT:
             raise RlhfError(f"an entry of the {self.kind} of {self.name} is too long: {len(text)} characters")
         with registry_errors(f"record entry {number} in the {self.kind} of {self.name}; nothing has changed"):
-            # Versions may be deleted later, so the tag keeps which run it is.
-            self.client.set_registered_model_tag(self.name, LEDGER_TAG, self.run_id)
+            if not self.tagged:
+                self.client.set_registered_model_tag(self.name, LEDGER_TAG, self.run_id)
             try:
                 self.client.log_param(self.run_id, self._key(str(number)), text)
             except MlflowException:  # of another value, but of a deleted run too

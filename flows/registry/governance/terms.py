@@ -186,4 +186,4 @@ def updated(held: PromotionTerms | None, here: PromotionTerms) -> PromotionTerms
     if here.owner != held.owner:
         return held
     unchanged = replace(here, set_by=held.set_by, set_at=held.set_at, workspace=held.workspace)
-    return held if unchanged == held else here
+    return held if unchanged.to_json() == held.to_json() else here

@@ -13,7 +13,6 @@ from typing import Any
 from rlhf_core.config.operations import NonInferiorityConfig
 from rlhf_core.evaluation.promotion.error_budget import level_of_attempt
 from rlhf_core.evaluation.promotion.sign_test import sign_test
-from rlhf_core.gates import lookup
 
 # Margin by the first part of a measurement's name.
 ALWAYS_MEASURED = {
@@ -58,15 +57,15 @@ def win_rate_criteria(match: Mapping[str, Any], bar: float, budget: float, attem
     criteria = []
     for judge in sorted(judges):
         for name, key in (("win rate", "win_rate_low95"), ("length-controlled win rate", "lc_win_rate_low95")):
-            low, missing = lookup(judges[judge], key)
-            measured = missing if low is None else f"at least {low:.3f}"
+            low = _number(judges[judge], key)
+            measured = "not measured" if low is None else f"at least {low:.3f}"
             passed = low is not None and low > bar
             criteria.append(Criterion(f"{judge} {name}", measured, f"> {bar:g}", passed, key == "win_rate_low95"))
         value = _sign_test(judges[judge], bar)
         criteria.append(
             Criterion(
                 f"{judge} sign test at attempt {attempt}",
-                "missing" if value is None else f"p = {value:.2g}",
+                "not measured" if value is None else f"p = {value:.2g}",
                 f"<= {level:.2g}",
                 value is not None and value <= level,
             )
@@ -76,7 +75,7 @@ def win_rate_criteria(match: Mapping[str, Any], bar: float, budget: float, attem
 
 def _sign_test(comparison: Mapping[str, Any], bar: float) -> float | None:
     """The p-value from the shares of a comparison; None if one is missing or they are no shares."""
-    prompts, win, tie, lose = (lookup(comparison, key)[0] for key in ("prompts", "win", "tie", "lose"))
+    prompts, win, tie, lose = (_number(comparison, key) for key in ("prompts", "win", "tie", "lose"))
     if prompts is None or win is None or tie is None or lose is None or not math.isclose(win + tie + lose, 1):
         return None
     return sign_test(round(win * prompts), round(tie * prompts), round(lose * prompts), bar)
@@ -92,7 +91,7 @@ def non_inferiority_criteria(match: Mapping[str, Any], margins: NonInferiorityCo
             criteria += [_held(name, losses.get(name), margin) for name in names]
     if margins.category is not None:
         for name, loss in sorted(losses.items()):
-            prompts = lookup(loss, "prompts")[0] or 0 if isinstance(loss, Mapping) else 0
+            prompts = _number(loss, "prompts") or 0
             if name.startswith("category.") and prompts >= margins.min_category_prompts:
                 criteria.append(_held(name, loss, margins.category))
     return criteria
@@ -101,16 +100,22 @@ def non_inferiority_criteria(match: Mapping[str, Any], margins: NonInferiorityCo
 def _held(name: str, loss: Any, margin: float) -> Criterion:
     """Whether the upper bound of a loss is below its margin."""
     required = f"worse by less than {margin:g}"
-    if not isinstance(loss, Mapping):
-        return Criterion(name, "not measured", required, False)
     high, champion, challenger, prompts = (
-        lookup(loss, key)[0] for key in ("loss_high95", "champion", "challenger", "prompts")
+        _number(loss, key) for key in ("loss_high95", "champion", "challenger", "prompts")
     )
     if high is None or champion is None or challenger is None or prompts is None:
         return Criterion(name, "not measured", required, False)
     change = f"worse by up to {high:.3f}" if high >= 0 else f"better by at least {-high:.3f}"
     values = f"{champion:.3f} → {challenger:.3f} on {prompts:.0f} prompts"
     return Criterion(name, f"{change} ({values})", required, high < margin)
+
+
+def _number(values: Any, key: str) -> float | None:
+    """The finite number under ``key``; None for anything else, also where ``values`` is no mapping."""
+    value = values.get(key) if isinstance(values, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
 
 
 def failed(criteria: Sequence[Criterion]) -> list[Criterion]:

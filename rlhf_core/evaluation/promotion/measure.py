@@ -74,8 +74,10 @@ def paired_losses(
         if applies:
             chosen = [rows[i] for i in applies]
             losses[f"safety.{name}"] = _check_loss(check, chosen, [old[i] for i in applies], [new[i] for i in applies])
-    lengths = ([len(reply.token_ids) for reply in replies] for replies in (champion.judged, challenger.judged))
-    losses["length"] = length_loss(*lengths, config.bootstrap, config.seed)
+    old_lengths, new_lengths = (
+        [len(reply.token_ids) for reply in replies] for replies in (champion.judged, challenger.judged)
+    )
+    losses["length"] = length_loss(old_lengths, new_lengths, config.bootstrap, config.seed)
     categories = category_losses([row.category for row in prompts.judged], outcome, config.bootstrap, config.seed)
     return losses | {f"category.{name}": loss for name, loss in categories.items()}
 

@@ -133,7 +133,7 @@ def test_a_later_attempt_needs_more() -> None:
     match["comparison"]["judge"] |= {"win": 0.58, "lose": 0.42, "win_rate": 0.58}
     assert failed(win_rate_criteria(match, 0.5, 0.05, 5)) == []
     (criterion,) = failed(win_rate_criteria(match, 0.5, 0.05, 10))
-    assert str(criterion) == "judge sign test at attempt 10 is p = 0.00079, required <= 0.00045"
+    assert str(criterion) == "judge sign test at attempt 10 is p = 0.0008, required <= 0.00045"
 
 
 def test_no_judge_no_promotion() -> None:

@@ -128,3 +128,17 @@ def rollback_message(workspace: Path) -> str:
     with pytest.raises(RlhfError) as refused:
         rollback(workspace, "rude")
     return str(refused.value).partition(";")[0]
+
+
+def test_promotions_on_the_same_terms_leave_who_set_them(
+    registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = read_terms(registry.client, MODEL)
+    monkeypatch.setenv("RLHF_ACTOR", "somebody else")
+    assert promote(contest, play=ScriptedMatch()).promoted
+    assert before is not None and read_terms(registry.client, MODEL) == before
+    (contest / "data/clean/prompts/test.parquet").write_text("new prompts")
+    registry.add_version()
+    assert promote(contest, play=ScriptedMatch()).promoted
+    terms = read_terms(registry.client, MODEL)
+    assert terms is not None and terms.prompts != before.prompts and terms.set_by == "somebody else"
