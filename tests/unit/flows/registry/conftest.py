@@ -62,7 +62,10 @@ class Registry:
         known = {registered.name for registered in self.client.search_registered_models()}
         if model not in known:
             self.client.create_registered_model(model)
-        run = self.client.create_run("0").info.run_id
+        experiment = self.client.get_experiment_by_name("versions")
+        location = (self.folder / "runs").as_uri()
+        own = experiment.experiment_id if experiment else self.client.create_experiment("versions", location)
+        run = self.client.create_run(own).info.run_id
         source = self.folder / "artifacts" / run
         (source / "artifacts/hf").mkdir(parents=True)
         (source / "artifacts/hf/config.json").write_text(json.dumps({"made_by": run}))
