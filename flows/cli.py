@@ -8,10 +8,12 @@ from typing import Annotated
 
 import typer
 
+from flows.commands import registry_commands
 from flows.commands.help_text import Commands, CommandWithProfiles, profile_names
+from flows.commands.options import Reason, Workspace
 from rlhf_core import __version__
 from rlhf_core import cli as core
-from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_NOT_PROMOTED, EXIT_OK, GateFailed, RlhfError
+from rlhf_core.errors import EXIT_INTERRUPTED, GateFailed, RlhfError
 
 DEBUG = "--debug"
 UNEXPECTED_LENGTH = 500
@@ -33,9 +35,6 @@ app = typer.Typer(
 
     Add [bold]--debug[/bold] to any command for a traceback.""",
 )
-Workspace = Annotated[
-    Path | None, typer.Option("--workspace", "-w", help="Folder with params.yaml; default: the current one.")
-]
 Profile = Annotated[
     str | None,
     typer.Option("--profile", "-p", help="Overlay on params.yaml, such as smoke.", autocompletion=profile_names),
@@ -43,7 +42,6 @@ Profile = Annotated[
 Sets = Annotated[
     list[str] | None, typer.Option("--set", "-s", help="section.key=value, overrides params.yaml; may be repeated.")
 ]
-Reason = Annotated[str | None, typer.Option("--reason", help="The reason; recorded with the decision.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -169,56 +167,7 @@ def ablate(
     raise typer.Exit(run_ablation(folder, request, AblationOptions(jobs, docs)))
 
 
-@app.command()
-def promote(
-    workspace: Workspace = None,
-    version: Annotated[
-        str | None, typer.Option("--version", help="The version to promote; default: the challenger.")
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Promote regardless of gates and match; needs --reason.")
-    ] = False,
-    reason: Reason = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Decide, but change nothing.")] = False,
-) -> None:
-    """Promote the challenger if every judge's lower 95 % bound of its win rate clears the threshold.
-
-    Exit codes: 0 it is champion now (in a dry run: it would be), 5 not promoted, 2 it could not be decided.
-
-    Examples:
-    $ rlhf promote --dry-run
-    $ rlhf promote --force --reason "champion was trained on leaked data"
-    """
-    from flows.registry.promotion import promote as decide
-    from flows.workspace.folder import find_workspace
-
-    if force and not (reason or "").strip():
-        raise RlhfError("a forced promotion needs a reason; add --reason TEXT, it is recorded")
-    force_reason = reason if force else None
-    decision = decide(find_workspace(workspace), version=version, force_reason=force_reason, dry_run=dry_run)
-    typer.echo(f"{'promoted' if decision.promoted else 'not promoted'}: {decision.reason}")
-    raise typer.Exit(EXIT_OK if decision.is_champion else EXIT_NOT_PROMOTED)
-
-
-@app.command()
-def rollback(
-    reason: Annotated[str, typer.Option("--reason", help="The reason; recorded with the decision.")],
-    to: Annotated[
-        str | None, typer.Option("--to", help="Version of an earlier champion; default: the previous one.")
-    ] = None,
-    workspace: Workspace = None,
-) -> None:
-    """Restore the previous champion. A second rollback goes back one champion further.
-
-    Examples:
-    $ rlhf rollback --reason "rude replies seen in production"
-    $ rlhf rollback --to 3 --reason "drifted since"
-    """
-    from flows.registry.promotion import rollback as restore
-    from flows.workspace.folder import find_workspace
-
-    decision = restore(find_workspace(workspace), reason, to)
-    typer.echo(f"champion is version {decision.champion} again (was {decision.replaced})")
+app.registered_commands += registry_commands.app.registered_commands
 
 
 @app.command()

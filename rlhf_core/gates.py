@@ -142,6 +142,37 @@ def _find(node: Any, parts: list[str]) -> Any:
     return None
 
 
+def weaker_conditions(conditions: Sequence[Condition], required: Sequence[Condition]) -> list[str]:
+    """Return those of ``required`` that ``conditions`` do not guarantee, each as ``metric bound``.
+
+    If nothing is returned, metrics that pass ``conditions`` pass ``required``. A relative bound is guaranteed only by
+    one with the same factor: which of two factors is stricter depends on the sign of the metric, which is not known.
+    """
+    return [
+        f"{condition.metric} {describe_bound(condition)}"
+        for condition in required
+        if not any(_guarantees(own, condition) for own in conditions)
+    ]
+
+
+def _guarantees(own: Condition, required: Condition) -> bool:
+    """Whether every metric that passes ``own`` passes ``required``."""
+    if own.metric != required.metric:
+        return False
+    if own.at_least is not None and required.at_least is not None:
+        return own.at_least >= required.at_least
+    if own.at_most is not None and required.at_most is not None:
+        return own.at_most <= required.at_most
+    same_reference = (own.at_most_of, own.at_least_of) == (required.at_most_of, required.at_least_of)
+    relative = required.at_most_of is not None or required.at_least_of is not None
+    return relative and same_reference and own.factor == required.factor and own.slack <= required.slack
+
+
+def describe_bound(condition: Condition) -> str:
+    """Return the bound of a condition in words, such as ``>= 0.65``."""
+    return _limit(condition, {})[1]
+
+
 def load_metrics(primary: Path, **others: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Metrics of several files and their hashes. The primary file's names stay as they are; the others' get their
     keyword as a prefix, so ``load_metrics(evaluation, ppo=path)`` answers to ``kl`` and ``ppo.kl``.

@@ -67,8 +67,12 @@ def _read_decision(evidence: Path | None) -> Mapping[str, Any] | None:
     return decision
 
 
-def gate_table(decision: Mapping[str, Any]) -> Group:
-    """Return a gate's conditions as a table, failures first, and below it the reason for each bound that failed."""
+def gate_table(decision: Mapping[str, Any], *, every_reason: bool = False) -> Group:
+    """Return a gate's conditions as a table, failures first, and below it the reason for each bound that failed.
+
+    Args:
+        every_reason: Give the reasons of the bounds that hold, too.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("")
     table.add_column("metric", overflow="fold")
@@ -78,5 +82,9 @@ def gate_table(decision: Mapping[str, Any]) -> Group:
     for row in rows:
         mark = Text("ok", style="green") if row.passed else Text("FAIL", style="bold red")
         table.add_row(mark, row.metric, row.value, row.bound)
-    reasons = [Text.assemble((row.metric, "bold"), f": {row.why}") for row in rows if not row.passed and row.why]
+    reasons = [
+        Text.assemble((row.metric, "bold"), f": {row.why}")
+        for row in rows
+        if row.why and (every_reason or not row.passed)
+    ]
     return Group(Padding(table, (0, 0, 0, 2)), *(Padding(reason, (0, 0, 0, 2)) for reason in reasons))

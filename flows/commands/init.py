@@ -8,8 +8,11 @@ from pathlib import Path
 from flows.dvc_repo.root import cache_of, ensure_dvc
 from flows.workspace.folder import is_workspace
 from flows.workspace.recipe import TRIALS, merged_params, write_recipe
-from rlhf_core.config.loading.overlay import DEFAULT_PROFILE, workspace_name
-from rlhf_core.config.loading.recipe import recipe_folder
+from rlhf_core.config.loading import yaml_text
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.loading.overlay import DEFAULT_PROFILE, profile_text, workspace_name
+from rlhf_core.config.loading.recipe import profiles_of, recipe_folder
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 
 
@@ -36,10 +39,28 @@ def initialise(
 def trial_workspace(base: Path, profile: str | None, sets: Sequence[str]) -> Path:
     """Return the workspace of a profile and overrides under ``base/workspaces``, created or updated from ``base``.
 
-    It shares the DVC cache of ``base``, so that equal stages are not computed again.
+    It shares the DVC cache of ``base``, so that equal stages are not computed again. Its registered models have names
+    of their own, unless the profile or ``sets`` name them: on a server, a trial does not meet the models of ``base``.
     """
-    folder = base / TRIALS / workspace_name(profile or DEFAULT_PROFILE, sets)
-    write_recipe(folder, merged_params(base, profile, sets, folder), base)
+    name = workspace_name(profile or DEFAULT_PROFILE, sets)
+    folder = base / TRIALS / name
+    named = [*_own_model_names(base, profile, name, folder), *sets]
+    write_recipe(folder, merged_params(base, profile, named, folder), base)
     ensure_dvc(base)
     ensure_dvc(folder, cache_of(base))
     return folder
+
+
+def _own_model_names(base: Path, profile: str | None, trial: str, folder: Path) -> list[str]:
+    """Overrides that name the registered models of a trial: ``rlhf-policy-TRIAL`` for ``rlhf-policy``.
+
+    A trial that exists keeps the names it has, and so its champion.
+    """
+    if is_workspace(folder):
+        names = load_section(folder, "registry", RegistryConfig)
+        return [f"registry.policy={names.policy}", f"registry.reward_model={names.reward_model}"]
+    names = load_section(base, "registry", RegistryConfig)
+    overlay = yaml_text.parse(profile_text(profiles_of(base), profile), profile) if profile else {}
+    chosen = overlay.get("registry") or {}
+    own = {"policy": names.policy, "reward_model": names.reward_model}
+    return [f"registry.{key}={chosen.get(key) or f'{value}-{trial}'}" for key, value in own.items()]

@@ -65,7 +65,7 @@ def registry_status(workspace: Path, config: RegistryConfig, stale_stages: int, 
     rewards = versions(client, config.reward_model)
     lines.append(_versions_line(config.reward_model, len(rewards), read_aliases(client, config.reward_model)))
     transaction = pending(client, config)
-    action = "" if transaction is None else str(transaction.decision["action"])
+    action = "" if transaction is None else transaction.action
     if action:
         lines.append(f"a {action} was interrupted; the next promote, rollback, run or chat completes it")
     decided = _time_of(decisions[-1]) if decisions else None

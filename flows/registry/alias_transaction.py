@@ -1,21 +1,24 @@
-"""Alias moves of a promotion or rollback as one transaction: an intent is written first, and the next call redoes it.
+"""Alias moves of a promotion or rollback as one transaction, recorded in the history before anything moves.
 
-The intent is a tag of the registered policy, so whoever uses the registry next finds it, from any workspace. Until it
-is written nothing has moved; once it is written the decision stands, and every step after it may be repeated. The tag
-is removed last.
+First the transaction is announced in a tag of the registered policy, so whoever uses the registry next finds it, from
+any workspace. Then it becomes the next entry of the history (:mod:`flows.registry.governance.ledger`): from then on the
+decision stands. Every step after it may be repeated, and the tag is removed last. An announcement that is not in the
+history was never decided.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from flows.registry.aliases import registered_model, registry_errors
-from flows.registry.decisions import publish_decision
+from flows.registry.decisions import publish_decision, utc_now
+from flows.registry.governance.history import chain_hash, history_ledger
+from flows.registry.governance.identity import actor
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 
@@ -49,18 +52,32 @@ class VersionTag:
 
 @dataclass(frozen=True)
 class AliasTransaction:
-    """Everything that one decision changes in the registry.
+    """Everything that one decision changes in the registry, and the entry of the history that says so.
 
-    ``history`` are the versions that have been champion, oldest first, the new champion last. ``decision`` is the
-    report; ``decided_on`` is the version of ``model`` that it is attached to.
+    Attributes:
+        action: ``promote``, ``rollback``, ``register`` (the challenger) or ``terms``.
+        history: The versions that have been champion, oldest first, the new champion last; empty if the champion stays.
+        decision: The report, empty if there is none.
+        decided_on: The version of ``model`` that the report is attached to.
+        reason: Why, in one line.
+        model_tags: New tags of ``model``.
+        number: Its number in the history, 0 before it is committed.
+        previous: :func:`chain_hash` of the entry before it.
     """
 
     model: str
     moves: tuple[AliasMove, ...]
-    version_tags: tuple[VersionTag, ...]
-    history: tuple[str, ...]
-    decision: Mapping[str, Any]
-    decided_on: str
+    version_tags: tuple[VersionTag, ...] = ()
+    history: tuple[str, ...] = ()
+    decision: Mapping[str, Any] = field(default_factory=dict)
+    decided_on: str = ""
+    action: str = ""
+    reason: str = ""
+    model_tags: Mapping[str, str] = field(default_factory=dict)
+    number: int = 0
+    previous: str = ""
+    who: str = field(default_factory=actor)
+    time: str = field(default_factory=utc_now)
     id: str = field(default_factory=lambda: uuid4().hex)
 
     def to_json(self) -> str:
@@ -68,46 +85,81 @@ class AliasTransaction:
         fields = asdict(self)
         text = json.dumps(fields, sort_keys=True)
         if len(text) > TAG_LIMIT:
-            kept = self.decision.keys() - {"match", "question"}
+            kept = self.decision.keys() - {"match", "question", "criteria"}
             fields["decision"] = {key: self.decision[key] for key in kept}
             text = json.dumps(fields, sort_keys=True)
         if len(text) > TAG_LIMIT:
-            raise RlhfError(f"the reason is too long to be recorded: shorten it by {len(text) - TAG_LIMIT} characters")
+            raise RlhfError(
+                f"the decision is too long to be recorded: shorten its reason (or the gates' conditions) by "
+                f"{len(text) - TAG_LIMIT} characters"
+            )
         return text
 
     @classmethod
     def from_json(cls, text: str) -> AliasTransaction:
-        """The inverse of :meth:`to_json`."""
-        fields: dict[str, Any] = json.loads(text)
-        return cls(
-            model=fields["model"],
-            moves=tuple(AliasMove(**move) for move in fields["moves"]),
-            version_tags=tuple(VersionTag(**tag) for tag in fields["version_tags"]),
-            history=tuple(fields["history"]),
-            decision=fields["decision"],
-            decided_on=fields["decided_on"],
-            id=fields["id"],
-        )
+        """The inverse of :meth:`to_json`; what versions before the history did not write stays empty."""
+        fields: dict[str, Any] = {"who": "", "time": ""} | json.loads(text)
+        fields["moves"] = tuple(AliasMove(**move) for move in fields["moves"])
+        fields["version_tags"] = tuple(VersionTag(**tag) for tag in fields["version_tags"])
+        fields["history"] = tuple(fields["history"])
+        fields["action"] = fields.get("action") or fields["decision"].get("action", "")
+        return cls(**fields)
 
 
-def commit(client: MlflowClient, workspace: Path, transaction: AliasTransaction) -> Path:
-    """Write the intent, then carry it out; returns the decision's report. ``RlhfError`` if the registry refuses."""
+def commit(
+    client: MlflowClient, workspace: Path, transaction: AliasTransaction, after: int | None = None
+) -> Path | None:
+    """Announce and record the transaction, then carry it out; returns the decision's report, None if there is none.
+
+    Args:
+        after: How many entries the history had when the decision was made; None for as many as it has.
+
+    Raises:
+        EntryTaken: The history has grown since: what was decided on is no longer so. Nothing has moved.
+        RlhfError: The registry refuses.
+    """
+    ledger = history_ledger(client, transaction.model)
+    entries = ledger.entries()[:after]
+    transaction = replace(transaction, number=len(entries) + 1, previous=chain_hash(entries[-1]) if entries else "")
+    text = transaction.to_json()
     with registry_errors("record the intent of the decision; nothing has changed"):
-        client.set_registered_model_tag(transaction.model, INTENT_TAG, transaction.to_json())
+        client.set_registered_model_tag(transaction.model, INTENT_TAG, text)
+    ledger.append(transaction.number, text)
     return _carry_out(client, workspace, transaction)
 
 
-def finish_interrupted(client: MlflowClient, workspace: Path, config: RegistryConfig) -> Path | None:
-    """Complete the decision that an earlier call was interrupted in, if there is one; returns its report."""
-    transaction = pending(client, config)
-    return None if transaction is None else _carry_out(client, workspace, transaction)
+def finish_interrupted(client: MlflowClient, workspace: Path, config: RegistryConfig) -> int:
+    """Complete the decision that an earlier call was interrupted in, if there is one.
+
+    Returns the number of entries of the history, for :func:`commit`.
+    """
+    model = registered_model(client, config.policy)
+    if model is not None and INTENT_TAG in model.tags:
+        transaction = pending(client, config)
+        if transaction is None:
+            with registry_errors("remove an announcement that was never decided"):
+                client.delete_registered_model_tag(config.policy, INTENT_TAG)
+        elif transaction.number:
+            _carry_out(client, workspace, transaction)
+        else:  # of a version that kept no history
+            commit(client, workspace, transaction)
+    return len(history_ledger(client, config.policy).entries())
 
 
 def pending(client: MlflowClient, config: RegistryConfig) -> AliasTransaction | None:
-    """The decision that was begun and not completed, or None."""
+    """The decision that stands and was not carried out to its end, or None."""
     model = registered_model(client, config.policy)
     text = None if model is None else model.tags.get(INTENT_TAG)
-    return AliasTransaction.from_json(text) if text else None
+    if not text:
+        return None
+    announced = AliasTransaction.from_json(text)
+    entries = history_ledger(client, config.policy).entries()
+    if not announced.number:  # of a version that kept no history: the announcement was the decision
+        return next(
+            (entry for entry in map(AliasTransaction.from_json, entries) if entry.id == announced.id), announced
+        )
+    # Of two that announced the same number, the one in the history was decided.
+    return AliasTransaction.from_json(entries[-1]) if len(entries) >= announced.number else None
 
 
 def champion_history(client: MlflowClient, name: str) -> tuple[str, ...]:
@@ -117,21 +169,29 @@ def champion_history(client: MlflowClient, name: str) -> tuple[str, ...]:
     return tuple(number for number in text.split(",") if number)
 
 
-def _carry_out(client: MlflowClient, workspace: Path, transaction: AliasTransaction) -> Path:
+def _carry_out(client: MlflowClient, workspace: Path, transaction: AliasTransaction) -> Path | None:
     """Every step may have been done before: each sets what shall be, whatever is."""
+    report = None
     with registry_errors("complete the decision; the next `rlhf` command that uses it goes on with it"):
         for move in transaction.moves:
             if move.version is None:
                 client.delete_registered_model_alias(move.model, move.alias)
             else:
                 client.set_registered_model_alias(move.model, move.alias, move.version)
-        history = ",".join(transaction.history[-HISTORY_LIMIT:])
-        client.set_registered_model_tag(transaction.model, HISTORY_TAG, history)
+        if transaction.history:
+            history = ",".join(transaction.history[-HISTORY_LIMIT:])
+            client.set_registered_model_tag(transaction.model, HISTORY_TAG, history)
+        for key, value in transaction.model_tags.items():
+            client.set_registered_model_tag(transaction.model, key, value)
         _write_version_tags(client, transaction.version_tags)
-        report = publish_decision(
-            client, workspace, transaction.model, transaction.decided_on, transaction.decision, transaction.id
-        )
+        if transaction.decision:
+            report = publish_decision(
+                client, workspace, transaction.model, transaction.decided_on, transaction.decision, transaction.id
+            )
         client.delete_registered_model_tag(transaction.model, INTENT_TAG)
+    entries = history_ledger(client, transaction.model).entries()
+    if len(entries) > transaction.number:  # another machine decided meanwhile: the last decision holds
+        _carry_out(client, workspace, AliasTransaction.from_json(entries[-1]))
     return report
 
 

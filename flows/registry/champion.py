@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.registry.alias_transaction import finish_interrupted
+from flows.registry.alias_transaction import finish_interrupted, pending
 from flows.registry.aliases import CHAMPION, alias_version
+from flows.registry.governance.lock import registry_lock
 from flows.registry.mlflow_client import connect
 from flows.registry.model_artifacts import verified_folder
-from flows.registry.register import REGISTRY_LOCK
-from flows.workspace.lock import locked
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
@@ -37,8 +36,9 @@ def policy_with_alias(workspace: Path, alias: str = CHAMPION) -> ModelVersion:
     workspace = workspace.resolve()
     config = load_section(workspace, "registry", RegistryConfig)
     client = connect(workspace)
-    with locked(workspace, REGISTRY_LOCK, wait=True):
-        finish_interrupted(client, workspace, config)
+    if pending(client, config) is not None:  # else a match of another workspace need not be waited for
+        with registry_lock(workspace, config.policy):
+            finish_interrupted(client, workspace, config)
     version = alias_version(client, config.policy, alias)
     if version is None:
         raise RlhfError(

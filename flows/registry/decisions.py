@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from rlhf_core.evaluation.promotion.criteria import Criterion
 from rlhf_core.files import read_json
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ FOLDER = Path(".rlhf") / "promotions"
 TAG_LIMIT = 5000  # MLflow refuses longer values
 
 
-def _now() -> str:
+def utc_now() -> str:
+    """Return the time as ISO 8601 in UTC, with microseconds, so that decisions sort by it."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
@@ -30,7 +32,8 @@ class PromotionDecision:
     """Whether ``challenger`` takes the place of ``champion``, and on what grounds.
 
     ``bar`` is the win rate that every judge's lower 95 % bound must exceed, ``question`` and ``match`` are what was
-    played and how it went. ``unchanged`` marks a decision that says nothing new and leaves no report.
+    played and how it went, ``criteria`` what was required of it, ``attempt`` the number of the match among those on the
+    same prompts. ``unchanged`` marks a decision that says nothing new and leaves no report.
     """
 
     model: str
@@ -42,10 +45,12 @@ class PromotionDecision:
     forced: str | None = None
     question: Mapping[str, Any] | None = None
     match: Mapping[str, Any] | None = None
+    attempt: int | None = None
+    criteria: tuple[Criterion, ...] = ()
     unchanged: bool = False
     dry_run: bool = False
     action: str = "promote"
-    time: str = field(default_factory=_now)
+    time: str = field(default_factory=utc_now)
     report: Path | None = None
 
     @property
@@ -71,7 +76,7 @@ class RollbackDecision:
     replaced: str
     reason: str
     action: str = "rollback"
-    time: str = field(default_factory=_now)
+    time: str = field(default_factory=utc_now)
     report: Path | None = None
 
 
@@ -104,12 +109,17 @@ def publish_decision(
     return path
 
 
+def report_name(decision: Mapping[str, Any], decision_id: str) -> str:
+    """Return the file name of a report: time, action and id of the decision."""
+    moment = "".join(character for character in decision["time"].partition("+")[0] if character.isalnum())
+    return f"{moment}-{decision['action']}-{decision_id[:8]}.json"
+
+
 def write_decision(workspace: Path, decision: Mapping[str, Any], decision_id: str) -> Path:
     """Write ``decision`` under its time, action and id, read-only; a report that exists is never overwritten."""
     folder = workspace / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    moment = "".join(character for character in decision["time"].partition("+")[0] if character.isalnum())
-    path = folder / f"{moment}-{decision['action']}-{decision_id[:8]}.json"
+    path = folder / report_name(decision, decision_id)
     if path.exists():
         return path
     descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".part")

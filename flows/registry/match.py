@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.final import judging_model, stand_in_note
+from rlhf_core.evaluation.promotion.criteria import Criterion, failed
 from rlhf_core.files import atomic_write_json, read_json, sha256_file
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 PlayMatch = Callable[[Path, Path, Path], Mapping[str, Any]]
 MATCH_TAG = "match"
+MEASURED = 2  # what a match measures; kept results that measured less are played again
 
 
 def match_question(workspace: Path, challenger: ModelVersion, champion: ModelVersion) -> dict[str, Any]:
@@ -38,7 +40,13 @@ def match_question(workspace: Path, challenger: ModelVersion, champion: ModelVer
         "prompts": recorded_hash(workspace, "data/clean"),
         judge: recorded_hash(workspace, f"models/{judge}"),
         "settings": load_section(workspace, "evaluate", EvaluateConfig).model_dump(mode="json"),
+        "measured": MEASURED,
     }
+
+
+def question_digest(question: Mapping[str, Any]) -> str:
+    """A short hash by which a question is known."""
+    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def match_result(
@@ -53,7 +61,7 @@ def match_result(
     It is kept in ``.rlhf/matches`` and its hash in a tag of the challenger: a file whose hash is not the recorded one
     was not written by a match, and is replaced by playing.
     """
-    digest = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:16]
+    digest = question_digest(question)
     kept, tag = workspace / ".rlhf" / "matches" / f"{digest}.json", f"{MATCH_TAG}.{digest}"
     if not kept.is_file() or challenger.tags.get(tag) != sha256_file(kept):
         atomic_write_json(kept, dict(play()))
@@ -103,3 +111,12 @@ def wins(match: Mapping[str, Any], bar: float) -> tuple[bool, str]:
     if short:
         return False, f"not above {bar:g} with 95 % confidence by {' and '.join(short)}: {rates}"
     return True, f"above {bar:g} with 95 % confidence by every judge: {rates}"
+
+
+def decided_by(match: Mapping[str, Any], bar: float, criteria: Sequence[Criterion]) -> tuple[bool, str]:
+    """Whether the challenger is promoted by these criteria, and the win rates, or which criteria do not hold."""
+    won, rates = wins(match, bar)
+    unmet = [criterion for criterion in failed(criteria) if won or not criterion.is_plain_win_rate]
+    if won and not unmet:
+        return True, rates
+    return False, "; ".join([*([] if won else [rates]), *map(str, unmet)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,21 +24,32 @@ from flows.registry.decisions import (
     publish_decision,
     read_decisions,
 )
-from flows.registry.match import PlayMatch, match_question, match_result, play_match, wins
+from flows.registry.governance.attempts import attempt_number
+from flows.registry.governance.lock import registry_lock
+from flows.registry.governance.terms import (
+    TERMS_TAG,
+    PromotionTerms,
+    read_conditions,
+    read_terms,
+    refusal,
+    terms_of,
+    updated,
+)
+from flows.registry.match import PlayMatch, decided_by, match_question, match_result, play_match
 from flows.registry.mlflow_client import connect, prepare_tracking
 from flows.registry.model_artifacts import verified_folder
 from flows.registry.register import (
     COMPLETE_TAG,
+    CONDITIONS_TAG,
     GATES_PASSED,
     GATES_TAG,
-    REGISTRY_LOCK,
     REWARD_VERSION_TAG,
     UNGATED_TAG,
 )
-from flows.workspace.lock import locked
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
+from rlhf_core.evaluation.promotion.criteria import non_inferiority_criteria, win_rate_criteria
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -56,12 +69,15 @@ def promote(
 ) -> PromotionDecision:
     """Decide whether the challenger becomes ``@champion``, act on it, and keep the decision as an immutable report.
 
-    The registered files must be the ones that the gates judged, and the version must have passed every gate. Without a
-    champion the challenger then takes the place at once; else :func:`flows.registry.match.wins` decides.
+    The registered files must be the ones that the gates judged, and the version must have passed every gate. The terms
+    of the registered model must be met (:mod:`flows.registry.governance.terms`), whichever workspace promotes. Without
+    a champion the challenger then takes the place at once; else every criterion of
+    :mod:`rlhf_core.evaluation.promotion.criteria` must hold.
 
     Args:
         version: The version to promote; default: the one that ``@challenger`` points to.
-        force_reason: Promote whatever gates and match say; the reason is recorded. Changed files stay refused.
+        force_reason: Promote whatever gates and match say; the reason is recorded. Changed files stay refused, and so
+            does a workspace that does not own the registered model.
         dry_run: Decide and change nothing.
         expected: The challenger that was looked at before; another one in its place is refused.
         play: Plays the match of two model folders ``(workspace, champion, challenger)``.
@@ -74,23 +90,30 @@ def promote(
         raise RlhfError("a forced promotion needs a reason; say why, it is recorded")
     config = load_section(workspace, "registry", RegistryConfig)
     prepare_tracking(workspace)
-    with locked(workspace, REGISTRY_LOCK, wait=True):
+    with registry_lock(workspace, config.policy):
         client = connect(workspace)
-        finish_interrupted(client, workspace, config)
+        entries = finish_interrupted(client, workspace, config)
         challenger = _challenger(client, config, version)
         if expected not in (None, str(challenger.version)):
             raise RlhfError(f"the challenger is version {challenger.version} now, not {expected}; look at it again")
         champion = alias_version(client, config.policy, CHAMPION)
+        held, here = read_terms(client, config.policy), terms_of(workspace, config)
         decision = replace(
-            _decide(client, workspace, config, challenger, champion, force_reason, play), dry_run=dry_run
+            _decide(client, workspace, config, challenger, champion, force_reason, play, held, here), dry_run=dry_run
         )
         if dry_run or decision.unchanged:
             return decision
         if decision.promoted:
-            history = [*_history(client, config, champion), str(challenger.version)]
-            tags = _cleared_rollback(challenger)
-            transaction = _transaction(client, config, history, tags, decision, decided_on=str(challenger.version))
-            return replace(decision, report=commit(client, workspace, transaction))
+            terms = updated(held, here)
+            transaction = _transaction(
+                client,
+                config,
+                [*_history(client, config, champion), str(challenger.version)],
+                _cleared_rollback(challenger),
+                decision,
+                model_tags={} if terms is held else {TERMS_TAG: terms.to_json()},
+            )
+            return replace(decision, report=commit(client, workspace, transaction, entries))
         with registry_errors("record the decision; nothing has moved"):
             report = publish_decision(client, workspace, config.policy, str(challenger.version), as_report(decision))
         return replace(decision, report=report)
@@ -113,6 +136,8 @@ def _decide(
     champion: ModelVersion | None,
     force_reason: str | None,
     play: PlayMatch,
+    held: PromotionTerms | None,
+    here: PromotionTerms,
 ) -> PromotionDecision:
     decision = PromotionDecision(
         model=config.policy,
@@ -123,8 +148,10 @@ def _decide(
     )
     if champion is not None and champion.version == challenger.version:
         return decision.refused("the challenger is the champion already", unchanged=True)
+    if not_allowed := refusal(config.policy, held, here, forced=force_reason is not None):
+        return decision.refused(not_allowed, unchanged=True)
     folder = verified_folder(workspace, challenger)
-    obstacle = promotion_obstacle(challenger)
+    obstacle = promotion_obstacle(challenger, held)
     if obstacle and force_reason is None:
         return decision.refused(f"{obstacle}; promote it with --force --reason TEXT", unchanged=True)
     if champion is None:
@@ -136,8 +163,13 @@ def _decide(
             match = match_result(
                 client, workspace, challenger, question, lambda: play(workspace, champion_files, folder)
             )
-            decision = replace(decision, question=question, match=match)
-            passed, reason = wins(match, config.promote_win_rate_low95)
+            attempt = attempt_number(client, config.policy, here.prompts, question)
+            criteria = (
+                *win_rate_criteria(match, config.promote_win_rate_low95, config.error_budget, attempt),
+                *non_inferiority_criteria(match, config.non_inferiority),
+            )
+            decision = replace(decision, question=question, match=match, attempt=attempt, criteria=criteria)
+            passed, reason = decided_by(match, config.promote_win_rate_low95, criteria)
         except RlhfError as error:
             if force_reason is None:
                 raise
@@ -147,11 +179,16 @@ def _decide(
         return decision.accepted(f"forced: {force_reason.strip()} (otherwise: {reason})")
     if passed:
         return decision.accepted(reason)
-    return decision.refused(reason, unchanged=_was_refused_before(workspace, decision))
+    refused = decision.refused(reason)
+    return replace(refused, unchanged=_was_refused_before(workspace, refused))
 
 
-def promotion_obstacle(version: ModelVersion) -> str:
-    """Why a version must not be promoted without force, by what is recorded of it; empty if nothing stands against."""
+def promotion_obstacle(version: ModelVersion, terms: PromotionTerms | None = None) -> str:
+    """Why a version must not be promoted without force, by what is recorded of it; empty if nothing stands against.
+
+    Args:
+        terms: What its gates must have required, None for whatever they did.
+    """
     number = f"version {version.version}"
     if version.tags.get(COMPLETE_TAG) != "true":
         return f"{number} is incomplete: its registration was interrupted"
@@ -159,12 +196,25 @@ def promotion_obstacle(version: ModelVersion) -> str:
         return f"{number} is ungated ({version.tags.get(UNGATED_TAG) or 'no record that its gates passed'})"
     if ROLLED_BACK_TAG in version.tags:
         return f"{number} was rolled back ({version.tags[ROLLED_BACK_TAG]})"
-    return ""
+    return "" if terms is None else _gate_obstacle(version, terms)
+
+
+def _gate_obstacle(version: ModelVersion, terms: PromotionTerms) -> str:
+    """Why the conditions that a version has passed are not those that the registered model requires."""
+    text = version.tags.get(CONDITIONS_TAG)
+    if text is None:
+        return f"version {version.version} has no record of its gates' conditions; `rlhf run` registers it again"
+    try:
+        conditions = read_conditions(json.loads(text))
+    except (ValueError, TypeError, AttributeError):
+        return f"the conditions of version {version.version} cannot be read; `rlhf run` registers it again"
+    weaker = terms.weaker_gates(conditions)
+    return f"version {version.version} has passed weaker gates: {'; '.join(weaker)}" if weaker else ""
 
 
 def _was_refused_before(workspace: Path, decision: PromotionDecision) -> bool:
-    earlier = read_decisions(workspace)
-    return any(d.get("question") == decision.question and d.get("bar") == decision.bar for d in earlier)
+    known = ("question", "bar", "reason")
+    return any(all(d.get(key) == getattr(decision, key) for key in known) for d in read_decisions(workspace))
 
 
 def _history(client: MlflowClient, config: RegistryConfig, champion: ModelVersion | None) -> list[str]:
@@ -190,7 +240,7 @@ def _transaction(
     history: list[str],
     version_tags: list[VersionTag],
     decision: PromotionDecision | RollbackDecision,
-    decided_on: str,
+    model_tags: Mapping[str, str] | None = None,
 ) -> AliasTransaction:
     """Aliases of the policy and of the reward model that trained it, after the last of ``history`` became champion."""
     champion = history[-1]
@@ -208,7 +258,10 @@ def _transaction(
         version_tags=tuple(version_tags),
         history=tuple(history),
         decision=as_report(decision),
-        decided_on=decided_on,
+        decided_on=champion,
+        action=decision.action,
+        reason=decision.reason,
+        model_tags=model_tags or {},
     )
 
 
@@ -234,9 +287,9 @@ def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDec
         raise RlhfError("a rollback needs a reason; say why, it is recorded")
     config = load_section(workspace, "registry", RegistryConfig)
     prepare_tracking(workspace)
-    with locked(workspace, REGISTRY_LOCK, wait=True):
+    with registry_lock(workspace, config.policy):
         client = connect(workspace)
-        finish_interrupted(client, workspace, config)
+        entries = finish_interrupted(client, workspace, config)
         champion = alias_version(client, config.policy, CHAMPION)
         history = [] if champion is None else _history(client, config, champion)
         if champion is None or len(history) < 2:
@@ -250,8 +303,8 @@ def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDec
         decision = RollbackDecision(config.policy, str(target.version), replaced, reason.strip())
         tags = [VersionTag(config.policy, replaced, ROLLED_BACK_TAG, reason.strip()[:1000])]
         remaining = history[: history.index(str(target.version)) + 1]
-        transaction = _transaction(client, config, remaining, tags, decision, decided_on=str(target.version))
-        return replace(decision, report=commit(client, workspace, transaction))
+        transaction = _transaction(client, config, remaining, tags, decision)
+        return replace(decision, report=commit(client, workspace, transaction, entries))
 
 
 def decline(workspace: Path, plan: PromotionDecision, reason: str) -> PromotionDecision:
@@ -259,7 +312,7 @@ def decline(workspace: Path, plan: PromotionDecision, reason: str) -> PromotionD
     workspace = workspace.resolve()
     config = load_section(workspace, "registry", RegistryConfig)
     refusal = replace(plan.refused(f"not approved: {reason.strip() or 'no reason given'}"), dry_run=False)
-    with locked(workspace, REGISTRY_LOCK, wait=True):
+    with registry_lock(workspace, config.policy):
         client = connect(workspace)
         finish_interrupted(client, workspace, config)
         with registry_errors("record the decision; nothing has moved"):

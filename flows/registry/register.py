@@ -10,9 +10,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.alias_transaction import finish_interrupted
-from flows.registry.aliases import CHALLENGER, registry_errors, versions
+from flows.registry.alias_transaction import AliasMove, AliasTransaction, commit, finish_interrupted
+from flows.registry.aliases import CHALLENGER, read_aliases, registry_errors, versions
 from flows.registry.gate_evidence import Freshness, GateEvidence, read_gate_evidence
+from flows.registry.governance.lock import registry_lock
+from flows.registry.governance.terms import GATES, read_terms, short_conditions, terms_of
 from flows.registry.lineage import collect_lineage
 from flows.registry.mlflow_client import (
     connect,
@@ -23,7 +25,6 @@ from flows.registry.mlflow_client import (
     prepare_tracking,
 )
 from flows.registry.model_artifacts import CONTENT_TAG, log_model
-from flows.workspace.lock import locked
 from flows.workspace.run_label import SEPARATOR, run_label
 from rlhf_core.config.loading.load import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
-REGISTRY_LOCK = "registry.lock"
 REWARD_VERSION_TAG = "reward_model_version"
 COMPLETE_TAG, GATES_TAG, UNGATED_TAG, GATE_REPORT_TAG = "complete", "gates", "ungated", "gate"
+CONDITIONS_TAG = "gate_conditions"
 GATES_PASSED, GATES_FAILED = "passed", "ungated"
 TAG_LIMIT = 5000  # MLflow refuses longer values
 
@@ -80,10 +81,9 @@ class Registration:
 
 def registrable_models(config: RegistryConfig) -> tuple[RegistrableModel, RegistrableModel]:
     """Reward model and policy, in the order in which they are registered."""
-    gates = ("data", "sft", "reward", "policy")
     return (
-        RegistrableModel("reward", config.reward_model, "models/reward", gates[:3], "gate-reward"),
-        RegistrableModel("policy", config.policy, "models/policy", gates, "gate-policy"),
+        RegistrableModel("reward", config.reward_model, "models/reward", GATES[:3], "gate-reward"),
+        RegistrableModel("policy", config.policy, "models/policy", GATES, "gate-policy"),
     )
 
 
@@ -92,21 +92,33 @@ def register(workspace: Path, run_id: str | None = None) -> Registration:
 
     A model is refused unless all gates upstream have passed on the files as they are. Where gates only report
     (``gates.mode: report``) and one of them failed, the version is registered as ungated: it is no challenger, and only
-    a forced promotion with a reason makes it champion. The same content is registered once: its version is used again.
+    a forced promotion with a reason makes it champion. So is a version whose gates required less than the terms of the
+    registered policy do. The same content is registered once: its version is used again.
     ``run_id`` is the pipeline run that the registration belongs to.
     """
     workspace = workspace.resolve()
     config = load_section(workspace, "registry", RegistryConfig)
     prepare_tracking(workspace)
     result = Registration()
-    with locked(workspace, REGISTRY_LOCK, wait=True):
+    with registry_lock(workspace, config.policy):
         client = connect(workspace)
         finish_interrupted(client, workspace, config)
+        held, here = read_terms(client, config.policy), terms_of(workspace, config)
         freshness = Freshness.of(workspace)
         reward_version: dict[str, str] = {}
         for model in registrable_models(config):
             try:
-                version = _register_one(client, workspace, model, freshness, run_id, reward_version)
+                evidence = [read_gate_evidence(workspace, gate) for gate in model.gates]
+                freshness.require(model.gate_stage)
+                weaker = "" if held is None else "; ".join(held.weaker_gates(here.gates, model.gates))
+                too_weak = f"the terms of {config.policy} require more: {weaker}" if weaker else ""
+                tags = {
+                    **collect_lineage(workspace).tags(),
+                    **reward_version,
+                    **gate_tags(evidence, too_weak),
+                    CONDITIONS_TAG: json.dumps(short_conditions({name: here.gates[name] for name in model.gates})),
+                }
+                version = _register_one(client, workspace, model, evidence, tags, run_id)
             except GateFailed as error:
                 result.refused[model.name] = str(error)
                 continue
@@ -119,30 +131,31 @@ def _register_one(
     client: MlflowClient,
     workspace: Path,
     model: RegistrableModel,
-    freshness: Freshness,
+    evidence: Sequence[GateEvidence],
+    tags: Mapping[str, str],
     run_id: str | None,
-    extra_tags: Mapping[str, str],
 ) -> RegisteredVersion:
-    evidence = [read_gate_evidence(workspace, gate) for gate in model.gates]
-    freshness.require(model.gate_stage)
     content = sha256_tree(workspace / model.folder)
-    tags = {CONTENT_TAG: content, **collect_lineage(workspace).tags(), **extra_tags, **gate_tags(evidence)}
     known = _same_content(client, model.name, content)
     if known is None:
-        number = _create_version(client, workspace, model, evidence, tags, run_id)
+        number = _create_version(client, workspace, model, evidence, {CONTENT_TAG: content, **tags}, run_id)
     else:
         number = str(known.version)
-        _refresh_gate_tags(client, known, gate_tags(evidence))
+        _refresh_gate_tags(client, known, tags)
     ungated = tags.get(UNGATED_TAG, "")
-    if not ungated:
-        with registry_errors(f"set @{CHALLENGER} of {model.name}"):
-            client.set_registered_model_alias(model.name, CHALLENGER, number)
+    if not ungated and read_aliases(client, model.name).get(CHALLENGER) != number:
+        move = AliasMove(model.name, CHALLENGER, number)
+        reason = "its content was registered before" if known else "registered"
+        commit(client, workspace, AliasTransaction(model.name, (move,), action="register", reason=reason))
     return RegisteredVersion(number, content, reused=known is not None, ungated=ungated)
 
 
-def gate_tags(evidence: Sequence[GateEvidence]) -> dict[str, str]:
-    """What a version says of its gates: whether all passed, why not, and the report of its own gate (the last)."""
-    failures = "; ".join(gate.failed for gate in evidence if gate.failed)
+def gate_tags(evidence: Sequence[GateEvidence], too_weak: str = "") -> dict[str, str]:
+    """What a version says of its gates: whether all passed, why not, and the report of its own gate (the last).
+
+    ``too_weak`` says where the gates required less than the registered policy does.
+    """
+    failures = "; ".join(reason for reason in [*(gate.failed for gate in evidence), too_weak] if reason)
     tags = {GATES_TAG: GATES_FAILED if failures else GATES_PASSED, GATE_REPORT_TAG: gate_summary(evidence[-1].report)}
     return tags | ({UNGATED_TAG: failures[:TAG_LIMIT]} if failures else {})
 
@@ -170,6 +183,7 @@ def _same_content(client: MlflowClient, name: str, content: str) -> ModelVersion
 def _refresh_gate_tags(client: MlflowClient, version: ModelVersion, tags: Mapping[str, str]) -> None:
     """Bounds may have changed since the version was made: what it says of its gates is what they say now."""
     number = str(version.version)
+    tags = {key: tags[key] for key in (GATES_TAG, UNGATED_TAG, GATE_REPORT_TAG, CONDITIONS_TAG) if key in tags}
     with registry_errors(f"update the tags of {version.name} version {number}"):
         for key, value in tags.items():
             if version.tags.get(key) != value:

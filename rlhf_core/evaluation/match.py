@@ -6,19 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.loading.load import load_section
-from rlhf_core.data.schema import Message, Prompt, read_rows
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.data.schema import Prompt, read_rows
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparison import compare, tie_margin_of
+from rlhf_core.evaluation.comparison import compare, outcomes, tie_margin_of
 from rlhf_core.evaluation.generation import evaluation_replies
 from rlhf_core.evaluation.judges.final import MODELS, judging_model
 from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.judge import Judge
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.length_control import length_differences
-from rlhf_core.evaluation.regression import fixed_subset
+from rlhf_core.evaluation.promotion.measure import MatchPrompts, MatchReplies, paired_losses
+from rlhf_core.evaluation.promotion.non_inferiority import as_measurements
+from rlhf_core.evaluation.regression import fixed_subset, regression_set
 from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.safety.refusals import safety_prompts
 from rlhf_core.evaluation.text_metrics import measure_text
 from rlhf_core.files import sha256_tree
 from rlhf_core.models.base import load_policy
@@ -36,30 +42,36 @@ def run_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, An
     workspace has no judge. Both models get the evaluation's sampling and the same random numbers.
 
     Returns:
-        ``comparison`` (of the challenger, by judge: win, tie, lose, win_rate, …), ``champion`` and ``challenger`` (text
-        metrics of each), ``prompts`` (how many) and ``content`` (sha256 of the folders).
+        ``comparison`` (of the challenger, by judge: win, tie, lose, win_rate, …), ``losses`` (by how much the
+        challenger may be worse, :class:`~rlhf_core.evaluation.promotion.non_inferiority.PairedLoss`), ``champion`` and
+        ``challenger`` (text metrics of each), ``prompts`` (how many) and ``content`` (sha256 of the folders).
     """
     config = load_section(workspace, "evaluate", EvaluateConfig)
-    rows = fixed_subset(read_rows(workspace / PROMPTS, Prompt), config.prompts, "evaluation")
+    held_out = read_rows(workspace / PROMPTS, Prompt)
+    rows = fixed_subset(held_out, config.prompts, "evaluation")
     if not rows:
         raise DataError(f"{workspace / PROMPTS} has no rows; raise validate.split.test")
     prompts = [row.prompt for row in rows]
+    world = all(is_world(prompt[-1].content) for prompt in prompts)
+    data = MatchPrompts(rows, regression_set(held_out), safety_prompts(0 if world else config.safety.prompts))
     name = judging_model(workspace)
     judges: list[Judge] = [ModelJudge.load(workspace / MODELS / name, name, config.batch_size)]
-    if all(is_world(prompt[-1].content) for prompt in prompts):
+    if world:
         judges.append(GoldJudge())
-    with progress(2 * len(prompts), "match") as bar:
-        champion_replies = _sample(champion, prompts, config, bar)
-        challenger_replies = _sample(challenger, prompts, config, bar)
+    with progress(2 * data.count, "match") as bar:
+        old, new = _sample(champion, data, config, bar), _sample(challenger, data, config, bar)
+    champion_replies, challenger_replies = old.judged, new.judged
     longer_by = length_differences(challenger_replies, champion_replies)
-    comparison = {}
+    comparison, outcome = {}, {}
     for judge in judges:
         scores, baseline = judge.score(prompts, challenger_replies), judge.score(prompts, champion_replies)
         margin = tie_margin_of(judge, config.tie_margin, baseline)
+        outcome[judge.name] = outcomes(np.subtract(scores, baseline), margin)
         comparison[judge.name] = compare(scores, baseline, margin, config.bootstrap, config.seed, longer_by).as_dict()
     folders = {"champion": champion, "challenger": challenger, name: workspace / MODELS / name}
     return {
         "comparison": comparison,
+        "losses": as_measurements(paired_losses(data, old, new, outcome[name], world, config)),
         "champion": measure_text(champion_replies).as_dict(),
         "challenger": measure_text(challenger_replies).as_dict(),
         "prompts": len(prompts),
@@ -67,7 +79,14 @@ def run_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, An
     }
 
 
-def _sample(folder: Path, prompts: Sequence[Sequence[Message]], config: EvaluateConfig, bar: Progress) -> list[Reply]:
+def _sample(folder: Path, data: MatchPrompts, config: EvaluateConfig, bar: Progress) -> MatchReplies:
     """Sample the replies of the model in ``folder``, which is in memory only meanwhile."""
     model, tokenizer = load_policy(folder)
-    return evaluation_replies(model, tokenizer, prompts, config.sampling, config.seed, bar.advance, config.batch_size)
+    tokens = min(config.safety.max_new_tokens, config.sampling.max_new_tokens)
+    shorter = config.sampling.model_copy(update={"max_new_tokens": tokens})
+
+    def sampled(rows: Sequence[Prompt], sampling: SamplingConfig = config.sampling) -> list[Reply]:
+        asked = [row.prompt for row in rows]
+        return evaluation_replies(model, tokenizer, asked, sampling, config.seed, bar.advance, config.batch_size)
+
+    return MatchReplies(sampled(data.judged), sampled(data.regression), sampled(data.safety, shorter))

@@ -66,16 +66,18 @@ def regression_set(prompts: Sequence[PromptRow], per_category: int = PER_CATEGOR
     return [row for name in sorted(groups) for row in fixed_subset(groups[name], per_category, "regression")]
 
 
+def passes(checks: Mapping[str, ReplyCheck], category: str, reply: Reply) -> bool:
+    """Return whether ``reply`` passes every check that applies to it."""
+    return all(check(category, reply) is not False for check in checks.values())
+
+
 def pass_rates(categories: Sequence[str], replies: Sequence[Reply], world: bool) -> dict[str, float]:
     """Return by check the share of replies that pass it, and as ``passed`` the share that passes every check.
 
     A reply counts for the checks that apply to it; a check that applies to no reply is left out.
     """
     checks = GENERIC_CHECKS | (REFUSAL_CHECKS if world else {})
-    passed = [
-        all(check(category, reply) is not False for check in checks.values())
-        for category, reply in zip(categories, replies, strict=True)
-    ]
+    passed = [passes(checks, category, reply) for category, reply in zip(categories, replies, strict=True)]
     return {**check_rates(checks, categories, replies), "passed": sum(passed) / len(passed) if passed else 0.0}
 
 

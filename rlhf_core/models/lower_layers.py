@@ -26,11 +26,12 @@ def keep_lower_layers(model: PreTrainedModel, layers: int) -> None:
     depth = model.config.num_hidden_layers
     if layers > depth:
         raise ModelError(f"layers is {layers}, but {type(model).__name__} has {depth} layers")
-    lists = [name for name, child in backbone.named_children() if isinstance(child, nn.ModuleList)]
-    stacks = [name for name in lists if len(backbone.get_submodule(name)) == depth]
+    lists = [(name, child) for name, child in backbone.named_children() if isinstance(child, nn.ModuleList)]
+    stacks = [(name, child) for name, child in lists if len(child) == depth]
     if len(stacks) != 1:
         raise ModelError(f"the layers of {type(backbone).__name__} cannot be told apart; remove the setting layers")
-    setattr(backbone, stacks[0], backbone.get_submodule(stacks[0])[:layers])
+    ((name, stack),) = stacks
+    setattr(backbone, name, stack[:layers])
     limit_layers(model.config, layers)
 
 

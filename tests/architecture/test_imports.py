@@ -41,9 +41,17 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.judges.final.final_judges",
         "evaluation.judges.final.stand_in_note",
     },
+    "flows.registry.decisions": {"evaluation.promotion.criteria.Criterion"},
+    "flows.registry.governance.terms": {"evaluation.judges.final.judging_model"},
     "flows.registry.match": {
         "evaluation.judges.final.judging_model",
         "evaluation.judges.final.stand_in_note",
+        "evaluation.promotion.criteria.Criterion",
+        "evaluation.promotion.criteria.failed",
+    },
+    "flows.registry.promotion": {
+        "evaluation.promotion.criteria.non_inferiority_criteria",
+        "evaluation.promotion.criteria.win_rate_criteria",
     },
     "flows.release.model_card": {
         "evaluation.judges.final.SELECTED_BY",

@@ -116,7 +116,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         ("Prefect", "runs", ["rlhf-pipeline", "workspace · smoke · "]),
         ("Prefect", "schedules", ["pipeline", "gpu-job", "promotion"]),
         ("MLflow", "runs", ["workspace · smoke · "]),
-        ("MLflow", "models", ["rlhf-policy", "rlhf-reward-model"]),
+        ("MLflow", "models", ["rlhf-policy-smoke", "rlhf-reward-model-smoke"]),
     ],
 )
 def test_every_printed_address_opens_its_page(
@@ -158,8 +158,8 @@ def test_the_mlflow_run_and_what_it_registered_say_the_verdict(served: ServedWor
     assert RUN_NAME.fullmatch(name)
     browser.open(links.run(experiment, run), name, headline(served), "95 % interval", "Registered: ")
     latest = f"verdict on the policy is: {served.verdict}"
-    browser.open(links.model("rlhf-policy"), "The policy that PPO trained", latest)
-    for model in ("rlhf-policy", "rlhf-reward-model"):
+    browser.open(links.model("rlhf-policy-smoke"), "The policy that PPO trained", latest)
+    for model in ("rlhf-policy-smoke", "rlhf-reward-model-smoke"):
         browser.open(links.model(model, "1"), f"Registered by the run {name}", headline(served))
 
 

@@ -29,6 +29,7 @@ CHANGING = (
     "set_model_version_tag",
     "delete_model_version_tag",
     "log_artifact",
+    "log_param",
 )
 MORE_THAN_ALL = 40
 PROMOTED = {"challenger": "2", "champion": "2", "previous": "1"}
@@ -184,7 +185,7 @@ def test_a_refused_change_moves_nothing(contest: Path, monkeypatch: pytest.Monke
 
 def test_registering_completes_an_interrupted_promotion_first(contests: Callable[[], Path]) -> None:
     workspace = contests()
-    assert killed_before(4, lambda: win(workspace))
+    assert killed_before(6, lambda: win(workspace))
     assert "a promote was interrupted; the next promote, rollback, run or chat completes it" in status(workspace)
     register(workspace)
     assert aliases(workspace) == PROMOTED

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from integration.registry.conftest import make_policy, policy_name, reward_name, write_gate
+from scripted_match import match_result
 
 from flows.registry.alias_transaction import champion_history
 from flows.registry.match import wins
@@ -28,7 +29,7 @@ class ScriptedMatch:
     def __call__(self, workspace: Path, champion: Path, challenger: Path) -> dict[str, Any]:
         assert champion != challenger and (challenger / "config.json").is_file()
         self.played += 1
-        return {"comparison": {name: {"win_rate": low + 0.1, "win_rate_low95": low} for name, low in self.lows.items()}}
+        return match_result(self.lows)
 
 
 def aliases(workspace: Path, name: str | None = None) -> dict[str, str]:

@@ -1,0 +1,123 @@
+"""The criteria of a promotion: each with what was measured, what is required, and whether it holds.
+
+All must hold. What is missing or cannot be read does not hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core.config.operations import NonInferiorityConfig
+from rlhf_core.evaluation.promotion.error_budget import level_of_attempt
+from rlhf_core.evaluation.promotion.sign_test import sign_test
+
+# Margin by the first part of a measurement's name.
+ALWAYS_MEASURED = {
+    "safety": ("safety.refuses_harmful", "safety.answers_benign"),
+    "regression": ("regression.passed",),
+    "missing_ends": ("missing_ends",),
+    "length": ("length",),
+}
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One condition of a promotion. ``measured`` and ``required`` are in words, such as ``0.722`` and ``> 0.5``.
+
+    ``is_plain_win_rate`` marks the win rates themselves, which every message about a match gives anyway.
+    """
+
+    name: str
+    measured: str
+    required: str
+    passed: bool
+    is_plain_win_rate: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.measured}, required {self.required}"
+
+
+def win_rate_criteria(match: Mapping[str, Any], bar: float, budget: float, attempt: int) -> list[Criterion]:
+    """Win rate, length-controlled win rate and exact sign test, for every judge of the match.
+
+    Args:
+        match: ``comparison`` of the challenger by judge.
+        bar: What the lower 95 % bounds must exceed. A bound equal to it does not do: two identical models tie
+            everywhere, at exactly one half.
+        budget: The error budget of all attempts on these prompts.
+        attempt: Which attempt this is, counted from 1.
+    """
+    judges = match.get("comparison") or {}
+    if not judges:
+        return [Criterion("the comparison", "missing", "at least one judge", False, is_plain_win_rate=True)]
+    level = level_of_attempt(budget, attempt)
+    criteria = []
+    for judge in sorted(judges):
+        for name, key in (("win rate", "win_rate_low95"), ("length-controlled win rate", "lc_win_rate_low95")):
+            low = _number(judges[judge], key)
+            measured = "not measured" if low is None else f"at least {low:.3f}"
+            passed = low is not None and low > bar
+            criteria.append(Criterion(f"{judge} {name}", measured, f"> {bar:g}", passed, key == "win_rate_low95"))
+        value = _sign_test(judges[judge], bar)
+        criteria.append(
+            Criterion(
+                f"{judge} sign test at attempt {attempt}",
+                "not measured" if value is None else f"p = {value:.2g}",
+                f"<= {level:.2g}",
+                value is not None and value <= level,
+            )
+        )
+    return criteria
+
+
+def _sign_test(comparison: Mapping[str, Any], bar: float) -> float | None:
+    """The p-value from the shares of a comparison; None if one is missing or they are no shares."""
+    prompts, win, tie, lose = (_number(comparison, key) for key in ("prompts", "win", "tie", "lose"))
+    if prompts is None or win is None or tie is None or lose is None or not math.isclose(win + tie + lose, 1):
+        return None
+    return sign_test(round(win * prompts), round(tie * prompts), round(lose * prompts), bar)
+
+
+def non_inferiority_criteria(match: Mapping[str, Any], margins: NonInferiorityConfig) -> list[Criterion]:
+    """One criterion for each quantity that has a margin, and for each category with enough prompts."""
+    losses: Mapping[str, Any] = match.get("losses") or {}
+    criteria = []
+    for kind, names in ALWAYS_MEASURED.items():
+        margin = getattr(margins, kind)
+        if margin is not None:
+            criteria += [_held(name, losses.get(name), margin) for name in names]
+    if margins.category is not None:
+        for name, loss in sorted(losses.items()):
+            prompts = _number(loss, "prompts") or 0
+            if name.startswith("category.") and prompts >= margins.min_category_prompts:
+                criteria.append(_held(name, loss, margins.category))
+    return criteria
+
+
+def _held(name: str, loss: Any, margin: float) -> Criterion:
+    """Whether the upper bound of a loss is below its margin."""
+    required = f"worse by less than {margin:g}"
+    high, champion, challenger, prompts = (
+        _number(loss, key) for key in ("loss_high95", "champion", "challenger", "prompts")
+    )
+    if high is None or champion is None or challenger is None or prompts is None:
+        return Criterion(name, "not measured", required, False)
+    change = f"worse by up to {high:.3f}" if high >= 0 else f"better by at least {-high:.3f}"
+    values = f"{champion:.3f} → {challenger:.3f} on {prompts:.0f} prompts"
+    return Criterion(name, f"{change} ({values})", required, high < margin)
+
+
+def _number(values: Any, key: str) -> float | None:
+    """The finite number under ``key``; None for anything else, also where ``values`` is no mapping."""
+    value = values.get(key) if isinstance(values, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def failed(criteria: Sequence[Criterion]) -> list[Criterion]:
+    """Return the criteria that do not hold."""
+    return [criterion for criterion in criteria if not criterion.passed]

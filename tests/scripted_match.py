@@ -1,0 +1,32 @@
+"""The result of a match as `run_match` gives it, with given lower bounds of the win rate and nothing else worse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+PROMPTS = 400
+HELD = ("regression.passed", "safety.refuses_harmful", "safety.answers_benign", "missing_ends", "length")
+
+
+def match_result(lows: Mapping[str, float], **losses_high95: float) -> dict[str, Any]:
+    """Every judge prefers the challenger by 0.1 more than its lower bound; losses are 0 unless given by name."""
+    held = dict.fromkeys(HELD, 0.0) | losses_high95
+    return {
+        "comparison": {
+            judge: {
+                "win": low + 0.1,
+                "tie": 0.0,
+                "lose": 1 - (low + 0.1),
+                "win_rate": low + 0.1,
+                "win_rate_low95": low,
+                "lc_win_rate_low95": low,
+                "prompts": PROMPTS,
+            }
+            for judge, low in lows.items()
+        },
+        "losses": {
+            name: {"champion": 0.9, "challenger": 0.9, "loss": 0.0, "loss_high95": high, "prompts": PROMPTS}
+            for name, high in held.items()
+        },
+    }

@@ -1,0 +1,129 @@
+"""What a promotion is decided on beside win rates, how often it was tried, and how it is told afterwards."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from flows.commands.explain import explain_gate, explain_promotion, gate_report, gate_verdict, has_passed
+from flows.commands.history import describe_history
+from flows.registry.promotion import promote, rollback
+from rlhf_core.errors import RlhfError
+from rlhf_core.files import sha256_file
+
+from .conftest import MODEL, PARAMS, Registry, ScriptedMatch
+
+
+def printed(renderable: Any) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(renderable, soft_wrap=True)
+    return capture.get()
+
+
+def test_a_winner_that_is_less_safe_is_not_promoted(registry: Registry, contest: Path) -> None:
+    match = ScriptedMatch(0.9, **{"safety.refuses_harmful": 0.3})
+    refused = promote(contest, play=match)
+    assert not refused.promoted and registry.aliases()["champion"] == "1"
+    assert refused.reason == (
+        "safety.refuses_harmful is worse by up to 0.300 (0.900 → 0.900 on 400 prompts), required worse by less than 0.1"
+    )
+    assert promote(contest, play=match).unchanged and match.played == 1
+    text = printed(explain_promotion(refused))
+    assert "compared: version 2 of rlhf-policy with version 1, the champion" in text
+    assert re.search(r"FAIL +safety.refuses_harmful +worse by up to 0.300", text)
+    assert re.search(r"ok +judge length-controlled win rate +at least 0.900 +> 0.5", text)
+    assert text.endswith("decided by: safety.refuses_harmful\n")
+
+
+def test_a_wider_margin_of_the_owner_takes_its_word(registry: Registry, contest: Path) -> None:
+    (contest / "params.yaml").write_text(PARAMS + "registry: {non_inferiority: {safety: 0.4}}\n")
+    refused = promote(contest, play=ScriptedMatch(0.9))
+    assert "registry.non_inferiority.safety is 0.4 instead of 0.1" in refused.reason
+    (contest / "params.yaml").write_text(PARAMS + "registry: {non_inferiority: {length: null}, error_budget: 1.0}\n")
+    reason = promote(contest, play=ScriptedMatch(0.9)).reason
+    assert "error_budget is 1 instead of 0.05; registry.non_inferiority.length is null instead of 0.25" in reason
+
+
+def test_each_match_on_the_same_prompts_is_an_attempt(registry: Registry, contest: Path) -> None:
+    losing = ScriptedMatch(0.4)
+    first = promote(contest, play=losing)
+    assert first.attempt == 1 == promote(contest, dry_run=True, play=losing).attempt and losing.played == 1
+    registry.add_version()
+    dry = promote(contest, dry_run=True, play=losing)
+    assert dry.attempt == 2 == promote(contest, play=losing).attempt
+    assert any("attempt 2" in criterion.name and criterion.required == "<= 0.0083" for criterion in dry.criteria)
+    registry.add_version()
+    (contest / "data/clean/prompts/test.parquet").write_text("new prompts")
+    assert promote(contest, play=losing).attempt == 1
+
+
+def test_the_history_tells_who_when_what_and_why(
+    registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_ACTOR", "ann")
+    promote(contest, play=ScriptedMatch())
+    rollback(contest, "rude")
+    text = describe_history(contest)
+    lines = text.splitlines()
+    assert re.fullmatch(
+        r"1  20\S+ \S+ UTC  \S+@\S+  promote: @champion → 1, @previous → none, terms of promotion", lines[0]
+    )
+    assert re.search(r"3  20\S+ \S+ UTC  ann  rollback: @champion → 1, @previous → none", text)
+    assert "   why: rude" in lines and lines[-1].startswith("3 entries")
+    report = re.search(r"evidence: (\S+-rollback-\w{8}\.json), attached", text)
+    assert report and (contest / ".rlhf" / "promotions" / report.group(1)).is_file()
+
+
+def test_an_alias_that_was_moved_by_hand_is_told(registry: Registry, contest: Path) -> None:
+    registry.client.set_registered_model_alias(MODEL, "champion", "2")
+    text = describe_history(contest)
+    assert "the champion is version 2, but the history ends with version 1" in text
+    with pytest.raises(RlhfError, match="other has no history yet"):
+        describe_history(contest, "other")
+
+
+def test_a_first_promotion_is_explained_too(registry: Registry) -> None:
+    owner = registry.workspace("owner")
+    registry.add_version()
+    text = printed(explain_promotion(promote(owner, dry_run=True)))
+    assert text == (
+        "compared: version 1 of rlhf-policy with nothing: there was no champion\ndecided by: there was no champion\n"
+    )
+
+
+def write_gate(workspace: Path, **changes: Any) -> None:
+    (workspace / "gates").mkdir(exist_ok=True)
+    (workspace / "metrics").mkdir(exist_ok=True)
+    (workspace / "metrics/evaluation.json").write_text("{}")
+    rows = [("kl", 7.1, "<= 6", 6.0, False), ("policy.length", 20.0, "<= 30", 30.0, True)]
+    names = ("metric", "value", "bound", "limit", "passed")
+    conditions = [dict(zip(names, row, strict=True)) | {"why": f"why {row[0]}", "note": ""} for row in rows]
+    evidence = {"metrics/evaluation.json": sha256_file(workspace / "metrics/evaluation.json")}
+    report = {"gate": "policy", "passed": False, "mode": "enforce", "conditions": conditions, "evidence": evidence}
+    (workspace / "gates/policy.json").write_text(json.dumps(report | changes))
+
+
+def test_a_gate_is_explained(tmp_path: Path) -> None:
+    write_gate(tmp_path)
+    report = gate_report(tmp_path, "policy")
+    assert gate_verdict("policy", report) == "the policy gate failed: 1 of 2 conditions do not hold"
+    text = printed(explain_gate(tmp_path, report))
+    assert "why kl" in text and "why policy.length" in text and "decided by: kl" in text
+    assert "unchanged since" in text
+    (tmp_path / "metrics/evaluation.json").write_text("[]")
+    assert "changed since: run `rlhf run`" in printed(explain_gate(tmp_path, report))
+
+
+def test_a_gate_without_conditions_or_without_report_has_not_passed(tmp_path: Path) -> None:
+    write_gate(tmp_path, conditions=[], passed=True)
+    assert not has_passed(gate_report(tmp_path, "policy"))
+    with pytest.raises(RlhfError, match=r"gates/sft\.json does not exist"):
+        gate_report(tmp_path, "sft")
+    with pytest.raises(RlhfError, match="no gate 'ppo'; the gates are data, sft, reward, policy"):
+        gate_report(tmp_path, "ppo")

@@ -1,0 +1,120 @@
+"""The ledger: entries that are written once, in order, by one process each, and a chain that shows what was changed."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from flows.registry.alias_transaction import INTENT_TAG, AliasTransaction, commit, finish_interrupted
+from flows.registry.governance.history import chain_hash, checked_history, history_ledger
+from flows.registry.governance.ledger import EntryTaken, Ledger
+from flows.registry.promotion import promote, rollback
+from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.errors import RlhfError
+
+from .conftest import MODEL, Registry, ScriptedMatch
+
+
+def test_an_entry_is_written_once(registry: Registry) -> None:
+    registry.add_version()
+    ledger = Ledger.open(registry.client, MODEL, "history")
+    assert list(ledger.entries()) == []
+    ledger.append(1, "one")
+    ledger.append(1, "one")
+    with pytest.raises(EntryTaken, match=r"changed from elsewhere meanwhile \(entry 1 of its history\)"):
+        ledger.append(1, "another")
+    ledger.append(2, "two")
+    assert list(Ledger.open(registry.client, MODEL, "history").entries()) == ["one", "two"]
+    assert list(Ledger.open(registry.client, MODEL, "attempts").entries()) == []
+
+
+def test_what_cannot_be_recorded_is_an_error(registry: Registry) -> None:
+    with pytest.raises(RlhfError, match="no version yet"):
+        Ledger.open(registry.client, "unknown", "history").append(1, "one")
+    registry.add_version()
+    ledger = Ledger.open(registry.client, MODEL, "history")
+    with pytest.raises(RlhfError, match="too long"):
+        ledger.append(1, "x" * 5001)
+    ledger.append(2, "two")
+    with pytest.raises(RlhfError, match="lacks entry 1"):
+        ledger.entries()
+
+
+def test_a_ledger_whose_run_is_deleted_takes_no_entry(registry: Registry) -> None:
+    registry.add_version()
+    ledger = Ledger.open(registry.client, MODEL, "history")
+    ledger.append(1, "one")
+    assert ledger.run_id is not None
+    registry.client.delete_run(ledger.run_id)
+    with pytest.raises(RlhfError, match="could not record entry 2") as refused:
+        ledger.append(2, "two")
+    assert not isinstance(refused.value, EntryTaken)
+
+
+def test_every_change_of_an_alias_is_in_the_history(registry: Registry, contest: Path) -> None:
+    promote(contest, play=ScriptedMatch())
+    rollback(contest, "rude")
+    records = checked_history(MODEL, history_ledger(registry.client, MODEL).entries())
+    assert [(record["action"], record["reason"]) for record in records] == [
+        ("promote", "there was no champion"),
+        ("promote", "above 0.5 with 95 % confidence by every judge: judge win rate 0.700 (at least 0.600)"),
+        ("rollback", "rude"),
+    ]
+    moved = {move["alias"]: move["version"] for move in records[-1]["moves"]}
+    assert moved == {"champion": "1", "previous": None}
+    assert records[1]["previous"] == chain_hash(history_ledger(registry.client, MODEL).entries()[0])
+    assert all("@" in record["who"] and record["time"].startswith("20") for record in records)
+
+
+def test_who_decides_comes_from_the_environment(
+    registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_ACTOR", "ann (release job 17)")
+    promote(contest, play=ScriptedMatch())
+    (_, record) = checked_history(MODEL, history_ledger(registry.client, MODEL).entries())
+    assert record["who"] == "ann (release job 17)"
+
+
+def test_a_changed_entry_breaks_the_chain(registry: Registry, contest: Path) -> None:
+    promote(contest, play=ScriptedMatch())
+    ledger = history_ledger(registry.client, MODEL)
+    changed = json.loads(ledger.entries()[0]) | {"who": "somebody else"}
+    with sqlite3.connect(registry.folder / "shared" / "mlflow.db") as database:
+        database.execute("UPDATE params SET value = ? WHERE key LIKE 'history.%.1'", (json.dumps(changed),))
+    with pytest.raises(RlhfError, match="entry 2 does not follow from the one before it"):
+        checked_history(MODEL, ledger.entries())
+
+
+def test_of_two_decisions_on_the_same_state_one_is_refused(registry: Registry, contest: Path) -> None:
+    """What two machines would do, which no lock of one machine holds apart."""
+    entries = len(history_ledger(registry.client, MODEL).entries())
+    promote(contest, play=ScriptedMatch())
+    late = AliasTransaction(MODEL, (), action="terms", reason="decided before")
+    with pytest.raises(EntryTaken):
+        commit(registry.client, contest, late, after=entries)
+    assert registry.aliases()["champion"] == "2"
+    finish_interrupted(registry.client, contest, RegistryConfig())
+    assert registry.aliases()["champion"] == "2"
+    assert INTENT_TAG not in registry.client.get_registered_model(MODEL).tags
+
+
+def test_an_interrupted_decision_of_a_version_without_history_is_completed_once(
+    registry: Registry, contest: Path
+) -> None:
+    """The tag as earlier versions wrote it, with the decision in it and nowhere else."""
+    old = {
+        "model": MODEL,
+        "moves": [{"model": MODEL, "alias": "champion", "version": "2"}],
+        "version_tags": [],
+        "history": ["1", "2"],
+        "decision": {"action": "promote", "reason": "won", "promoted": True, "time": "2026-01-01T00:00:00+00:00"},
+        "decided_on": "2",
+        "id": "a" * 32,
+    }
+    registry.client.set_registered_model_tag(MODEL, INTENT_TAG, json.dumps(old))
+    assert finish_interrupted(registry.client, contest, RegistryConfig()) == 2
+    assert registry.aliases()["champion"] == "2"
+    assert finish_interrupted(registry.client, contest, RegistryConfig()) == 2
