@@ -18,6 +18,7 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.files import sha256_file
 from rlhf_core.models.base import load_tokenizer
+from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.prompts import TrainingPrompts
 from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.ppo_models import ptx_data
@@ -91,6 +92,16 @@ def test_a_shared_critic_begins_with_a_head_of_zeros(workspace: Path, tmp_path: 
     model = critic.initial_critic(settings, paths(critic, workspace, tmp_path)[0])
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert list(trained) == ["model.score.weight"] and not bool(trained["model.score.weight"].any())
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_head_that_was_fitted_to_means_gives_no_first_values(workspace: Path, tmp_path: Path, pooling: str) -> None:
+    sft = workspace / "models/sft"
+    reward = ScalarModel.from_causal_lm(sft, 1, pooling=pooling)  # type: ignore[arg-type]
+    reward.save(tmp_path / "reward", load_tokenizer(sft))
+    inputs = Paths({**paths(critic, workspace, tmp_path)[0], "reward": tmp_path / "reward"})
+    head = critic.initial_critic(CriticStageConfig(init="reward"), inputs).model.get_submodule("score")
+    assert bool(head.get_parameter("weight").any()) == (pooling == "last")
 
 
 def test_a_shared_pretraining_that_was_interrupted_ends_the_same(workspace: Path, shared: Path, tmp_path: Path) -> None:
