@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import socket
@@ -55,8 +54,6 @@ def _rank(function: Callable[..., None], rank: int, size: int, port: int, folder
     from rlhf_core import distributed
 
     torch.set_num_threads(1)
-    # What was imported before the fork is no garbage, and a search would copy every page that it shares.
-    gc.freeze()
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),

@@ -70,7 +70,8 @@ def test_a_sure_winner_moves_the_aliases_and_is_written_down(contest: Path) -> N
     client = connect(contest)
     version = client.get_model_version(policy_name(contest), "2")
     assert version.tags["decision.promoted"] == "true"
-    assert [a.path for a in client.list_artifacts(version.run_id, "promotions")] == [f"promotions/{report.name}"]
+    # Copies of the workspace register versions of the same run.
+    assert f"promotions/{report.name}" in [a.path for a in client.list_artifacts(version.run_id, "promotions")]
     assert champion_history(client, policy_name(contest)) == ("1", "2")
 
 
