@@ -31,6 +31,7 @@ from rlhf_core.training.engine.base import (
     StepResult,
     clip_scale,
 )
+from rlhf_core.training.engine.build_locks import remove_stale_build_locks
 from rlhf_core.training.engine.local import require_same_model
 from rlhf_core.training.engine.skeleton import Skeleton
 from rlhf_core.training.engine.zero_config import zero_config
@@ -54,6 +55,7 @@ def load_deepspeed() -> Any:
     # DeepSpeed uses names of collectives that torch deprecates; a user cannot act on that.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     distributed.require_group()
+    remove_stale_build_locks()
     deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
     return deepspeed
 
