@@ -7,6 +7,8 @@ Without them a reward model is cheaper to train and to ask.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -22,8 +24,9 @@ def keep_lower_layers(model: PreTrainedModel, layers: int) -> None:
     Raises:
         ModelError: The model has fewer layers, or keeps them in a form that is not known here.
     """
-    backbone = model.base_model
-    depth = model.config.num_hidden_layers
+    backbone: Any = model.base_model
+    # A head may come with a configuration of its own, which knows of fewer layers already.
+    depth = backbone.config.num_hidden_layers
     if layers > depth:
         raise ModelError(f"layers is {layers}, but {type(model).__name__} has {depth} layers")
     lists = [(name, child) for name, child in backbone.named_children() if isinstance(child, nn.ModuleList)]
@@ -32,7 +35,8 @@ def keep_lower_layers(model: PreTrainedModel, layers: int) -> None:
         raise ModelError(f"the layers of {type(backbone).__name__} cannot be told apart; remove the setting layers")
     ((name, stack),) = stacks
     setattr(backbone, name, stack[:layers])
-    limit_layers(model.config, layers)
+    for config in (model.config, backbone.config):
+        limit_layers(config, layers)
 
 
 def limit_layers(config: PretrainedConfig, layers: int) -> None:

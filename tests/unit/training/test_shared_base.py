@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 from unit.training.test_ppo_stages import SETTINGS, SHARED, pretrain
 from unit.training.test_ppo_stages import paths as stage_paths
 
@@ -19,7 +20,7 @@ from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import ConfigError, ModelError
-from rlhf_core.models.base import load_policy, load_tokenizer
+from rlhf_core.models.base import load_policy, load_tokenizer, save_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import add_adapters, merge_adapters
 from rlhf_core.models.nf4 import pack_linear_layers
@@ -62,6 +63,18 @@ def make_scalar(sft: Path, folder: Path, seed: int, quantize: str | None, layers
 @torch.no_grad()
 def scores(model: ScalarModel) -> Tensor:
     return model.token_scores(IDS, torch.ones_like(IDS))
+
+
+def test_a_model_of_the_lower_layers_scores_on_the_copy_as_on_its_own(workspace: Path, tmp_path: Path) -> None:
+    config = LlamaConfig.from_pretrained(workspace / "models/sft")
+    config.num_hidden_layers = 3
+    save_policy(tmp_path / "sft", LlamaForCausalLM(config).eval(), load_tokenizer(workspace / "models/sft"))
+    expected = make_scalar(tmp_path / "sft", tmp_path / "reward", 1, None, layers=2)
+    policy, _ = load_policy(tmp_path / "sft")
+    shared = SharedBase(policy, tmp_path / "sft").scalar(tmp_path / "reward")
+    assert torch.allclose(scores(shared), expected, atol=1e-5)
+    assert torch.allclose(scores(ScalarModel.load(tmp_path / "reward")), expected, atol=1e-5)
+    assert policy.config.num_hidden_layers == len(policy.model.layers) == 3
 
 
 @pytest.mark.parametrize("quantize", KINDS)
