@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from rlhf_core.config.validate import SplitConfig
 from rlhf_core.data.schema import write_table
 from rlhf_core.data.splits import PairUser, assign, overlap, pair_user_of
-from rlhf_core.data.validation import Validated
+from rlhf_core.data.validation.tables import Validated
 
 Tables = dict[str, pa.Table]
 Numbers = dict[str, float]

@@ -9,10 +9,10 @@ from typing import Any
 from rlhf_core.config.collect import CollectConfig
 from rlhf_core.data.derived import Rows, derive_missing
 from rlhf_core.data.formats import FileRows, cut_to_limit
-from rlhf_core.data.provenance import write_provenance
-from rlhf_core.data.quarantine import write_refused
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
 from rlhf_core.data.sources import read_source, source_files
+from rlhf_core.data.validation.provenance import write_provenance
+from rlhf_core.data.validation.quarantine import write_refused
 from rlhf_core.errors import DataError
 from rlhf_core.files import atomic_dir, atomic_write_json, sha256_file
 from rlhf_core.progress import progress

@@ -7,8 +7,8 @@ import shutil
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.dataset import Numbers, Tables, data_metrics, rows_metric, split_tables, write_splits
-from rlhf_core.data.quarantine import write_quarantine
-from rlhf_core.data.validation import read_raw, validate
+from rlhf_core.data.validation.quarantine import write_quarantine
+from rlhf_core.data.validation.tables import read_raw, validate
 from rlhf_core.errors import DataError
 from rlhf_core.files import atomic_dir, atomic_write_json, sha256_file
 from rlhf_core.gates import GateDecision, decide

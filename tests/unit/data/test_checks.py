@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 
 from rlhf_core.config.validate import ValidateConfig
-from rlhf_core.data.checks import check_frame, checks_for, roles_in_order
 from rlhf_core.data.schema import arrow_schema
+from rlhf_core.data.validation.checks import check_frame, checks_for, roles_in_order
 
 BASE: dict[str, Any] = {"id": "i", "margin": None, "category": "c", "source": "s", "group": "g"}
 CONFIG = ValidateConfig(max_prompt_chars=20, max_reply_chars=60, max_turns=4)

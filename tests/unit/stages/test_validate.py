@@ -14,9 +14,9 @@ import pytest
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.dataset import data_metrics, split_tables
 from rlhf_core.data.formats import prompt_group
-from rlhf_core.data.quarantine import write_refused
 from rlhf_core.data.schema import ROW_TYPES, Preference, arrow_schema, content_id, read_rows, write_dicts
-from rlhf_core.data.validation import Validated
+from rlhf_core.data.validation.quarantine import write_refused
+from rlhf_core.data.validation.tables import Validated
 from rlhf_core.errors import DataError
 from rlhf_core.gates import decide
 from rlhf_core.stages import validate

@@ -14,12 +14,12 @@ import pandas as pd
 import pyarrow as pa
 
 from rlhf_core.config.validate import ValidateConfig
-from rlhf_core.data.checks import SOURCE_PASSED, check_frame, checks_for, passing
 from rlhf_core.data.derived import DERIVED_FROM, derive
-from rlhf_core.data.expectations import run_suites
-from rlhf_core.data.provenance import Origin, read_provenance
-from rlhf_core.data.quarantine import Quarantined, quarantine_rows, read_refused
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema, read_table
+from rlhf_core.data.validation.checks import SOURCE_PASSED, check_frame, checks_for, passing
+from rlhf_core.data.validation.expectations import run_suites
+from rlhf_core.data.validation.provenance import Origin, read_provenance
+from rlhf_core.data.validation.quarantine import Quarantined, quarantine_rows, read_refused
 from rlhf_core.errors import DataError
 from rlhf_core.files import read_json
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from rlhf_core.data.checks import RowCheck
+from rlhf_core.data.validation.checks import RowCheck
 from rlhf_core.errors import DataError
 from rlhf_core.garbage_collection import paused_collector
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from rlhf_core.data.provenance import Origin
 from rlhf_core.data.schema import read_table, write_table
+from rlhf_core.data.validation.provenance import Origin
 
 REFUSED_SCHEMA = pa.schema(
     [
