@@ -28,6 +28,7 @@ from rlhf_core.models.forward import embedding_weight, hidden_states, last_token
 from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, save_folder
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.lower_layers import keep_lower_layers
+from rlhf_core.models.reply_pooling import mean_over_reply, mean_so_far
 
 Pooling = Literal["last", "mean"]
 POOLING = "reply_pooling"  # its name in config.json
@@ -133,9 +134,22 @@ class ScalarModel(nn.Module):
         scores: Tensor = head(hidden)
         return scores.squeeze(-1).float()
 
-    def token_scores(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """The scalar at every position: (B, L) -> (B, L). Positions default to those of the mask."""
-        return self.scores(self.hidden(input_ids, attention_mask, position_ids))
+    def token_scores(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor | None = None,
+        reply_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The scalar at every position: (B, L) each -> (B, L). Positions default to those of the mask.
+
+        Where the head reads means, it reads here that of the reply so far, if ``reply_mask`` says where the reply is: a
+        critic made from a reward model then foretells at each token what the reward model will read at the last.
+        """
+        hidden = self.hidden(input_ids, attention_mask, position_ids)
+        if self.pooling == "mean" and reply_mask is not None:
+            hidden = mean_so_far(hidden, reply_mask)
+        return self.scores(hidden)
 
     def pool(self, hidden: Tensor, attention_mask: Tensor, reply_mask: Tensor | None) -> Tensor:
         """What the head reads of each row's reply: (B, L, H) -> (B, H). The masks are (B, L).
@@ -149,8 +163,7 @@ class ScalarModel(nn.Module):
             return last_hidden(hidden, attention_mask)
         if reply_mask is None:
             raise ModelError("this scalar model reads the mean over a reply, so it needs to know where replies begin")
-        weights = reply_mask / reply_mask.sum(dim=1, keepdim=True).clamp(min=1)
-        return torch.einsum("bl,blh->bh", weights.to(torch.float32), hidden.float())
+        return mean_over_reply(hidden, reply_mask)
 
     def reply_scores(self, input_ids: Tensor, attention_mask: Tensor, reply_mask: Tensor | None = None) -> Tensor:
         """The scalar of each row's reply, read as :meth:`pool` says: (B, L) -> (B,)."""

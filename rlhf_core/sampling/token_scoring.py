@@ -23,8 +23,10 @@ MICRO_BATCH = 16
 class TokenScorer(Protocol):
     """A model with one scalar at every position: a critic."""
 
-    def token_scores(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-        """(B, L) three times -> scalar at every position (B, L)."""
+    def token_scores(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, reply_mask: Tensor
+    ) -> Tensor:
+        """(B, L) four times -> scalar at every position (B, L)."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def entropy(log_probabilities: Tensor) -> Tensor:
 
 def response_values(critic: TokenScorer, batch: Tokens) -> Tensor:
     """Value of the state *before* each response token: (B, T)."""
-    scores = critic.token_scores(batch.tokens, batch.attention_mask, batch.position_ids)
+    scores = critic.token_scores(batch.tokens, batch.attention_mask, batch.position_ids, batch.reply_mask)
     prompt = batch.tokens.shape[1] - batch.width
     return scores[:, prompt - 1 : -1]
 

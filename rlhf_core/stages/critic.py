@@ -92,9 +92,6 @@ def initial_critic(config: CriticStageConfig, inputs: Paths) -> ScalarModel:
     shared = config.ppo.critic_mode == "shared"
     if config.init == "reward" and not shared:
         critic = ScalarModel.load(inputs.reward)
-        if critic.pooling == "mean":
-            # This head was fitted to means of states; single ones spread far more, and the values with them.
-            torch.nn.init.zeros_(critic.model.get_submodule("score").get_parameter("weight"))
     else:
         critic = ScalarModel.from_causal_lm(inputs.sft, derive_seed(config.seed, "critic", "head"))
     critic.unembedding = None

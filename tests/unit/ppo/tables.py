@@ -36,7 +36,7 @@ class TableCritic(nn.Module):
         super().__init__()
         self.table = nn.Parameter(table)
 
-    def token_scores(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+    def token_scores(self, input_ids: Tensor, *_: Tensor) -> Tensor:
         return self.table[input_ids[:, 0]][:, : input_ids.shape[1]]
 
 

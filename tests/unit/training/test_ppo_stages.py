@@ -18,7 +18,7 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.files import sha256_file
 from rlhf_core.models.base import load_tokenizer
-from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.heads import Pooling, ScalarModel
 from rlhf_core.ppo.prompts import TrainingPrompts
 from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.ppo_models import ptx_data
@@ -95,13 +95,14 @@ def test_a_shared_critic_begins_with_a_head_of_zeros(workspace: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_a_head_that_was_fitted_to_means_gives_no_first_values(workspace: Path, tmp_path: Path, pooling: str) -> None:
+def test_a_critic_begins_with_the_head_of_the_reward_model(workspace: Path, tmp_path: Path, pooling: Pooling) -> None:
     sft = workspace / "models/sft"
-    reward = ScalarModel.from_causal_lm(sft, 1, pooling=pooling)  # type: ignore[arg-type]
+    reward = ScalarModel.from_causal_lm(sft, 1, pooling=pooling)
     reward.save(tmp_path / "reward", load_tokenizer(sft))
     inputs = Paths({**paths(critic, workspace, tmp_path)[0], "reward": tmp_path / "reward"})
-    head = critic.initial_critic(CriticStageConfig(init="reward"), inputs).model.get_submodule("score")
-    assert bool(head.get_parameter("weight").any()) == (pooling == "last")
+    first = critic.initial_critic(CriticStageConfig(init="reward"), inputs)
+    assert first.pooling == pooling
+    assert torch.equal(first.model.get_submodule("score").weight, reward.model.get_submodule("score").weight)
 
 
 def test_a_shared_pretraining_that_was_interrupted_ends_the_same(workspace: Path, shared: Path, tmp_path: Path) -> None:
