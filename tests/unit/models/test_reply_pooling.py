@@ -18,7 +18,7 @@ REPLY = torch.tensor([[0, 0, 0, 1, 1, 1, 0]])
 
 
 def test_the_mean_over_a_reply_sees_nothing_else() -> None:
-    assert mean_over_reply(HIDDEN, REPLY).item() == (4 + 6 + 9) / 3
+    torch.testing.assert_close(mean_over_reply(HIDDEN, REPLY), torch.tensor([[19 / 3]]))
 
 
 def test_the_mean_so_far_begins_with_the_state_before_the_reply() -> None:
