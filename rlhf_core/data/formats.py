@@ -38,7 +38,8 @@ class FileRows:
     without a fault that prefer no reply, ``unused`` by column the rows with a value there that the format does not
     read. A record may give several rows: ``expanded`` counts those beyond its first, so
     that ``records + expanded`` is the number of rows, refused and dropped records, and rows that were ``cut`` by a
-    limit or by ``cap``. ``unread`` rows of a hub data set come on top. ``weight`` is the file's part of a limit.
+    limit or by ``cap``. Messages that are joined into a tree are one record. ``unread`` rows of a hub data set come on
+    top (None: the hub does not say how many), ``revision`` is its commit. ``weight`` is the file's part of a limit.
     """
 
     source: str
@@ -52,7 +53,8 @@ class FileRows:
     unused: Counter[str] = field(default_factory=Counter)
     expanded: int = 0
     cut: int = 0
-    unread: int = 0
+    unread: int | None = 0
+    revision: str = ""
     weight: float = 1.0
     cap: int | None = None
 
@@ -125,7 +127,11 @@ def read_records(
     shape = format_named(options.format) if options.format else detect(mapped, where)
     first = next((record.value for record in mapped if not record.problem), None)
     _require_kind(shape, kind, options, where, record_shape(first))
-    result = FileRows(source, shape.name, sha256, len(records))
+    name = shape.name
+    if shape.join is not None:
+        records = mapped = shape.join(mapped)
+        shape = format_named(shape.joined_as)
+    result = FileRows(source, name, sha256, len(records))
     for record, original in zip(mapped, records, strict=True):
         try:
             _require_format(record, shape, detected=options.format is None)

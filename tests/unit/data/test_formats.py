@@ -13,8 +13,7 @@ import pytest
 
 from rlhf_core.config.collect import DataSource
 from rlhf_core.data.formats import FileRows, prompt_group
-from rlhf_core.data.hub import parse_hub_id
-from rlhf_core.data.inspect import describe_sources
+from rlhf_core.data.inspect import as_text, describe_sources
 from rlhf_core.data.sources import read_sources, source_files
 from rlhf_core.errors import DataError
 
@@ -237,25 +236,6 @@ def test_group_ignores_case_spaces_and_system() -> None:
     assert first == prompt_group([{"role": "user", "content": "what is it?"}]) == "what is it?"
 
 
-def test_hub_ids() -> None:
-    assert parse_hub_id("hub:owner/name") == ("owner/name", "train")
-    assert parse_hub_id("hub:owner/name:test") == ("owner/name", "test")
-    for bad in ("hub:", "hub:/name", "hub:a/b/c"):
-        with pytest.raises(DataError, match="not a hub id"):
-            parse_hub_id(bad)
-
-
-def test_hub_rows_go_through_the_same_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    made = datasets.Dataset.from_list([PAIR_FORMATS["conversational"]] * 3)
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: made if split == "test" else 1 / 0)
-    (result,) = read_sources(["hub:owner/name:test"], "preferences", tmp_path, limit=2)
-    assert (result.format, result.source, len(result.rows)) == ("conversational", "hub:owner/name:test", 2)
-    with pytest.raises(DataError, match="hub:owner/name: cannot load"):
-        list(read_sources(["hub:owner/name"], "preferences", tmp_path))
-
-
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the shared sample data are not beside the repository")
 @pytest.mark.parametrize(
     ("file", "kind", "shape", "rows", "refused"),
@@ -275,6 +255,6 @@ def test_real_files(file: str, kind: str, shape: str, rows: int, refused: int) -
 
 def test_describe_tells_format_kinds_and_refusals(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps([GOOD_HH, {"wrong": 1}]))
-    text = describe_sources(["x.json"], 1, tmp_path)
+    text = as_text(describe_sources(["x.json"], tmp_path))
     assert "format   hh-rlhf" in text and "rows     1 as preferences, of 2" in text
     assert "refused  1: does not match the format" in text and "    chosen     yes\n" in text
