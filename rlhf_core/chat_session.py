@@ -19,8 +19,6 @@ from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms
 from rlhf_core.sampling.generation import evaluation_generate
 
 OnText = Callable[[str], None]
-# What decoding puts for bytes that are no character yet: the next token may complete it.
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 HELP = "/reset forgets the conversation, /help shows this, /quit or end of input leaves"
 
 
@@ -103,7 +101,7 @@ class ReplyStream:
         """Take the next token of the reply, the only row of ``tokens`` (1,)."""
         self.ids += tokens.tolist()
         text, _ = decode_reply(self.tokenizer, self.ids)
-        self._write(text.rstrip(INCOMPLETE))
+        self._write(text)
 
     def finish(self, reply: str) -> None:
         """Write what of the whole ``reply`` is not written yet."""
