@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 
 _KANA = re.compile(r"[\u3040-\u30ff]")
 _HAN = re.compile(r"[\u3005-\u3007\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
@@ -24,3 +26,9 @@ def language_tag(text: str) -> str:
     if hangul > kana + han:
         return "ko"
     return "ja" if kana > 0.1 * han else "zh"
+
+
+def language_shares(texts: Sequence[str]) -> dict[str, float]:
+    """Return the share of ``texts`` by :func:`language_tag`; those that it knows no language of are left out."""
+    counts = Counter(language_tag(text) for text in texts)
+    return {tag: count / len(texts) for tag, count in sorted(counts.items()) if tag}

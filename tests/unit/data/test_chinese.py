@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.chat_session import ReplyStream
 from rlhf_core.data import text_statistics as stats
 from rlhf_core.data.chat import decode_reply, encode_dialogue
-from rlhf_core.data.language_tag import language_tag
+from rlhf_core.data.language_tag import language_shares, language_tag
 from rlhf_core.data.prompts_to_try import prompts_to_try
 from rlhf_core.data.refusals import is_refusal
 from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt, write_rows
@@ -137,6 +137,7 @@ def test_what_cannot_be_concluded_is_no_refusal(reply: str, refuses: bool) -> No
 )
 def test_the_script_of_a_text_tells_its_language(text: str, tag: str) -> None:
     assert language_tag(text) == tag
+    assert language_shares([text, "English"]) == ({tag: 0.5} if tag else {})
 
 
 def test_prompts_to_try_fit_a_line_in_which_a_chinese_character_takes_two_columns(tmp_path: Path) -> None:
