@@ -37,7 +37,7 @@ def gated(metric: str, **bound: object) -> dict:
             {"ppo": {"lr": 1}},
             "unknown parameter 'ppo.lr'; did you mean 'policy_optimizer.lr' or 'critic_optimizer.lr'?",
         ),
-        ({"validate": {"split": {"tset": 1, "x": 1}}}, "'validate.split.x'; known names: judge, referee, test, valid"),
+        ({"validate": {"split": {"x": 1}}}, "'validate.split.x'; known names: judge, referee, test, valid"),
         ({"ppo": {"kl": {"coeficient": 0.1}}}, "unknown parameter 'ppo.kl.coeficient'; did you mean 'coefficient'?"),
         ({"sft": {"steps": "ten"}}, "parameter 'sft.steps': input should be a valid integer (got 'ten')"),
         ({"sft": {"steps": -1}}, "parameter 'sft.steps': input should be greater than or equal to 0 (got -1)"),
