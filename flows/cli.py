@@ -196,7 +196,7 @@ def export(
         raise RlhfError("a forced release needs a reason; add --reason TEXT, the card shows it")
     request = ExportRequest(version, push, public, license_id, reason if force else None)
     done = write(find_workspace(workspace), target, request)
-    typer.echo(f"{done.name} is in {done.folder}" + (f" and at {done.address}" if done.address else ""))
+    typer.echo(done.describe())
 
 
 @app.command()

@@ -19,8 +19,7 @@ from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms
 from rlhf_core.sampling.generation import evaluation_generate
 
 OnText = Callable[[str], None]
-# What decoding puts for bytes that are no character yet: the next token may complete it.
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+PROMPT = "you> "
 HELP = "/reset forgets the conversation, /help shows this, /quit or end of input leaves"
 
 
@@ -103,7 +102,7 @@ class ReplyStream:
         """Take the next token of the reply, the only row of ``tokens`` (1,)."""
         self.ids += tokens.tolist()
         text, _ = decode_reply(self.tokenizer, self.ids)
-        self._write(text.rstrip(INCOMPLETE))
+        self._write(text)
 
     def finish(self, reply: str) -> None:
         """Write what of the whole ``reply`` is not written yet."""
@@ -124,21 +123,32 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def converse(session: ChatSession, source: TextIO, sink: TextIO, introduction: Sequence[str] = ()) -> int:
+def converse(
+    session: ChatSession,
+    source: TextIO,
+    sink: TextIO,
+    introduction: Sequence[str] = (),
+    ask: Callable[[str], str] | None = None,
+) -> int:
     """Talk until ``/quit`` or the end of ``source``; returns how many replies were given.
 
     On a terminal there is a prompt, replies appear as they are sampled, and ``introduction`` and the commands are
     printed first. Otherwise each line of input gives exactly one line of output, so that questions can be piped in.
+
+    Args:
+        ask: Reads a line of a terminal behind a prompt, empty at the end of input; by default from ``source``.
     """
     terminal = source.isatty()
     given = 0
     if terminal:
         _print(sink, "\n".join([*introduction, HELP]))
     while True:
-        if terminal:
-            sink.write("you> ")
+        if terminal and ask is not None:
+            line = ask(PROMPT)
+        else:
+            sink.write(PROMPT if terminal else "")
             sink.flush()
-        line = source.readline()
+            line = source.readline()
         text = line.strip()
         if not line or text == "/quit":
             return given

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,4 +44,17 @@ def talk(folder: Path, options: ChatOptions, about: Sequence[str] = (), workspac
         session = ChatSession.open(folder, sampling, options.seed)
         prompts = prompts_to_try(workspace) if workspace is not None else []
     to_try = ["", "try, for example:", *(f"  {prompt}" for prompt in prompts), ""] if prompts else []
-    converse(session, sys.stdin, sys.stdout, [*about, *to_try])
+    converse(session, sys.stdin, sys.stdout, [*about, *to_try], edited_line)
+
+
+def edited_line(prompt: str) -> str:
+    """Read a line that can be edited, with earlier ones at the arrow keys; empty at the end of input.
+
+    The terminal's own editing erases one column for a Chinese character, which has two.
+    """
+    with suppress(ImportError):  # not on every platform
+        import readline  # noqa: F401 - its import changes how input() reads
+    try:
+        return input(prompt) + "\n"
+    except EOFError:
+        return ""

@@ -10,6 +10,9 @@ from flows.supervision.python_module import run_module
 from flows.workspace.folder import cannot_write
 from rlhf_core.errors import RlhfError
 
+# What ``dvc init`` writes and stages in the index of the git clone around the workspace.
+INIT_FILES = (".dvc", ".dvcignore")
+
 
 def ensure_dvc(workspace: Path, cache: Path | None = None) -> None:
     """Make the folder a DVC root unless it is one, within git where git tracks the folder.
@@ -24,7 +27,9 @@ def ensure_dvc(workspace: Path, cache: Path | None = None) -> None:
         return
     try:
         shutil.rmtree(workspace / ".dvc", ignore_errors=True)
+        staged = _staged(workspace)
         _run_dvc(workspace, "init", "--quiet", *_scm_options(workspace))
+        _restage(workspace, staged)
         _write_settings(workspace / ".dvc" / "config")
         if cache is not None:
             _run_dvc(workspace, "cache", "dir", "--local", str(cache.resolve()))
@@ -56,9 +61,27 @@ def _scm_options(workspace: Path) -> list[str]:
     return [] if Path(top).resolve() == workspace.resolve() else ["--subdir"]
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    """Return the output of a git command, None if it fails."""
-    process = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
+def _staged(workspace: Path) -> str | None:
+    """Return git's index entries of the files that ``dvc init`` stages; None outside git."""
+    if shutil.which("git") is None:
+        return None
+    return _git(workspace, "ls-files", "--stage", "--full-name", "-z", "--", *INIT_FILES)
+
+
+def _restage(workspace: Path, entries: str | None) -> None:
+    """Make ``entries`` the index entries of those files again: what is committed is for the owner of the clone."""
+    if entries is None or _staged(workspace) == entries:
+        return
+    _git(workspace, "rm", "--cached", "-r", "--quiet", "--force", "--ignore-unmatch", "--", *INIT_FILES)
+    top = _git(workspace, "rev-parse", "--show-toplevel")
+    if entries and top is not None:
+        _git(Path(top), "update-index", "-z", "--index-info", entries=entries)
+
+
+def _git(folder: Path, *arguments: str, entries: str | None = None) -> str | None:
+    """Return the output of a git command that reads ``entries``, None if it fails."""
+    command = ["git", "-C", str(folder), *arguments]
+    process = subprocess.run(command, input=entries or "", capture_output=True, text=True)
     return process.stdout.strip() if process.returncode == 0 else None
 
 

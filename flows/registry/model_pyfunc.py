@@ -201,10 +201,12 @@ class ServedPolicy:
             input_ids=ids, attention_mask=torch.ones_like(ids), **self.generate_arguments(ids.shape[1], settings)
         )[0, ids.shape[1] :].tolist()
         end = next((position for position, token in enumerate(new) if token in self.chat.stop_ids), None)
-        reply = str(self.tokenizer.decode(new[:end])).strip()
+        reply = str(self.tokenizer.decode(new[:end]))
+        if end is None:
+            reply = reply.rstrip("\N{REPLACEMENT CHARACTER}")  # the first bytes of a character that was cut off
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": reply},
+            "message": {"role": "assistant", "content": reply.strip()},
             "finish_reason": "length" if end is None else "stop",
         }
         usage = {"prompt_tokens": ids.shape[1], "completion_tokens": len(new)}

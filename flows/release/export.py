@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,6 +52,18 @@ class Export:
     folder: Path
     name: str
     address: str | None
+
+    def describe(self) -> str:
+        """Say where the model is and how to talk to it."""
+        model = shlex.quote(str(self.folder))
+        return "\n".join(
+            [
+                f"{self.name} is in {self.folder}" + (f" and at {self.address}" if self.address else ""),
+                f"next: rlhf chat {model}",
+                f"      vllm serve {model}",
+                f'      in Python: transformers.pipeline("text-generation", model={str(self.folder)!r})',
+            ]
+        )
 
 
 def export(workspace: Path, target: Path, request: ExportRequest) -> Export:

@@ -13,6 +13,7 @@ from rlhf_core.evaluation.judges.final import SELECTED_BY, TRAINED_ON, stand_in_
 from rlhf_core.gates import lookup
 
 HUB_ID_PARTS = 2
+MIN_LANGUAGE_SHARE = 0.1  # of the prompts that the model was judged on
 # Where metrics/evaluation.json has a metric of SFT and of the policy, its name there, and what it says.
 MODELS, REGRESSION = ("sft", "policy"), ("regression_sft", "regression")
 COMPARED = (
@@ -50,6 +51,9 @@ def card_data(evidence: ReleaseEvidence, license_id: str | None) -> dict[str, An
     }
     if license_id:
         data["license"] = license_id
+    shares = evidence.evaluation.get("languages") or {}
+    if languages := [tag for tag, share in shares.items() if share >= MIN_LANGUAGE_SHARE]:
+        data["language"] = languages
     base = evidence.source.base if evidence.source else ""
     if base.count("/") == HUB_ID_PARTS - 1 and not base.startswith((".", "/", "~")) and not base.endswith(".gguf"):
         data["base_model"] = base

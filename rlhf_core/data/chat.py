@@ -14,6 +14,9 @@ from rlhf_core.data.schema import Message
 from rlhf_core.data.special_tokens import encode_escaped, escape, special_tokens
 from rlhf_core.errors import DataError
 
+# What decoding writes for bytes that are no whole character.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
     """Token ids of the dialogue so far, ending where the assistant's reply begins.
@@ -69,11 +72,12 @@ def decode_reply(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tupl
     """Text of a generated reply up to the first token that ends one, and whether there was one.
 
     Special tokens inside the reply stay visible, such as ``<|user|>``: whoever reads the text must see what the policy
-    wrote.
+    wrote. A reply that was cut off may end in the first bytes of a character, which are left out; byte-level tokenizers
+    have several tokens for a rare Chinese character.
     """
     length, finished = reply_length(tokenizer, ids)
-    listed = [int(i) for i in ids[: length - finished]]
-    return reply_format(tokenizer).read(str(tokenizer.decode(listed, skip_special_tokens=False)), finished), finished
+    text = str(tokenizer.decode([int(i) for i in ids[: length - finished]], skip_special_tokens=False))
+    return reply_format(tokenizer).read(text if finished else text.rstrip(REPLACEMENT), finished), finished
 
 
 def reply_length(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[int, bool]:

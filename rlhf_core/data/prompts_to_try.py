@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rich.cells import cell_len
+
 from rlhf_core.data.schema import Prompt, read_rows
 from rlhf_core.errors import DataError
 
 TEST_PROMPTS = Path("data") / "clean" / "prompts" / "test.parquet"
-LONGEST = 70  # characters, so that a prompt fits into a line
+LONGEST = 70  # columns, so that a prompt fits into a line; a Chinese character takes two
 
 
 def prompts_to_try(workspace: Path, count: int = 3) -> list[str]:
@@ -21,7 +23,7 @@ def prompts_to_try(workspace: Path, count: int = 3) -> list[str]:
     except DataError:
         return []
     suitable = [(row.category, row.prompt[0].content.strip()) for row in rows if len(row.prompt) == 1]
-    suitable = [(category, text) for category, text in suitable if 0 < len(text) <= LONGEST and text.isprintable()]
+    suitable = [(category, text) for category, text in suitable if 0 < cell_len(text) <= LONGEST and text.isprintable()]
     first_of_category: dict[str, str] = {}
     for category, text in suitable:
         first_of_category.setdefault(category, text)

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 from rlhf_core.data.refusals import is_refusal
 
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+|[^\w\s]")
+# Ideographs and kana, which no space separates: for a regular expression's character class.
+IDEOGRAPHS = r"\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_WORD = re.compile(rf"[{IDEOGRAPHS}]|[^\W_{IDEOGRAPHS}]+|[^\w\s]")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s|(?<=[。！？])|\n")  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_core.data.language_tag import language_shares
 from rlhf_core.data.schema import Prompt
 from rlhf_core.evaluation.comparison import Comparison, outcomes
 from rlhf_core.evaluation.drift import Drift
@@ -76,6 +77,7 @@ class Evaluation:
         sft_rates = pass_rates(categories, self.sft.regression_replies, world)
         policy_rates = pass_rates(categories, self.policy.regression_replies, world)
         drift = self.policy.drift
+        languages = language_shares([row.prompt[-1].content for row in self.prompts])
         return {
             "sft": {**self.sft.metrics(), "regression": sft_rates["passed"]},
             "policy": {**self.policy.metrics(), "regression": policy_rates["passed"]},
@@ -87,6 +89,7 @@ class Evaluation:
             "category": self.by_category(),
             "regression": {**policy_rates, "prompts": len(self.regression_prompts)},
             "regression_sft": sft_rates,
+            **({"languages": languages} if languages else {}),
         }
 
     def by_category(self) -> dict[str, dict[str, float]]:

@@ -16,7 +16,8 @@ from rlhf_core.memory.sharding import GIB, ParallelLayout, planned_precision
 from rlhf_core.memory.tensor_memory import MEMORY_KINDS, MemoryUse
 
 MIB = 1 << 20
-COLUMNS = ("weights", "gradients", "optimiser", "activations", "KV cache", "logits", "other", "total")
+# Of MEMORY_KINDS, short enough for a table of 80 columns.
+COLUMNS = ("weights", "grads", "optim", "activ", "cache", "logits", "other", "total")
 
 
 def estimate_text(estimate: MemoryEstimate, advice: Sequence[MemoryAdvice] = ()) -> str:
@@ -73,7 +74,8 @@ def _heading(estimate: MemoryEstimate) -> str:
         f"{inputs.architecture.layers} layers, hidden {config.hidden_size}, vocabulary {config.vocab_size}"
         f"{', tied' if config.tie_word_embeddings else ''}\n"
         f"tokens  prompt {lengths.prompt} + reply {inputs.params.ppo.max_new_tokens}, SFT "
-        f"{lengths.demonstrations.width}, pairs {lengths.pairs.width}, ptx {lengths.ptx.width}: from {lengths.source}"
+        f"{lengths.demonstrations.width}, pairs {lengths.pairs.width}, ptx {lengths.ptx.width}\n"
+        f"        from {lengths.source}"
     )
 
 
@@ -87,7 +89,7 @@ def _stage_text(stage: StageEstimate) -> str:
         table.add_row("held throughout")
     for role in stage.roles:
         table.add_row(f"  {role.name}", *_cells(role.footprint.held, unit))
-    table.add_row("at the peak of each phase")
+    table.add_row("at each phase's peak")
     for phase in stage.phases:
         table.add_row(f"  {phase.name}{' *' if phase is stage.peak else ''}", *_cells(phase.use, unit))
     console = Console(file=io.StringIO(), width=200, color_system=None)
@@ -101,7 +103,8 @@ def _stage_text(stage: StageEstimate) -> str:
 
 def _cells(use: MemoryUse, unit: int) -> tuple[str, ...]:
     sizes = [*(getattr(use, kind) for kind in MEMORY_KINDS), use.total]
-    return tuple(f"{size / unit:.2f}" if size else "" for size in sizes)
+    # Five characters at most below 10,000: hundreds need no second decimal.
+    return tuple(f"{size / unit:.{2 if size < 99.995 * unit else 1}f}" if size else "" for size in sizes)
 
 
 def _verdict(estimate: MemoryEstimate) -> str:

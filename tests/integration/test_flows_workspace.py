@@ -80,6 +80,33 @@ def test_dvc_reads_the_settings_of_a_new_root(tmp_path: Path, in_git: bool) -> N
     assert set(listed) == settings | (set() if in_git else {"core.no_scm=True"})
 
 
+@pytest.mark.parametrize("folder", ["", "inside/run"])
+def test_nothing_is_staged_in_the_clone_around_a_workspace(tmp_path: Path, folder: str) -> None:
+    def git(*words: str) -> str:
+        command = ["git", "-c", "user.name=x", "-c", "user.email=x@y", *words]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    git("init", "--quiet")
+    workspace = tmp_path / folder
+    workspace.mkdir(parents=True, exist_ok=True)
+    (workspace / ".dvcignore").write_text("as committed\n")
+    (workspace / "own.txt").write_text("own")
+    if folder:
+        git("add", ".")
+        git("commit", "--quiet", "-m", "own")
+        (workspace / ".dvcignore").write_text("as staged\n")
+        git("add", ".")
+        (workspace / ".dvcignore").write_text("as edited\n")
+    else:  # a clone without any commit, where nothing is staged
+        (workspace / ".dvcignore").unlink()
+    before = git("ls-files", "--stage")
+    ensure_dvc(workspace)
+    assert git("ls-files", "--stage") == before
+    assert (workspace / ".dvc" / "config").is_file() and (workspace / ".dvcignore").is_file()
+    untracked = git("status", "--porcelain", "--untracked-files=all")
+    assert f"?? {folder + '/' if folder else ''}.dvc/config" in untracked
+
+
 SHARED = """
 stages:
   ppo: {cmd: wc -c < raw.txt > policy.txt, deps: [raw.txt], params: [seed], outs: [policy.txt]}

@@ -165,6 +165,12 @@ def test_a_pipe_gets_no_introduction_and_a_terminal_gets_it_first(session: ChatS
     assert pipe.getvalue() == "" and terminal.getvalue() == f"model one\n{HELP}\nyou> "
 
 
+def test_a_line_of_a_terminal_may_come_from_an_editor(session: ChatSession) -> None:
+    sink, lines = io.StringIO(), iter(["sky\n", ""])
+    assert converse(session, Terminal(), sink, ask=lambda prompt: next(lines)) == 1
+    assert "you>" not in sink.getvalue() and sink.getvalue().count("model> ") == 1
+
+
 def prompt(text: str, category: str = "fact", *before: Message) -> Prompt:
     return Prompt(text, [*before, Message("user", text)], category, "test", text)
 

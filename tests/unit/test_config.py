@@ -32,6 +32,12 @@ def gated(metric: str, **bound: object) -> dict:
     [
         ({"sft": {"stepz": 3}}, "unknown parameter 'sft.stepz'; did you mean 'steps'?"),
         ({"pppo": {}}, "unknown parameter 'pppo'; did you mean 'ppo'?"),
+        ({"sft": {"lr": 1}}, "unknown parameter 'sft.lr'; did you mean 'optimizer.lr'?"),
+        (
+            {"ppo": {"lr": 1}},
+            "unknown parameter 'ppo.lr'; did you mean 'policy_optimizer.lr' or 'critic_optimizer.lr'?",
+        ),
+        ({"validate": {"split": {"x": 1}}}, "'validate.split.x'; known names: judge, referee, test, valid"),
         ({"ppo": {"kl": {"coeficient": 0.1}}}, "unknown parameter 'ppo.kl.coeficient'; did you mean 'coefficient'?"),
         ({"sft": {"steps": "ten"}}, "parameter 'sft.steps': input should be a valid integer (got 'ten')"),
         ({"sft": {"steps": -1}}, "parameter 'sft.steps': input should be greater than or equal to 0 (got -1)"),

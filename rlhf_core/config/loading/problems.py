@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 SECRET = "secret"  # the kind of an error whose value must not be shown again
+MOST_DEEPER = 3  # a name that occurs in more places, such as seed, tells nothing
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -39,6 +40,10 @@ def _line(problem: Any, model: type[BaseModel], prefix: str) -> str:
     if not path:
         return str(message)
     if kind == "extra_forbidden":
+        deeper = list(_deeper(owner, location[-1])) if owner else []
+        if 0 < len(deeper) <= MOST_DEEPER:
+            quoted = " or ".join(f"'{name}'" for name in deeper)
+            return f"unknown parameter '{path}'; did you mean {quoted}?"
         return f"unknown parameter '{path}'; {nearest(location[-1], _names(owner))}"
     if kind in ("missing", "union_tag_not_found"):
         missing = path if kind == "missing" else f"{path}.{_quoted(problem['ctx']['discriminator'])[0]}"
@@ -65,6 +70,18 @@ def _holds_models(given: Any) -> bool:
 def _names(model: type[BaseModel] | None) -> list[str]:
     """The keys that params.yaml may have for ``model``."""
     return [field.alias or name for name, field in model.model_fields.items()] if model else []
+
+
+def _deeper(model: type[BaseModel], name: str) -> Iterator[str]:
+    """Yield the paths within ``model`` that end in ``name``: ``optimizer.lr`` for ``lr``."""
+    for field_name, field in model.model_fields.items():
+        if get_origin(field.annotation) in (dict, list, tuple):
+            continue
+        key = field.alias or field_name
+        for section in _models(field.annotation):
+            if name in _names(section):
+                yield f"{key}.{name}"
+            yield from (f"{key}.{path}" for path in _deeper(section, name))
 
 
 def _locate(

@@ -22,8 +22,9 @@ SOURCE_PASSED = "source_passed"  # a column that check_frame does not fill: see 
 # Control characters other than tab, newlines and form feed, the C1 block (UTF-8 read as Latin-1), and the replacement
 # character.
 CONTROL = r"[\x00-\x08\x0b\x0e-\x1f\x7f-\x{9f}\x{fffd}\x{fffe}\x{ffff}]"
-# UTF-8 read as Windows-1252: the lead byte of a two-, three- or four-byte character, seen with what follows it.
-MOJIBAKE = r"Ã[\x{a0}-\x{bf}\x{192}\x{201a}\x{201e}\x{2020}\x{2030}]|Â[\x{a0}-\x{bf}]|â€|ï¿½|ðŸ"
+# UTF-8 read as Windows-1252: the lead byte of a two-, three- or four-byte character, seen with what follows it; two
+# replacement characters read as GBK.
+MOJIBAKE = r"Ã[\x{a0}-\x{bf}\x{192}\x{201a}\x{201e}\x{2020}\x{2030}]|Â[\x{a0}-\x{bf}]|â€|ï¿½|ðŸ|锟斤拷"
 SECRETS = "|".join(
     (
         r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY-----",

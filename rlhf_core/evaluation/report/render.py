@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
+from rlhf_core.data.language_tag import language_tag
 from rlhf_core.evaluation.report.view import format_number
 
 PACKAGE = "rlhf_core.evaluation.report"
@@ -19,6 +20,12 @@ def render(context: Mapping[str, Any]) -> str:
     """Return the page for the context of :func:`~rlhf_core.evaluation.report.view.build_context`; text is escaped."""
     style = Markup(files(PACKAGE).joinpath("style.css").read_text(encoding="utf-8"))
     return _environment().get_template("report").render(**context, style=style)
+
+
+def lang_attribute(text: str) -> Markup:
+    """Return the attribute ``lang`` of an element that holds ``text``, where its script tells it: else nothing."""
+    tag = language_tag(text)
+    return Markup(' lang="{}"').format(tag) if tag else Markup()
 
 
 @cache
@@ -32,4 +39,5 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters["number"] = format_number
+    environment.filters["lang"] = lang_attribute
     return environment

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.data.schema import Preference
+from rlhf_core.data.text_statistics import IDEOGRAPHS
 from rlhf_core.training.reward.evaluation import accuracy
 
 WORDS = 5000
 MOST_PAIRS = 20000
+# An ideograph is a word of its own: without spaces, a whole clause would be one.
+TOKEN_PATTERN = rf"[{IDEOGRAPHS}]|[^\W{IDEOGRAPHS}]+|[^\w\s]"
 
 
 def bag_of_words_accuracy(
@@ -26,7 +29,7 @@ def bag_of_words_accuracy(
     from sklearn.linear_model import LogisticRegression
 
     pairs = train[:MOST_PAIRS]
-    vectorizer = CountVectorizer(max_features=WORDS, token_pattern=r"(?u)\b\w+\b|[^\w\s]")
+    vectorizer = CountVectorizer(max_features=WORDS, token_pattern=TOKEN_PATTERN)
     try:
         vectorizer.fit([text for pair in pairs for text in (pair.chosen, pair.rejected)])
     except ValueError:

@@ -40,6 +40,9 @@ def released(workspace: Path) -> Path:
 def test_the_champion_loads_in_plain_transformers_with_its_card(released: Path, tmp_path: Path) -> None:
     done = export(released, tmp_path / "my-model", ExportRequest(license_id="apache-2.0"))
     assert done.folder == tmp_path / "my-model" and done.name.endswith("version 1") and done.address is None
+    where, *next_steps = done.describe().splitlines()
+    assert where.endswith(f"version 1 is in {done.folder}") and next_steps[0] == f"next: rlhf chat {done.folder}"
+    assert f"vllm serve {done.folder}" in next_steps[1] and "transformers.pipeline(" in next_steps[2]
     weights = "model.safetensors"
     assert sha256_file(done.folder / weights) == sha256_file(released / "models" / "policy" / weights)
     model = AutoModelForCausalLM.from_pretrained(done.folder)

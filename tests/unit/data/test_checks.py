@@ -72,6 +72,7 @@ def test_ordinary_text_passes() -> None:
         ({"chosen": "Ã©cole"}, "no_mojibake"),
         ({"prompt": [user("donâ€™t")]}, "no_mojibake"),
         ({"chosen": "25 Â°C"}, "no_mojibake"),
+        ({"chosen": "锟斤拷锟斤拷"}, "no_mojibake"),
         ({"chosen": "\u200b"}, "chosen_not_empty"),
         ({"rejected": " \ufeff\u200d\u2060\n"}, "rejected_not_empty"),
         ({"chosen": "\u3164\u2800"}, "chosen_not_empty"),

@@ -14,7 +14,7 @@ from commands import ROOT
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.report import ReportConfig
-from rlhf_core.data.schema import write_table
+from rlhf_core.data.schema import read_table, write_table
 from rlhf_core.evaluation.comparison import compare
 from rlhf_core.evaluation.report.charts import Series, interval_chart, line_chart, nice_ticks
 from rlhf_core.evaluation.report.headline import CURVES, HEADLINE, headline_metrics
@@ -231,3 +231,13 @@ def test_every_curve_that_dvc_plots_is_written() -> None:
             columns = CURVES[Path(path).stem]
             assert path == f"plots/curves/{Path(path).stem}.csv" and column in columns
             assert definition["x"] == columns[0]
+
+
+def test_a_chinese_reply_says_its_language_so_that_browsers_choose_its_glyphs(tmp_path: Path) -> None:
+    fill(tmp_path)
+    path = tmp_path / "samples/comparisons.parquet"
+    case = read_table(path).to_pylist()[0] | {"prompt": "怎样煮茶？", "sft_reply": "先烧水。", "policy_reply": "Tea."}
+    write_table(path, pa.Table.from_pylist([case]))
+    page = render(tmp_path)
+    assert '<p class="text" lang="zh">怎样煮茶？</p>' in page and '<p class="text" lang="zh">先烧水。</p>' in page
+    assert '<p class="text">Tea.</p>' in page and '<html lang="en">' in page

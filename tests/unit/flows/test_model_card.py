@@ -93,3 +93,9 @@ def test_a_base_on_a_hub_is_named_in_the_metadata(base: str, named: bool) -> Non
 def test_what_was_not_compared_is_said() -> None:
     bare = ReleaseEvidence("p version 1", "abc", {}, {}, SAMPLING, None, {}, "")
     assert "No comparison with the SFT model was recorded." in card_text(bare, "m", None)
+
+
+def test_the_language_of_the_prompts_is_named_where_their_script_tells_it() -> None:
+    assert "language" not in card_data(evidence(), None)
+    judged = replace(evidence(), evaluation=EVALUATION | {"languages": {"ja": 0.05, "zh": 0.9}})
+    assert card_data(judged, None)["language"] == ["zh"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from rlhf_core.cli import app
 from rlhf_core.config.loading.recipe import recipe_folder
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 from rlhf_core.memory.command import MemoryExceeded, PlanRequest, check, estimate_of
+from rlhf_core.memory.report import estimate_text
 
 ROOT = recipe_folder()
 
@@ -37,6 +39,8 @@ def test_the_large_profiles_fit_the_gpus_they_are_written_for(name: str) -> None
     assert memory is not None
     half = estimate.inputs.with_changes({"plan.gpu_memory_gb": memory / 2})
     assert not replace(estimate, inputs=half).fits
+    tables = [line for line in estimate_text(estimate).splitlines() if re.match(r"  |[GM]iB per GPU", line)]
+    assert len(tables) > 20 and max(map(len, tables)) <= 80  # the columns of a terminal
 
 
 def workspace(folder: Path, params: str) -> Path:

@@ -1,0 +1,147 @@
+"""Chinese text through tokenizer, chat template, masks, decoding and text statistics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.chat_session import ReplyStream
+from rlhf_core.data import text_statistics as stats
+from rlhf_core.data.chat import decode_reply, encode_dialogue
+from rlhf_core.data.language_tag import language_shares, language_tag
+from rlhf_core.data.prompts_to_try import prompts_to_try
+from rlhf_core.data.refusals import is_refusal
+from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt, write_rows
+from rlhf_core.models.base import train_tokenizer
+from rlhf_core.training.examples import collate, tokenised_examples
+from rlhf_core.training.reward.baselines import bag_of_words_accuracy
+
+QUESTION = "请问：怎样煮一杯好茶？"
+REPLY = "先把水烧开，再放茶叶；等三分钟，就可以喝了。　（水温约９０℃！）\n\n“好茶”……不必贵，对吧？"
+# Characters of three and four bytes that the tokenizer has not seen, kana, and an emoji of several code points.
+UNSEEN = "龘𠮷「あ」～￥❤️👩‍👩‍👧"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return train_tokenizer([QUESTION, REPLY] * 4, 400)
+
+
+@given(st.text(st.characters(codec="utf-8", min_codepoint=0x3000)), st.text(st.characters(codec="utf-8")))
+@settings(max_examples=100, deadline=None)
+def test_every_text_comes_back_from_its_tokens_to_the_character(
+    tokenizer: PreTrainedTokenizerBase, wide: str, plain: str
+) -> None:
+    text = wide + UNSEEN + plain
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)) == text
+
+
+def test_common_characters_are_one_token_and_the_rest_are_bytes(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert len(tokenizer.encode("茶", add_special_tokens=False)) == 1
+    assert len(tokenizer.encode("龘", add_special_tokens=False)) == 3
+    assert len(tokenizer.encode(REPLY, add_special_tokens=False)) < len(REPLY)
+
+
+def test_a_dialogue_is_written_by_the_template_with_nothing_between(tokenizer: PreTrainedTokenizerBase) -> None:
+    turns = [Message("system", "你是助手。"), Message("user", QUESTION)]
+    prompt, reply = encode_dialogue(tokenizer, turns, REPLY)
+    assert tokenizer.decode(prompt) == f"<|system|>你是助手。<|user|>{QUESTION}<|assistant|>"
+    assert tokenizer.decode(reply) == f"{REPLY}<|end|>"
+
+
+def test_only_replies_and_the_token_that_closes_them_are_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:
+    replies = [REPLY, f"好的。{UNSEEN}"]
+    rows = [Demonstration(str(i), [Message("user", QUESTION)], r, "", "x", str(i)) for i, r in enumerate(replies)]
+    examples, dropped = tokenised_examples(tokenizer, rows, max_tokens=500)
+    batch = collate([e.prompt for e in examples], [e.reply for e in examples], pad=0)
+    assert dropped == 0
+    for row, reply in enumerate(replies):
+        trained = batch.input_ids[row][batch.reply_mask[row].bool()]
+        assert tokenizer.decode(trained) == f"{reply}<|end|>"
+    assert tokenizer.decode(batch.targets) == "".join(f"{reply}<|end|>" for reply in replies)
+
+
+def test_a_reply_that_was_cut_off_shows_no_half_character(tokenizer: PreTrainedTokenizerBase) -> None:
+    text = f"喝茶{UNSEEN}吧"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    seen = set()
+    for length in range(len(ids) + 1):
+        cut, finished = decode_reply(tokenizer, ids[:length])
+        assert text.startswith(cut) and not finished
+        seen.add(cut)
+    assert {"喝茶", "喝茶龘", "喝茶龘𠮷", text} <= seen
+
+
+def test_bytes_that_no_character_has_stay_visible_in_a_reply_that_ended(tokenizer: PreTrainedTokenizerBase) -> None:
+    half = tokenizer.encode("龘", add_special_tokens=False)[:2]
+    assert decode_reply(tokenizer, [*half, tokenizer.eos_token_id]) == ("\ufffd", True)
+
+
+def test_streamed_pieces_are_whole_characters(tokenizer: PreTrainedTokenizerBase) -> None:
+    text = f"喝茶{UNSEEN}吧"
+    pieces: list[str] = []
+    stream = ReplyStream(tokenizer, pieces.append)
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        stream.add(torch.tensor([token]))
+    stream.finish(text)
+    assert "".join(pieces) == text and len(pieces) > 5
+
+
+def test_an_ideograph_is_a_word_also_beyond_the_basic_plane() -> None:
+    assert stats.split_words("𠮷野家、人々 very good。") == ["𠮷", "野", "家", "、", "人", "々", "very", "good", "。"]
+    assert stats.trigram_repetition("好茶好茶好") == pytest.approx(1 / 3)
+    assert stats.distinct_n(["我爱茶", "我爱水"], 2) == pytest.approx(3 / 4)
+    assert stats.commonest_first_sentence(["好的。一", "好的。二", "不。"]) == ("好的。", 2 / 3)
+
+
+def test_the_bag_of_words_takes_clauses_apart() -> None:
+    def pair(i: int) -> Preference:
+        good, bad = f"这是第{i}杯茶谢谢你", f"这是第{i}杯茶烦死了"
+        return Preference(str(i), [Message("user", "茶")], good, bad, None, "c", "s", "g")
+
+    assert bag_of_words_accuracy([pair(i) for i in range(20)], {"test": [pair(99)]}) == {"test": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("reply", "refuses"),
+    [
+        ("對不起，我無法提供這方面的協助。", True),
+        ("這個問題我們無法回答。", True),
+        ("作為一個人工智慧助理，不能協助任何違法行為。", True),
+        ("我們不能根據這句話得出結論。", False),
+        ("我们不能简单地照常经营。对环境负责很重要。", False),
+        ("人体不能直接吸收铁。我们无法直接从铁中吸收营养。", False),
+    ],
+)
+def test_what_cannot_be_concluded_is_no_refusal(reply: str, refuses: bool) -> None:
+    assert is_refusal(reply) is refuses
+
+
+@pytest.mark.parametrize(
+    ("text", "tag"),
+    [
+        (REPLY, "zh"),
+        ("用 pandas 读取 CSV 文件。", "zh"),
+        ("お茶を入れてください。", "ja"),
+        ("차를 끓여 주세요.", "ko"),
+        ("The word 茶 means tea.", ""),
+        ("plain English", ""),
+        ("１２３ ！", ""),
+        ("", ""),
+    ],
+)
+def test_the_script_of_a_text_tells_its_language(text: str, tag: str) -> None:
+    assert language_tag(text) == tag
+    assert language_shares([text, "English"]) == ({tag: 0.5} if tag else {})
+
+
+def test_prompts_to_try_fit_a_line_in_which_a_chinese_character_takes_two_columns(tmp_path: Path) -> None:
+    texts = ["茶" * 36, "茶" * 35]
+    rows = [Prompt(text, [Message("user", text)], "fact", "test", text) for text in texts]
+    write_rows(tmp_path / "data" / "clean" / "prompts" / "test.parquet", rows)
+    assert prompts_to_try(tmp_path) == ["茶" * 35]
