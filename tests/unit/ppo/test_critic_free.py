@@ -22,6 +22,7 @@ from unit.ppo.tiny import Tiny, collect, make_config, make_tiny, make_trainer
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.ppo import AdvantageConfig, PpoConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.group_advantages import GroupMetrics, with_group_advantages
 from rlhf_core.ppo.grpo import group_relative_advantages
@@ -163,6 +164,13 @@ def test_a_run_without_a_critic(tiny: Tiny, tmp_path: Path, changes: dict[str, A
     assert list(trainer.learner.pair.engines) == ["policy"]
     saved = load_file(next(tmp_path.glob("checkpoints/step-000004/state.safetensors")))
     assert saved and not [name for name in saved if name.startswith("critic/")]
+
+
+def test_groups_that_are_rewarded_alike_are_a_finding() -> None:
+    monitor = HealthMonitor({"kl": 6.0, "max_new_tokens": 64.0})
+    seen = [monitor.observe(iteration, {"equal_reward_groups": 0.9}) for iteration in range(1, 10)]
+    assert [[finding.rule for finding in findings] for findings in seen[:4]] == [[]] * 4
+    assert [finding.rule for findings in seen for finding in findings] == ["groups_rewarded_alike"]
 
 
 class Interrupting(NullTracker):
