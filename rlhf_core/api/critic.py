@@ -78,12 +78,14 @@ def train_critic(
         context: Where to report and to keep partial state; by default nowhere.
 
     Raises:
-        ConfigError: ``rollout`` asks for a critic on the policy's own backbone.
+        ConfigError: ``rollout`` asks for a critic on the policy's own backbone, or for none.
         DataError: A prompt leaves no room for a reply, or the reward function breaks its contract.
         TrainingPaused: Three steps in a row were not finite.
     """
     rollout = rollout or RolloutConfig()
     refuse_pipeline_settings(rollout)
+    if rollout.advantage.critic_free:
+        raise ConfigError(f"advantage.estimator {rollout.advantage.estimator} needs no critic: call train_ppo without")
     require_type(config, CriticConfig, "config")
     score = reward.model if isinstance(reward, TrainedRewardModel) else reward
     start = init.model if isinstance(init, TrainedRewardModel) else init

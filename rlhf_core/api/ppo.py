@@ -27,11 +27,13 @@ from rlhf_core.models.base import save_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.io import load_weights
 from rlhf_core.models.lora import WithoutAdapters, add_adapters, merge_adapters
-from rlhf_core.ppo.actor_critic_pair import separate_actor_critic
+from rlhf_core.ppo.actor_critic_pair import ActorCriticPair, separate_actor_critic
 from rlhf_core.ppo.callbacks.health import HealthCallback
 from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
 from rlhf_core.ppo.callbacks.selection import SelectionCallback
+from rlhf_core.ppo.policy_alone import policy_alone
 from rlhf_core.ppo.ptx import PtxData
+from rlhf_core.ppo.reward_normalization import RunningMeanStd
 from rlhf_core.ppo.rewards import reward_model_fn
 from rlhf_core.ppo.run_checkpoint import load_best
 from rlhf_core.ppo.trainer import Trainer
@@ -73,7 +75,7 @@ def train_ppo(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Iterable[Prompt | Mapping[str, Any] | str],
     reward: RewardFunction | ScalarModel | TrainedRewardModel,
-    critic: TrainedCritic,
+    critic: TrainedCritic | None = None,
     *,
     referee: ScalarModel | TrainedRewardModel | None = None,
     validation_prompts: Iterable[Prompt | Mapping[str, Any] | str] = (),
@@ -91,7 +93,8 @@ def train_ppo(
         tokenizer: Its tokenizer.
         prompts: Strings, or records such as ``{"prompt": ...}``; see docs/data-formats.md.
         reward: ``f(prompts, replies)`` with one number per reply, or a reward model of the same tokenizer.
-        critic: The pre-trained critic, of which a copy is trained further.
+        critic: The pre-trained critic, of which a copy is trained further; None with critic-free advantages
+            (``config.advantage.estimator`` rloo or grpo).
         referee: A second reward model, not trained on what ``reward`` was trained on: it selects the checkpoint.
         validation_prompts: What the referee judges replies to; needed with a referee.
         demonstrations: Texts of the ptx loss; needed where ``config.ptx.weight`` is not 0.
@@ -136,15 +139,12 @@ def assemble(inputs: PpoInputs, context: RunContext) -> AssembledPpo:
     """Build policy, reference and critic with their engines, and the callbacks; what was given is copied."""
     config, tokenizer = inputs.config, inputs.tokenizer
     policy, reference = _policy_and_reference(inputs.model, config)
-    critic = copy.deepcopy(inputs.critic.model)
-    if config.critic_lora is not None:
-        critic.add_adapters(config.critic_lora, derive_seed(config.seed, "ppo", "critic", "lora"))
     selector = None
     if inputs.referee is not None:
         proxy = inputs.reward if isinstance(inputs.reward, ScalarModel) else None
         prompts = inputs.validation_prompts
         selector = referee_selector(config, reference, tokenizer, prompts, inputs.referee.eval(), proxy)
-    pair = separate_actor_critic(config, policy, critic, Sampling.for_rollouts(tokenizer, config.rollout), context)
+    pair = _pair(inputs, policy, context)
     limits = {"kl": config.selection.max_kl, "max_new_tokens": float(config.max_new_tokens)}
     health = HealthCallback(HealthMonitor(limits, rules_for(config)), config.health)
     selection = [SelectionCallback(selector, config.selection.every, context.work / "best")] if selector else []
@@ -154,7 +154,7 @@ def assemble(inputs: PpoInputs, context: RunContext) -> AssembledPpo:
         reward_fn=reward_fn_of(inputs.reward, inputs.prompts, tokenizer, config.micro_batch_size),
         prompts=inputs.prompts,
         decode=lambda ids: decode_reply(tokenizer, ids)[0],
-        moments=copy.deepcopy(inputs.critic.moments),
+        moments=copy.deepcopy(inputs.critic.moments) if inputs.critic is not None else RunningMeanStd(),
         context=context,
         callbacks=(*selection, health),
         referee=referee,
@@ -181,6 +181,17 @@ def _policy_and_reference(model: PreTrainedModel, config: PpoConfig) -> tuple[Pr
     add_adapters(policy, config.policy_lora, derive_seed(config.seed, "ppo", "lora"))
     without: Any = WithoutAdapters(policy)
     return policy, without
+
+
+def _pair(inputs: PpoInputs, policy: PreTrainedModel, context: RunContext) -> ActorCriticPair:
+    """The policy with a copy of the critic, or alone, and their engines."""
+    config, sampling = inputs.config, Sampling.for_rollouts(inputs.tokenizer, inputs.config.rollout)
+    if inputs.critic is None:
+        return policy_alone(config, policy, sampling, context)
+    critic = copy.deepcopy(inputs.critic.model)
+    if config.critic_lora is not None:
+        critic.add_adapters(config.critic_lora, derive_seed(config.seed, "ppo", "critic", "lora"))
+    return separate_actor_critic(config, policy, critic, sampling, context)
 
 
 def _ptx_data(inputs: PpoInputs) -> PtxData | None:

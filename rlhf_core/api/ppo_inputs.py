@@ -29,7 +29,7 @@ class PpoInputs:
         tokenizer: The model's, with a chat template.
         prompts: The training prompts.
         reward: The reward function or model.
-        critic: The pre-trained critic.
+        critic: The pre-trained critic; None with critic-free advantages.
         referee: The model that selects the checkpoint, if there is one.
         validation_prompts: What the referee judges replies to.
         demonstrations: Texts of the ptx loss.
@@ -40,7 +40,7 @@ class PpoInputs:
     tokenizer: PreTrainedTokenizerBase
     prompts: TrainingPrompts
     reward: RewardFunction | ScalarModel
-    critic: TrainedCritic
+    critic: TrainedCritic | None
     referee: ScalarModel | None
     validation_prompts: Sequence[Sequence[Message]]
     demonstrations: Sequence[Demonstration]
@@ -53,14 +53,13 @@ class PpoInputs:
         tokenizer: PreTrainedTokenizerBase,
         prompts: Iterable[Prompt | Mapping[str, Any] | str],
         reward: RewardFunction | ScalarModel | TrainedRewardModel,
-        critic: TrainedCritic,
+        critic: TrainedCritic | None,
         referee: ScalarModel | TrainedRewardModel | None,
         validation_prompts: Sequence[Prompt | Mapping[str, Any] | str],
         demonstrations: Sequence[Demonstration],
     ) -> PpoInputs:
         """Check everything against everything else; see :func:`~rlhf_core.api.ppo.train_ppo` for what is refused."""
-        require_type(critic, TrainedCritic, "critic")
-        _require_agreement(config, critic)
+        _require_fitting_critic(config, critic)
         if demonstrations and not config.ptx.weight:
             raise ConfigError("demonstrations are for the ptx loss, but ptx.weight is 0: leave them out, or set it")
         if config.ptx.weight and not demonstrations:
@@ -84,14 +83,23 @@ class PpoInputs:
     def identity(self) -> tuple[Any, ...]:
         """Everything that the run depends on, for :func:`~rlhf_core.api.run_folder.run_context`."""
         texts = (self.prompts, self.validation_prompts, self.demonstrations)
-        return (self.config, *texts, self.reward, self.referee, self.model, self.critic.model)
+        critic = self.critic.model if self.critic is not None else None
+        return (self.config, *texts, self.reward, self.referee, self.model, critic)
 
 
-def _require_agreement(config: PpoConfig, critic: TrainedCritic) -> None:
+def _require_fitting_critic(config: PpoConfig, critic: TrainedCritic | None) -> None:
     refuse_pipeline_settings(config.rollout)
     for name in ("policy_init", "share_base"):
         if getattr(config, name) != PpoConfig.model_fields[name].default:
             raise ConfigError(f"{name} is for the pipeline's stages; the policy starts as the given model here")
+    estimator = config.advantage.estimator
+    if config.advantage.critic_free:
+        if critic is not None:
+            raise ConfigError(f"advantage.estimator {estimator} needs no critic, but there is one: leave it out")
+        return
+    if critic is None:
+        raise ConfigError(f"advantage.estimator {estimator} needs a critic: give one of train_critic")
+    require_type(critic, TrainedCritic, "critic")
     for name in RolloutConfig.model_fields:
         mine, pretrained = getattr(config.rollout, name), getattr(critic.rollout, name)
         if mine != pretrained and "batch_size" not in name:

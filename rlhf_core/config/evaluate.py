@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from rlhf_core.config.model import SamplingConfig, StageConfig, Strict
 from rlhf_core.config.ppo import PpoConfig
@@ -32,9 +32,13 @@ class EvaluateConfig(StageConfig):
     (the gold judge has a unit and a margin of its own). ``sampling`` makes the replies that are judged;
     ``max_new_tokens`` limits the unfiltered ones that KL and perplexity are measured on. ``batch_size`` replies are
     sampled and judged together: it bounds memory, and every reply keeps its own random numbers.
+
+    With ``best_of_n`` the reward model also picks the best of so many replies of SFT to each prompt, for the judges to
+    compare with the policy's and SFT's (0: off).
     """
 
     prompts: PositiveInt = 256
+    best_of_n: NonNegativeInt = 0
     sampling: SamplingConfig = SamplingConfig()
     kl_samples: PositiveInt = 256
     batch_size: PositiveInt = 64
@@ -44,6 +48,12 @@ class EvaluateConfig(StageConfig):
     bootstrap: PositiveInt = 2000
     perplexity: HeldOutPerplexityConfig = HeldOutPerplexityConfig()
     safety: SafetyConfig = SafetyConfig()
+
+    @model_validator(mode="after")
+    def _more_than_one_to_choose_from(self) -> EvaluateConfig:
+        if self.best_of_n == 1:
+            raise ValueError("best_of_n 1 is SFT itself: use 2 or more, such as 16, or 0 to leave it out")
+        return self
 
 
 class EvaluateStageConfig(EvaluateConfig):

@@ -67,10 +67,39 @@ class RewardShapingConfig(Strict):
 
 
 class AdvantageConfig(Strict):
+    """``gae`` estimates advantages with a critic. ``rloo`` and ``grpo`` compare the replies to one prompt instead, so
+    that there is no critic; ``divide_by_std`` is GRPO's division by the spread of each prompt's rewards.
+    """
+
+    estimator: Literal["gae", "rloo", "grpo"] = "gae"
     gamma: float = Field(default=1.0, ge=0, le=1)
     lam: float = Field(default=0.95, ge=0, le=1)
     normalize: bool = False
     clip: PositiveFloat | None = None
+    divide_by_std: bool = True
+
+    @property
+    def critic_free(self) -> bool:
+        """Whether no critic is trained or read."""
+        return self.estimator != "gae"
+
+    @model_validator(mode="after")
+    def _estimator_reads_what_is_set(self) -> AdvantageConfig:
+        if self.estimator != "grpo" and not self.divide_by_std:
+            raise ValueError(f"divide_by_std is a switch of estimator grpo, but estimator is {self.estimator}")
+        if not self.critic_free:
+            return self
+        if unread := _changed(self, "gamma", "lam"):
+            raise ValueError(
+                f"{unread} is read by estimator gae, but {self.estimator} takes the reward of a whole reply, without "
+                "discount or critic; leave it at its default"
+            )
+        if self.normalize:
+            raise ValueError(
+                f"normalize whitens over tokens, but with estimator {self.estimator} the replies to each prompt are "
+                "each other's baseline, which it would undo in favour of long replies; set it to false"
+            )
+        return self
 
 
 class SurrogateConfig(Strict):
@@ -186,12 +215,15 @@ class PpoConfig(StageConfig):
     With ``policy_lora`` only adapters are trained, and the reference is the policy with its adapters off;
     ``share_base`` lets reward model and referee, trained as adapters on SFT too, use the same weights.
 
+    Each prompt of a rollout gets ``replies_per_prompt`` replies, and ``batch_size`` counts replies.
+
     ``critic_mode: shared`` puts a value head on the policy's own backbone: ``policy_optimizer`` trains all of it on
     policy loss + ``vf_loss_weight`` * value loss, and critic pre-training fits the head alone, on the frozen SFT model.
     """
 
     iterations: PositiveInt = 45
     batch_size: PositiveInt = 64
+    replies_per_prompt: PositiveInt = 1
     minibatches: PositiveInt = 2
     epochs: PositiveInt = 1
     micro_batch_size: PositiveInt | None = None
@@ -225,7 +257,7 @@ class PpoConfig(StageConfig):
     @model_validator(mode="after")
     def _shared_has_one_model(self) -> PpoConfig:
         if self.critic_mode != "shared":
-            if self.critic_optimizer is None:
+            if self.critic_optimizer is None and not self.advantage.critic_free:
                 raise ValueError("critic_optimizer is null, but critic_mode is separate: a critic of its own needs one")
             return self
         if self.critic_optimizer is not None and _changed(self, "critic_optimizer"):
@@ -242,6 +274,39 @@ class PpoConfig(StageConfig):
             raise ValueError(
                 f"policy_init {self.policy_init} with critic_mode shared: the value head is pre-trained on the SFT "
                 "model's hidden states and would be put on another model's; use policy_init sft"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_are_whole(self) -> PpoConfig:
+        if self.batch_size % self.replies_per_prompt:
+            raise ValueError(
+                f"batch_size {self.batch_size} counts replies and is not a multiple of replies_per_prompt "
+                f"{self.replies_per_prompt}"
+            )
+        if self.advantage.critic_free and self.replies_per_prompt < 2:
+            raise ValueError(
+                f"advantage.estimator {self.advantage.estimator} compares replies to the same prompt, but "
+                f"replies_per_prompt is {self.replies_per_prompt}: sample at least 2, such as 4"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _critic_settings_have_a_critic(self) -> PpoConfig:
+        if not self.advantage.critic_free:
+            return self
+        unread = _changed(self, "critic_mode", "critic_lora", "vf_loss_weight")
+        optional = (name for name in ("critic_optimizer", "value_clip") if getattr(self, name) is not None)
+        unread = unread or next((name for name in optional if _changed(self, name)), "")
+        if unread:
+            raise ValueError(
+                f"{unread} is about the critic, and advantage.estimator {self.advantage.estimator} has none: leave it "
+                "at its default"
+            )
+        if self.gradient_norm == "joint":
+            raise ValueError(
+                "gradient_norm joint clips policy and critic together, but advantage.estimator "
+                f"{self.advantage.estimator} has no critic; use separate"
             )
         return self
 

@@ -53,7 +53,8 @@ def learning_rates(
         LearningRate("judge.optimizer.lr", judge.optimizer.lr, judge.lora is not None),
         LearningRate("ppo.policy_optimizer.lr", ppo.policy_optimizer.lr, ppo.policy_lora is not None),
     ]
-    if ppo.critic_mode == "shared":  # critic pre-training moves a new value head alone
+    # With a shared backbone critic pre-training moves a new value head alone.
+    if ppo.critic_mode == "shared" or ppo.advantage.critic_free:
         return rates
     rates.append(LearningRate("critic.optimizer.lr", critic.optimizer.lr, critic.lora is not None))
     if ppo.critic_optimizer is not None:

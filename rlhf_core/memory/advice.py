@@ -27,6 +27,12 @@ ADAPTERS = {
 Changes = dict[str, Any]
 
 
+def adapter_settings(params: Params, stage: str) -> tuple[str, ...]:
+    """Paths of the settings of a stage's adapters; a critic has some only where there is one."""
+    paths = ADAPTERS.get(stage, ())
+    return tuple(path for path in paths if not (path == "ppo.critic_lora" and params.ppo.advantage.critic_free))
+
+
 @dataclass(frozen=True)
 class AdviceStep:
     """``changes`` are settings by path, and ``after`` the stage with them and those of every step before."""
@@ -160,7 +166,7 @@ def _candidates(params: Params, before: StageEstimate) -> tuple[list[Changes], .
     # Either engine keeps float32 copies of what is trained; ZeRO 0 is refused.
     unsharded = layout.engine == "deepspeed" and layout.zero == 0
     half_precision = planned_precision(params) == "float32" and not (trains and unsharded)
-    unadapted = [path for path in ADAPTERS.get(stage, ()) if _setting(params, path) is None]
+    unadapted = [path for path in adapter_settings(params, stage) if _setting(params, path) is None]
     return (
         fewer_replies,
         micro_batches,

@@ -14,13 +14,13 @@ from rlhf_core.config.loading.overlay import merge, overlays_of, overridden
 from rlhf_core.config.loading.recipe import profiles_of
 from rlhf_core.config.operations import Trained
 from rlhf_core.errors import ConfigError, RlhfError
-from rlhf_core.memory.advice import ADAPTERS, advise
+from rlhf_core.memory.advice import adapter_settings, advise
 from rlhf_core.memory.architecture import starting_architecture
 from rlhf_core.memory.estimate import MemoryEstimate
 from rlhf_core.memory.inputs import EstimateInputs
 from rlhf_core.memory.report import estimate_json, estimate_text, refusal_line
 from rlhf_core.memory.sequence_lengths import lengths_from_limits, lengths_of_workspace
-from rlhf_core.memory.stages import STAGES, estimate_memory
+from rlhf_core.memory.stages import STAGES, estimate_memory, planned_stages
 
 
 class MemoryExceeded(RlhfError):
@@ -41,8 +41,8 @@ class PlanOptions:
     lora_rank: int | None = None
     prompt_tokens: int | None = None
 
-    def settings(self, stages: Sequence[str]) -> dict[str, Any]:
-        """The same as settings of ``stages`` by path. ZeRO, offloading and sharding imply DeepSpeed."""
+    def settings(self, params: Params, stages: Sequence[str]) -> dict[str, Any]:
+        """The same as settings by path, of ``stages`` of ``params``. ZeRO, offloading and sharding imply DeepSpeed."""
         sharding = self.zero is not None or self.offload is not None or self.frozen == "sharded"
         launch = {
             "engine": "deepspeed" if sharding else None,
@@ -60,7 +60,7 @@ class PlanOptions:
         for stage in stages:
             if stage in get_args(Trained):
                 settings |= {f"compute.launch.{stage}.{name}": value for name, value in launch.items()}
-            settings |= {f"{path}.rank": self.lora_rank for path in ADAPTERS.get(stage, ())}
+            settings |= {f"{path}.rank": self.lora_rank for path in adapter_settings(params, stage)}
         return {path: value for path, value in settings.items() if value is not None}
 
 
@@ -95,7 +95,7 @@ def estimate_of(request: PlanRequest) -> MemoryEstimate:
         lengths = lengths_of_workspace(request.root, params, architecture.positions)
     lengths = lengths or lengths_from_limits(params, architecture.positions)
     inputs = EstimateInputs(params, architecture, lengths, request.root)
-    return estimate_memory(inputs, request.stages or tuple(STAGES))
+    return estimate_memory(inputs, request.stages)
 
 
 def describe(estimate: MemoryEstimate, *, as_json: bool = False) -> str:
@@ -110,10 +110,11 @@ def check(request: PlanRequest) -> str:
     Only what is known to be too large is refused: a stage that runs no model, a GPU of unknown memory or a model of
     unknown sizes passes.
     """
-    stages = [stage for stage in request.stages if stage in STAGES]
+    params = _params(request)
+    stages = [stage for stage in request.stages if stage in planned_stages(params)]
     if request.stages and not stages:
         return f"not checked: no memory is planned for {', '.join(request.stages)}"
-    if _params(request).plan.gpu_memory_gb is None:
+    if params.plan.gpu_memory_gb is None:
         return "not checked: plan.gpu_memory_gb is not set"
     try:
         estimate = estimate_of(replace(request, stages=stages))
@@ -133,4 +134,5 @@ def _params(request: PlanRequest) -> Params:
     overlays = overlays_of(recipe, profiles_of(request.root), request.profile, request.sets)
     recipe = merge(recipe, overlays, request.sets)
     document = yaml_text.plain(yaml_text.parse(recipe, PARAMS_FILE))
-    return check_params(overridden(document, request.options.settings(request.stages or tuple(STAGES))), "parameters")
+    settings = request.options.settings(check_params(document, "parameters"), request.stages or tuple(STAGES))
+    return check_params(overridden(document, settings), "parameters")

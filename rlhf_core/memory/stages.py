@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
+from rlhf_core.config.loading.load import Params
 from rlhf_core.config.loading.problems import nearest
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.errors import ConfigError
@@ -85,12 +86,14 @@ def critic_stage(inputs: StageInputs) -> StageEstimate:
 def ppo_stage(inputs: StageInputs) -> StageEstimate:
     """PPO: rollout, updates of policy and critic, and the selection of checkpoints by reward model and referee.
 
-    With adapters on the policy the reference is the policy without them; a shared critic is the policy with a head.
+    With adapters on the policy the reference is the policy without them; a shared critic is the policy with a head, and
+    critic-free advantages need none.
     Gradients of the policy wait while the critic's are computed, since both step together.
     """
     config = inputs.params.ppo
     policy = inputs.trained("policy", "causal_lm", config.policy_lora)
-    critic = inputs.ppo_critic() if config.critic_mode == "separate" else None
+    own_critic = config.critic_mode == "separate" and not config.advantage.critic_free
+    critic = inputs.ppo_critic() if own_critic else None
     trained = [policy, *([critic] if critic else [])]
     reference = inputs.frozen("reference", "causal_lm") if config.policy_lora is None else None
     scorers = [role for role in inputs.reward_models() if role.name != "reward"]
@@ -153,12 +156,22 @@ STAGES: dict[str, Callable[[StageInputs], StageEstimate]] = {
 }
 
 
-def estimate_memory(inputs: EstimateInputs, stages: Sequence[str] = tuple(STAGES)) -> MemoryEstimate:
-    """Estimate ``stages``. ``ConfigError`` for one that runs no model, or whose launch settings contradict."""
+def planned_stages(params: Params) -> tuple[str, ...]:
+    """The stages that run a model: critic pre-training only where advantages need a critic."""
+    return tuple(name for name in STAGES if name != "critic" or not params.ppo.advantage.critic_free)
+
+
+def estimate_memory(inputs: EstimateInputs, stages: Sequence[str] = ()) -> MemoryEstimate:
+    """Estimate ``stages``, or all that run a model.
+
+    ``ConfigError`` for one that runs no model, or whose launch settings contradict.
+    """
+    planned = planned_stages(inputs.params)
     for name in stages:
-        if name not in STAGES:
-            raise ConfigError(f"stage '{name}' is not one that memory is planned for; {nearest(name, STAGES)}")
-    return MemoryEstimate(inputs, tuple(estimate_stage(inputs, name) for name in STAGES if name in stages))
+        if name not in planned:
+            raise ConfigError(f"stage '{name}' is not one that memory is planned for; {nearest(name, planned)}")
+    names = [name for name in planned if name in (stages or planned)]
+    return MemoryEstimate(inputs, tuple(estimate_stage(inputs, name) for name in names))
 
 
 def estimate_stage(inputs: EstimateInputs, stage: str) -> StageEstimate:

@@ -70,15 +70,19 @@ class ActorCriticPair(Protocol):
         """The engines whose steps leave the policy as it is."""
 
     def predict(self, batch: Tokens) -> tuple[Tensor, Tensor]:
-        """Log-distribution (B, T, V) and values (B, T) of a batch, outside of any training step."""
+        """Log-distribution (B, T, V) and values (B, T; NaN without a critic), outside of any training step."""
 
     def log_distribution(self, batch: Tokens) -> Tensor:
         """The current policy's log-distribution (B, T, V), in a pass that its engine knows of."""
 
     def accumulate_gradients(
         self, minibatch: Experience, policy: Objective[PolicyMetricsT], value: Objective[ValueMetricsT]
-    ) -> tuple[PolicyMetricsT, ValueMetricsT]:
-        """Backward passes of both losses over a minibatch, in micro-batches that never change the gradient."""
+    ) -> tuple[PolicyMetricsT, ValueMetricsT | None]:
+        """Backward passes of both losses over a minibatch, in micro-batches that never change the gradient.
+
+        Returns:
+            The metrics of both; None for those of a critic that there is not.
+        """
 
     def accumulate_value_gradients(
         self, minibatch: Experience, value: Objective[ValueMetricsT]
@@ -131,7 +135,7 @@ class SeparateActorCritic:
         def loss(batch: Experience, size: StepSize) -> tuple[Tensor, PolicyMetricsT]:
             return policy.loss(self.log_distribution(batch.batch), batch, size)
 
-        return _accumulate(self.engines["policy"], minibatch, self.micro_batch_size, loss)
+        return accumulate(self.engines["policy"], minibatch, self.micro_batch_size, loss)
 
     def accumulate_value_gradients(self, minibatch: Experience, value: Objective[ValueMetricsT]) -> ValueMetricsT:
         """Passes of the critic over the whole minibatch."""
@@ -140,7 +144,7 @@ class SeparateActorCritic:
         def loss(batch: Experience, size: StepSize) -> tuple[Tensor, ValueMetricsT]:
             return value.loss(engine.forward(partial(response_values, self.critic, batch.batch)), batch, size)
 
-        return _accumulate(engine, minibatch, self.micro_batch_size, loss)
+        return accumulate(engine, minibatch, self.micro_batch_size, loss)
 
     def policy_weights(self) -> dict[str, Tensor]:
         """Gathered by the policy's engine."""
@@ -211,7 +215,7 @@ class SharedActorCritic:
         return finish(self.engine, self.model).policy
 
 
-def _accumulate(
+def accumulate(
     engine: Engine,
     minibatch: Experience,
     micro_batch_size: int | None,
@@ -242,7 +246,7 @@ def separate_actor_critic(
     """Build the engines of two models, with the schedules of a PPO run."""
     assert config.critic_optimizer is not None
     engines = {
-        "policy": _engine(config, policy, config.policy_optimizer, "policy", context),
+        "policy": policy_engine(config, policy, context),
         "critic": _engine(config, critic, config.critic_optimizer, "critic", context),
     }
     return SeparateActorCritic(policy, critic, engines, sampling, config.micro_batch_size)
@@ -253,8 +257,13 @@ def shared_actor_critic(
 ) -> SharedActorCritic:
     """Put the critic's head on the policy, and build the one engine with the schedule of a PPO run."""
     model = ActorCritic.with_head_of(critic, policy)
-    engine = _engine(config, model, config.policy_optimizer, "policy", context)
+    engine = policy_engine(config, model, context)
     return SharedActorCritic(model, engine, sampling, config.micro_batch_size)
+
+
+def policy_engine(config: PpoConfig, policy: nn.Module, context: RunContext) -> Engine:
+    """Build the engine of what ``policy_optimizer`` trains, with the schedule of a PPO run."""
+    return _engine(config, policy, config.policy_optimizer, "policy", context)
 
 
 def _engine(config: PpoConfig, model: nn.Module, optimizer: OptimizerConfig, name: str, context: RunContext) -> Engine:

@@ -1,6 +1,7 @@
-"""Advantage normalisation and advantage clip (algorithms.md §5; paper, section 5.3.1).
+"""Advantages of a rollout by the estimator in use, their normalisation and their clip (algorithms.md §5).
 
-Both are off in PPO-max, which constrains rewards instead. Shapes: B sequences, T response positions.
+Normalisation and clip are off in PPO-max, which constrains rewards instead (paper, section 5.3.1). Shapes: B sequences,
+T response positions.
 """
 
 from __future__ import annotations
@@ -9,7 +10,17 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config.ppo import AdvantageConfig
+from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.gae import with_advantages
+from rlhf_core.ppo.group_advantages import with_group_advantages
 from rlhf_core.ppo.loss_reduction import masked_mean
+
+
+def estimate_advantages(experience: Experience, config: AdvantageConfig, replies_per_prompt: int) -> Experience:
+    """Add advantages to a rollout that has token rewards, and with GAE the critic's targets."""
+    if config.critic_free:
+        return with_group_advantages(experience, config, replies_per_prompt)
+    return with_advantages(experience, config)
 
 
 def normalize_and_clip_advantages(advantages: Tensor, mask: Tensor, config: AdvantageConfig) -> Tensor:

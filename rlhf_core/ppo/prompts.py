@@ -34,9 +34,13 @@ class TrainingPrompts:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def rows(self, size: int, seed: int, iteration: int) -> list[int]:
-        """Row numbers of an iteration's batch (from 0), a function of ``seed`` and ``iteration`` alone."""
-        return batch_at(len(self), size, seed, iteration)
+    def rows(self, size: int, seed: int, iteration: int, replies_per_prompt: int = 1) -> list[int]:
+        """Row numbers of the prompts of an iteration's ``size`` replies, a function of the arguments alone.
+
+        Each prompt comes ``replies_per_prompt`` times in a row; ``size`` must be a multiple of that.
+        """
+        prompts = batch_at(len(self), size // replies_per_prompt, seed, iteration)
+        return [row for row in prompts for _ in range(replies_per_prompt)]
 
     def batch(self, rows: Sequence[int], iteration: int, seed: int) -> PromptBatch:
         """The prompts of ``rows``; every reply of every iteration has a random stream of its own."""

@@ -119,7 +119,7 @@ class ReplyMetrics(MetricRecord):
 
 @dataclass(frozen=True)
 class RolloutMetrics(MetricRecord):
-    """All metrics of one rollout; those of the referee only where there is one."""
+    """All metrics of one rollout; those of referee and critic only where there are such."""
 
     rewards: RewardMetrics
     drift: DriftMetrics
@@ -128,7 +128,7 @@ class RolloutMetrics(MetricRecord):
     entropy: float
     reward_length_correlation: float
     reward_treated: float
-    explained_variance: float
+    explained_variance: float | None
     first_ratio: float
     sampler: SamplerAgreement
     referee_mean: float | None = None
@@ -140,6 +140,7 @@ class RolloutMetrics(MetricRecord):
         replies: Sequence[str],
         referee_rewards: Tensor | None = None,
         precision: Precision = "float32",
+        with_critic: bool = True,
     ) -> RolloutMetrics:
         """Measure a rollout with rewards and advantages.
 
@@ -148,6 +149,7 @@ class RolloutMetrics(MetricRecord):
             replies: Its replies as text, without end markers.
             referee_rewards: The referee's rewards (B,) of the same replies.
             precision: The policy's, by which sampler and trainer are compared.
+            with_critic: Whether a critic gave values.
         """
         mask, rewards, lengths = experience.response_mask, experience.rewards, experience.lengths
         sampler, trainer = experience.sampler_logprobs, experience.policy_logprobs
@@ -159,7 +161,9 @@ class RolloutMetrics(MetricRecord):
             entropy=float(masked_mean(experience.entropy.double(), mask)),
             reward_length_correlation=rank_correlation(_numpy(rewards), _numpy(lengths)),
             reward_treated=float(experience.shaped_rewards.mean()),
-            explained_variance=explained_variance(experience.values, experience.monte_carlo_returns, mask),
+            explained_variance=(
+                explained_variance(experience.values, experience.monte_carlo_returns, mask) if with_critic else None
+            ),
             first_ratio=initial_ratio(experience),
             sampler=SamplerAgreement.of(sampler, trainer, mask, precision),
             referee_mean=None if referee_rewards is None else float(referee_rewards.double().mean()),

@@ -9,9 +9,10 @@ from typing import Any
 from rlhf_core import distributed
 from rlhf_core.models.precision import matmul_precision
 from rlhf_core.ppo.actor_critic_pair import gathered_parameters
+from rlhf_core.ppo.advantages import estimate_advantages
 from rlhf_core.ppo.callbacks.callback import IterationRecord, TrainerCallback
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.gae import with_advantages
+from rlhf_core.ppo.group_advantages import GroupMetrics
 from rlhf_core.ppo.importance_sampling import with_fixed_reference
 from rlhf_core.ppo.kl import KlController, kl_pull
 from rlhf_core.ppo.metrics import PhaseClock
@@ -100,7 +101,8 @@ class Trainer:
         """Make one PPO iteration: collect, rewards, advantages, update, log."""
         config, learner, pair = self.config, self.learner, self.learner.pair
         kl_coef, clock = self.kl_controller.value, PhaseClock()
-        rows = self.prompts.rows(config.batch_size, derive_seed(config.seed, "ppo", "prompts"), self.done)
+        prompt_seed = derive_seed(config.seed, "ppo", "prompts")
+        rows = self.prompts.rows(config.batch_size, prompt_seed, self.done, config.replies_per_prompt)
         prompts = self.prompts.batch(rows, self.done, self._rollout_seed())
 
         with self.frozen.on_device(), gathered_parameters(pair):
@@ -112,7 +114,7 @@ class Trainer:
                 rewards = self.reward_fn(experience.batch)
         self.moments.update(rewards)
         experience = with_rewards(experience, rewards, self.moments, kl_coef, config.rollout)
-        experience = with_advantages(experience, config.advantage)
+        experience = estimate_advantages(experience, config.advantage, config.replies_per_prompt)
         if config.surrogate.fixed_reference:
             experience = with_fixed_reference(experience)
 
@@ -152,7 +154,8 @@ class Trainer:
         with self.frozen.on_device():
             referee_rewards = self.referee(experience.batch) if self.referee is not None else None
             precision = matmul_precision(self.learner.pair.policy)
-            rollout_metrics = RolloutMetrics.of(experience, replies, referee_rewards, precision)
+            with_critic = not self.config.advantage.critic_free
+            rollout_metrics = RolloutMetrics.of(experience, replies, referee_rewards, precision, with_critic)
         metrics = rollout_metrics.as_metrics() | update_metrics.as_metrics() | reward_metrics(self.reward_fn)
         metrics |= {
             "moments_mean": self.moments.mean,
@@ -161,6 +164,8 @@ class Trainer:
             "kl_pull": kl_pull(experience.shaped_rewards, kl_coef),
             "ptx_weight": self.config.ptx.weight,
         }
+        if self.config.replies_per_prompt > 1:
+            metrics |= GroupMetrics.of(experience, self.config.replies_per_prompt).as_metrics()
         return dict(distributed.broadcast_from_rank0(metrics))
 
     def save(self, extra: bool = False) -> None:

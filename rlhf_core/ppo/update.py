@@ -154,7 +154,7 @@ def step_both(learner: Learner, minibatch: Experience, kl_coef: float, sign: flo
 
 def accumulate_gradients(
     learner: Learner, minibatch: Experience, kl_coef: float, sign: float
-) -> tuple[PolicyMetrics, ValueMetrics]:
+) -> tuple[PolicyMetrics, ValueMetrics | None]:
     """Backward passes of the losses of policy and critic over a minibatch, whose advantages are normalised here."""
     config, pair = learner.config, learner.pair
     advantages = normalize_and_clip_advantages(minibatch.advantages, minibatch.response_mask, config.advantage)

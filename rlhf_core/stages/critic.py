@@ -1,16 +1,19 @@
 """Critic pre-training: from the reward model (or SFT with a random head) to a value function in PPO's units.
 
-With ``ppo.critic_mode: shared`` PPO takes only the value head from the critic's folder.
+With ``ppo.critic_mode: shared`` PPO takes only the value head from the critic's folder. With a critic-free
+``ppo.advantage.estimator`` the stage trains nothing: DVC's stages have no conditions, so it says so in its outputs.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 from typing import Any
 
 import torch
 
 from rlhf_core.config.critic import CriticStageConfig
+from rlhf_core.files import atomic_dir, atomic_write_json, atomic_write_text
 from rlhf_core.models.base import load_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import merge_adapters
@@ -27,9 +30,13 @@ from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
 
+logger = logging.getLogger(__name__)
 
-def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
+
+def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
     """Roll out the frozen SFT policy and regress values on returns until explained variance holds."""
+    if config.ppo.advantage.critic_free:
+        return train_nothing(config, outputs)
     seed_everything(config.seed)
     rollout = config.ppo.rollout
     policy, tokenizer = load_policy(inputs.sft)
@@ -82,6 +89,16 @@ STAGE = Stage(
     outputs={"model": "models/critic", "metrics": "metrics/critic.json", "history": "history/critic.jsonl"},
     optional_inputs=frozenset({"reward_sources"}),
 )
+
+
+def train_nothing(config: CriticStageConfig, outputs: Paths) -> dict[str, Any]:
+    """Write outputs that hold the reason instead of a critic, and no model is loaded."""
+    reason = f"no critic is trained: ppo.advantage.estimator {config.ppo.advantage.estimator} needs none"
+    logger.warning(reason)
+    with atomic_dir(outputs.model) as folder:
+        atomic_write_json(folder / "not_trained.json", {"reason": reason})
+    atomic_write_text(outputs.history, "")
+    return {"rollouts": 0, "reason": reason}
 
 
 def initial_critic(config: CriticStageConfig, inputs: Paths) -> ScalarModel:

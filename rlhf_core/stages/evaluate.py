@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from rlhf_core.config.evaluate import EvaluateStageConfig
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Prompt, read_rows, write_table
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparison import compare, tie_margin_of
+from rlhf_core.evaluation.best_of_n import BestOfN
+from rlhf_core.evaluation.comparison import Comparison, compare, tie_margin_of
 from rlhf_core.evaluation.drift import measure_drift
 from rlhf_core.evaluation.generation import (
     OnPolicyReplies,
@@ -35,6 +36,7 @@ from rlhf_core.models.base import load_policy
 from rlhf_core.progress import Progress, progress
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.runtime.contract import Paths, Stage
+from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.world.grammar import is_world
 
@@ -59,8 +61,9 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         safety_prompts(0 if world else config.safety.prompts),  # the world has harmful prompts of its own
         HeldOutText.read(inputs.clean, config.perplexity.rows),
     )
-    with progress(2 * data.replies, "evaluate") as bar:
-        sft_samples, policy_samples = (sample_replies(config, inputs[name], data, bar) for name in ("sft", "policy"))
+    with progress(2 * data.replies + config.best_of_n * len(prompts), "evaluate") as bar:
+        sft_samples = sample_replies(config, inputs.sft, data, bar, best_of=config.best_of_n)
+        policy_samples = sample_replies(config, inputs.policy, data, bar)
     reference, _ = load_policy(inputs.sft)
     sft, policy = (
         EvaluatedModel(
@@ -86,8 +89,12 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         )
         del judge
     evaluation = Evaluation(prompts, regression_prompts, sft, policy, comparisons)
-    metrics = evaluation.metrics(world)
-    write_table(outputs.comparisons, pa.Table.from_pylist(evaluation.rows()))
+    metrics, rows = evaluation.metrics(world), evaluation.rows()
+    if config.best_of_n:
+        best = judged_best_of_n(config, inputs, evaluation, sft_samples.candidates)
+        metrics["best_of_n"] = best_of_n_metrics(config, evaluation, best)
+        rows = [row | columns for row, columns in zip(rows, best.columns(), strict=True)]
+    write_table(outputs.comparisons, pa.Table.from_pylist(rows))
     # The last judge is the best one there is: gold in the synthetic world, else the one that selected nothing.
     bad_cases = evaluation.bad_cases(names[-1], config.bad_cases)
     atomic_write_text(outputs.bad_cases, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad_cases))
@@ -154,7 +161,8 @@ class EvaluationData:
 @dataclass(frozen=True)
 class EvaluationSamples:
     """What one model generated: replies to be judged, to the regression set, to the safety prompts, and from the
-    training distribution; and its perplexity of held-out text by kind.
+    training distribution; its perplexity of held-out text by kind; and further lists of replies to be judged, of which
+    the best may be chosen.
     """
 
     replies: list[Reply]
@@ -162,13 +170,20 @@ class EvaluationSamples:
     safety_replies: list[Reply]
     on_policy: OnPolicyReplies
     perplexities: dict[str, float]
+    candidates: list[list[Reply]]
 
 
-def sample_replies(config: EvaluateStageConfig, folder: Path, data: EvaluationData, bar: Progress) -> EvaluationSamples:
+def sample_replies(
+    config: EvaluateStageConfig, folder: Path, data: EvaluationData, bar: Progress, best_of: int = 0
+) -> EvaluationSamples:
     """Sample from the model in ``folder``, which is in memory only meanwhile; every model gets the same random numbers.
 
     Args:
+        config: The stage's settings.
+        folder: The model and its tokenizer.
+        data: The prompts and texts.
         bar: Advanced by one for each reply of the evaluation's sampling.
+        best_of: How many further replies to sample to each prompt to be judged, with random numbers of their own.
     """
     model, tokenizer = load_policy(folder)
     sampling = Sampling.for_tokenizer(
@@ -179,9 +194,11 @@ def sample_replies(config: EvaluateStageConfig, folder: Path, data: EvaluationDa
         update={"max_new_tokens": min(config.safety.max_new_tokens, config.sampling.max_new_tokens)}
     )
 
-    def sampled(rows: Sequence[Prompt], settings: SamplingConfig = config.sampling) -> list[Reply]:
+    def sampled(
+        rows: Sequence[Prompt], settings: SamplingConfig = config.sampling, seed: int = config.seed
+    ) -> list[Reply]:
         asked = [row.prompt for row in rows]
-        return evaluation_replies(model, tokenizer, asked, settings, config.seed, bar.advance, config.batch_size)
+        return evaluation_replies(model, tokenizer, asked, settings, seed, bar.advance, config.batch_size)
 
     return EvaluationSamples(
         replies=sampled(data.prompts),
@@ -191,4 +208,36 @@ def sample_replies(config: EvaluateStageConfig, folder: Path, data: EvaluationDa
             model, tokenizer, messages[: config.kl_samples], sampling, config.seed + 1, config.batch_size
         ),
         perplexities=held_out_perplexities(model, tokenizer, data.held_out, config.perplexity),
+        candidates=[
+            sampled(data.prompts, seed=derive_seed(config.seed, "evaluate", "best_of_n", number))
+            for number in range(best_of)
+        ],
     )
+
+
+def judged_best_of_n(
+    config: EvaluateStageConfig, inputs: Paths, evaluation: Evaluation, candidates: Sequence[Sequence[Reply]]
+) -> BestOfN:
+    """Let the reward model choose among SFT's replies, and every judge of the evaluation score what it chose."""
+    prompts = evaluation.prompts
+    reward = ModelJudge.load(inputs.reward, "reward", config.batch_size)
+    best = BestOfN.chosen_by(reward, prompts, candidates).scored_by(reward, prompts)
+    del reward
+    for name in evaluation.comparisons:
+        if name != "reward":
+            judge: Judge = GoldJudge() if name == "gold" else ModelJudge.load(inputs[name], name, config.batch_size)
+            best = best.scored_by(judge, prompts)
+    return best
+
+
+def best_of_n_metrics(config: EvaluateStageConfig, evaluation: Evaluation, best: BestOfN) -> dict[str, Any]:
+    """Compare best of n with SFT, and the policy with it, by every judge and with the tie margins of the evaluation."""
+
+    def compared(candidate: Mapping[str, list[float]], baseline: Mapping[str, list[float]]) -> dict[str, Comparison]:
+        return {
+            name: compare(candidate[name], baseline[name], comparison.tie_margin, config.bootstrap, config.seed)
+            for name, comparison in evaluation.comparisons.items()
+        }
+
+    sft, policy = evaluation.sft.scores, evaluation.policy.scores
+    return best.metrics(compared(best.scores, sft), compared(policy, best.scores))

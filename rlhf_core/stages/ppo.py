@@ -15,21 +15,20 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.chat import decode_reply
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.evaluation.selection import CheckpointChoice
-from rlhf_core.files import atomic_write_json, atomic_write_lines, read_json
+from rlhf_core.files import atomic_write_json, atomic_write_lines
 from rlhf_core.models.base import save_policy
 from rlhf_core.models.io import load_weights
 from rlhf_core.models.lora import merge_adapters
 from rlhf_core.ppo.callbacks.health import HealthCallback
 from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
 from rlhf_core.ppo.callbacks.selection import SelectionCallback
-from rlhf_core.ppo.reward_normalization import RunningMeanStd
 from rlhf_core.ppo.reward_sources import tracked_files
 from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn
 from rlhf_core.ppo.rewards import reward_model_fn
 from rlhf_core.ppo.run_checkpoint import load_best, nonfinite_as_none
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
-from rlhf_core.stages.ppo_models import PolicyModels, build_pair, ptx_data
+from rlhf_core.stages.ppo_models import PolicyModels, build_pair, initial_moments, ptx_data
 from rlhf_core.stages.ppo_selection import make_selector
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.stages.training_prompts import read_training_prompts
@@ -120,7 +119,7 @@ def assemble(config: PpoConfig, inputs: Paths, context: RunContext) -> PpoRun:
         reward_fn=reward_fn,
         prompts=prompts,
         decode=lambda ids: decode_reply(tokenizer, ids)[0],
-        moments=RunningMeanStd.from_dict(read_json(inputs.critic / "reward_moments.json")),
+        moments=initial_moments(config, inputs),
         context=context,
         callbacks=(SelectionCallback(selector, config.selection.every, context.work / "best"), health),
         referee=reward_model_fn(frozen.scalar(inputs.referee), size),

@@ -11,13 +11,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.chat import encode_dialogue, encode_text, pad_id
 from rlhf_core.data.schema import Demonstration, PretrainText, read_rows
+from rlhf_core.files import read_json
 from rlhf_core.models.base import load_policy
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lora import WithoutAdapters, add_adapters
 from rlhf_core.models.nf4 import pack_linear_layers
 from rlhf_core.models.shared_base import SETTINGS, SharedBase
 from rlhf_core.ppo.actor_critic_pair import ActorCriticPair, separate_actor_critic, shared_actor_critic
+from rlhf_core.ppo.policy_alone import policy_alone
 from rlhf_core.ppo.ptx import PtxData
+from rlhf_core.ppo.reward_normalization import RunningMeanStd
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.engine.frozen import FrozenModels
@@ -65,11 +68,23 @@ class PolicyModels:
 def build_pair(
     config: PpoConfig, inputs: Paths, models: PolicyModels, policy: PreTrainedModel, context: RunContext
 ) -> ActorCriticPair:
-    """Load the pre-trained critic, or put its value head on the policy, and build engines and schedules."""
+    """Load the pre-trained critic, or put its value head on the policy, and build engines and schedules.
+
+    With critic-free advantages the policy is alone.
+    """
     sampling = Sampling.for_rollouts(models.tokenizer, config.rollout)
+    if config.advantage.critic_free:
+        return policy_alone(config, policy, sampling, context)
     if config.critic_mode == "shared":
         return shared_actor_critic(config, policy, ScalarModel.load(inputs.critic), sampling, context)
     return separate_actor_critic(config, policy, load_critic(config, inputs, models.frozen), sampling, context)
+
+
+def initial_moments(config: PpoConfig, inputs: Paths) -> RunningMeanStd:
+    """The moments of raw rewards that critic pre-training saw; without a critic they begin with the first rollout."""
+    if config.advantage.critic_free:
+        return RunningMeanStd()
+    return RunningMeanStd.from_dict(read_json(inputs.critic / "reward_moments.json"))
 
 
 def load_critic(config: PpoConfig, inputs: Paths, frozen: FrozenModels) -> ScalarModel:

@@ -56,6 +56,10 @@ def _accuracy(reward: Mapping[str, Any]) -> str:
     return f"accuracy {reward['accuracy']:.3f}{beside}{_too_long(reward)}"
 
 
+def _critic(critic: Mapping[str, Any]) -> str:
+    return str(critic["reason"]) if "reason" in critic else f"explained variance {critic['explained_variance']:.2f}"
+
+
 RESULTS: dict[str, tuple[str, Describe]] = {
     "validate": ("gates/data.json", _gate),
     "sft": ("metrics/sft.json", _perplexity),
@@ -64,7 +68,7 @@ RESULTS: dict[str, tuple[str, Describe]] = {
     "referee": ("metrics/referee.json", _accuracy),
     "judge": ("metrics/judge.json", _accuracy),
     "gate-reward": ("gates/reward.json", _gate),
-    "critic": ("metrics/critic.json", lambda m: f"explained variance {m['explained_variance']:.2f}"),
+    "critic": ("metrics/critic.json", _critic),
     "ppo": ("metrics/ppo.json", _selected),
     "evaluate": ("metrics/evaluation.json", _win_rates),
     "gate-policy": ("gates/policy.json", _gate),

@@ -98,7 +98,8 @@ class Params(Strict):
                     f"{policy.quantize}: on weights that are rounded otherwise it would not score as it was trained; "
                     "set both alike"
                 )
-        self._critic_can_share(policy)
+        if not self.ppo.advantage.critic_free:
+            self._critic_can_share(policy)
         launch = self.compute.launch.get("ppo", LaunchConfig())
         if launch.frozen != "device" or launch.zero == 3 or launch.deepspeed is not None:
             raise ValueError(

@@ -104,6 +104,12 @@ CHARTS = (
     ),
     ChartSpec("ppo", "Explained variance", {"explained variance": ("explained_variance",)}),
     ChartSpec("ppo", "Value loss", {"value loss": ("value_loss",)}),
+    ChartSpec(
+        "ppo",
+        "Rewards of the replies to one prompt",
+        {"standard deviation": ("group_reward_std",), "prompts with equal rewards": ("equal_reward_groups",)},
+        "An update without a critic learns from their difference alone.",
+    ),
     ChartSpec("ppo", "Entropy", {"nats per token": ("entropy",)}, "Alone it does not tell health from collapse."),
     ChartSpec("ppo", "Gradient norms", {"policy": ("policy_grad_norm",), "critic": ("critic_grad_norm",)}),
     ChartSpec("ppo", "Clipped share", {"policy": ("clip_fraction",), "value": ("value_clip_fraction",)}),

@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from rlhf_core.config.health.default_rules import DEFAULT_RULES
 from rlhf_core.evaluation.judges.final import final_judges, stand_in_note
+from rlhf_core.evaluation.report.alternatives import alternatives
 from rlhf_core.evaluation.report.charts import interval_chart
 from rlhf_core.evaluation.report.curves import draw_charts
 from rlhf_core.evaluation.report.sources import JsonObject, ReportSources, failed_gate
@@ -50,6 +51,8 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "comparison_chart": _comparison_chart(comparisons),
         "stand_in": stand_in_note(final_judges(comparisons)),
         "categories": evaluation.get("category", {}),
+        "alternatives": alternatives(evaluation),
+        "policy_against_best": evaluation.get("best_of_n", {}).get("policy_comparison", {}),
         "regression": _regression(evaluation),
         "findings": findings(sources),
         "curves": draw_charts(sources.histories),

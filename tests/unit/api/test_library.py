@@ -36,6 +36,7 @@ PPO: dict[str, Any] = {
     "checkpoint": CheckpointConfig(every=1),
     "health": rlhf.HealthConfig(mode="report"),
 }
+CRITIC_FREE = {"advantage": {"estimator": "rloo"}, "replies_per_prompt": 2, "critic_optimizer": None}
 QUESTIONS = [text(i, 3) for i in range(12)]
 
 
@@ -186,6 +187,13 @@ def test_one_critic_serves_several_runs(llama: tuple[PreTrainedModel, PreTrained
     assert model.training == model_was_training
 
 
+def test_replies_to_one_prompt_may_stand_for_a_critic(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    model, tokenizer = llama
+    policy = rlhf.train_ppo(model, tokenizer, QUESTIONS, by_length, config=rlhf.PpoConfig(**PPO | CRITIC_FREE))
+    assert len(policy.history) == 3 and "explained_variance" not in policy.history[0]
+    assert not same(weights(policy.model), weights(model))
+
+
 def test_a_folder_belongs_to_one_run(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path) -> None:
     model, tokenizer = llama
     context, config = rlhf.RunContext(tmp_path / "work"), rlhf.PpoConfig(**PPO)
@@ -240,6 +248,23 @@ REFUSED: dict[str, Refused] = {
         ),
         DataError,
         "preferences, record 2",
+    ),
+    "no critic": (
+        lambda m, t, c: rlhf.train_ppo(m, t, QUESTIONS, by_length, config=rlhf.PpoConfig(**PPO)),
+        ConfigError,
+        "advantage.estimator gae needs a critic",
+    ),
+    "a critic that nothing reads": (
+        lambda m, t, c: rlhf.train_ppo(m, t, QUESTIONS, by_length, c, config=rlhf.PpoConfig(**PPO | CRITIC_FREE)),
+        ConfigError,
+        "needs no critic, but there is one",
+    ),
+    "a critic to pre-train that nothing reads": (
+        lambda m, t, c: rlhf.train_critic(
+            m, t, QUESTIONS, by_length, rollout=rlhf.PpoConfig(**PPO | CRITIC_FREE).rollout
+        ),
+        ConfigError,
+        "call train_ppo without",
     ),
     "too few rewards": (
         lambda m, t, c: rlhf.train_ppo(m, t, QUESTIONS, lambda p, r: [1.0], c, config=rlhf.PpoConfig(**PPO)),

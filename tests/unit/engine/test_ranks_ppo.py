@@ -30,6 +30,7 @@ def everything(folder: Path) -> None:
     """What one group of ranks is asked."""
     with_rollback(folder)
     with_shared_backbone(folder)
+    without_critic(folder)
     with_sources(folder)
 
 
@@ -71,6 +72,19 @@ def with_shared_backbone(folder: Path) -> None:
     for iteration in range(2):
         figures = update(learner, experience, 0.1, iteration).as_metrics()
     cases.write_result(folder, "shared", learner.pair.engines["policy"].full_weights(), figures)
+
+
+def without_critic(folder: Path) -> None:
+    """Two iterations on groups of four replies, of which no share of two ranks is one."""
+    tiny = make_tiny()
+    free = {"advantage": {"estimator": "rloo"}, "replies_per_prompt": 4}
+    config = make_config(iterations=2, micro_batch_size=2, ptx={"weight": 0.3, "batch_size": 1}, **free)
+    work = folder / "free" if distributed.is_rank_zero() else folder / f"free-{distributed.rank()}"
+    trainer = make_trainer(tiny, config, work)
+    records = [trainer.iterate() for _ in range(2)]
+    advantages = [record.experience.advantages[:, 0].tolist() for record in records]
+    (folder / f"advantages-{distributed.rank()}.json").write_text(json.dumps(advantages))
+    cases.write_result(folder, "free", trainer.learner.pair.policy_weights(), {"kl": records[-1].metrics["kl"]})
 
 
 class Counting:
@@ -143,6 +157,17 @@ def test_a_shared_backbone_learns_the_same_on_two_ranks(found: dict[int, Path]) 
     assert cases.distance(plain, together) < 1e-4
     assert others == pytest.approx(figures, rel=1e-3, abs=1e-5)
     assert "value_loss" in figures and "critic_lr" not in figures
+
+
+def test_groups_of_replies_are_whole_on_every_rank(found: dict[int, Path]) -> None:
+    alone, first, second = (
+        json.loads((found[size] / f"advantages-{rank}.json").read_text()) for size, rank in ((1, 0), (2, 0), (2, 1))
+    )
+    assert first == second
+    assert first[0] == pytest.approx(alone[0], abs=1e-5) and first[1] == pytest.approx(alone[1], abs=1e-2)
+    assert all(sum(rows[start : start + 4]) == pytest.approx(0.0, abs=1e-5) for rows in first for start in (0, 4))
+    (plain, figures), (together, others) = (cases.read_result(found[size], "free") for size in (1, 2))
+    assert cases.distance(plain, together) < 1e-2 and others["kl"] == pytest.approx(figures["kl"], rel=1e-3, abs=1e-4)
 
 
 def test_each_reply_is_scored_by_one_rank_and_known_to_all(found: dict[int, Path]) -> None:

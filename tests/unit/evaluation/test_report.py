@@ -108,6 +108,23 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert "held-out pairs; 0.60 on length-balanced ones" in page
 
 
+def test_best_of_n_stands_beside_the_policy_where_it_was_measured(tmp_path: Path) -> None:
+    fill(tmp_path)
+    assert "Was PPO worth it?" not in render(tmp_path)
+    path = tmp_path / "metrics/evaluation.json"
+    evaluation = json.loads(path.read_text())
+    versus = evaluation["comparison"]["gold"] | {"win_rate": 0.4321}
+    against = {"gold": versus, "judge": versus, "reward": versus}
+    evaluation["best_of_n"] = evaluation["sft"] | {
+        "n": 16, "kl_bound": 1.835, "sampled_tokens_per_reply": 320.0, "comparison": against,
+        "policy_comparison": against,
+    }  # fmt: skip
+    path.write_text(json.dumps(evaluation))
+    page = render(tmp_path)
+    assert "Was PPO worth it?" in page and "best of 16" in page and "≤ 1.835" in page and "320" in page
+    assert "By judge the policy's win rate against best of n" in page and "By reward the policy's" not in page
+
+
 def test_the_judge_has_a_tile_and_the_referee_beside_it_has_none(tmp_path: Path) -> None:
     fill(tmp_path)
     page = render(tmp_path)

@@ -11,6 +11,7 @@ from unit.memory import subjects
 
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.errors import ConfigError
+from rlhf_core.memory.command import PlanOptions
 from rlhf_core.memory.dry_run import ModelSize, ModelVariant, model_size
 from rlhf_core.memory.estimate import StageEstimate
 from rlhf_core.memory.inputs import ModelRole
@@ -23,7 +24,7 @@ from rlhf_core.memory.sharding import (
     parallel_layout,
     trained_footprint,
 )
-from rlhf_core.memory.stages import estimate_stage
+from rlhf_core.memory.stages import estimate_memory, estimate_stage, planned_stages
 from rlhf_core.memory.tensor_memory import MemoryUse
 
 PARAMETERS = 7_500_000_000  # the example of the ZeRO paper, figure 1, on 64 GPUs
@@ -154,6 +155,19 @@ def test_ppo_keeps_the_models_that_its_settings_ask_for() -> None:
     assert "update critic" not in [phase.name for phase in shared.phases]
     ensemble = {"sources": [{"kind": "ensemble", "paths": ["a", "b"]}, {"kind": "function", "target": "m:f"}]}
     assert roles_of(ppo(reward=ensemble))[3:] == ["ensemble 1", "ensemble 2", "reward", "referee"]
+
+
+def test_without_a_critic_none_is_counted() -> None:
+    free = {"advantage": {"estimator": "rloo"}, "replies_per_prompt": 4}
+    stage = ppo(**free)
+    assert roles_of(stage) == ["policy", "reference", "reward", "referee"]
+    assert "update critic" not in [phase.name for phase in stage.phases]
+    inputs = subjects.large(80, ppo=free)
+    assert "critic" in planned_stages(subjects.params()) and "critic" not in planned_stages(inputs.params)
+    with pytest.raises(ConfigError, match="stage 'critic' is not one that memory is planned for"):
+        estimate_memory(inputs, ["critic"])
+    settings = PlanOptions(lora_rank=8).settings(inputs.params, ["ppo"])
+    assert settings == {"ppo.policy_lora.rank": 8}
 
 
 def test_adapters_on_shared_weights_hold_themselves_alone() -> None:

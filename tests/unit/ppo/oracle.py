@@ -25,6 +25,9 @@ class Switches:
     estimator: str = "k1"
     gamma: float = 1.0
     lam: float = 0.95
+    advantage_estimator: str = "gae"
+    replies_per_prompt: int = 1
+    divide_by_std: bool = True
     normalize: bool = False
     advantage_clip: float | None = None
     kind: str = "clip"
@@ -90,7 +93,11 @@ def rewards(batch: list[Sequence], history: list[float], s: Switches) -> None:
 
 
 def advantages(batch: list[Sequence], s: Switches) -> None:
-    """algorithms.md §5 by its definition: a sum over all later deltas, not a recursion."""
+    """algorithms.md §5 by its definition: a sum over all later deltas, not a recursion; or a comparison in groups."""
+    if s.advantage_estimator != "gae":
+        for start in range(0, len(batch), s.replies_per_prompt):
+            group_advantages(batch[start : start + s.replies_per_prompt], s)
+        return
     for q in batch:
         n = len(q.old)
         deltas = [
@@ -98,6 +105,20 @@ def advantages(batch: list[Sequence], s: Switches) -> None:
         ]
         q.advantages = [sum((s.gamma * s.lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)]
         q.returns = [q.advantages[t] + q.old_values[t] for t in range(n)]
+
+
+def group_advantages(group: list[Sequence], s: Switches) -> None:
+    """algorithms.md §5, without a critic: every token of a reply gets the reply's advantage among its group."""
+    totals = [sum(q.rewards) for q in group]
+    mean = sum(totals) / len(totals)
+    spread = math.sqrt(sum((total - mean) ** 2 for total in totals) / (len(totals) - 1))
+    for i, q in enumerate(group):
+        others = totals[:i] + totals[i + 1 :]
+        if s.advantage_estimator == "rloo":
+            advantage = totals[i] - sum(others) / len(others)
+        else:
+            advantage = (totals[i] - mean) / (spread + 1e-4 if s.divide_by_std else 1.0)
+        q.advantages = [advantage for _ in q.rewards]
 
 
 def treated_advantages(batch: list[Sequence], s: Switches) -> list[list[float]]:

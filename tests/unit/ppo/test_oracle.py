@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,11 +14,12 @@ from unit.ppo import oracle
 from unit.ppo.tables import PROMPT, RecordingEngine, TableCritic, TableLM
 
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.ppo.actor_critic_pair import SeparateActorCritic
+from rlhf_core.ppo.actor_critic_pair import ActorCriticPair, SeparateActorCritic
+from rlhf_core.ppo.advantages import estimate_advantages
 from rlhf_core.ppo.entropy import entropy_sign
 from rlhf_core.ppo.experience import Experience, TokenPredictions
-from rlhf_core.ppo.gae import with_advantages
 from rlhf_core.ppo.importance_sampling import with_fixed_reference
+from rlhf_core.ppo.policy_alone import PolicyAlone
 from rlhf_core.ppo.reward_normalization import RunningMeanStd
 from rlhf_core.ppo.rewards import with_rewards
 from rlhf_core.ppo.update import Learner, accumulate_gradients, measure_minibatch
@@ -25,7 +27,7 @@ from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
 
 VOCABULARY, WIDTH = 5, 6
-CHOICES = {
+CHOICES: dict[str, list[Any]] = {
     "transform": ["none", "scale", "normalize"],
     "reward_clip": [None, 0.3, 2.0],
     "missing_eos_penalty": [0.0, 0.7],
@@ -52,6 +54,7 @@ def config_of(s: oracle.Switches, micro_batch_size: int | None) -> PpoConfig:
     return PpoConfig.model_validate(
         {
             "batch_size": 4,
+            "replies_per_prompt": s.replies_per_prompt,
             "minibatches": 1,
             "micro_batch_size": micro_batch_size,
             "max_new_tokens": s.max_new_tokens,
@@ -63,7 +66,14 @@ def config_of(s: oracle.Switches, micro_batch_size: int | None) -> PpoConfig:
                 "missing_eos_penalty": s.missing_eos_penalty,
                 "length_penalty": s.length_penalty,
             },
-            "advantage": {"gamma": s.gamma, "lam": s.lam, "normalize": s.normalize, "clip": s.advantage_clip},
+            "advantage": {
+                "estimator": s.advantage_estimator,
+                "gamma": s.gamma,
+                "lam": s.lam,
+                "normalize": s.normalize,
+                "clip": s.advantage_clip,
+                "divide_by_std": s.divide_by_std,
+            },
             "surrogate": {
                 "kind": s.kind,
                 "clip": s.clip,
@@ -80,11 +90,21 @@ def config_of(s: oracle.Switches, micro_batch_size: int | None) -> PpoConfig:
     )
 
 
-def allowed_switches(seed: int) -> oracle.Switches:
+CRITIC_FREE: dict[str, list[Any]] = {
+    "advantage_estimator": ["rloo", "grpo"],
+    "replies_per_prompt": [2, 4],
+    "divide_by_std": [False, True],
+    "gamma": [1.0],
+    "lam": [0.95],
+    "normalize": [False],
+}
+
+
+def allowed_switches(seed: int, choices: Mapping[str, list[Any]] = CHOICES) -> oracle.Switches:
     """A random combination that the parameters accept; contradictory ones are drawn again."""
     draw = random.Random(seed)
     while True:
-        s = oracle.Switches(**{name: draw.choice(values) for name, values in CHOICES.items()})  # type: ignore[arg-type]
+        s = oracle.Switches(**{name: draw.choice(values) for name, values in choices.items()})
         s.entropy_weight = 0.0 if s.entropy == "off" else 0.3
         s.entropy_target = 1.2 if s.entropy == "target" else 0.0
         try:
@@ -166,19 +186,16 @@ class Case:
         rewards = torch.from_numpy(self.scores)
         moments.update(rewards)
         experience = with_rewards(experience, rewards, moments, self.s.beta, self.config.rollout)
-        experience = with_advantages(experience, self.config.advantage)
+        experience = estimate_advantages(experience, self.config.advantage, self.config.replies_per_prompt)
         return with_fixed_reference(experience) if self.s.fixed_reference else experience
 
     def learner(self) -> Learner:
         policy, critic = TableLM(torch.from_numpy(self.logits)), TableCritic(torch.from_numpy(self.values))
         engines: Any = {"policy": RecordingEngine(policy), "critic": RecordingEngine(critic)}
-        pair = SeparateActorCritic(
-            policy,  # type: ignore[arg-type]
-            critic,
-            engines,
-            Sampling(0, 0, self.s.max_new_tokens),
-            self.config.micro_batch_size,
-        )
+        sampling, size, lm = Sampling(0, 0, self.s.max_new_tokens), self.config.micro_batch_size, cast(Any, policy)
+        pair: ActorCriticPair = SeparateActorCritic(lm, critic, engines, sampling, size)
+        if self.config.advantage.critic_free:
+            pair = PolicyAlone(lm, engines["policy"], sampling, size)
         reference: Any = TableLM(torch.from_numpy(self.ref_logits))
         return Learner(self.config, pair, reference)
 
@@ -189,8 +206,9 @@ class Case:
         accumulate_gradients(learner, experience, self.s.beta, sign)
         # |H - target| has a constant that no gradient needs and the project leaves out.
         constant = sign * self.s.entropy_weight * self.s.entropy_target if self.s.entropy == "target" else 0.0
-        policy, critic = learner.pair.engines.values()
-        return policy.total - constant, critic.total, learner  # type: ignore[attr-defined]
+        policy, *critics = learner.pair.engines.values()
+        value = critics[0].total if critics else 0.0  # type: ignore[attr-defined]
+        return policy.total - constant, value, learner  # type: ignore[attr-defined]
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
@@ -211,6 +229,21 @@ def test_tensor_code_agrees_with_the_oracle(seed: int) -> None:
     policy, value, _ = case.losses()
     assert policy == pytest.approx(oracle.policy_loss(batch, s), abs=1e-6), s
     assert value == pytest.approx(oracle.value_loss(batch, s), abs=1e-6), s
+
+
+@pytest.mark.parametrize("seed", range(300, 340))
+def test_critic_free_advantages_agree_with_the_oracle(seed: int) -> None:
+    s = allowed_switches(seed, CHOICES | CRITIC_FREE)
+    case = Case(seed, s, [None, 1, 2, 3][seed % 4])
+    batch = case.oracle_batch()
+    experience = case.experience()
+    for b, q in enumerate(batch):
+        n = len(q.old)
+        np.testing.assert_allclose(experience.advantages[b, :n].numpy(), q.advantages, atol=1e-6)
+        assert not experience.advantages[b, n:].any()
+    policy, _, learner = case.losses()
+    assert policy == pytest.approx(oracle.policy_loss(batch, s), abs=1e-6), s
+    assert list(learner.pair.engines) == ["policy"]
 
 
 @pytest.mark.parametrize("seed", range(200, 212))
@@ -240,4 +273,7 @@ def test_gradient_agrees_with_finite_differences_of_the_oracle(seed: int) -> Non
 def test_every_switch_value_was_sampled() -> None:
     seen = [allowed_switches(seed) for seed in range(120)]
     for name, values in CHOICES.items():
+        assert {getattr(s, name) for s in seen} == set(values)
+    seen = [allowed_switches(seed, CHOICES | CRITIC_FREE) for seed in range(300, 340)]
+    for name, values in CRITIC_FREE.items():
         assert {getattr(s, name) for s in seen} == set(values)

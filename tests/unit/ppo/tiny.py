@@ -19,12 +19,13 @@ from rlhf_core.data.schema import Message
 from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.actor_critic_pair import ActorCriticPair, SeparateActorCritic, SharedActorCritic
+from rlhf_core.ppo.advantages import estimate_advantages
 from rlhf_core.ppo.callbacks.health import HealthCallback
 from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
 from rlhf_core.ppo.callbacks.selection import SelectionCallback, SelectionResult, Selector
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.gae import with_advantages
 from rlhf_core.ppo.importance_sampling import with_fixed_reference
+from rlhf_core.ppo.policy_alone import PolicyAlone
 from rlhf_core.ppo.prompts import TrainingPrompts
 from rlhf_core.ppo.ptx import PtxData
 from rlhf_core.ppo.reward_normalization import RunningMeanStd
@@ -116,7 +117,8 @@ class ScriptedSelector:
 
 
 def make_config(**changes: Any) -> PpoConfig:
-    without = {"critic_optimizer": None} if changes.get("critic_mode") == "shared" else {}
+    critic_free = changes.get("advantage", {}).get("estimator", "gae") != "gae"
+    without = {"critic_optimizer": None} if critic_free or changes.get("critic_mode") == "shared" else {}
     return PpoConfig.model_validate(BASE | without | changes)
 
 
@@ -126,7 +128,10 @@ def make_learner(tiny: Tiny, config: PpoConfig) -> Learner:
     pairs = [(prompt, [*reversed(prompt), EOS]) for prompt in tiny.prompts]
     sampling = Sampling(EOS, PAD, config.max_new_tokens, config.temperature, config.min_new_tokens)
     pair: ActorCriticPair
-    if config.critic_mode == "shared":
+    if config.advantage.critic_free:
+        engine = LocalEngine(tiny.policy, config.policy_optimizer, total, "policy", warmup)
+        pair = PolicyAlone(tiny.policy, engine, sampling, config.micro_batch_size)
+    elif config.critic_mode == "shared":
         model = ActorCritic.with_head_of(tiny.critic, tiny.policy)
         engine = LocalEngine(model, config.policy_optimizer, total, "policy", warmup)
         pair = SharedActorCritic(model, engine, sampling, config.micro_batch_size)
@@ -160,7 +165,7 @@ def collect(
     moments = RunningMeanStd()
     moments.update(rewards)
     experience = with_rewards(experience, rewards, moments, kl_coef, config.rollout)
-    experience = with_advantages(experience, config.advantage)
+    experience = estimate_advantages(experience, config.advantage, config.replies_per_prompt)
     return with_fixed_reference(experience) if config.surrogate.fixed_reference else experience
 
 

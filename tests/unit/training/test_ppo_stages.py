@@ -148,6 +148,20 @@ def test_a_run_that_rolls_back_and_pauses_leaves_its_story(workspace: Path, tmp_
     assert files["ppo"][1]["policy_lr"] == pytest.approx(0.5 * files["ppo_abandoned"][0]["policy_lr"])
 
 
+def test_without_a_critic_its_stage_says_so_and_ppo_reads_none(workspace: Path, tmp_path: Path) -> None:
+    free = {"advantage": {"estimator": "rloo"}, "replies_per_prompt": 4}
+    config = PpoConfig.model_validate(SETTINGS | free)
+    metrics = pretrain(workspace, tmp_path, config)
+    assert metrics == {"rollouts": 0, "reason": "no critic is trained: ppo.advantage.estimator rloo needs none"}
+    assert [path.name for path in (tmp_path / "models/critic").iterdir()] == ["not_trained.json"]
+    assert (tmp_path / "history/critic.jsonl").read_text() == ""
+    ppo.run(config, *paths(ppo, workspace, tmp_path), context(ppo, tmp_path))
+    rows = [json.loads(line) for line in (tmp_path / "history/ppo.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 and undocumented(rows) == set()
+    assert "explained_variance" not in rows[0] and rows[0]["group_reward_std"] > 0
+    assert json.loads((tmp_path / "metrics/ppo.json").read_text())["iterations"] == 3
+
+
 def test_texts_over_the_models_positions_are_left_out_or_refused_never_cut(workspace: Path) -> None:
     """Trap 7: a ptx text that does not fit is not used; a prompt that leaves no room for its reply stops the stage."""
     tokenizer = load_tokenizer(workspace / "models/sft")

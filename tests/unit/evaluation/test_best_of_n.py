@@ -1,0 +1,89 @@
+"""Best of n: what is chosen, by hand; the stage's metrics and columns; the report's table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from architecture.glossary import documented
+from pydantic import ValidationError
+from unit.evaluation.conftest import made_prompt
+from unit.evaluation.test_evaluate_stage import CONFIG, run_stage
+
+from rlhf_core.config.evaluate import EvaluateConfig
+from rlhf_core.data.schema import Message, Prompt, read_table
+from rlhf_core.evaluation.best_of_n import BestOfN, kl_bound
+from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.report.alternatives import alternatives
+
+
+class LongerIsBetter:
+    """Scores a reply by its characters."""
+
+    name, absolute_tie = "reward", None
+
+    def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
+        assert len(prompts) == len(replies)
+        return [float(len(reply.text)) for reply in replies]
+
+
+def test_the_bound_on_kl_by_hand() -> None:
+    assert kl_bound(1) == 0.0
+    assert kl_bound(2) == pytest.approx(math.log(2) - 0.5)
+    assert kl_bound(16) == pytest.approx(1.8350887)
+
+
+def test_the_highest_score_of_each_prompt_is_chosen_and_the_first_of_equal_ones() -> None:
+    prompts = [made_prompt(f"what is {i}?", "sums") for i in range(3)]
+    texts = [["a", "bbb", "c"], ["aa", "b", "d"], ["aaa", "bb", "e"]]
+    samples = [[Reply(text, True, tuple(range(len(text)))) for text in row] for row in texts]
+    best = BestOfN.chosen_by(LongerIsBetter(), prompts, samples)
+    assert [reply.text for reply in best.replies] == ["aaa", "bbb", "c"]
+    assert (best.n, best.sampled_tokens) == (3, 15)
+    scored = best.scored_by(LongerIsBetter(), prompts)
+    assert scored.scores == {"reward": [3.0, 3.0, 1.0]}
+    metrics = scored.metrics({}, {})
+    assert metrics["reward"] == pytest.approx(7 / 3) and metrics["sampled_tokens_per_reply"] == 5.0
+    assert scored.columns()[1] == {"best_of_n_reply": "bbb", "best_of_n_finished": True, "best_of_n_reward": 3.0}
+
+
+def test_the_stage_compares_it_with_both_and_changes_nothing_else(
+    tmp_path: Path, models: Path, prompts: list[Prompt]
+) -> None:
+    plain, _ = run_stage(tmp_path / "plain", models, prompts)
+    metrics, outputs = run_stage(tmp_path / "best", models, prompts, CONFIG.model_copy(update={"best_of_n": 4}))
+    best = metrics.pop("best_of_n")
+    assert metrics == plain and best["n"] == 4
+    # The best of four by the reward model beats one reply of the same model by that judge.
+    assert best["reward"] > metrics["sft"]["reward"] and best["comparison"]["reward"]["win_rate"] > 0.5
+    assert set(best["comparison"]) == set(best["policy_comparison"]) == {"reward", "referee", "judge", "gold"}
+    assert best["policy_comparison"]["gold"]["mean_difference"] == pytest.approx(
+        metrics["policy"]["gold"] - best["gold"]
+    )
+    assert best["length"] < best["sampled_tokens_per_reply"] <= 4 * CONFIG.sampling.max_new_tokens
+    assert set(best) <= documented()
+    rows = read_table(outputs.comparisons).to_pylist()
+    assert sum(row["best_of_n_gold"] for row in rows) / len(rows) == pytest.approx(best["gold"])
+
+
+def test_one_reply_is_no_choice() -> None:
+    with pytest.raises(ValidationError, match="best_of_n 1 is SFT itself"):
+        EvaluateConfig(best_of_n=1)
+
+
+def test_the_report_shows_the_three_ways_side_by_side() -> None:
+    comparison = {"judge": {"win_rate": 0.6, "win_rate_low95": 0.5, "win_rate_high95": 0.7}}
+    best: dict[str, Any] = {
+        "n": 8, "kl_bound": 1.2, "sampled_tokens_per_reply": 160.0, "judge": 0.4, "length": 21.0,
+        "comparison": comparison, "policy_comparison": comparison,
+    }  # fmt: skip
+    sides = {"sft": {"judge": 0.1, "length": 20.0}, "policy": {"judge": 0.5, "length": 22.0}}
+    rows = alternatives({**sides, "kl": 2.0, "comparison": comparison, "best_of_n": best})
+    assert [row["name"] for row in rows] == ["SFT", "best of 8", "policy"]
+    assert [row["sampled"] for row in rows] == [20.0, 160.0, 22.0]
+    assert [row["kl"] for row in rows] == [0.0, 1.2, 2.0] and rows[1]["kl_prefix"] == "≤ "
+    assert rows[0]["by_judge"] == {} and rows[2]["by_judge"]["win_rate"] == 0.6 and rows[2]["gold"] is None
+    assert alternatives(sides) == []
