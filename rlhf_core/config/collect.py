@@ -127,10 +127,12 @@ class SourceOptions(ReadOptions):
     Attributes:
         weight: The share of ``collect.limit`` that each file of the source gives, relative to the others'.
         cap: At most so many rows of each file of the source are taken.
+        licence: The licence of the source, for manifest and data card; by default ``collect.licence``.
     """
 
     weight: PositiveFloat = 1.0
     cap: PositiveInt | None = None
+    licence: str | None = None
 
 
 class DataSource(SourceOptions):
@@ -141,6 +143,13 @@ class DataSource(SourceOptions):
     def options(self) -> SourceOptions:
         """Return how the source is read, without its path."""
         return SourceOptions(**{name: getattr(self, name) for name in SourceOptions.model_fields})
+
+
+def with_options(sources: Any) -> Any:
+    """Return the entries of a list of sources that are a path alone as sources without options."""
+    if not isinstance(sources, list | tuple):
+        return sources
+    return tuple({"path": source} if isinstance(source, str) else source for source in sources)
 
 
 class FileSources(Strict):
@@ -155,10 +164,7 @@ class FileSources(Strict):
     @field_validator("*", mode="before")
     @classmethod
     def _with_options(cls, sources: Any) -> Any:
-        """Return the entries that are a path alone as sources without options."""
-        if not isinstance(sources, list | tuple):
-            return sources
-        return tuple({"path": source} if isinstance(source, str) else source for source in sources)
+        return with_options(sources)
 
     def of(self, kind: str) -> tuple[DataSource, ...]:
         """Return the sources of a kind."""
@@ -175,6 +181,7 @@ class CollectConfig(StageConfig):
     world: WorldConfig = WorldConfig()
     files: FileSources = FileSources()
     limit: PositiveInt | None = None
+    licence: str | None = None
 
     @model_validator(mode="after")
     def _weights_share_a_limit(self) -> CollectConfig:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import Field, PositiveInt
+from typing import Any
 
+from pydantic import Field, PositiveInt, field_validator
+
+from rlhf_core.config.collect import DataSource, with_options
+from rlhf_core.config.loading.problems import nearest
 from rlhf_core.config.model import StageConfig, Strict
+from rlhf_core.config.validation_rules import NEEDED_FOR_TRAINING, RULES, SET_RULES, Severity
 
 
 class SplitConfig(Strict):
@@ -20,8 +25,33 @@ class SplitConfig(Strict):
     referee: float = Field(default=0.5, gt=0, lt=1)
 
 
+class NearDuplicatesConfig(Strict):
+    """The search for texts that are nearly the same, by MinHash over runs of ``shingle_words`` words.
+
+    Attributes:
+        search: Whether rows are compared at all: it takes longer than all other checks together.
+        similarity: From which Jaccard similarity of their runs of words on two texts count as nearly the same.
+        permutations: Length of a signature; the estimate of the similarity is off by up to ``0.5 / sqrt`` of it.
+        max_rows: At most so many rows of a kind are compared, the first ones: the index takes about 4 kB for each.
+    """
+
+    search: bool = False
+    similarity: float = Field(default=0.8, gt=0.1, lt=1)
+    shingle_words: PositiveInt = 3
+    permutations: int = Field(default=128, ge=16, le=1024)
+    max_rows: PositiveInt = 100_000
+
+
 class ValidateConfig(StageConfig):
-    """Limits are in characters. ``max_quarantined`` is the share of refused rows above which the stage stops."""
+    """Limits are in characters. ``max_quarantined`` is the share of refused rows above which the stage stops.
+
+    Attributes:
+        rules: By rule, what becomes of rows that break it: ``refuse`` puts them into the quarantine, ``warn`` keeps and
+            counts them, ``fail`` refuses them and stops the stage at the data gate.
+        evaluation_files: Files with prompts of evaluations that no row of training may overlap with, given and read as
+            those of ``collect.files``.
+        languages: The languages (``en``, ``zh``) that rows are expected in; none: they are not looked at.
+    """
 
     split: SplitConfig = SplitConfig()
     min_rows: PositiveInt = 50
@@ -30,3 +60,26 @@ class ValidateConfig(StageConfig):
     max_turns: PositiveInt = 32
     max_quarantined: float = Field(default=0.2, ge=0, le=1)
     secrets: bool = True
+    rules: dict[str, Severity] = {}
+    near_duplicates: NearDuplicatesConfig = NearDuplicatesConfig()
+    evaluation_files: tuple[DataSource, ...] = Field(default=(), strict=False)
+    languages: tuple[str, ...] = Field(default=(), strict=False)
+
+    @field_validator("evaluation_files", mode="before")
+    @classmethod
+    def _with_options(cls, sources: Any) -> Any:
+        return with_options(sources)
+
+    @field_validator("rules")
+    @classmethod
+    def _known_rules(cls, rules: dict[str, Severity]) -> dict[str, Severity]:
+        for rule, severity in rules.items():
+            if rule not in RULES:
+                raise ValueError(f"there is no rule '{rule}'; {nearest(rule, RULES)}")
+            if severity == "warn" and rule in NEEDED_FOR_TRAINING:
+                raise ValueError(f"{rule} cannot be warn: nothing can be trained on such rows; choose refuse or fail")
+        return rules
+
+    def severity(self, rule: str) -> Severity:
+        """Return what becomes of rows that break ``rule``."""
+        return self.rules.get(rule, "warn" if rule in SET_RULES else "refuse")

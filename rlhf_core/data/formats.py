@@ -57,6 +57,7 @@ class FileRows:
     revision: str = ""
     weight: float = 1.0
     cap: int | None = None
+    licence: str | None = None
 
 
 def cut_to_limit(files: Sequence[FileRows], limit: int | None) -> None:

@@ -147,6 +147,7 @@ def _manifest(
                 "revision": file.revision,
                 "weight": file.weight,
                 "cap": file.cap,
+                "licence": file.licence or config.licence,
                 "share": len(file.rows) / len(rows[kind]) if rows[kind] else 0.0,
             }
             for file in files[kind]

@@ -3,35 +3,57 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.config.validation_rules import RULES
 from rlhf_core.data.dataset import Numbers, Tables, data_metrics, rows_metric, split_tables, write_splits
+from rlhf_core.data.sources import read_sources
 from rlhf_core.data.validation.quarantine import write_quarantine
+from rlhf_core.data.validation.set_rules.check_set import apply_set_rules, check_set
+from rlhf_core.data.validation.set_rules.findings_file import named_findings
+from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
 from rlhf_core.data.validation.tables import read_raw, validate
 from rlhf_core.errors import DataError
-from rlhf_core.files import atomic_dir, atomic_write_json, sha256_file
+from rlhf_core.evaluation.data_card.build import CardSources, build_card
+from rlhf_core.evaluation.data_card.write import write_card
+from rlhf_core.files import atomic_dir, atomic_write_json, read_json, sha256_file
 from rlhf_core.gates import GateDecision, decide
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.run_context import RunContext
 
 
 def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Numbers | float]:
-    """Write clean splits, quarantine, data docs, metrics and the gate's evidence.
+    """Write clean splits, quarantine, data docs, data card, metrics and the gate's evidence.
 
     Raises:
         DataError: The data gate failed. All but the clean data is written then too, as evidence.
     """
+    raw = read_raw(inputs.raw)
     with atomic_dir(outputs.docs) as docs:
-        validated = validate(read_raw(inputs.raw), config, docs)
+        validated = validate(raw, config, docs)
+    workspace = inputs.raw.parents[1]
+    evaluation = list(
+        read_sources(config.evaluation_files, "prompts", workspace, parameter="validate.evaluation_files")
+    )
+    findings = check_set(validated.clean, config, raw.derived, evaluation)
+    named = named_findings(findings.breaches, validated.clean, validated.origins, config)
+    apply_set_rules(validated, findings, config)
+    pairs = pair_metrics(raw.tables["preferences"], validated.clean["preferences"])
+    findings.counts["preferences"] = findings.counts.get("preferences", {}) | pairs
     files = split_tables(validated.clean, config.seed, config.split)
-    metrics = data_metrics(validated, files)
+    metrics = data_metrics(validated, files, findings.counts)
     write_quarantine(outputs.quarantine, validated.quarantined)
     atomic_write_json(outputs.metrics, metrics)
-    decision = decide(
-        "data", gate_conditions(config, files), metrics, evidence={"metrics/data.json": sha256_file(outputs.metrics)}
-    )
+    conditions = gate_conditions(config, files) + rule_conditions(config, metrics)
+    decision = decide("data", conditions, metrics, evidence={"metrics/data.json": sha256_file(outputs.metrics)})
     decision.save(outputs.gate)
+    manifest = inputs.raw / "manifest.json"
+    sources = CardSources(
+        read_json(manifest) if manifest.is_file() else {}, validated, findings, named, metrics, decision
+    )
+    write_card(outputs.card, build_card(sources, config), named)
     if not decision.passed:
         # Clean data of an earlier run must not be mistaken for this one's.
         shutil.rmtree(outputs.clean, ignore_errors=True)
@@ -51,6 +73,7 @@ STAGE = Stage(
         "clean": "data/clean",
         "quarantine": "data/quarantine.parquet",
         "docs": "data/docs",
+        "card": "data/card",
         "metrics": "metrics/data.json",
         "gate": "gates/data.json",
     },
@@ -80,6 +103,18 @@ def gate_conditions(config: ValidateConfig, files: Tables) -> list[Condition]:
     return conditions
 
 
+def rule_conditions(config: ValidateConfig, metrics: Mapping[str, Numbers | float]) -> list[Condition]:
+    """Return a condition for each rule of severity ``fail`` and each kind that it was checked of: no row breaks it."""
+    failing = [f"failed_{rule}" for rule in RULES if config.severity(rule) == "fail"]
+    return [
+        Condition(metric=f"{kind}.{name}", at_most=0, why="validate.rules fails the set for a single such row")
+        for kind, numbers in metrics.items()
+        if isinstance(numbers, Mapping)
+        for name in failing
+        if name in numbers
+    ]
+
+
 def _failure(decision: GateDecision, metrics: dict[str, Numbers | float]) -> str:
     """Say in one line which conditions failed, the commonest reason where rows were quarantined, and where to look."""
     failed = [condition for condition in decision.conditions if not condition.passed]
@@ -99,7 +134,9 @@ def _commonest(metric: str, metrics: dict[str, Numbers | float]) -> str:
     numbers = metrics.get(kind)
     if name != "quarantined_share" or not isinstance(numbers, dict):
         return ""
-    failed = {key.removeprefix("failed_"): count for key, count in numbers.items() if key.startswith("failed_")}
+    failed = {
+        key.removeprefix("failed_"): count for key, count in numbers.items() if key.startswith("failed_") and count
+    }
     if not failed:
         return " (refused by the reader)"
     worst = max(failed, key=lambda key: failed[key])

@@ -83,6 +83,8 @@ def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
             yield DoctorCheck(
                 FAIL, "data", "collect.source is files, but collect.files names none", "name at least preferences"
             )
+    for evaluation in params.validate_.evaluation_files:
+        yield _source(workspace, evaluation.path)
     yield base_model_check(workspace, params.base.source, params.base.revision)
 
 

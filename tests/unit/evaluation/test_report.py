@@ -61,7 +61,10 @@ def render(root: Path) -> str:
     parser = Balanced()
     parser.feed(page)
     assert parser.open == [] and "script" not in parser.seen
-    assert not re.search(r"(src|href)=\"(?!data:|#)", page) and "http" not in page.replace("http-equiv", "")
+    # Nothing is loaded; the one link to another file is that to the data card beside the report.
+    assert not re.search(r"(src|href)=\"(?!data:|#|data/card/card\.html\")", page) and "http" not in page.replace(
+        "http-equiv", ""
+    )
     return page
 
 
@@ -98,7 +101,10 @@ def test_an_empty_workspace_gives_a_page_that_says_so(tmp_path: Path) -> None:
 
 def test_a_finished_run(tmp_path: Path) -> None:
     fill(tmp_path)
+    assert "data card" not in render(tmp_path)
+    write(tmp_path / "data/card/card.html", "the card")
     page = render(tmp_path)
+    assert '<a href="data/card/card.html">data card</a>' in page
     assert "The policy passed its gate" in page
     assert "kl_over_budget" in page and "further from the reference" in page
     assert "data:image/png;base64," in page and page.count("<svg") >= 3
