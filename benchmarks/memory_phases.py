@@ -239,7 +239,7 @@ def _reference(policy: PreTrainedModel, config: PpoConfig) -> Any:
 
 def _update(learner: Learner, pair: SeparateActorCritic, minibatch: Experience, meter: Meter) -> None:
     config = learner.config
-    objective = PolicyObjective(config, pair.sampling, learner.reference, config.kl.coefficient, 1.0)
+    objective = PolicyObjective(config, learner.reference, config.kl.coefficient, 1.0)
     with meter.phase("update policy"):
         pair.accumulate_policy_gradients(minibatch, objective)
     if learner.ptx is not None:

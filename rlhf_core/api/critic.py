@@ -100,7 +100,8 @@ def train_critic(
     ):
         engine = build_engine(critic, config.optimizer, steps, "critic", run)
         sampling = Sampling.for_rollouts(tokenizer, rollout)
-        pair = SeparateActorCritic(policy, critic, {"critic": engine}, sampling, rollout.micro_batch_size)
+        limit = run.launch.logits_bytes
+        pair = SeparateActorCritic(policy, critic, {"critic": engine}, sampling, rollout.micro_batch_size, limit)
         trainer = CriticTrainer(config, rollout, pair, reward_fn, encoded, run)
         metrics = trainer.run()
         history = trainer.history.rows()

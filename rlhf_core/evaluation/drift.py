@@ -14,7 +14,8 @@ from rlhf_core import distributed
 from rlhf_core.evaluation.generation import OnPolicyReplies
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
-from rlhf_core.sampling.token_scoring import Tokens, gather_logprobs, micro_batches, response_log_distribution
+from rlhf_core.sampling.token_scoring import Tokens, micro_batches, response_logits
+from rlhf_core.sampling.token_statistics import DistributionScorer
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,6 @@ def _score_tokens(rollout: Rollout, model: PreTrainedModel, sampling: Sampling) 
     # In one pass: the rollout fitted into memory while it was sampled.
     for rows in micro_batches(rollout.attention_mask, len(rollout.tokens)):
         part = batch.part(rows)
-        logprobs = gather_logprobs(response_log_distribution(model, part, sampling), part.response).double()
+        logprobs = DistributionScorer(sampling).score(response_logits(model, part), part).logprobs.double()
         scored[rows, : part.width] = logprobs.masked_fill(~part.response_mask, 0.0)
     return scored

@@ -13,17 +13,9 @@ from rlhf_core import distributed
 from rlhf_core.models.precision import matmul_precision
 from rlhf_core.ppo.actor_critic_pair import ActorCriticPair
 from rlhf_core.ppo.experience import Experience, TokenPredictions
-from rlhf_core.ppo.kl import full_kl
 from rlhf_core.ppo.sampler_agreement import SamplerAgreement, require_agreement
 from rlhf_core.sampling.generation import Rollout
-from rlhf_core.sampling.token_scoring import (
-    Tokens,
-    entropy,
-    gather_logprobs,
-    pad_columns,
-    response_log_distribution,
-    shared_micro_batches,
-)
+from rlhf_core.sampling.token_scoring import Tokens, pad_columns, response_logits, shared_micro_batches
 
 
 def score_rollout(pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout) -> Experience:
@@ -60,12 +52,7 @@ def _predict_part(pair: ActorCriticPair, reference: PreTrainedModel, part: Token
     """The fields of :class:`TokenPredictions` for one micro-batch, each (b, t)."""
     policy, values = pair.predict(part)
     # In critic pre-training the frozen policy is its own reference.
-    same = reference is pair.policy
-    ref = policy if same else response_log_distribution(reference, part, pair.sampling)
-    return (
-        gather_logprobs(policy, part.response),
-        gather_logprobs(ref, part.response),
-        full_kl(policy, ref),
-        entropy(policy),
-        values,
-    )
+    ref = policy if reference is pair.policy else response_logits(reference, part)
+    tokens = pair.scorer.score(policy, part, entropies=True, reference=ref)
+    assert tokens.ref_logprobs is not None and tokens.full_kl is not None and tokens.entropy is not None
+    return tokens.logprobs, tokens.ref_logprobs, tokens.full_kl, tokens.entropy, values

@@ -1,5 +1,6 @@
-"""Scoring response positions: log-probabilities, entropies, values. Shapes: B sequences, P prompt width (left-padded),
-T response width (right-padded), V vocabulary. The state before response token t is the hidden state at P + t - 1.
+"""Passes over sampled replies: logits and values of response positions. Shapes: B sequences, P prompt width
+(left-padded), T response width (right-padded), V vocabulary. The state before response token t is the hidden state at
+P + t - 1.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from transformers import PreTrainedModel
 
 from rlhf_core.data.sharding import passes
 from rlhf_core.models.actor_critic import ActorCritic
-from rlhf_core.models.forward import position_ids_from_mask
-from rlhf_core.sampling.distribution import Sampling, log_distribution
+from rlhf_core.models.forward import lazy_logits, position_ids_from_mask
+from rlhf_core.models.lazy_logits import LazyLogits
 
 MICRO_BATCH = 16
 
@@ -58,6 +59,11 @@ class Tokens:
         prompt = self.tokens.shape[1] - self.width
         return torch.nn.functional.pad(self.response_mask.long(), (prompt, 0))
 
+    @property
+    def real_positions(self) -> Tensor:
+        """Numbers of the response's tokens among the B * T response positions, row by row (N,)."""
+        return self.response_mask.flatten().nonzero().squeeze(1)
+
     def part(self, rows: Tensor) -> Tokens:
         """The given rows, with the padding that they do not need cut off on both sides."""
         attention, mask = self.attention_mask[rows], self.response_mask[rows]
@@ -82,35 +88,15 @@ def shared_micro_batches(attention_mask: Tensor, size: int | None) -> Iterator[t
     yield from passes(attention_mask.sum(dim=1).argsort(stable=True), size or MICRO_BATCH)
 
 
-def response_log_distribution(model: PreTrainedModel, batch: Tokens, sampling: Sampling) -> Tensor:
-    """Log-probabilities of the training distribution at every response position: (B, T, V).
-
-    The unembedding runs at response positions only.
-    """
-    logits = model(
-        input_ids=batch.tokens,
-        attention_mask=batch.attention_mask,
-        position_ids=batch.position_ids,
-        use_cache=False,
-        logits_to_keep=batch.width + 1,
-    ).logits[:, :-1]
-    return log_distribution(logits, sampling)
+def response_logits(model: PreTrainedModel, batch: Tokens) -> LazyLogits:
+    """Logits at the positions before each response token and at the last one: (B, T + 1, V)."""
+    return lazy_logits(model, batch.tokens, batch.attention_mask, batch.position_ids, batch.width + 1)
 
 
-def policy_and_values(model: ActorCritic, batch: Tokens, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """:func:`response_log_distribution` (B, T, V) and :func:`response_values` (B, T), in one pass of the backbone."""
+def logits_and_values(model: ActorCritic, batch: Tokens) -> tuple[LazyLogits, Tensor]:
+    """:func:`response_logits` (B, T + 1, V) and :func:`response_values` (B, T), in one pass of the backbone."""
     logits, scores = model(batch.tokens, batch.attention_mask, batch.position_ids, logits_to_keep=batch.width + 1)
-    return log_distribution(logits[:, :-1], sampling), scores[:, -batch.width - 1 : -1]
-
-
-def gather_logprobs(log_probabilities: Tensor, response: Tensor) -> Tensor:
-    """Log-probability of each response token: (B, T, V), (B, T) -> (B, T)."""
-    return log_probabilities.gather(-1, response.unsqueeze(-1)).squeeze(-1)
-
-
-def entropy(log_probabilities: Tensor) -> Tensor:
-    """Entropy of each next-token distribution in nats: log-distribution (B, T, V) -> (B, T)."""
-    return -(log_probabilities.exp() * log_probabilities).sum(dim=-1)
+    return logits, scores[:, -batch.width - 1 : -1]
 
 
 def response_values(critic: TokenScorer, batch: Tokens) -> Tensor:

@@ -47,7 +47,12 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, context: RunCo
         config=config,
         rollout=rollout,
         pair=SeparateActorCritic(
-            policy, critic, {"critic": engine}, Sampling.for_rollouts(tokenizer, rollout), rollout.micro_batch_size
+            policy,
+            critic,
+            {"critic": engine},
+            Sampling.for_rollouts(tokenizer, rollout),
+            rollout.micro_batch_size,
+            context.launch.logits_bytes,
         ),
         reward_fn=reward_fn,
         prompts=prompts,
