@@ -193,7 +193,7 @@ def _rollout_phases(
     held = _rollout_tensors(inputs, batch) + at_work
     rows = inputs.layout.share(batch)
     together = min(inputs.params.ppo.sampling_batch_size or rows, rows)
-    part = inputs.rollout_batch(min(inputs.params.ppo.micro_batch_size or MICRO_BATCH, rows))
+    part = inputs.rollout_batch(_rows_per_pass(inputs, rows))
     generation = passes.generation(policy.variant, together, inputs.lengths.prompt, inputs.sampling)
     scoring = passes.rollout_scores(
         policy.variant,
@@ -211,10 +211,19 @@ def _rollout_phases(
     }
 
 
+def _rows_per_pass(inputs: StageInputs, rows: int) -> int:
+    """Sequences of full length in one pass of scoring or of an update, of ``rows`` in all."""
+    ppo = inputs.params.ppo
+    if ppo.micro_batch_tokens is None:
+        return min(ppo.micro_batch_size or MICRO_BATCH, rows)
+    filled = max(ppo.micro_batch_tokens // inputs.rollout_batch(1).width, 1)
+    return min(filled, ppo.micro_batch_size or filled, rows)
+
+
 def _policy_update(inputs: StageInputs, policy: ModelRole) -> MemoryUse:
     config = inputs.params.ppo
     rows = inputs.layout.share(-(-config.batch_size // config.minibatches))
-    micro = min(config.micro_batch_size or MICRO_BATCH, rows)
+    micro = _rows_per_pass(inputs, rows)
     exact_kl = config.kl.placement == "loss" and config.kl.estimator == "full" and config.kl.coefficient > 0
     moments = passes.policy_loss(
         policy.variant,
@@ -230,7 +239,7 @@ def _policy_update(inputs: StageInputs, policy: ModelRole) -> MemoryUse:
 
 def _critic_update(inputs: StageInputs, batch: int, minibatches: int, critic: ModelRole) -> MemoryUse:
     rows = inputs.layout.share(-(-batch // minibatches))
-    micro = min(inputs.params.ppo.micro_batch_size or MICRO_BATCH, rows)
+    micro = _rows_per_pass(inputs, rows)
     moments = passes.value_loss(critic.variant, inputs.rollout_batch(micro), inputs.sampling, accumulated=rows > micro)
     return critic.peak_of_update(moments)
 

@@ -24,6 +24,7 @@ from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.loss_reduction import StepSize
 from rlhf_core.ppo.metrics import MetricRecord, total
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.micro_batches import MicroBatchLimits
 from rlhf_core.sampling.token_scoring import (
     Tokens,
     TokenScorer,
@@ -77,8 +78,8 @@ class ActorCriticPair(Protocol):
         """The training distribution."""
 
     @property
-    def micro_batch_size(self) -> int | None:
-        """Sequences of one pass; None for the default."""
+    def limits(self) -> MicroBatchLimits:
+        """Sequences and positions of one pass."""
 
     @property
     def engines(self) -> Mapping[str, Engine]:
@@ -136,6 +137,12 @@ class SeparateActorCritic:
     sampling: Sampling
     micro_batch_size: int | None = None
     logits_bytes: int = LOGITS_BYTES
+    micro_batch_tokens: int | None = None
+
+    @property
+    def limits(self) -> MicroBatchLimits:
+        """Those of one pass."""
+        return MicroBatchLimits(self.micro_batch_size, self.micro_batch_tokens)
 
     @property
     def critic_engines(self) -> Mapping[str, Engine]:
@@ -172,7 +179,7 @@ class SeparateActorCritic:
             )
             return policy.loss(tokens, batch, size)
 
-        return _accumulate(self.engines["policy"], minibatch, self.micro_batch_size, loss)
+        return _accumulate(self.engines["policy"], minibatch, self.limits, loss)
 
     def accumulate_value_gradients(self, minibatch: Experience, value: ValueLoss[ValueMetricsT]) -> ValueMetricsT:
         """Passes of the critic over the whole minibatch."""
@@ -181,7 +188,7 @@ class SeparateActorCritic:
         def loss(batch: Experience, size: StepSize) -> tuple[Tensor, ValueMetricsT]:
             return value.loss(engine.forward(partial(response_values, self.critic, batch.batch)), batch, size)
 
-        return _accumulate(engine, minibatch, self.micro_batch_size, loss)
+        return _accumulate(engine, minibatch, self.limits, loss)
 
     def policy_weights(self) -> dict[str, Tensor]:
         """Gathered by the policy's engine."""
@@ -201,6 +208,12 @@ class SharedActorCritic:
     sampling: Sampling
     micro_batch_size: int | None = None
     logits_bytes: int = LOGITS_BYTES
+    micro_batch_tokens: int | None = None
+
+    @property
+    def limits(self) -> MicroBatchLimits:
+        """Those of one pass."""
+        return MicroBatchLimits(self.micro_batch_size, self.micro_batch_tokens)
 
     @property
     def policy(self) -> PreTrainedModel:
@@ -238,7 +251,7 @@ class SharedActorCritic:
         """One pass of the backbone for both losses."""
         size = StepSize.of(minibatch.response_mask)
         policy_parts, value_parts = [], []
-        for batch, weight in minibatch.micro_batches(self.micro_batch_size):
+        for batch, weight in minibatch.micro_batches(self.limits):
             tokens, values = self.engine.forward(partial(self._forward, batch.batch, policy))
             policy_loss, policy_metrics = policy.loss(tokens, batch, size)
             value_loss, value_metrics = value.loss(values, batch, size)
@@ -291,13 +304,13 @@ def frozen_logits(reference: PreTrainedModel | None, batch: Tokens) -> LazyLogit
 def _accumulate(
     engine: Engine,
     minibatch: Experience,
-    micro_batch_size: int | None,
+    limits: MicroBatchLimits,
     loss_of: Callable[[Experience, StepSize], tuple[Tensor, Metrics]],
 ) -> Metrics:
     """Backward passes of one loss over a minibatch; returns the metrics of the whole minibatch over all ranks."""
     size = StepSize.of(minibatch.response_mask)
     parts = []
-    for batch, weight in minibatch.micro_batches(micro_batch_size):
+    for batch, weight in minibatch.micro_batches(limits):
         loss, metrics = loss_of(batch, size)
         engine.backward(weight * loss)
         parts.append((metrics, weight))
@@ -322,7 +335,8 @@ def separate_actor_critic(
         "policy": _engine(config, policy, config.policy_optimizer, "policy", context),
         "critic": _engine(config, critic, config.critic_optimizer, "critic", context),
     }
-    return SeparateActorCritic(policy, critic, engines, sampling, config.micro_batch_size, context.launch.logits_bytes)
+    limits = config.micro_batch_size, context.launch.logits_bytes, config.micro_batch_tokens
+    return SeparateActorCritic(policy, critic, engines, sampling, *limits)
 
 
 def shared_actor_critic(
@@ -331,7 +345,8 @@ def shared_actor_critic(
     """Put the critic's head on the policy, and build the one engine with the schedule of a PPO run."""
     model = ActorCritic.with_head_of(critic, policy)
     engine = _engine(config, model, config.policy_optimizer, "policy", context)
-    return SharedActorCritic(model, engine, sampling, config.micro_batch_size, context.launch.logits_bytes)
+    limits = config.micro_batch_size, context.launch.logits_bytes, config.micro_batch_tokens
+    return SharedActorCritic(model, engine, sampling, *limits)
 
 
 def _engine(config: PpoConfig, model: nn.Module, optimizer: OptimizerConfig, name: str, context: RunContext) -> Engine:

@@ -160,6 +160,7 @@ class Trainer:
             "kl_coefficient": kl_coef,
             "kl_pull": kl_pull(experience.shaped_rewards, kl_coef),
             "ptx_weight": self.config.ptx.weight,
+            "padding_share_scoring": self.learner.pair.limits.padding_share(experience.batch),
         }
         return dict(distributed.broadcast_from_rank0(metrics))
 

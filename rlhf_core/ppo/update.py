@@ -59,6 +59,7 @@ class StepMetrics:
     value: ValueMetrics | None
     results: dict[str, StepResult]
     ptx_loss: float | None = None
+    padding_share_update: float | None = None
 
     def as_metrics(self) -> dict[str, float]:
         """Return all values by name."""
@@ -67,6 +68,8 @@ class StepMetrics:
             metrics |= self.value.as_metrics()
         if self.ptx_loss is not None:
             metrics["ptx_loss"] = self.ptx_loss
+        if self.padding_share_update is not None:
+            metrics["padding_share_update"] = self.padding_share_update
         metrics |= {f"{name}_grad_norm": result.grad_norm for name, result in self.results.items()}
         return metrics | {f"{name}_lr": result.lr for name, result in self.results.items()}
 
@@ -150,7 +153,7 @@ def step_both(learner: Learner, minibatch: Experience, kl_coef: float, sign: flo
             engine, pair.policy, learner.ptx, step, weight, config.micro_batch_size, pair.scorer.limit
         )
     results = clip_and_step(pair.engines, config.gradient_norm, config.policy_optimizer.max_grad_norm)
-    return StepMetrics(policy, value, results, ptx_loss)
+    return StepMetrics(policy, value, results, ptx_loss, pair.limits.padding_share(minibatch.batch))
 
 
 def accumulate_gradients(
@@ -186,7 +189,7 @@ class MinibatchMeasurement(MetricRecord):
 def measure_minibatch(pair: ActorCriticPair, minibatch: Experience) -> MinibatchMeasurement:
     """Measure a whole minibatch, to decide about its step before any micro-batch of it is differentiated."""
     sums = {"kl": 0.0, "entropy": 0.0}
-    for batch, weight in minibatch.micro_batches(pair.micro_batch_size):
+    for batch, weight in minibatch.micro_batches(pair.limits):
         statistics = pair.score_tokens(batch.batch, entropies=True)
         assert statistics.entropy is not None
         ratio = ratios(statistics.logprobs, batch.old_logprobs, batch.response_mask)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -129,8 +128,7 @@ def test_an_update_in_chunks_is_the_update_of_the_whole(changes: dict[str, Any])
     config, results = make_config(**changes), []
     for limit in (WHOLE, 4 * 23 * 4):
         tiny = make_tiny()
-        learner = make_learner(tiny, config)
-        learner = replace(learner, pair=replace(learner.pair, logits_bytes=limit))  # type: ignore[type-var]
+        learner = make_learner(tiny, config, logits_bytes=limit)
         experience = collect(tiny, config, pair=learner.pair)
         measured = measure_minibatch(learner.pair, experience)
         policy, _ = accumulate_gradients(learner, experience, 0.2, -1.0)
@@ -200,9 +198,8 @@ def test_gradients_of_a_bfloat16_head_are_added_up_in_float32() -> None:
 def test_no_tensor_of_all_positions_and_the_vocabulary_exists(tiny: Tiny) -> None:
     """Neither in scoring nor in an update: the largest storage of the vocabulary's width is a chunk or the head."""
     config = make_config(ptx={"weight": 0.0}, batch_size=8, minibatches=1)
-    learner = make_learner(tiny, config)
     chunk = 4 * 23 * 4  # bytes of four positions
-    learner = replace(learner, pair=replace(learner.pair, logits_bytes=chunk))  # type: ignore[type-var]
+    learner = make_learner(tiny, config, logits_bytes=chunk)
     largest = LargestLogits(23)
     with largest:
         experience = collect(tiny, config, pair=learner.pair)
