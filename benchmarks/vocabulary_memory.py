@@ -112,7 +112,7 @@ def new_model(sizes: Sizes, seed: int) -> LlamaForCausalLM:
         num_attention_heads=4, max_position_embeddings=4096, tie_word_embeddings=True,
         dtype=getattr(torch, sizes.dtype),
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(getattr(torch, sizes.dtype)).eval()
+    model: LlamaForCausalLM = LlamaForCausalLM(config).to(getattr(torch, sizes.dtype)).eval()
     use_float32_unembedding(model)
     model.requires_grad_(seed == 0)
     for parameter in model.parameters():
