@@ -165,7 +165,7 @@ def run_sft(subject: Subject, meter: Meter, context: RunContext) -> None:
     model = new_policy(subject)
     engine = warmed(model, config.optimizer, "sft", context)
     rows = [Example(subject.ids(i, subject.prompt), subject.ragged(i, subject.reply)) for i in range(64)]
-    task = SftTask(engine, model, rows[: config.batch_size], rows, config, PAD)
+    task = SftTask(engine, model, rows[: config.batch_size], rows, config, PAD, context.launch.logits_bytes)
     _measure(task, engine, meter)
 
 
@@ -185,7 +185,7 @@ def run_reward(subject: Subject, meter: Meter, context: RunContext) -> None:
     ]
     limits = config.batch
     _, count = subject.inputs.lengths.pairs.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
-    task = RewardTask(engine, model, pairs[:count], pairs, config, PAD, "reward")
+    task = RewardTask(engine, model, pairs[:count], pairs, config, PAD, "reward", None, context.launch.logits_bytes)
     _measure(task, engine, meter)
 
 
@@ -196,7 +196,8 @@ def run_critic(subject: Subject, meter: Meter, context: RunContext) -> None:
     policy.requires_grad_(False)
     reward.requires_grad_(False)
     engine = warmed(critic, config.optimizer, "critic", context)
-    pair = SeparateActorCritic(policy, critic, {"critic": engine}, _sampling(subject), size)
+    limit = context.launch.logits_bytes
+    pair = SeparateActorCritic(policy, critic, {"critic": engine}, _sampling(subject), size, limit)
     experience = _experience(subject, pair, policy, reward_model_fn(reward, size), config.batch_size, meter)
     for minibatch in experience.minibatches(config.minibatches, 0, 0):
         with meter.phase("update critic"):
@@ -218,7 +219,7 @@ def run_ppo(subject: Subject, meter: Meter, context: RunContext) -> None:
         "critic": warmed(critic, config.critic_optimizer or config.policy_optimizer, "critic", context),
     }
     size = config.micro_batch_size
-    pair = SeparateActorCritic(policy, critic, engines, _sampling(subject), size)
+    pair = SeparateActorCritic(policy, critic, engines, _sampling(subject), size, context.launch.logits_bytes)
     learner = Learner(config, pair, reference, _ptx(subject))
     experience = _experience(subject, pair, reference, reward_model_fn(reward, size), config.batch_size, meter)
     with meter.phase("rewards"):
@@ -239,13 +240,15 @@ def _reference(policy: PreTrainedModel, config: PpoConfig) -> Any:
 
 def _update(learner: Learner, pair: SeparateActorCritic, minibatch: Experience, meter: Meter) -> None:
     config = learner.config
-    objective = PolicyObjective(config, pair.sampling, learner.reference, config.kl.coefficient, 1.0)
+    objective = PolicyObjective(config, learner.reference, config.kl.coefficient, 1.0)
     with meter.phase("update policy"):
         pair.accumulate_policy_gradients(minibatch, objective)
     if learner.ptx is not None:
         engine, weight = pair.engines["policy"], config.ptx.weight
         with meter.phase("update ptx"):
-            accumulate_ptx_gradient(engine, pair.policy, learner.ptx, 0, weight, config.micro_batch_size)
+            accumulate_ptx_gradient(
+                engine, pair.policy, learner.ptx, 0, weight, config.micro_batch_size, pair.logits_bytes
+            )
     with meter.phase("update critic"):
         pair.accumulate_value_gradients(minibatch, learner.value_objective)
     with meter.phase("step"):

@@ -288,7 +288,7 @@ def read_options(
             raise ConfigError(f"--column {given}: write it as FIELD=COLUMN, such as --column prompt=question")
         fields[field] = column
     values = {"format": format_name, "columns": fields, "template": template, "dimension": dimension, "pairs": pairs}
-    values["system_prompts"] = system_prompts
+    values |= {"system_prompts": system_prompts}
     try:
         return ReadOptions.model_validate(values)
     except ValidationError as error:

@@ -114,6 +114,11 @@ def any_rank(flag: bool) -> bool:
     return reduce_metrics({"_max": float(flag)})["_max"] > 0
 
 
+def largest_of_ranks(count: int) -> int:
+    """The largest ``count`` of all ranks, on every rank."""
+    return int(reduce_metrics({"_max": float(count)})["_max"])
+
+
 def broadcast_from_rank0(value: Any) -> Any:
     """Return rank 0's ``value`` on every rank. It travels as JSON; floats survive exactly, NaN included."""
     return _from(0, value) if world_size() > 1 else value

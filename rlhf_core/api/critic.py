@@ -93,7 +93,7 @@ def train_critic(
     seed_everything(config.seed)
     tokenizer = checked_tokenizer(tokenizer, policy)
     encoded = encode_prompts(prompts, tokenizer, policy, rollout.max_new_tokens)
-    reward_fn = reward_fn_of(score, encoded, tokenizer, rollout.micro_batch_size)
+    reward_fn = reward_fn_of(score, encoded, tokenizer, rollout.micro_batch_size, rollout.micro_batch_tokens)
     critic = _initial_critic(policy, start, config)
     steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
     with (
@@ -102,7 +102,8 @@ def train_critic(
     ):
         engine = build_engine(critic, config.optimizer, steps, "critic", run)
         sampling = Sampling.for_rollouts(tokenizer, rollout)
-        pair = SeparateActorCritic(policy, critic, {"critic": engine}, sampling, rollout.micro_batch_size)
+        limits = rollout.micro_batch_size, run.launch.logits_bytes, rollout.micro_batch_tokens
+        pair = SeparateActorCritic(policy, critic, {"critic": engine}, sampling, *limits)
         trainer = CriticTrainer(config, rollout, pair, reward_fn, encoded, run)
         metrics = trainer.run()
         history = trainer.history.rows()

@@ -148,10 +148,11 @@ def assemble(inputs: PpoInputs, context: RunContext) -> AssembledPpo:
     limits = {"kl": config.selection.max_kl, "max_new_tokens": float(config.max_new_tokens)}
     health = HealthCallback(HealthMonitor(limits, rules_for(config)), config.health)
     selection = [SelectionCallback(selector, config.selection.every, context.work / "best")] if selector else []
-    referee = reward_model_fn(inputs.referee.eval(), config.micro_batch_size) if inputs.referee is not None else None
+    pass_limits = config.micro_batch_size, config.micro_batch_tokens
+    referee = reward_model_fn(inputs.referee.eval(), *pass_limits) if inputs.referee is not None else None
     trainer = Trainer(
         learner=Learner(config, pair, reference, _ptx_data(inputs)),
-        reward_fn=reward_fn_of(inputs.reward, inputs.prompts, tokenizer, config.micro_batch_size),
+        reward_fn=reward_fn_of(inputs.reward, inputs.prompts, tokenizer, *pass_limits),
         prompts=inputs.prompts,
         decode=lambda ids: decode_reply(tokenizer, ids)[0],
         moments=copy.deepcopy(inputs.critic.moments) if inputs.critic is not None else RunningMeanStd(),

@@ -25,10 +25,11 @@ def reward_fn_of(
     prompts: TrainingPrompts,
     tokenizer: PreTrainedTokenizerBase,
     micro_batch_size: int | None,
+    micro_batch_tokens: int | None = None,
 ) -> RewardFn:
     """Make the reward function that the trainers call on tokens."""
     if isinstance(reward, ScalarModel):
-        return reward_model_fn(reward.eval(), micro_batch_size)
+        return reward_model_fn(reward.eval(), micro_batch_size, micro_batch_tokens)
     if not callable(reward):
         raise ConfigError(f"reward is a {type(reward).__name__}; give a function f(prompts, replies) or a reward model")
     function = PythonFunction(reward, f"the reward function {getattr(reward, '__name__', '')}".rstrip())

@@ -126,7 +126,7 @@ def fine_tune(
             "sft: %d of %d demonstrations are longer than %d tokens and were left out", dropped, len(train), longest
         )
     engine = build_engine(model, config.optimizer, config.steps, "sft", context)
-    task = SftTask(engine, model, examples, checks, config, pad_id(tokenizer))
+    task = SftTask(engine, model, examples, checks, config, pad_id(tokenizer), context.launch.logits_bytes)
     settings = LoopSettings("sft", config.seed, config.steps, config.eval_every, config.checkpoint)
     result = Loop(engine, task, settings, context).run()
     model = finish(engine, model)

@@ -9,6 +9,9 @@ from pydantic import Field, PositiveInt, model_validator
 
 from rlhf_core.config.model import Strict
 
+MIB = 1 << 20
+DEFAULT_LOGITS_MIB = 256
+
 
 class LaunchConfig(Strict):
     """``processes`` run on each of ``nodes`` machines, which meet at ``rendezvous`` (host:port).
@@ -17,6 +20,10 @@ class LaunchConfig(Strict):
     ``offload`` keeps the optimiser, or the parameters as well, in CPU memory. ``deepspeed`` names a JSON file that says
     both, and whatever else DeepSpeed can be told. ``frozen`` places reference, reward model and referee: on the device,
     in CPU memory between their phases, or sharded over the ranks.
+
+    ``logits_mib`` bounds the float32 logits of one chunk of positions, in MiB: losses, log-probabilities, entropies and
+    KL are computed chunk by chunk, and a training pass computes the logits of each a second time for its gradient. What
+    fits into one chunk is computed as a whole.
     """
 
     engine: Literal["local", "deepspeed"] = "local"
@@ -28,11 +35,17 @@ class LaunchConfig(Strict):
     deepspeed: str | None = None
     gradient_checkpointing: bool = False
     frozen: Literal["device", "offload", "sharded"] = "device"
+    logits_mib: PositiveInt = DEFAULT_LOGITS_MIB
 
     @property
     def ranks(self) -> int:
         """Processes on all machines together."""
         return self.processes * self.nodes
+
+    @property
+    def logits_bytes(self) -> int:
+        """``logits_mib`` in bytes."""
+        return self.logits_mib * MIB
 
     @model_validator(mode="after")
     def _consistent(self) -> LaunchConfig:

@@ -197,6 +197,7 @@ class RolloutConfig(Strict):
     min_new_tokens: NonNegativeInt = 0
     temperature: PositiveFloat = 1.0
     micro_batch_size: PositiveInt | None = None
+    micro_batch_tokens: PositiveInt | None = None
     sampling_batch_size: PositiveInt | None = None
     kl: KlConfig = KlConfig()
     reward: RewardShapingConfig = RewardShapingConfig()
@@ -205,6 +206,8 @@ class RolloutConfig(Strict):
 
 class PpoConfig(StageConfig):
     """All of PPO. ``micro_batch_size`` bounds the sequences of one pass (null: 16) and never changes a gradient;
+    with ``micro_batch_tokens``, the positions of a pass, sequences of like length fill a pass up, at most a tenth of it
+    padding, and only a given ``micro_batch_size`` bounds them too. Both hold for scoring and updates.
     ``sampling_batch_size`` bounds those sampled at once (null: all of a process), whose cache may be what does not fit.
 
     ``warmup_iterations`` raises both learning rates linearly; it replaces the optimisers' own ``warmup`` share.
@@ -227,6 +230,7 @@ class PpoConfig(StageConfig):
     minibatches: PositiveInt = 2
     epochs: PositiveInt = 1
     micro_batch_size: PositiveInt | None = None
+    micro_batch_tokens: PositiveInt | None = None
     sampling_batch_size: PositiveInt | None = None
     max_new_tokens: PositiveInt = 64
     min_new_tokens: NonNegativeInt = 0

@@ -14,7 +14,8 @@ from rlhf_core import distributed
 from rlhf_core.evaluation.generation import OnPolicyReplies
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
-from rlhf_core.sampling.token_scoring import Tokens, gather_logprobs, micro_batches, response_log_distribution
+from rlhf_core.sampling.token_scoring import Tokens, response_logits
+from rlhf_core.sampling.token_statistics import DistributionScorer
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ def _score_tokens(rollout: Rollout, model: PreTrainedModel, sampling: Sampling) 
     batch = Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
     scored = torch.zeros(rollout.logprobs.shape, dtype=torch.float64, device=rollout.logprobs.device)
     # In one pass: the rollout fitted into memory while it was sampled.
-    for rows in micro_batches(rollout.attention_mask, len(rollout.tokens)):
-        part = batch.part(rows)
-        logprobs = gather_logprobs(response_log_distribution(model, part, sampling), part.response).double()
-        scored[rows, : part.width] = logprobs.masked_fill(~part.response_mask, 0.0)
+    rows = rollout.attention_mask.sum(dim=1).argsort(stable=True)
+    part = batch.part(rows)
+    logprobs = DistributionScorer(sampling).score(response_logits(model, part), part).logprobs.double()
+    scored[rows, : part.width] = logprobs.masked_fill(~part.response_mask, 0.0)
     return scored

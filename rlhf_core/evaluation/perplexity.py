@@ -113,7 +113,7 @@ def _summed_loss(model: PreTrainedModel, batch: ReplyBatch) -> float:
     """Cross-entropy of a batch's reply tokens in nats, summed; logits and their softmax are float32."""
     if not has_plain_head(model):
         logits = selected_logits(model, batch.input_ids, batch.attention_mask, batch.select)
-        return float(token_cross_entropy(logits, batch.targets, 1))
+        return float(token_cross_entropy(logits.whole(), batch.targets, 1))
     hidden = hidden_states(model.base_model, batch.input_ids, batch.attention_mask)[batch.select]
     head = model.get_output_embeddings()
     chunks = zip(hidden.split(POSITIONS_PER_CHUNK), batch.targets.split(POSITIONS_PER_CHUNK), strict=True)

@@ -18,9 +18,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rlhf_core.memory.dry_run import ModelVariant, Moments, decoder_layers, layer_repeats, run_pass
 from rlhf_core.memory.sequence_lengths import BatchShape
 from rlhf_core.memory.tensor_memory import TensorMemory
-from rlhf_core.models.forward import has_plain_head, hidden_states
+from rlhf_core.models.forward import lazy_logits
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.ppo.kl import full_kl
+from rlhf_core.models.lazy_logits import LOGITS_BYTES, LazyLogits
 from rlhf_core.sampling.decoding_layers import decoding_layers
 from rlhf_core.sampling.distribution import (
     EvaluationSampling,
@@ -30,37 +30,32 @@ from rlhf_core.sampling.distribution import (
     log_distribution,
 )
 from rlhf_core.sampling.kv_cache import BlockCache
-from rlhf_core.sampling.token_scoring import (
-    Tokens,
-    entropy,
-    gather_logprobs,
-    response_log_distribution,
-    response_values,
-)
-from rlhf_core.training.losses import pairwise_loss, token_cross_entropy
+from rlhf_core.sampling.token_scoring import Tokens, response_logits, response_values
+from rlhf_core.sampling.token_statistics import DistributionScorer
+from rlhf_core.training.losses import chunked_cross_entropy, pairwise_loss
 
 
 @cache
-def reply_loss(model: ModelVariant, batch: BatchShape, accumulated: bool = False) -> Moments:
-    """Cross-entropy at ``batch.scored`` positions, the only ones that are unembedded.
+def reply_loss(
+    model: ModelVariant, batch: BatchShape, accumulated: bool = False, logits_bytes: int = LOGITS_BYTES
+) -> Moments:
+    """Cross-entropy at ``batch.scored`` positions, the only ones that are unembedded, ``logits_bytes`` at a time.
 
     ``accumulated`` says that the gradients of an earlier micro-batch exist already.
     """
 
     def run(memory: TensorMemory, policy: PreTrainedModel) -> Tensor:
         ids, mask = _full_rows(batch.rows, batch.width)
-        if has_plain_head(policy):
-            hidden = hidden_states(policy.base_model, ids, mask)
-            logits = policy.get_output_embeddings()(_scored_positions(hidden, batch.scored))
-        else:
-            logits = _scored_positions(policy(input_ids=ids, attention_mask=mask, use_cache=False).logits, batch.scored)
-        return token_cross_entropy(logits, torch.zeros(batch.scored, dtype=torch.long), batch.scored)
+        logits = lazy_logits(policy, ids, mask, ids, batch.width)
+        scored = LazyLogits(_scored_positions(logits.states, batch.scored), logits.head, logits.vocabulary)
+        targets = torch.zeros(batch.scored, dtype=torch.long)
+        return chunked_cross_entropy(scored, targets, batch.scored, logits_bytes)
 
     return run_pass(run, [model], accumulated)
 
 
 @cache
-def pair_loss(model: ModelVariant, batch: BatchShape) -> Moments:
+def pair_loss(model: ModelVariant, batch: BatchShape, logits_bytes: int = LOGITS_BYTES) -> Moments:
     """The reward model's loss on ``batch.rows / 2`` pairs, with imitation at ``batch.scored`` positions if any."""
 
     def run(memory: TensorMemory, reward: ScalarModel) -> Tensor:
@@ -70,7 +65,8 @@ def pair_loss(model: ModelVariant, batch: BatchShape) -> Moments:
         loss = pairwise_loss(chosen, rejected, None, pairs)
         if batch.scored:
             logits = reward.lm_logits(_scored_positions(hidden[:pairs], batch.scored))
-            loss = loss + token_cross_entropy(logits, torch.zeros(batch.scored, dtype=torch.long), batch.scored)
+            targets = torch.zeros(batch.scored, dtype=torch.long)
+            loss = loss + chunked_cross_entropy(logits, targets, batch.scored, logits_bytes)
         return loss
 
     return run_pass(run, [model])
@@ -89,19 +85,24 @@ def reply_scores(model: ModelVariant, batch: BatchShape) -> Moments:
 
 @cache
 def policy_loss(
-    model: ModelVariant, batch: BatchShape, sampling: Sampling, entropy_term: bool, exact_kl: bool, accumulated: bool
+    model: ModelVariant,
+    batch: BatchShape,
+    sampling: Sampling,
+    entropy_term: bool,
+    exact_kl: bool,
+    accumulated: bool,
+    logits_bytes: int = LOGITS_BYTES,
 ) -> Moments:
     """A policy loss on full-length replies, which may hold entropies and the exact KL to a reference."""
 
-    def run(memory: TensorMemory, policy: PreTrainedModel, *references: PreTrainedModel) -> tuple[Tensor, Tensor]:
-        tokens = _rollout_tokens(batch, sampling)
-        log_probabilities = response_log_distribution(policy, tokens, sampling)
-        loss = gather_logprobs(log_probabilities, tokens.response).sum()
-        for reference in references:
-            loss = loss + full_kl(log_probabilities, response_log_distribution(reference, tokens, sampling)).sum()
-        if entropy_term:
-            loss = loss + entropy(log_probabilities).sum()
-        return loss, log_probabilities
+    def run(memory: TensorMemory, policy: PreTrainedModel, *references: PreTrainedModel) -> Tensor:
+        tokens, scorer = _rollout_tokens(batch, sampling), DistributionScorer(sampling, logits_bytes)
+        logits = response_logits(policy, tokens)
+        with torch.no_grad():
+            other = response_logits(references[0], tokens) if references else None
+        statistics = scorer.score(logits, tokens, entropies=entropy_term, reference=other)
+        needed = [statistics.logprobs, *(one for one in (statistics.full_kl, statistics.entropy) if one is not None)]
+        return torch.stack([one.sum() for one in needed]).sum()
 
     return run_pass(run, [model, *([_reference(model)] if exact_kl else [])], accumulated)
 
@@ -118,7 +119,12 @@ def value_loss(model: ModelVariant, batch: BatchShape, sampling: Sampling, accum
 
 @cache
 def rollout_scores(
-    policy: ModelVariant, critic: ModelVariant | None, own_reference: bool, batch: BatchShape, sampling: Sampling
+    policy: ModelVariant,
+    critic: ModelVariant | None,
+    own_reference: bool,
+    batch: BatchShape,
+    sampling: Sampling,
+    logits_bytes: int = LOGITS_BYTES,
 ) -> Moments:
     """Policy, reference and critic over a micro-batch of full-length replies, without gradient.
 
@@ -127,13 +133,11 @@ def rollout_scores(
 
     def run(memory: TensorMemory, policy: PreTrainedModel, *others: Any) -> None:
         tokens = _rollout_tokens(batch, sampling)
-        log_probabilities = response_log_distribution(policy, tokens, sampling)
+        logits = response_logits(policy, tokens)
         if critic is not None:
             response_values(others[-1], tokens)
-        reference = log_probabilities if own_reference else response_log_distribution(others[0], tokens, sampling)
-        gather_logprobs(reference, tokens.response)
-        full_kl(log_probabilities, reference)
-        entropy(log_probabilities)
+        reference = logits if own_reference else response_logits(others[0], tokens)
+        DistributionScorer(sampling, logits_bytes).score(logits, tokens, entropies=True, reference=reference)
 
     references = [] if own_reference else [_reference(policy)]
     return run_pass(run, [policy.in_inference, *references, *([critic.in_inference] if critic else [])])
@@ -141,11 +145,11 @@ def rollout_scores(
 
 @cache
 def reply_logprobs(model: ModelVariant, batch: BatchShape, sampling: Sampling) -> Moments:
-    """Log-probabilities of full-length replies under one model, without gradient."""
+    """Log-probabilities of full-length replies under one model, without gradient, in chunks of the default size."""
 
     def run(memory: TensorMemory, policy: PreTrainedModel) -> Tensor:
         tokens = _rollout_tokens(batch, sampling)
-        return gather_logprobs(response_log_distribution(policy, tokens, sampling), tokens.response)
+        return DistributionScorer(sampling).score(response_logits(policy, tokens), tokens).logprobs
 
     return run_pass(run, [model.in_inference])
 
@@ -241,9 +245,18 @@ def _full_rows(rows: int, width: int) -> tuple[Tensor, Tensor]:
     return ids, torch.ones_like(ids)
 
 
+class FullTokens(Tokens):
+    """Replies of full length, which is known without looking at their mask."""
+
+    @property
+    def real_positions(self) -> Tensor:
+        """Numbers of all response positions (B * T,)."""
+        return torch.arange(self.response_mask.numel())
+
+
 def _rollout_tokens(batch: BatchShape, sampling: Sampling) -> Tokens:
     ids, mask = _full_rows(batch.rows, batch.width)
-    return Tokens(ids, mask, torch.ones(batch.rows, sampling.max_new_tokens, dtype=torch.bool))
+    return FullTokens(ids, mask, torch.ones(batch.rows, sampling.max_new_tokens, dtype=torch.bool))
 
 
 def _reference(policy: ModelVariant) -> ModelVariant:

@@ -17,6 +17,7 @@ from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.loading.load import Params
 from rlhf_core.memory.dry_run import ModelSize
 from rlhf_core.memory.tensor_memory import MemoryUse
+from rlhf_core.models.lazy_logits import LOGITS_BYTES
 from rlhf_core.models.nf4 import BLOCK
 from rlhf_core.models.precision import weights_precision
 from rlhf_core.training.engine.zero_config import zero_config
@@ -61,6 +62,7 @@ class ParallelLayout:
     gradient_checkpointing: bool = False
     frozen: Literal["device", "offload", "sharded"] = "device"
     bucket_elements: int = BUCKET_ELEMENTS
+    logits_bytes: int = LOGITS_BYTES
 
     @property
     def element(self) -> int:
@@ -106,6 +108,7 @@ def parallel_layout(params: Params, stage: str, root: Path) -> ParallelLayout:
         gradient_checkpointing=launch.gradient_checkpointing,
         frozen=launch.frozen,
         bucket_elements=int(zero.get("reduce_bucket_size", BUCKET_ELEMENTS)),
+        logits_bytes=launch.logits_bytes,
     )
 
 

@@ -33,12 +33,13 @@ def sft_stage(inputs: StageInputs) -> StageEstimate:
     if config.steps == 0:
         policy = inputs.on_device("policy", "causal_lm")
     micro = min(config.micro_batch_size or config.batch_size, rows)
-    held_out = data.batch(config.micro_batch_size or EVALUATION_ROWS)
-    phases = {
-        "evaluation": largest(passes.reply_loss(policy.variant.in_inference, held_out)) + _at_work([policy]),
-    }
+    held_out, limit = data.batch(config.micro_batch_size or EVALUATION_ROWS), inputs.layout.logits_bytes
+    evaluation = passes.reply_loss(policy.variant.in_inference, held_out, logits_bytes=limit)
+    phases = {"evaluation": largest(evaluation) + _at_work([policy])}
     if config.steps > 0:
-        phases["update"] = policy.peak_of_update(passes.reply_loss(policy.variant, data.batch(micro), rows > micro))
+        phases["update"] = policy.peak_of_update(
+            passes.reply_loss(policy.variant, data.batch(micro), rows > micro, limit)
+        )
         phases["step"] = _optimizer_step([policy])
     return _stage("sft", inputs, [policy], phases, _whole(policy))
 
@@ -53,7 +54,7 @@ def reward_stage(inputs: StageInputs, stage: Literal["reward", "referee", "judge
     batch, pairs = lengths.pairs(limits.token_budget, limits.min_pairs, limits.max_pairs)
     own = inputs.layout.share(pairs)
     imitated = -(-batch.scored * own // pairs) if config.imitation > 0 else 0
-    update = passes.pair_loss(model.variant, BatchShape(2 * own, batch.width, imitated))
+    update = passes.pair_loss(model.variant, BatchShape(2 * own, batch.width, imitated), inputs.layout.logits_bytes)
     scored = max(1, min(SCORING_ROWS, SCORING_TOKENS // lengths.width))
     held_out = passes.reply_scores(model.variant, BatchShape(scored, lengths.width))
     phases = {"evaluation": largest(held_out) + _at_work([model])}
@@ -105,7 +106,7 @@ def ppo_stage(inputs: StageInputs) -> StageEstimate:
     if config.ptx.weight > 0:
         rows = inputs.layout.share(config.ptx.batch_size)
         texts = inputs.lengths.ptx.batch(min(config.micro_batch_size or config.ptx.batch_size, rows))
-        update = passes.reply_loss(policy.variant, texts, accumulated=True)
+        update = passes.reply_loss(policy.variant, texts, True, inputs.layout.logits_bytes)
         phases["update ptx"] = policy.peak_of_update(update) + held
     if critic is not None:
         update_of_critic = _critic_update(inputs, config.batch_size, config.minibatches, critic)
@@ -205,10 +206,15 @@ def _rollout_phases(
     held = _rollout_tensors(inputs, batch) + at_work
     rows = inputs.layout.share(batch)
     together = min(inputs.params.ppo.sampling_batch_size or rows, rows)
-    part = inputs.rollout_batch(min(inputs.params.ppo.micro_batch_size or MICRO_BATCH, rows))
+    part = inputs.rollout_batch(_rows_per_pass(inputs, rows))
     generation = passes.generation(policy.variant, together, inputs.lengths.prompt, inputs.sampling)
     scoring = passes.rollout_scores(
-        policy.variant, critic.variant if critic else None, policy not in trained, part, inputs.sampling
+        policy.variant,
+        critic.variant if critic else None,
+        policy not in trained,
+        part,
+        inputs.sampling,
+        inputs.layout.logits_bytes,
     )
     rewards = passes.reply_scores(inputs.variant("scalar"), part)
     return {
@@ -218,10 +224,19 @@ def _rollout_phases(
     }
 
 
+def _rows_per_pass(inputs: StageInputs, rows: int) -> int:
+    """Sequences of full length in one pass of scoring or of an update, of ``rows`` in all."""
+    ppo = inputs.params.ppo
+    if ppo.micro_batch_tokens is None:
+        return min(ppo.micro_batch_size or MICRO_BATCH, rows)
+    filled = max(ppo.micro_batch_tokens // inputs.rollout_batch(1).width, 1)
+    return min(filled, ppo.micro_batch_size or filled, rows)
+
+
 def _policy_update(inputs: StageInputs, policy: ModelRole) -> MemoryUse:
     config = inputs.params.ppo
     rows = inputs.layout.share(-(-config.batch_size // config.minibatches))
-    micro = min(config.micro_batch_size or MICRO_BATCH, rows)
+    micro = _rows_per_pass(inputs, rows)
     exact_kl = config.kl.placement == "loss" and config.kl.estimator == "full" and config.kl.coefficient > 0
     moments = passes.policy_loss(
         policy.variant,
@@ -230,13 +245,14 @@ def _policy_update(inputs: StageInputs, policy: ModelRole) -> MemoryUse:
         entropy_term=config.entropy.kind != "off",
         exact_kl=exact_kl,
         accumulated=rows > micro,
+        logits_bytes=inputs.layout.logits_bytes,
     )
     return policy.peak_of_update(moments)
 
 
 def _critic_update(inputs: StageInputs, batch: int, minibatches: int, critic: ModelRole) -> MemoryUse:
     rows = inputs.layout.share(-(-batch // minibatches))
-    micro = min(inputs.params.ppo.micro_batch_size or MICRO_BATCH, rows)
+    micro = _rows_per_pass(inputs, rows)
     moments = passes.value_loss(critic.variant, inputs.rollout_batch(micro), inputs.sampling, accumulated=rows > micro)
     return critic.peak_of_update(moments)
 

@@ -6,8 +6,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import ModelError
-from rlhf_core.models.forward import has_plain_head, hidden_states
+from rlhf_core.models.forward import has_plain_head, hidden_states, lazy_logits, unembedded
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.lazy_logits import LazyLogits
 
 POLICY = "policy."  # what the policy's parameters are called inside
 
@@ -44,20 +45,14 @@ class ActorCritic(nn.Module):
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, logits_to_keep: int
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[LazyLogits, Tensor]:
         """Logits of the last ``logits_to_keep`` positions (B, logits_to_keep, V) and values (B, L), in one pass."""
         hidden = hidden_states(self.policy.base_model, input_ids, attention_mask, position_ids)
         if has_plain_head(self.policy):
-            logits = self.policy.get_output_embeddings()(hidden[:, -logits_to_keep:])
+            logits = unembedded(self.policy, hidden[:, -logits_to_keep:])
         else:
             # Such a model does more to its logits than unembed, so that only its own forward is right.
-            logits = self.policy(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                use_cache=False,
-                logits_to_keep=logits_to_keep,
-            ).logits
+            logits = lazy_logits(self.policy, input_ids, attention_mask, position_ids, logits_to_keep)
         return logits, self._values(hidden)
 
     def _values(self, hidden: Tensor) -> Tensor:

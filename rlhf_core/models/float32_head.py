@@ -8,7 +8,7 @@ Off-Policy RL Training"; MiniMax 2025, "MiniMax-M1", section 3.2). Float32 model
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -26,6 +26,17 @@ class Float32Linear(nn.Linear):
         """(..., in) -> float32 (..., out)."""
         bias = self.bias.float() if self.bias is not None else None
         return functional.linear(input.float(), self.weight.float(), bias)
+
+    def repeatable(self) -> Callable[[Tensor], Tensor]:
+        """The same function for many calls, with the float32 weights made once.
+
+        Gradients of all calls are then added up in float32, before they are rounded to the weight's precision. A weight
+        that exists only during a call, since it is sharded, is converted in every call.
+        """
+        if not self.weight.numel():
+            return self
+        weight, bias = self.weight.float(), self.bias.float() if self.bias is not None else None
+        return lambda input: functional.linear(input.float(), weight, bias)
 
 
 def float32_linear(layer: nn.Linear) -> Float32Linear:

@@ -1,9 +1,17 @@
-"""Forward passes: positions from masks, and logits at selected positions only."""
+"""Forward passes: positions from masks, and logits at chosen positions only."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from rlhf_core.models.lazy_logits import LazyLogits
+
+Result = TypeVar("Result")
 
 # Settings by which some architectures change logits after the unembedding: with one of them only the model's own
 # forward gives the right logits.
@@ -43,17 +51,42 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     return model.get_output_embeddings() is not None and not any(settings)
 
 
-def selected_logits(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, select: Tensor) -> Tensor:
+def selected_logits(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, select: Tensor) -> LazyLogits:
     """Next-token logits of a causal LM at the positions where ``select`` (bool, B, L) holds: (N, V), row-major order.
 
     Only the N selected hidden states are unembedded: with prompts masked that is a third to a half of the work of a
     small model with a large vocabulary.
     """
-    if not has_plain_head(model):
-        positions = position_ids_from_mask(attention_mask)
-        logits: Tensor = model(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
-        ).logits
-        return logits[select]
-    selected: Tensor = model.get_output_embeddings()(hidden_states(model.base_model, input_ids, attention_mask)[select])
-    return selected
+    logits = lazy_logits(model, input_ids, attention_mask, position_ids_from_mask(attention_mask), input_ids.shape[1])
+    return LazyLogits(logits.states[select], logits.head, logits.vocabulary)
+
+
+def lazy_logits(
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, keep: int
+) -> LazyLogits:
+    """Next-token logits of a causal LM at the last ``keep`` positions: (B, L) three times -> (B, keep, V).
+
+    The model may be wrapped: the reference is a policy with its adapters off, or a model whose weights are sharded.
+    """
+    if has_plain_head(model):
+        backbone = partial(hidden_states, model.base_model, input_ids, attention_mask, position_ids)
+        return unembedded(model, run_as_wrapped(model, backbone)[:, -keep:])
+    logits: Tensor = model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        use_cache=False,
+        logits_to_keep=keep,
+    ).logits
+    return LazyLogits(logits, nn.Identity(), logits.shape[-1])
+
+
+def unembedded(model: PreTrainedModel, hidden: Tensor) -> LazyLogits:
+    """Logits (..., V) of the last hidden states (..., H) of a causal LM with a plain head."""
+    return LazyLogits(hidden, model.get_output_embeddings(), model.config.get_text_config().vocab_size)
+
+
+def run_as_wrapped(model: PreTrainedModel, compute: Callable[[], Result]) -> Result:
+    """Return ``compute``, a pass of parts of a language model, run as its wrapper demands where it has one."""
+    run: Callable[[Callable[[], Result]], Result] | None = getattr(model, "run", None)
+    return compute() if run is None else run(compute)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -26,6 +27,7 @@ from rlhf_core.errors import ModelError
 from rlhf_core.models.float32_head import LOW_PRECISION, float32_linear
 from rlhf_core.models.forward import embedding_weight, hidden_states, last_token_indices
 from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, save_folder
+from rlhf_core.models.lazy_logits import LazyLogits
 from rlhf_core.models.lora import add_adapters
 from rlhf_core.models.lower_layers import keep_lower_layers
 from rlhf_core.models.reply_pooling import mean_over_reply, mean_so_far
@@ -169,12 +171,12 @@ class ScalarModel(nn.Module):
         """The scalar of each row's reply, read as :meth:`pool` says: (B, L) -> (B,)."""
         return self.scores(self.pool(self.hidden(input_ids, attention_mask), attention_mask, reply_mask))
 
-    def lm_logits(self, hidden: Tensor) -> Tensor:
+    def lm_logits(self, hidden: Tensor) -> LazyLogits:
         """Next-token logits of hidden states, for the imitation loss: (..., H) -> (..., V)."""
         weight = self.unembedding if self.unembedding is not None else embedding_weight(self.model)
         if weight.dtype in LOW_PRECISION:
             hidden, weight = hidden.float(), weight.float()
-        return functional.linear(hidden, weight)
+        return LazyLogits(hidden, partial(functional.linear, weight=weight), weight.shape[0])
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Same as :meth:`token_scores`."""

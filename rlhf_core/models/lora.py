@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from rlhf_core.config.lora import LoraConfig
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.models.io import quiet
 from rlhf_core.models.nf4 import is_linear, pack_linear_layers, unpack_linear_layers
+
+Result = TypeVar("Result")
 
 MISSING = "lora is set, but peft is not installed: pip install 'rlhf-pipeline[lora]', or remove the setting"
 
@@ -101,8 +103,12 @@ class WithoutAdapters:
 
     def __call__(self, **inputs: Any) -> Any:
         """Run the model's forward with the adapters off."""
+        return self.run(lambda: self.model(**inputs))
+
+    def run(self, compute: Callable[[], Result]) -> Result:
+        """Return ``compute``, which runs parts of the model, with the adapters off meanwhile."""
         with adapters_off(self.model):
-            return self.model(**inputs)
+            return compute()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)

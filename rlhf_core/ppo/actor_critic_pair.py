@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -18,17 +19,20 @@ from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.models.actor_critic import ActorCritic, policy_weights
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.lazy_logits import LOGITS_BYTES, LazyLogits
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.loss_reduction import StepSize
 from rlhf_core.ppo.metrics import MetricRecord, total
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.micro_batches import MicroBatchLimits
 from rlhf_core.sampling.token_scoring import (
     Tokens,
     TokenScorer,
-    policy_and_values,
-    response_log_distribution,
+    logits_and_values,
+    response_logits,
     response_values,
 )
+from rlhf_core.sampling.token_statistics import DistributionScorer, TokenStatistics
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.run_context import RunContext
@@ -37,13 +41,29 @@ Metrics = TypeVar("Metrics", bound=MetricRecord)
 PolicyMetricsT = TypeVar("PolicyMetricsT", bound=MetricRecord)
 ValueMetricsT = TypeVar("ValueMetricsT", bound=MetricRecord)
 MetricsCo = TypeVar("MetricsCo", bound=MetricRecord, covariant=True)
+OutputsContra = TypeVar("OutputsContra", contravariant=True)
 
 
-class Objective(Protocol[MetricsCo]):
-    """The loss of one model in one optimiser step."""
+class Objective(Protocol[OutputsContra, MetricsCo]):
+    """The loss of one model in one optimiser step, from what the model says of a micro-batch."""
 
-    def loss(self, outputs: Tensor, batch: Experience, size: StepSize) -> tuple[Tensor, MetricsCo]:
+    def loss(self, outputs: OutputsContra, batch: Experience, size: StepSize) -> tuple[Tensor, MetricsCo]:
         """The share of one micro-batch in the loss of a step of ``size``, a scalar, and its share in the metrics."""
+
+
+ValueLoss = Objective[Tensor, MetricsCo]
+
+
+class PolicyLoss(Objective[TokenStatistics, MetricsCo], Protocol[MetricsCo]):
+    """The policy's loss. It says what it needs beside the log-probabilities of tokens."""
+
+    @property
+    def entropy_weight(self) -> float:
+        """Weight of the entropies; with 0 they are not computed."""
+
+    @property
+    def exact_kl_reference(self) -> PreTrainedModel | None:
+        """The model to which the exact KL over the vocabulary is needed; None where it is not."""
 
 
 class ActorCriticPair(Protocol):
@@ -58,8 +78,8 @@ class ActorCriticPair(Protocol):
         """The training distribution."""
 
     @property
-    def micro_batch_size(self) -> int | None:
-        """Sequences of one pass; None for the default."""
+    def limits(self) -> MicroBatchLimits:
+        """Sequences and positions of one pass."""
 
     @property
     def engines(self) -> Mapping[str, Engine]:
@@ -69,14 +89,26 @@ class ActorCriticPair(Protocol):
     def critic_engines(self) -> Mapping[str, Engine]:
         """The engines whose steps leave the policy as it is."""
 
-    def predict(self, batch: Tokens) -> tuple[Tensor, Tensor]:
-        """Log-distribution (B, T, V) and values (B, T; NaN without a critic), outside of any training step."""
+    @property
+    def scorer(self) -> DistributionScorer:
+        """Computes log-probabilities, entropies and KL under the training distribution."""
 
-    def log_distribution(self, batch: Tokens) -> Tensor:
-        """The current policy's log-distribution (B, T, V), in a pass that its engine knows of."""
+    def predict(self, batch: Tokens) -> tuple[LazyLogits, Tensor]:
+        """Logits (B, T + 1, V) and values (B, T; NaN without a critic), outside of any training step."""
+
+    def score_tokens(
+        self, batch: Tokens, *, entropies: bool = False, reference: PreTrainedModel | None = None
+    ) -> TokenStatistics:
+        """What the current policy says of response tokens, in a pass that its engine knows of.
+
+        Args:
+            batch: The replies.
+            entropies: Whether to compute entropies.
+            reference: A model to which to compute the exact KL.
+        """
 
     def accumulate_gradients(
-        self, minibatch: Experience, policy: Objective[PolicyMetricsT], value: Objective[ValueMetricsT]
+        self, minibatch: Experience, policy: PolicyLoss[PolicyMetricsT], value: ValueLoss[ValueMetricsT]
     ) -> tuple[PolicyMetricsT, ValueMetricsT | None]:
         """Backward passes of both losses over a minibatch, in micro-batches that never change the gradient.
 
@@ -85,7 +117,7 @@ class ActorCriticPair(Protocol):
         """
 
     def accumulate_value_gradients(
-        self, minibatch: Experience, value: Objective[ValueMetricsT]
+        self, minibatch: Experience, value: ValueLoss[ValueMetricsT]
     ) -> ValueMetricsT | None:
         """Backward passes of the value loss alone; None, and nothing done, where they would move the policy."""
 
@@ -108,43 +140,59 @@ class SeparateActorCritic:
     engines: Mapping[str, Engine]
     sampling: Sampling
     micro_batch_size: int | None = None
+    logits_bytes: int = LOGITS_BYTES
+    micro_batch_tokens: int | None = None
+
+    @property
+    def limits(self) -> MicroBatchLimits:
+        """Those of one pass."""
+        return MicroBatchLimits(self.micro_batch_size, self.micro_batch_tokens)
 
     @property
     def critic_engines(self) -> Mapping[str, Engine]:
         """The critic's."""
         return {"critic": self.engines["critic"]}
 
-    def predict(self, batch: Tokens) -> tuple[Tensor, Tensor]:
-        """One pass of each model."""
-        return response_log_distribution(self.policy, batch, self.sampling), response_values(self.critic, batch)
+    @property
+    def scorer(self) -> DistributionScorer:
+        """One that keeps to ``logits_bytes``."""
+        return DistributionScorer(self.sampling, self.logits_bytes)
 
-    def log_distribution(self, batch: Tokens) -> Tensor:
-        """One pass of the policy."""
-        forward = partial(response_log_distribution, self.policy, batch, self.sampling)
-        return self.engines["policy"].forward(forward)
+    def predict(self, batch: Tokens) -> tuple[LazyLogits, Tensor]:
+        """One pass of each model."""
+        return response_logits(self.policy, batch), response_values(self.critic, batch)
+
+    def score_tokens(
+        self, batch: Tokens, *, entropies: bool = False, reference: PreTrainedModel | None = None
+    ) -> TokenStatistics:
+        """One pass of the policy, and one of the reference."""
+        return score_in_engine(self.engines["policy"], self.policy, self.scorer, batch, entropies, reference)
 
     def accumulate_gradients(
-        self, minibatch: Experience, policy: Objective[PolicyMetricsT], value: Objective[ValueMetricsT]
+        self, minibatch: Experience, policy: PolicyLoss[PolicyMetricsT], value: ValueLoss[ValueMetricsT]
     ) -> tuple[PolicyMetricsT, ValueMetricsT]:
         """Passes of the policy over the whole minibatch, then those of the critic."""
         return self.accumulate_policy_gradients(minibatch, policy), self.accumulate_value_gradients(minibatch, value)
 
-    def accumulate_policy_gradients(self, minibatch: Experience, policy: Objective[PolicyMetricsT]) -> PolicyMetricsT:
+    def accumulate_policy_gradients(self, minibatch: Experience, policy: PolicyLoss[PolicyMetricsT]) -> PolicyMetricsT:
         """Passes of the policy over the whole minibatch."""
 
         def loss(batch: Experience, size: StepSize) -> tuple[Tensor, PolicyMetricsT]:
-            return policy.loss(self.log_distribution(batch.batch), batch, size)
+            tokens = self.score_tokens(
+                batch.batch, entropies=policy.entropy_weight != 0, reference=policy.exact_kl_reference
+            )
+            return policy.loss(tokens, batch, size)
 
-        return accumulate(self.engines["policy"], minibatch, self.micro_batch_size, loss)
+        return accumulate(self.engines["policy"], minibatch, self.limits, loss)
 
-    def accumulate_value_gradients(self, minibatch: Experience, value: Objective[ValueMetricsT]) -> ValueMetricsT:
+    def accumulate_value_gradients(self, minibatch: Experience, value: ValueLoss[ValueMetricsT]) -> ValueMetricsT:
         """Passes of the critic over the whole minibatch."""
         engine = self.engines["critic"]
 
         def loss(batch: Experience, size: StepSize) -> tuple[Tensor, ValueMetricsT]:
             return value.loss(engine.forward(partial(response_values, self.critic, batch.batch)), batch, size)
 
-        return accumulate(engine, minibatch, self.micro_batch_size, loss)
+        return accumulate(engine, minibatch, self.limits, loss)
 
     def policy_weights(self) -> dict[str, Tensor]:
         """Gathered by the policy's engine."""
@@ -163,6 +211,13 @@ class SharedActorCritic:
     engine: Engine
     sampling: Sampling
     micro_batch_size: int | None = None
+    logits_bytes: int = LOGITS_BYTES
+    micro_batch_tokens: int | None = None
+
+    @property
+    def limits(self) -> MicroBatchLimits:
+        """Those of one pass."""
+        return MicroBatchLimits(self.micro_batch_size, self.micro_batch_tokens)
 
     @property
     def policy(self) -> PreTrainedModel:
@@ -179,31 +234,42 @@ class SharedActorCritic:
         """None: every step moves the backbone, and the policy with it."""
         return {}
 
-    def predict(self, batch: Tokens) -> tuple[Tensor, Tensor]:
-        """One pass of the backbone."""
-        return policy_and_values(self.model, batch, self.sampling)
+    @property
+    def scorer(self) -> DistributionScorer:
+        """One that keeps to ``logits_bytes``."""
+        return DistributionScorer(self.sampling, self.logits_bytes)
 
-    def log_distribution(self, batch: Tokens) -> Tensor:
-        """One pass of the policy."""
-        return self.engine.forward(partial(response_log_distribution, self.policy, batch, self.sampling))
+    def predict(self, batch: Tokens) -> tuple[LazyLogits, Tensor]:
+        """One pass of the backbone."""
+        return logits_and_values(self.model, batch)
+
+    def score_tokens(
+        self, batch: Tokens, *, entropies: bool = False, reference: PreTrainedModel | None = None
+    ) -> TokenStatistics:
+        """One pass of the policy, and one of the reference."""
+        return score_in_engine(self.engine, self.policy, self.scorer, batch, entropies, reference)
 
     def accumulate_gradients(
-        self, minibatch: Experience, policy: Objective[PolicyMetricsT], value: Objective[ValueMetricsT]
+        self, minibatch: Experience, policy: PolicyLoss[PolicyMetricsT], value: ValueLoss[ValueMetricsT]
     ) -> tuple[PolicyMetricsT, ValueMetricsT]:
         """One pass of the backbone for both losses."""
         size = StepSize.of(minibatch.response_mask)
         policy_parts, value_parts = [], []
-        for batch, weight in minibatch.micro_batches(self.micro_batch_size):
-            forward = partial(policy_and_values, self.model, batch.batch, self.sampling)
-            log_probabilities, values = self.engine.forward(forward)
-            policy_loss, policy_metrics = policy.loss(log_probabilities, batch, size)
+        for batch, weight in minibatch.micro_batches(self.limits):
+            tokens, values = self.engine.forward(partial(self._forward, batch.batch, policy))
+            policy_loss, policy_metrics = policy.loss(tokens, batch, size)
             value_loss, value_metrics = value.loss(values, batch, size)
             self.engine.backward(weight * (policy_loss + value_loss))
             policy_parts.append((policy_metrics, weight))
             value_parts.append((value_metrics, weight))
         return total(policy_parts), total(value_parts)
 
-    def accumulate_value_gradients(self, minibatch: Experience, value: Objective[ValueMetricsT]) -> None:
+    def _forward(self, batch: Tokens, policy: PolicyLoss[PolicyMetricsT]) -> tuple[TokenStatistics, Tensor]:
+        logits, values = logits_and_values(self.model, batch)
+        reference = frozen_logits(policy.exact_kl_reference, batch)
+        return self.scorer.score(logits, batch, entropies=policy.entropy_weight != 0, reference=reference), values
+
+    def accumulate_value_gradients(self, minibatch: Experience, value: ValueLoss[ValueMetricsT]) -> None:
         """Nothing: the value loss alone would move the policy."""
 
     def policy_weights(self) -> dict[str, Tensor]:
@@ -215,16 +281,40 @@ class SharedActorCritic:
         return finish(self.engine, self.model).policy
 
 
+def score_in_engine(
+    engine: Engine,
+    policy: PreTrainedModel,
+    scorer: DistributionScorer,
+    batch: Tokens,
+    entropies: bool,
+    reference: PreTrainedModel | None,
+) -> TokenStatistics:
+    """:meth:`ActorCriticPair.score_tokens` of a policy that ``engine`` trains."""
+
+    def forward() -> dict[str, Tensor]:  # engines look for tensors in what a pass returns
+        logits = response_logits(policy, batch)
+        other = frozen_logits(reference, batch)
+        return scorer.score(logits, batch, entropies=entropies, reference=other).tensors()
+
+    return TokenStatistics(**engine.forward(forward))
+
+
+@torch.no_grad()
+def frozen_logits(reference: PreTrainedModel | None, batch: Tokens) -> LazyLogits | None:
+    """Logits of the reference at response positions, where there is one."""
+    return response_logits(reference, batch) if reference is not None else None
+
+
 def accumulate(
     engine: Engine,
     minibatch: Experience,
-    micro_batch_size: int | None,
+    limits: MicroBatchLimits,
     loss_of: Callable[[Experience, StepSize], tuple[Tensor, Metrics]],
 ) -> Metrics:
     """Backward passes of one loss over a minibatch; returns the metrics of the whole minibatch over all ranks."""
     size = StepSize.of(minibatch.response_mask)
     parts = []
-    for batch, weight in minibatch.micro_batches(micro_batch_size):
+    for batch, weight in minibatch.micro_batches(limits):
         loss, metrics = loss_of(batch, size)
         engine.backward(weight * loss)
         parts.append((metrics, weight))
@@ -249,7 +339,8 @@ def separate_actor_critic(
         "policy": policy_engine(config, policy, context),
         "critic": _engine(config, critic, config.critic_optimizer, "critic", context),
     }
-    return SeparateActorCritic(policy, critic, engines, sampling, config.micro_batch_size)
+    limits = config.micro_batch_size, context.launch.logits_bytes, config.micro_batch_tokens
+    return SeparateActorCritic(policy, critic, engines, sampling, *limits)
 
 
 def shared_actor_critic(
@@ -258,7 +349,8 @@ def shared_actor_critic(
     """Put the critic's head on the policy, and build the one engine with the schedule of a PPO run."""
     model = ActorCritic.with_head_of(critic, policy)
     engine = policy_engine(config, model, context)
-    return SharedActorCritic(model, engine, sampling, config.micro_batch_size)
+    limits = config.micro_batch_size, context.launch.logits_bytes, config.micro_batch_tokens
+    return SharedActorCritic(model, engine, sampling, *limits)
 
 
 def policy_engine(config: PpoConfig, policy: nn.Module, context: RunContext) -> Engine:

@@ -1,6 +1,6 @@
 """The entropy term of the policy's loss: a bonus, or MOSS-RLHF's target form (algorithms.md §6; paper, section 5.3.2).
 
-Off in PPO-max. Shapes: B sequences, T response positions, V vocabulary.
+Off in PPO-max. Shapes: B sequences, T response positions.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from rlhf_core.config.ppo import EntropyConfig
 from rlhf_core.ppo.loss_reduction import StepSize, masked_sum
-from rlhf_core.sampling.token_scoring import entropy
 
 
 def entropy_sign(config: EntropyConfig, mean_entropy: float | None) -> float:
@@ -23,6 +22,6 @@ def entropy_sign(config: EntropyConfig, mean_entropy: float | None) -> float:
     return -1.0 if config.kind == "bonus" else 0.0
 
 
-def entropy_term(log_probabilities: Tensor, mask: Tensor, size: StepSize, weight: float) -> Tensor | float:
-    """``weight * H`` of a micro-batch (B, T, V), a scalar; H is the mean over the tokens of the whole step."""
-    return weight * masked_sum(entropy(log_probabilities), mask) / size.tokens if weight else 0.0
+def entropy_term(entropies: Tensor, mask: Tensor, size: StepSize, weight: float) -> Tensor:
+    """``weight * H`` of a micro-batch's entropies (B, T), a scalar; H is the mean over the tokens of the whole step."""
+    return weight * masked_sum(entropies, mask) / size.tokens

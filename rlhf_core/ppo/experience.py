@@ -14,7 +14,8 @@ from torch import Tensor
 
 from rlhf_core.data.batching import epoch_order
 from rlhf_core.sampling.generation import Rollout
-from rlhf_core.sampling.token_scoring import Tokens, shared_micro_batches
+from rlhf_core.sampling.micro_batches import MicroBatchLimits
+from rlhf_core.sampling.token_scoring import Tokens
 
 
 @dataclass(frozen=True)
@@ -111,16 +112,25 @@ class Experience:
             if rows:
                 yield self.select(rows)
 
-    def micro_batches(self, size: int | None) -> Iterator[tuple[Experience, float]]:
-        """This rank's rows in parts of similar length, each with the weight of its terms; see ``data.sharding.passes``.
-
-        Padding that a part does not need is cut off on both sides.
-        """
-        for rows, weight in shared_micro_batches(self.attention_mask, size):
-            part = self.batch.part(rows)
-            columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
-            cut = {name: values[:, : part.width] if values.dim() == 2 else values for name, values in columns.items()}
-            yield Experience(part.tokens, part.attention_mask, part.response_mask, **cut), weight
+    def micro_batches(self, limits: MicroBatchLimits) -> Iterator[tuple[MicroExperience, float]]:
+        """This rank's rows in parts of similar length, each with the weight of its terms, without needless padding."""
+        for micro in limits.split(self.batch):
+            columns = {name: getattr(self, name)[micro.rows] for name in _COLUMNS}
+            width = micro.tokens.width
+            cut = {name: values[:, :width] if values.dim() == 2 else values for name, values in columns.items()}
+            yield MicroExperience(**vars(micro.tokens), **cut), micro.weight
 
 
 _COLUMNS = tuple(field.name for field in fields(Experience))[3:]  # all but what ``Tokens`` has
+
+
+@dataclass(frozen=True)
+class MicroExperience(Experience):
+    """The rows of one pass, whose replies may begin in columns of their own; see ``Tokens``."""
+
+    reply_starts: Tensor | None = None
+
+    @property
+    def batch(self) -> Tokens:
+        """What models see of it."""
+        return Tokens(self.tokens, self.attention_mask, self.response_mask, self.reply_starts)

@@ -2,7 +2,9 @@
 
 The penalty itself is applied in the token rewards (``rewards.py``) or in the policy loss (``policy_loss.py``).
 
-Shapes: B sequences, T response positions, V vocabulary. All divergences are in nats.
+The exact KL over the vocabulary is computed with the log-probabilities (``sampling/token_statistics.py``).
+
+Shapes: B sequences, T response positions. All divergences are in nats.
 """
 
 from __future__ import annotations
@@ -31,11 +33,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: SampledEstima
     if estimator == "k2":
         return difference.square() / 2
     return torch.expm1(-difference) + difference
-
-
-def full_kl(log_probabilities: Tensor, ref_log_probabilities: Tensor) -> Tensor:
-    """Exact KL over the vocabulary at every position: two (B, T, V) log-distributions -> (B, T)."""
-    return (log_probabilities.exp() * (log_probabilities - ref_log_probabilities)).sum(dim=-1)
 
 
 class KlController:

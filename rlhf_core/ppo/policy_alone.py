@@ -8,18 +8,28 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.ppo.actor_critic_pair import Objective, PolicyMetricsT, ValueMetricsT, accumulate, policy_engine
+from rlhf_core.models.lazy_logits import LOGITS_BYTES, LazyLogits
+from rlhf_core.ppo.actor_critic_pair import (
+    PolicyLoss,
+    PolicyMetricsT,
+    ValueLoss,
+    ValueMetricsT,
+    accumulate,
+    policy_engine,
+    score_in_engine,
+)
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.loss_reduction import StepSize
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.token_scoring import Tokens, response_log_distribution
+from rlhf_core.sampling.micro_batches import MicroBatchLimits
+from rlhf_core.sampling.token_scoring import Tokens, response_logits
+from rlhf_core.sampling.token_statistics import DistributionScorer, TokenStatistics
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.engine.factory import finish
 from rlhf_core.training.run_context import RunContext
@@ -33,6 +43,13 @@ class PolicyAlone:
     engine: Engine
     sampling: Sampling
     micro_batch_size: int | None = None
+    logits_bytes: int = LOGITS_BYTES
+    micro_batch_tokens: int | None = None
+
+    @property
+    def limits(self) -> MicroBatchLimits:
+        """Those of one pass."""
+        return MicroBatchLimits(self.micro_batch_size, self.micro_batch_tokens)
 
     @property
     def engines(self) -> Mapping[str, Engine]:
@@ -44,26 +61,36 @@ class PolicyAlone:
         """None."""
         return {}
 
-    def predict(self, batch: Tokens) -> tuple[Tensor, Tensor]:
+    @property
+    def scorer(self) -> DistributionScorer:
+        """One that keeps to ``logits_bytes``."""
+        return DistributionScorer(self.sampling, self.logits_bytes)
+
+    def predict(self, batch: Tokens) -> tuple[LazyLogits, Tensor]:
         """One pass of the policy."""
         values = torch.full(batch.response_mask.shape, math.nan, device=batch.tokens.device)
-        return response_log_distribution(self.policy, batch, self.sampling), values
+        return response_logits(self.policy, batch), values
 
-    def log_distribution(self, batch: Tokens) -> Tensor:
-        """One pass of the policy."""
-        return self.engine.forward(partial(response_log_distribution, self.policy, batch, self.sampling))
+    def score_tokens(
+        self, batch: Tokens, *, entropies: bool = False, reference: PreTrainedModel | None = None
+    ) -> TokenStatistics:
+        """One pass of the policy, and one of the reference."""
+        return score_in_engine(self.engine, self.policy, self.scorer, batch, entropies, reference)
 
     def accumulate_gradients(
-        self, minibatch: Experience, policy: Objective[PolicyMetricsT], value: Objective[ValueMetricsT]
+        self, minibatch: Experience, policy: PolicyLoss[PolicyMetricsT], value: ValueLoss[ValueMetricsT]
     ) -> tuple[PolicyMetricsT, None]:
         """Passes of the policy over the whole minibatch."""
 
         def loss(batch: Experience, size: StepSize) -> tuple[Tensor, PolicyMetricsT]:
-            return policy.loss(self.log_distribution(batch.batch), batch, size)
+            tokens = self.score_tokens(
+                batch.batch, entropies=policy.entropy_weight != 0, reference=policy.exact_kl_reference
+            )
+            return policy.loss(tokens, batch, size)
 
-        return accumulate(self.engine, minibatch, self.micro_batch_size, loss), None
+        return accumulate(self.engine, minibatch, self.limits, loss), None
 
-    def accumulate_value_gradients(self, minibatch: Experience, value: Objective[ValueMetricsT]) -> None:
+    def accumulate_value_gradients(self, minibatch: Experience, value: ValueLoss[ValueMetricsT]) -> None:
         """Nothing: there is no critic."""
 
     def policy_weights(self) -> dict[str, Tensor]:
@@ -77,4 +104,5 @@ class PolicyAlone:
 
 def policy_alone(config: PpoConfig, policy: PreTrainedModel, sampling: Sampling, context: RunContext) -> PolicyAlone:
     """Build the engine of a policy without a critic, with the schedule of a PPO run."""
-    return PolicyAlone(policy, policy_engine(config, policy, context), sampling, config.micro_batch_size)
+    limits = config.micro_batch_size, context.launch.logits_bytes, config.micro_batch_tokens
+    return PolicyAlone(policy, policy_engine(config, policy, context), sampling, *limits)

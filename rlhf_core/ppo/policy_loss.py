@@ -1,7 +1,7 @@
 """The policy's loss: surrogate with ratio clip, KL in the loss, entropy (algorithms.md §6).
 
 Per-token functions return terms to be *minimised*, before aggregation; ``loss_reduction.aggregate`` applies masks.
-Shapes: B sequences, T response positions, V vocabulary.
+Shapes: B sequences, T response positions.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from rlhf_core.config.ppo import PpoConfig, SurrogateConfig
 from rlhf_core.ppo.entropy import entropy_term
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.importance_sampling import ratios
-from rlhf_core.ppo.kl import full_kl, kl_estimate
+from rlhf_core.ppo.kl import kl_estimate
 from rlhf_core.ppo.loss_reduction import StepSize, aggregate, masked_sum
 from rlhf_core.ppo.metrics import MetricRecord
 from rlhf_core.ppo.truncated_importance_sampling import truncated_weights
-from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.token_scoring import gather_logprobs, response_log_distribution
+from rlhf_core.sampling.token_statistics import TokenStatistics
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: float | None, dual_clip: float | None = None) -> Tensor:
@@ -83,7 +82,6 @@ class PolicyObjective:
 
     Attributes:
         config: The switches.
-        sampling: The training distribution.
         reference: The frozen SFT policy; read only for an exact KL in the loss.
         kl_coef: Weight of the KL penalty, if ``config`` places it in the loss.
         entropy_sign: See :func:`~rlhf_core.ppo.entropy.entropy_sign`.
@@ -92,19 +90,32 @@ class PolicyObjective:
     """
 
     config: PpoConfig
-    sampling: Sampling
     reference: PreTrainedModel
     kl_coef: float
     entropy_sign: float
     correction_cap: float | None = None
 
-    def loss(self, outputs: Tensor, batch: Experience, size: StepSize) -> tuple[Tensor, PolicyMetrics]:
-        """The share of one micro-batch, a scalar, from the current policy's log-distribution (b, t, V).
+    @property
+    def entropy_weight(self) -> float:
+        """Signed weight of the entropy in the loss; with 0 entropies are not needed."""
+        return self.entropy_sign * self.config.entropy.weight
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the loss holds a KL penalty."""
+        return self.config.kl.placement == "loss" and self.kl_coef > 0
+
+    @property
+    def exact_kl_reference(self) -> PreTrainedModel | None:
+        """The model to which the loss needs the exact KL over the vocabulary, if it does."""
+        return self.reference if self.kl_in_loss and self.config.kl.estimator == "full" else None
+
+    def loss(self, outputs: TokenStatistics, batch: Experience, size: StepSize) -> tuple[Tensor, PolicyMetrics]:
+        """The share of one micro-batch, a scalar, from what the current policy says of its tokens (b, t).
 
         The advantages of ``batch`` are normalised and clipped already.
         """
-        surrogate_config, mask = self.config.surrogate, batch.response_mask
-        logprobs = gather_logprobs(outputs, batch.batch.response)
+        surrogate_config, mask, logprobs = self.config.surrogate, batch.response_mask, outputs.logprobs
         ratio = ratios(logprobs, batch.old_logprobs, mask)
         terms = surrogate(ratio, batch.advantages, surrogate_config)
         weight_mean = weights_capped = None
@@ -114,8 +125,8 @@ class PolicyObjective:
             terms = weights * terms
             weight_mean = float(masked_sum(weights, mask)) / size.tokens
             weights_capped = float(masked_sum((weights >= self.correction_cap).float(), mask)) / size.tokens
-        if self.config.kl.placement == "loss" and self.kl_coef > 0:
-            terms = terms + self.kl_coef * self._kl(outputs, logprobs, batch)
+        if self.kl_in_loss:
+            terms = terms + self.kl_coef * self._kl(outputs, batch)
         loss = aggregate(terms, mask, size, surrogate_config.aggregation)
         ratio, clip_fraction = ratio.detach(), None
         if surrogate_config.kind == "clip" and surrogate_config.clip is not None:
@@ -130,14 +141,15 @@ class PolicyObjective:
             importance_sampling_ratio_mean=weight_mean,
             importance_sampling_ratio_capped=weights_capped,
         )
-        return loss + entropy_term(outputs, mask, size, self.entropy_sign * self.config.entropy.weight), metrics
+        if outputs.entropy is not None:
+            loss = loss + entropy_term(outputs.entropy, mask, size, self.entropy_weight)
+        return loss, metrics
 
-    def _kl(self, outputs: Tensor, logprobs: Tensor, batch: Experience) -> Tensor:
+    def _kl(self, outputs: TokenStatistics, batch: Experience) -> Tensor:
         """KL of the current policy to the reference (b, t); masked positions may hold anything."""
         estimator = self.config.kl.estimator
-        if estimator != "full":
-            masked = torch.where(batch.response_mask, logprobs, batch.ref_logprobs)
-            return kl_estimate(masked, batch.ref_logprobs, estimator)
-        with torch.no_grad():
-            reference = response_log_distribution(self.reference, batch.batch, self.sampling)
-        return full_kl(outputs, reference)
+        if estimator == "full":
+            assert outputs.full_kl is not None
+            return outputs.full_kl
+        masked = torch.where(batch.response_mask, outputs.logprobs, batch.ref_logprobs)
+        return kl_estimate(masked, batch.ref_logprobs, estimator)

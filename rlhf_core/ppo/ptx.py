@@ -15,7 +15,9 @@ from rlhf_core.data.chat import right_pad
 from rlhf_core.data.sharding import passes
 from rlhf_core.errors import DataError
 from rlhf_core.models.forward import selected_logits
+from rlhf_core.models.lazy_logits import LOGITS_BYTES
 from rlhf_core.training.engine import Engine
+from rlhf_core.training.losses import chunked_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,13 @@ class PtxData:
 
 
 def accumulate_ptx_gradient(
-    engine: Engine, model: PreTrainedModel, data: PtxData, step: int, weight: float, micro_batch_size: int | None
+    engine: Engine,
+    model: PreTrainedModel,
+    data: PtxData,
+    step: int,
+    weight: float,
+    micro_batch_size: int | None,
+    logits_bytes: int = LOGITS_BYTES,
 ) -> float:
     """Backward pass of ``weight * CE`` on one batch; returns CE in nats per target token of the batch."""
     batch = sorted(data.batch(step), key=lambda pair: len(pair[0]) + len(pair[1]))
@@ -48,13 +56,19 @@ def accumulate_ptx_gradient(
     size = micro_batch_size or len(batch)
     for rows, counts in passes(list(range(len(batch))), size):
         pairs = [batch[row] for row in rows]
-        loss = counts * engine.forward(partial(ptx_loss_sum, model, pairs, data.pad_id)) / max(total, 1)
+        loss_of_part = engine.forward(partial(ptx_loss_sum, model, pairs, data.pad_id, logits_bytes))
+        loss = counts * loss_of_part / max(total, 1)
         engine.backward(weight * loss)
         loss_sum += float(loss.detach())
     return distributed.reduce_metrics({"loss": loss_sum})["loss"]
 
 
-def ptx_loss_sum(model: PreTrainedModel, pairs: Sequence[tuple[list[int], list[int]]], pad_id: int) -> torch.Tensor:
+def ptx_loss_sum(
+    model: PreTrainedModel,
+    pairs: Sequence[tuple[list[int], list[int]]],
+    pad_id: int,
+    logits_bytes: int = LOGITS_BYTES,
+) -> torch.Tensor:
     """Summed cross-entropy of the target tokens, a scalar. No sampling temperature: this is language modelling."""
     ids, mask = right_pad([context + target for context, target in pairs], pad_id)
     ids, mask = ids.to(model.device), mask.to(model.device)
@@ -62,5 +76,4 @@ def ptx_loss_sum(model: PreTrainedModel, pairs: Sequence[tuple[list[int], list[i
     positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
     counted = (mask.bool() & (positions >= contexts))[:, 1:]
     select = torch.nn.functional.pad(counted, (0, 1))
-    logits = selected_logits(model, ids, mask, select).float()
-    return torch.nn.functional.cross_entropy(logits, ids[:, 1:][counted], reduction="sum")
+    return chunked_cross_entropy(selected_logits(model, ids, mask, select), ids[:, 1:][counted], 1, logits_bytes)

@@ -14,22 +14,32 @@ from rlhf_core.models.heads import ReplyScorer
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.kl import kl_estimate
 from rlhf_core.ppo.reward_normalization import RunningMeanStd, normalize_and_clip_rewards
-from rlhf_core.sampling.token_scoring import Tokens, shared_micro_batches
+from rlhf_core.sampling.micro_batches import MicroBatchLimits
+from rlhf_core.sampling.token_scoring import Tokens
 
 RewardFn = Callable[[Tokens], Tensor]  # the raw reward of every reply (B,)
 
 
-def reward_model_fn(model: ReplyScorer, micro_batch_size: int | None) -> RewardFn:
-    """Make a reward function of a model that scores replies; ranks share the rows."""
+def reward_model_fn(
+    model: ReplyScorer, micro_batch_size: int | None, micro_batch_tokens: int | None = None
+) -> RewardFn:
+    """Make a reward function of a model that scores replies; ranks share the rows.
+
+    Args:
+        model: The reward model.
+        micro_batch_size: Sequences of one pass; None for the default.
+        micro_batch_tokens: Positions of one pass; None for no such bound.
+    """
+    limits = MicroBatchLimits(micro_batch_size, micro_batch_tokens)
 
     def reward_fn(batch: Tokens) -> Tensor:
         rewards = torch.zeros(len(batch.tokens), device=batch.tokens.device)
         with torch.inference_mode():
-            for rows, weight in shared_micro_batches(batch.attention_mask, micro_batch_size):
-                part = batch.part(rows)
+            for micro in limits.split(batch):
+                part = micro.tokens
                 part_rewards = model.reply_scores(part.tokens, part.attention_mask, part.reply_mask).float()
-                if weight:
-                    rewards[rows] = part_rewards
+                if micro.weight:
+                    rewards[micro.rows] = part_rewards
         return distributed.all_reduce_sum(rewards)
 
     return reward_fn

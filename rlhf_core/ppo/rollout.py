@@ -13,17 +13,9 @@ from rlhf_core import distributed
 from rlhf_core.models.precision import matmul_precision
 from rlhf_core.ppo.actor_critic_pair import ActorCriticPair
 from rlhf_core.ppo.experience import Experience, TokenPredictions
-from rlhf_core.ppo.kl import full_kl
 from rlhf_core.ppo.sampler_agreement import SamplerAgreement, require_agreement
 from rlhf_core.sampling.generation import Rollout
-from rlhf_core.sampling.token_scoring import (
-    Tokens,
-    entropy,
-    gather_logprobs,
-    pad_columns,
-    response_log_distribution,
-    shared_micro_batches,
-)
+from rlhf_core.sampling.token_scoring import Tokens, pad_columns, response_logits
 
 
 def score_rollout(pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout) -> Experience:
@@ -46,11 +38,11 @@ def predict_tokens(pair: ActorCriticPair, reference: PreTrainedModel, rollout: R
     """Run policy, reference and critic over all replies, in micro-batches of similar length that the ranks share."""
     batch = Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
     columns = [torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for _ in range(5)]
-    for rows, weight in shared_micro_batches(rollout.attention_mask, pair.micro_batch_size):
-        part = batch.part(rows)
-        for column, values in zip(columns, _predict_part(pair, reference, part), strict=True):
-            if weight:
-                column[rows] = pad_columns(torch.where(part.response_mask, values, 0.0).to(column.dtype), batch.width)
+    for micro in pair.limits.split(batch):
+        mask = micro.tokens.response_mask
+        for column, values in zip(columns, _predict_part(pair, reference, micro.tokens), strict=True):
+            if micro.weight:
+                column[micro.rows] = pad_columns(torch.where(mask, values, 0.0).to(column.dtype), batch.width)
     # Each rank has left zeros at the rows of the others.
     return TokenPredictions(*(distributed.all_reduce_sum(column) for column in columns))
 
@@ -60,12 +52,7 @@ def _predict_part(pair: ActorCriticPair, reference: PreTrainedModel, part: Token
     """The fields of :class:`TokenPredictions` for one micro-batch, each (b, t)."""
     policy, values = pair.predict(part)
     # In critic pre-training the frozen policy is its own reference.
-    same = reference is pair.policy
-    ref = policy if same else response_log_distribution(reference, part, pair.sampling)
-    return (
-        gather_logprobs(policy, part.response),
-        gather_logprobs(ref, part.response),
-        full_kl(policy, ref),
-        entropy(policy),
-        values,
-    )
+    ref = policy if reference is pair.policy else response_logits(reference, part)
+    tokens = pair.scorer.score(policy, part, entropies=True, reference=ref)
+    assert tokens.ref_logprobs is not None and tokens.full_kl is not None and tokens.entropy is not None
+    return tokens.logprobs, tokens.ref_logprobs, tokens.full_kl, tokens.entropy, values

@@ -163,6 +163,7 @@ class Trainer:
             "kl_coefficient": kl_coef,
             "kl_pull": kl_pull(experience.shaped_rewards, kl_coef),
             "ptx_weight": self.config.ptx.weight,
+            "padding_share_scoring": self.learner.pair.limits.padding_share(experience.batch),
         }
         if self.config.replies_per_prompt > 1:
             metrics |= GroupMetrics.of(experience, self.config.replies_per_prompt).as_metrics()

@@ -23,7 +23,6 @@ from rlhf_core.ppo.policy_loss import PolicyMetrics, PolicyObjective, old_policy
 from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
 from rlhf_core.ppo.truncated_importance_sampling import correction_cap
 from rlhf_core.ppo.value_loss import ValueMetrics, ValueObjective
-from rlhf_core.sampling.token_scoring import entropy, gather_logprobs
 from rlhf_core.training.engine import StepResult
 from rlhf_core.training.engine.base import MAX_NONFINITE_IN_A_ROW
 from rlhf_core.training.rng import derive_seed
@@ -60,6 +59,7 @@ class StepMetrics:
     value: ValueMetrics | None
     results: dict[str, StepResult]
     ptx_loss: float | None = None
+    padding_share_update: float | None = None
 
     def as_metrics(self) -> dict[str, float]:
         """Return all values by name."""
@@ -68,6 +68,8 @@ class StepMetrics:
             metrics |= self.value.as_metrics()
         if self.ptx_loss is not None:
             metrics["ptx_loss"] = self.ptx_loss
+        if self.padding_share_update is not None:
+            metrics["padding_share_update"] = self.padding_share_update
         metrics |= {f"{name}_grad_norm": result.grad_norm for name, result in self.results.items()}
         return metrics | {f"{name}_lr": result.lr for name, result in self.results.items()}
 
@@ -147,9 +149,11 @@ def step_both(learner: Learner, minibatch: Experience, kl_coef: float, sign: flo
     policy, value = accumulate_gradients(learner, minibatch, kl_coef, sign)
     if learner.ptx is not None and config.ptx.weight > 0:
         engine, weight = pair.engines["policy"], config.ptx.weight
-        ptx_loss = accumulate_ptx_gradient(engine, pair.policy, learner.ptx, step, weight, config.micro_batch_size)
+        ptx_loss = accumulate_ptx_gradient(
+            engine, pair.policy, learner.ptx, step, weight, config.micro_batch_size, pair.scorer.limit
+        )
     results = clip_and_step(pair.engines, config.gradient_norm, config.policy_optimizer.max_grad_norm)
-    return StepMetrics(policy, value, results, ptx_loss)
+    return StepMetrics(policy, value, results, ptx_loss, pair.limits.padding_share(minibatch.batch))
 
 
 def accumulate_gradients(
@@ -160,7 +164,7 @@ def accumulate_gradients(
     advantages = normalize_and_clip_advantages(minibatch.advantages, minibatch.response_mask, config.advantage)
     minibatch = replace(minibatch, advantages=advantages)
     cap = correction_cap(config.importance_sampling_correction, matmul_precision(pair.policy))
-    objective = PolicyObjective(config, pair.sampling, learner.reference, kl_coef, sign, cap)
+    objective = PolicyObjective(config, learner.reference, kl_coef, sign, cap)
     return pair.accumulate_gradients(minibatch, objective, learner.value_objective)
 
 
@@ -185,12 +189,12 @@ class MinibatchMeasurement(MetricRecord):
 def measure_minibatch(pair: ActorCriticPair, minibatch: Experience) -> MinibatchMeasurement:
     """Measure a whole minibatch, to decide about its step before any micro-batch of it is differentiated."""
     sums = {"kl": 0.0, "entropy": 0.0}
-    for batch, weight in minibatch.micro_batches(pair.micro_batch_size):
-        log_probabilities = pair.log_distribution(batch.batch)
-        logprobs = gather_logprobs(log_probabilities, batch.batch.response)
-        ratio = ratios(logprobs, batch.old_logprobs, batch.response_mask)
+    for batch, weight in minibatch.micro_batches(pair.limits):
+        statistics = pair.score_tokens(batch.batch, entropies=True)
+        assert statistics.entropy is not None
+        ratio = ratios(statistics.logprobs, batch.old_logprobs, batch.response_mask)
         sums["kl"] += weight * float(masked_sum(old_policy_kl(ratio), batch.response_mask))
-        sums["entropy"] += weight * float(masked_sum(entropy(log_probabilities), batch.response_mask))
+        sums["entropy"] += weight * float(masked_sum(statistics.entropy, batch.response_mask))
     tokens = StepSize.of(minibatch.response_mask).tokens
     sums = distributed.reduce_metrics(sums)
     return MinibatchMeasurement(sums["kl"] / tokens, sums["entropy"] / tokens)

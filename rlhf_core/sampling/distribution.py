@@ -97,33 +97,38 @@ def log_distribution(logits: Tensor, sampling: Sampling, first: int = 0) -> Tens
 
     They are float32, or float64 where the logits are.
     """
-    return torch.log_softmax(_constrained_logits(logits, sampling, first), dim=-1)
+    positions = torch.arange(first, first + logits.shape[-2], device=logits.device)
+    return log_distribution_at(logits, positions, sampling)
 
 
-def _constrained_logits(logits: Tensor, sampling: Sampling, first: int) -> Tensor:
-    """Logits (B, T, V) after temperature and masks."""
+def log_distribution_at(logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
+    """Log-probabilities (..., N, V) at the response positions (N,) of logits (..., N, V), each counted from 0."""
+    return torch.log_softmax(_constrained_logits(logits, positions, sampling), dim=-1)
+
+
+def _constrained_logits(logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
+    """Logits (..., N, V) after temperature and masks."""
     changed = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     if sampling.temperature != 1.0:
         changed = changed / sampling.temperature
-    mask = _forbidden_mask(logits, sampling, first)
+    mask = _forbidden_mask(positions, logits.shape[-1], sampling)
     if mask is None:
         return changed
     # In place where the tensor is new anyway: at a large vocabulary another copy of it is gigabytes.
     return changed.masked_fill(mask, FORBIDDEN) if changed is logits else changed.masked_fill_(mask, FORBIDDEN)
 
 
-def _forbidden_mask(logits: Tensor, sampling: Sampling, first: int) -> Tensor | None:
-    """Where tokens have probability zero: bool (T, V) for logits (B, T, V); None if nowhere."""
-    positions, width = logits.shape[-2:]
+def _forbidden_mask(positions: Tensor, width: int, sampling: Sampling) -> Tensor | None:
+    """Where tokens have probability zero: bool (N, V), or (1, V) where all positions are alike; None if nowhere."""
     vocabulary = width if sampling.vocabulary_size is None else sampling.vocabulary_size
-    early = max(sampling.min_new_tokens - first, 0)
-    if not sampling.forbidden_ids and vocabulary >= width and not early:
+    if not sampling.forbidden_ids and vocabulary >= width and not sampling.min_new_tokens:
         return None
-    mask = torch.zeros(positions, width, dtype=torch.bool, device=logits.device)
+    rows = len(positions) if sampling.min_new_tokens else 1
+    mask = torch.zeros(rows, width, dtype=torch.bool, device=positions.device)
     mask[:, list(sampling.forbidden_ids)] = True
     mask[:, vocabulary:] = True
-    if early:
-        mask[:early, list(sampling.stop_ids)] = True
+    if sampling.min_new_tokens:
+        mask[:, list(sampling.stop_ids)] |= (positions < sampling.min_new_tokens).unsqueeze(1)
     return mask
 
 
@@ -158,7 +163,8 @@ def evaluation_distribution(logits: Tensor, generated: Tensor, sampling: Evaluat
         penalty = sampling.repetition_penalty
         occurred = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, generated, True)
         logits = torch.where(occurred, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-    logits = _constrained_logits(logits.unsqueeze(1), sampling.base, generated.shape[1]).squeeze(1)
+    position = torch.full((1,), generated.shape[1], device=logits.device)
+    logits = _constrained_logits(logits.unsqueeze(1), position, sampling.base).squeeze(1)
     if sampling.top_p < 1.0:
         ordered, order = logits.sort(dim=-1, descending=True)
         probabilities = ordered.softmax(dim=-1)

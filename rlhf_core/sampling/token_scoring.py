@@ -1,21 +1,20 @@
-"""Scoring response positions: log-probabilities, entropies, values. Shapes: B sequences, P prompt width (left-padded),
-T response width (right-padded), V vocabulary. The state before response token t is the hidden state at P + t - 1.
+"""Passes over sampled replies: logits and values of response positions. Shapes: B sequences, P prompt width
+(left-padded), T response width (right-padded), V vocabulary. The state before response token t is the hidden state at
+P + t - 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.data.sharding import passes
 from rlhf_core.models.actor_critic import ActorCritic
-from rlhf_core.models.forward import position_ids_from_mask
-from rlhf_core.sampling.distribution import Sampling, log_distribution
+from rlhf_core.models.forward import lazy_logits, position_ids_from_mask
+from rlhf_core.models.lazy_logits import LazyLogits
 
 MICRO_BATCH = 16
 
@@ -31,11 +30,20 @@ class TokenScorer(Protocol):
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a model needs to see of a batch."""
+    """What a model needs to see of a batch.
 
-    tokens: Tensor  # (B, P+T)
-    attention_mask: Tensor  # (B, P+T)
-    response_mask: Tensor  # (B, T)
+    Attributes:
+        tokens: (B, L). Prompts are padded on the left and replies on the right, L being P + T, unless there are
+            ``reply_starts``.
+        attention_mask: (B, L).
+        response_mask: (B, T).
+        reply_starts: Column of each reply's first token (B,), where rows begin in the first column. None otherwise.
+    """
+
+    tokens: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    reply_starts: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -45,79 +53,92 @@ class Tokens:
     @property
     def response(self) -> Tensor:
         """Response token ids (B, T)."""
+        if self.reply_starts is not None:
+            return self.tokens.gather(1, self._reply_columns(0, self.width))
         return self.tokens[:, self.tokens.shape[1] - self.width :]
 
     @property
     def position_ids(self) -> Tensor:
-        """(B, P+T), counted from the first real token, so that padding never changes a number."""
+        """(B, L), counted from the first real token, so that padding never changes a number."""
         return position_ids_from_mask(self.attention_mask)
 
     @property
     def reply_mask(self) -> Tensor:
-        """1 at the response's tokens among all columns (B, P+T)."""
+        """1 at the response's tokens among all columns (B, L)."""
+        if self.reply_starts is not None:
+            columns = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+            return self.attention_mask.long() * (columns >= self.reply_starts.unsqueeze(1))
         prompt = self.tokens.shape[1] - self.width
         return torch.nn.functional.pad(self.response_mask.long(), (prompt, 0))
 
+    @property
+    def real_positions(self) -> Tensor:
+        """Numbers of the response's tokens among the B * T response positions, row by row (N,)."""
+        return self.response_mask.flatten().nonzero().squeeze(1)
+
+    def lengths(self) -> tuple[list[int], list[int]]:
+        """Real tokens of each prompt and of each response."""
+        replies = self.response_mask.sum(dim=1)
+        prompts = self.attention_mask.sum(dim=1) - replies
+        prompt_list, reply_list = torch.stack((prompts, replies)).tolist()
+        return prompt_list, reply_list
+
+    def before_and_at_replies(self, values: Tensor) -> Tensor:
+        """What is before each response token, and at the last position: (B, L, ...) -> (B, T + 1, ...)."""
+        if self.reply_starts is None:
+            return values[:, values.shape[1] - self.width - 1 :]
+        columns = self._reply_columns(-1, self.width + 1)
+        return values[torch.arange(len(values), device=values.device).unsqueeze(1), columns]
+
     def part(self, rows: Tensor) -> Tokens:
         """The given rows, with the padding that they do not need cut off on both sides."""
-        attention, mask = self.attention_mask[rows], self.response_mask[rows]
-        width = max(int(mask.sum(dim=1).max()), 1)
-        prompt = attention.shape[1] - self.width
-        start = prompt - max(int(attention[:, :prompt].sum(dim=1).max()), 1)
-        span = slice(start, prompt + width)
-        return Tokens(self.tokens[rows][:, span], attention[:, span], mask[:, :width])
+        prompts, replies = Tokens(self.tokens[rows], self.attention_mask[rows], self.response_mask[rows]).lengths()
+        return self.cut(rows, max(1, *prompts), max(1, *replies))
+
+    def cut(self, rows: Tensor, prompt: int, reply: int) -> Tokens:
+        """The given rows, cut to ``prompt`` columns of prompts and ``reply`` columns of replies."""
+        end = self.tokens.shape[1] - self.width
+        span = slice(end - prompt, end + reply)
+        mask = self.response_mask[rows][:, :reply]
+        return Tokens(self.tokens[rows][:, span], self.attention_mask[rows][:, span], mask)
+
+    def compact(self, rows: Tensor, width: int, reply: int) -> Tokens:
+        """The given rows in ``width`` columns, each beginning in the first, with ``reply`` response positions."""
+        attention, mask = self.attention_mask[rows], self.response_mask[rows][:, :reply]
+        lengths = attention.sum(dim=1)
+        starts = lengths - mask.sum(dim=1)
+        columns = torch.arange(width, device=rows.device).unsqueeze(0)
+        first = (self.tokens.shape[1] - self.width - starts).unsqueeze(1)
+        source = (first + columns).clamp(max=self.tokens.shape[1] - 1)
+        kept = (columns < lengths.unsqueeze(1)).to(attention.dtype)
+        return Tokens(self.tokens[rows].gather(1, source), kept, mask, starts)
+
+    def _reply_columns(self, first: int, count: int) -> Tensor:
+        """Columns of response positions ``first`` .. ``first + count - 1`` of each row, within the row (B, count)."""
+        assert self.reply_starts is not None
+        offsets = torch.arange(first, first + count, device=self.tokens.device)
+        return (self.reply_starts.unsqueeze(1) + offsets).clamp(max=self.tokens.shape[1] - 1)
 
 
-def micro_batches(attention_mask: Tensor, size: int | None) -> Iterator[Tensor]:
-    """Row numbers in parts of at most ``size`` (16 for ``None``), rows of similar length together.
-
-    Sorted small parts carry little padding, which makes them faster than one large batch.
-    """
-    order = attention_mask.sum(dim=1).argsort(stable=True)
-    yield from order.split(size or MICRO_BATCH)
+def response_logits(model: PreTrainedModel, batch: Tokens) -> LazyLogits:
+    """Logits at the positions before each response token and at the last one: (B, T + 1, V)."""
+    keep = batch.width + 1 if batch.reply_starts is None else batch.tokens.shape[1]
+    logits = lazy_logits(model, batch.tokens, batch.attention_mask, batch.position_ids, keep)
+    return replace(logits, states=batch.before_and_at_replies(logits.states))
 
 
-def shared_micro_batches(attention_mask: Tensor, size: int | None) -> Iterator[tuple[Tensor, float]]:
-    """This rank's part of :func:`micro_batches`, each with the weight of its terms (see ``data.sharding.passes``)."""
-    yield from passes(attention_mask.sum(dim=1).argsort(stable=True), size or MICRO_BATCH)
-
-
-def response_log_distribution(model: PreTrainedModel, batch: Tokens, sampling: Sampling) -> Tensor:
-    """Log-probabilities of the training distribution at every response position: (B, T, V).
-
-    The unembedding runs at response positions only.
-    """
-    logits = model(
-        input_ids=batch.tokens,
-        attention_mask=batch.attention_mask,
-        position_ids=batch.position_ids,
-        use_cache=False,
-        logits_to_keep=batch.width + 1,
-    ).logits[:, :-1]
-    return log_distribution(logits, sampling)
-
-
-def policy_and_values(model: ActorCritic, batch: Tokens, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """:func:`response_log_distribution` (B, T, V) and :func:`response_values` (B, T), in one pass of the backbone."""
-    logits, scores = model(batch.tokens, batch.attention_mask, batch.position_ids, logits_to_keep=batch.width + 1)
-    return log_distribution(logits[:, :-1], sampling), scores[:, -batch.width - 1 : -1]
-
-
-def gather_logprobs(log_probabilities: Tensor, response: Tensor) -> Tensor:
-    """Log-probability of each response token: (B, T, V), (B, T) -> (B, T)."""
-    return log_probabilities.gather(-1, response.unsqueeze(-1)).squeeze(-1)
-
-
-def entropy(log_probabilities: Tensor) -> Tensor:
-    """Entropy of each next-token distribution in nats: log-distribution (B, T, V) -> (B, T)."""
-    return -(log_probabilities.exp() * log_probabilities).sum(dim=-1)
+def logits_and_values(model: ActorCritic, batch: Tokens) -> tuple[LazyLogits, Tensor]:
+    """:func:`response_logits` (B, T + 1, V) and :func:`response_values` (B, T), in one pass of the backbone."""
+    keep = batch.width + 1 if batch.reply_starts is None else batch.tokens.shape[1]
+    logits, scores = model(batch.tokens, batch.attention_mask, batch.position_ids, logits_to_keep=keep)
+    states = batch.before_and_at_replies(logits.states)
+    return replace(logits, states=states), batch.before_and_at_replies(scores)[:, :-1]
 
 
 def response_values(critic: TokenScorer, batch: Tokens) -> Tensor:
     """Value of the state *before* each response token: (B, T)."""
     scores = critic.token_scores(batch.tokens, batch.attention_mask, batch.position_ids, batch.reply_mask)
-    prompt = batch.tokens.shape[1] - batch.width
-    return scores[:, prompt - 1 : -1]
+    return batch.before_and_at_replies(scores)[:, :-1]
 
 
 def pad_columns(values: Tensor, width: int) -> Tensor:

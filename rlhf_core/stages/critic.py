@@ -45,7 +45,14 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, context: RunCo
     prompts = read_training_prompts(inputs.clean, tokenizer, policy, rollout.max_new_tokens)
     frozen = FrozenModels(context.launch)
     sources = SourceContext(
-        inputs.reward, inputs.clean, tokenizer, prompts, rollout.micro_batch_size, policy.device, frozen
+        inputs.reward,
+        inputs.clean,
+        tokenizer,
+        prompts,
+        rollout.micro_batch_size,
+        policy.device,
+        frozen,
+        rollout.micro_batch_tokens,
     )
     reward_fn = build_reward_fn(rollout.reward.sources, sources)
     steps = max(config.max_rollouts, 1) * config.epochs * config.minibatches
@@ -54,7 +61,13 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, context: RunCo
         config=config,
         rollout=rollout,
         pair=SeparateActorCritic(
-            policy, critic, {"critic": engine}, Sampling.for_rollouts(tokenizer, rollout), rollout.micro_batch_size
+            policy,
+            critic,
+            {"critic": engine},
+            Sampling.for_rollouts(tokenizer, rollout),
+            rollout.micro_batch_size,
+            context.launch.logits_bytes,
+            rollout.micro_batch_tokens,
         ),
         reward_fn=reward_fn,
         prompts=prompts,

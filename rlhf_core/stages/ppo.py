@@ -105,8 +105,8 @@ def assemble(config: PpoConfig, inputs: Paths, context: RunContext) -> PpoRun:
     selector.evaluate.reference = models.reference
 
     prompts = read_training_prompts(inputs.clean, tokenizer, policy, config.max_new_tokens)
-    size = config.micro_batch_size
-    sources = SourceContext(inputs.reward, inputs.clean, tokenizer, prompts, size, policy.device, frozen)
+    size, budget = config.micro_batch_size, config.micro_batch_tokens
+    sources = SourceContext(inputs.reward, inputs.clean, tokenizer, prompts, size, policy.device, frozen, budget)
     reward_fn = build_reward_fn(config.reward.sources, sources)
     pair = build_pair(config, inputs, models, policy, context)
     positions = getattr(policy.config, "max_position_embeddings", None)
@@ -122,7 +122,7 @@ def assemble(config: PpoConfig, inputs: Paths, context: RunContext) -> PpoRun:
         moments=initial_moments(config, inputs),
         context=context,
         callbacks=(SelectionCallback(selector, config.selection.every, context.work / "best"), health),
-        referee=reward_model_fn(frozen.scalar(inputs.referee), size),
+        referee=reward_model_fn(frozen.scalar(inputs.referee), size, budget),
         frozen=frozen,
     )
     return PpoRun(trainer, selector, health, tokenizer)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
+from rlhf_core.models.lazy_logits import LOGITS_BYTES, LazyLogits, compute_in_chunks
+
 
 def token_cross_entropy(logits: Tensor, targets: Tensor, total: int) -> Tensor:
     """Cross-entropy in nats summed over N tokens, divided by ``total`` tokens: (N, V), (N,) -> ().
@@ -16,6 +18,20 @@ def token_cross_entropy(logits: Tensor, targets: Tensor, total: int) -> Tensor:
     Supervised fine-tuning's loss, and the reward model's imitation term on the preferred reply (weight beta_rm).
     """
     return functional.cross_entropy(logits.float(), targets, reduction="sum") / total
+
+
+def chunked_cross_entropy(logits: LazyLogits, targets: Tensor, total: int, limit: int = LOGITS_BYTES) -> Tensor:
+    """:func:`token_cross_entropy` of (N, V), (N,) with at most ``limit`` bytes of float32 logits at a time: ()."""
+    count = logits.chunks(limit)
+    if count == 1:
+        return token_cross_entropy(logits.whole(), targets, total)
+    head = logits.repeatable_head()
+
+    def compute(states: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        return (functional.cross_entropy(head(states).float(), targets, reduction="none"),)
+
+    (losses,) = compute_in_chunks(compute, (logits.states, targets), count)
+    return losses.sum() / total
 
 
 def pairwise_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None, total: int) -> Tensor:

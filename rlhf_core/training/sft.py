@@ -17,10 +17,11 @@ from rlhf_core.data.chat import decode_reply, encode_prompt, left_pad, pad_id, s
 from rlhf_core.data.schema import Demonstration
 from rlhf_core.data.sharding import passes
 from rlhf_core.models.forward import position_ids_from_mask, selected_logits
+from rlhf_core.models.lazy_logits import LOGITS_BYTES
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.examples import Example, LengthBucketedBatches, ReplyBatch, by_length, collate
 from rlhf_core.training.loop import StepReport
-from rlhf_core.training.losses import token_cross_entropy
+from rlhf_core.training.losses import chunked_cross_entropy
 from rlhf_core.training.rng import derive_seed
 
 EVALUATION_ROWS = 64
@@ -37,8 +38,10 @@ class SftTask:
         validation: Sequence[Example],
         config: SftConfig,
         pad: int,
+        logits_bytes: int = LOGITS_BYTES,
     ) -> None:
         self.engine, self.model, self.train, self.validation, self.pad = engine, model, train, validation, pad
+        self.logits_bytes = logits_bytes
         self.micro = config.micro_batch_size or config.batch_size
         self.held_out_rows = config.micro_batch_size or EVALUATION_ROWS
         order = derive_seed(config.seed, "sft", "order")
@@ -55,14 +58,14 @@ class SftTask:
         loss = 0.0
         for part, weight in passes(rows, self.micro):
             batch = self._batch(self.train, part)
-            share = self.engine.forward(partial(reply_loss, self.model, batch, total))
+            share = self.engine.forward(partial(reply_loss, self.model, batch, total, self.logits_bytes))
             self.engine.backward(weight * share)
             loss += weight * float(share.detach())
         return StepReport(distributed.reduce_metrics({"loss": loss}), sum(self.train[row].length for row in rows))
 
     def evaluate(self) -> dict[str, float]:
         """``loss`` per token and ``perplexity`` on the held-out demonstrations."""
-        loss = mean_reply_loss(self.model, self.validation, self.pad, self.held_out_rows)
+        loss = mean_reply_loss(self.model, self.validation, self.pad, self.held_out_rows, self.logits_bytes)
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
     def _batch(self, examples: Sequence[Example], rows: Sequence[int]) -> ReplyBatch:
@@ -75,22 +78,29 @@ def example_batch(examples: Sequence[Example], pad: int, device: torch.device) -
     return ReplyBatch(*(tensor.to(device) for tensor in vars(batch).values()))
 
 
-def reply_loss(model: PreTrainedModel, batch: ReplyBatch, total: int) -> Tensor:
-    """Cross-entropy of a batch's reply tokens, summed and divided by ``total``: a scalar with gradient."""
+def reply_loss(model: PreTrainedModel, batch: ReplyBatch, total: int, logits_bytes: int = LOGITS_BYTES) -> Tensor:
+    """Cross-entropy of a batch's reply tokens, summed and divided by ``total``: a scalar with gradient.
+
+    At most ``logits_bytes`` of float32 logits exist at a time.
+    """
     logits = selected_logits(model, batch.input_ids, batch.attention_mask, batch.select)
-    return token_cross_entropy(logits, batch.targets, total)
+    return chunked_cross_entropy(logits, batch.targets, total, logits_bytes)
 
 
 @torch.no_grad()
 def mean_reply_loss(
-    model: PreTrainedModel, examples: Sequence[Example], pad: int, size: int = EVALUATION_ROWS
+    model: PreTrainedModel,
+    examples: Sequence[Example],
+    pad: int,
+    size: int = EVALUATION_ROWS,
+    logits_bytes: int = LOGITS_BYTES,
 ) -> float:
     """Mean cross-entropy in nats per reply token, computed in batches of ``size`` rows of similar length."""
     order = by_length([example.length for example in examples])
     nats = 0.0
     for part, weight in passes(order, size):
         rows = [examples[row] for row in part]
-        nats += weight * float(reply_loss(model, example_batch(rows, pad, model.device), 1))
+        nats += weight * float(reply_loss(model, example_batch(rows, pad, model.device), 1, logits_bytes))
     return distributed.reduce_metrics({"nats": nats})["nats"] / sum(len(example.reply) for example in examples)
 
 

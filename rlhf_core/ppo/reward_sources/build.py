@@ -52,6 +52,7 @@ class SourceContext:
         micro_batch_size: Sequences of one pass of a reward model; None for the default.
         device: Where the policy is.
         frozen: The frozen models of the run.
+        micro_batch_tokens: Positions of one pass of a reward model; None for no such bound.
     """
 
     reward: Path
@@ -61,6 +62,7 @@ class SourceContext:
     micro_batch_size: int | None
     device: torch.device
     frozen: FrozenModels = field(default_factory=FrozenModels)
+    micro_batch_tokens: int | None = None
 
     @property
     def workspace(self) -> Path:
@@ -96,7 +98,7 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
     if isinstance(source, ModelSource):
         if _is_own(source.path, context):
             own = context.frozen.scalar(context.reward)
-            return RewardModelSource(reward_model_fn(own, context.micro_batch_size))
+            return RewardModelSource(reward_model_fn(own, context.micro_batch_size, context.micro_batch_tokens))
         return RewardModelSource(_reward_fn(_reward_model(source.path, who, context), context))
     if isinstance(source, EnsembleSource):
         return _ensemble(source, who, context)
@@ -135,7 +137,7 @@ def _ensemble(source: EnsembleSource, who: str, context: SourceContext) -> Ensem
 
 
 def _reward_fn(model: ScalarModel, context: SourceContext) -> RewardFn:
-    return reward_model_fn(context.frozen.place(model), context.micro_batch_size)
+    return reward_model_fn(context.frozen.place(model), context.micro_batch_size, context.micro_batch_tokens)
 
 
 def _reward_model(path: str, who: str, context: SourceContext) -> ScalarModel:

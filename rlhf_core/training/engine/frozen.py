@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.shared_base import SharedBase
 
 Model = TypeVar("Model", bound=nn.Module)
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -85,11 +86,22 @@ class ShardedModel:
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's own forward."""
-        return self.ds(lambda: self.model(**inputs))
+        return self.run(lambda: self.model(**inputs))
+
+    def run(self, compute: Callable[[], Result]) -> Result:
+        """Return ``compute``, which runs parts of the model, whose layers gather their weights meanwhile."""
+        result: Result = self.ds(compute)
+        return result
+
+    def get_output_embeddings(self) -> Callable[[Tensor], Tensor] | None:
+        """The unembedding of a language model as a function, whose weight is gathered in every call."""
+        head = self.model.get_output_embeddings()  # type: ignore[operator]
+        return None if head is None else lambda states: self.run(lambda: head(states))
 
     def reply_scores(self, input_ids: Tensor, attention_mask: Tensor, reply_mask: Tensor | None = None) -> Tensor:
         """The scalar of a scalar model for each row's reply: (B, L) each -> (B,)."""
-        scores: Tensor = self.ds(lambda: self.model.reply_scores(input_ids, attention_mask, reply_mask))  # type: ignore[operator]
+        model: Any = self.model
+        scores: Tensor = self.run(lambda: model.reply_scores(input_ids, attention_mask, reply_mask))
         return scores
 
     def __getattr__(self, name: str) -> Any:

@@ -140,6 +140,7 @@ def train_scalar(
         pad_id(tokenizer),
         name,
         margins.tolist() if margins.any() else None,
+        context.launch.logits_bytes,
     )
     settings = LoopSettings(name, config.seed, config.steps, config.eval_every, config.checkpoint)
     result = Loop(engine, task, settings, context).run()

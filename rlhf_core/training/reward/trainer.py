@@ -22,10 +22,11 @@ from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.data.prompt_batches import PromptBatches, sequence_keys
 from rlhf_core.data.sharding import passes
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.lazy_logits import LOGITS_BYTES
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.examples import ReplyBatch, by_length, collate
 from rlhf_core.training.loop import StepReport
-from rlhf_core.training.losses import centering_loss, pairwise_loss, token_cross_entropy
+from rlhf_core.training.losses import centering_loss, chunked_cross_entropy, pairwise_loss
 from rlhf_core.training.rng import derive_seed
 
 Rewards = npt.NDArray[np.float64]
@@ -104,7 +105,7 @@ def rows_of_epoch(pairs: Sequence[TokenisedPair], config: RewardConfig, name: st
 class RewardTask:
     """Pairwise ranking of preference pairs, evaluated by accuracy on held-out ones.
 
-    ``margins``, one per training pair, may be None.
+    ``margins``, one per training pair, may be None. ``logits_bytes`` of float32 logits may exist at a time.
     """
 
     def __init__(
@@ -117,7 +118,9 @@ class RewardTask:
         pad: int,
         name: str,
         margins: Sequence[float] | None = None,
+        logits_bytes: int = LOGITS_BYTES,
     ) -> None:
+        self.logits_bytes = logits_bytes
         self.engine, self.model, self.train, self.config, self.pad = engine, model, train, config, pad
         self.validation, self.margins = validation[:CURVE_PAIRS], margins
         self.batches = pair_batches(train, config, name)
@@ -136,7 +139,8 @@ class RewardTask:
 
     def _loss(self, rows: Sequence[int], totals: StepTotals) -> tuple[Tensor, dict[str, float]]:
         margins = torch.tensor([self.margins[row] for row in rows]) if self.margins is not None else None
-        return pair_loss(self.model, [self.train[row] for row in rows], margins, self.config, self.pad, totals)
+        pairs = [self.train[row] for row in rows]
+        return pair_loss(self.model, pairs, margins, self.config, self.pad, totals, self.logits_bytes)
 
     def evaluate(self) -> dict[str, float]:
         """Ranking ``loss``, ``accuracy`` and mean ``margin`` on held-out pairs (at most 512, for the curve)."""
@@ -182,12 +186,14 @@ def pair_loss(
     config: RewardConfig,
     pad: int,
     totals: StepTotals,
+    logits_bytes: int = LOGITS_BYTES,
 ) -> tuple[Tensor, dict[str, float]]:
     """Ranking loss + ``imitation`` * CE(y_w) + ``centering`` * mean((r_w + r_l)^2).
 
     Args:
         pairs: All pairs of the optimiser step, or a rank's shard of them.
         totals: Sizes of the whole step.
+        logits_bytes: Bytes of float32 logits that may exist at a time.
 
     Returns:
         The shard's part of the step's loss, and its part of each metric.
@@ -206,7 +212,7 @@ def pair_loss(
     }
     if config.imitation > 0:
         targets = torch.tensor([token for pair in pairs for token in pair.chosen], device=hidden.device)
-        imitation = imitation_loss(model, hidden, batch, targets, totals.tokens)
+        imitation = imitation_loss(model, hidden, batch, targets, totals.tokens, logits_bytes)
         loss = loss + config.imitation * imitation
         metrics["imitation_loss"] = float(imitation.detach())
     if config.centering > 0:
@@ -214,15 +220,24 @@ def pair_loss(
     return loss, metrics | {"loss": float(loss.detach())}
 
 
-def imitation_loss(model: ScalarModel, hidden: Tensor, batch: PairBatch, targets: Tensor, total: int) -> Tensor:
+def imitation_loss(
+    model: ScalarModel,
+    hidden: Tensor,
+    batch: PairBatch,
+    targets: Tensor,
+    total: int,
+    logits_bytes: int = LOGITS_BYTES,
+) -> Tensor:
     """Language-model loss on the *chosen* replies alone, from the hidden states of all: (rows, L, H) -> ().
 
     Args:
         targets: Tokens of each pair's chosen reply, one pair after the other.
         total: Their number in the whole optimiser step.
+        logits_bytes: Bytes of float32 logits that may exist at a time.
     """
     pair, column = batch.sequences.select[batch.chosen].nonzero(as_tuple=True)
-    return token_cross_entropy(model.lm_logits(hidden[batch.chosen[pair], column]), targets, total)
+    logits = model.lm_logits(hidden[batch.chosen[pair], column])
+    return chunked_cross_entropy(logits, targets, total, logits_bytes)
 
 
 @torch.no_grad()

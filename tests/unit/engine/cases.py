@@ -19,7 +19,7 @@ from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.config.sft import SftConfig
 from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.models.heads import ScalarModel
-from rlhf_core.ppo.actor_critic_pair import SeparateActorCritic
+from rlhf_core.ppo.actor_critic_pair import ActorCriticPair, SeparateActorCritic
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.ptx import PtxData
 from rlhf_core.ppo.update import Learner, update
@@ -31,6 +31,8 @@ from rlhf_core.training.sft import SftTask
 
 CASES = ("sft", "reward", "critic", "ppo")
 MakeEngine = Callable[[nn.Module, OptimizerConfig, str], Engine]
+
+FEW_LOGITS = 4 * 23 * 5  # bytes of five positions: every pass is made in several chunks, unequal over ranks
 
 
 def sgd(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -72,9 +74,9 @@ def ppo_config(lr: float, minibatches: int = 2) -> PpoConfig:
     )  # fmt: skip
 
 
-def rollout(tiny: Tiny, rows: range = range(7)) -> Experience:
+def rollout(tiny: Tiny, rows: range = range(7), pair: ActorCriticPair | None = None) -> Experience:
     """One experience of seven prompts, sampled and scored by all ranks together."""
-    pair = tiny.untrained_pair(micro_batch_size=2)
+    pair = pair or SeparateActorCritic(tiny.policy, tiny.critic, {}, tiny.sampling, 2, FEW_LOGITS)
     return collect(tiny, ppo_config(0.1), rows, streams=[100 + row for row in rows], seed=5, kl_coef=0.1, pair=pair)
 
 
@@ -136,7 +138,7 @@ def _steps(engine: Engine, task: Any, steps: int) -> dict[str, float]:
 def _sft(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> tuple[list[Engine], dict[str, float]]:
     config = SftConfig(batch_size=7, micro_batch_size=2, optimizer=optimizer(lr))
     engine = make(tiny.policy, config.optimizer, "policy")
-    task = SftTask(engine, tiny.policy, examples(30), examples(9), config, PAD)
+    task = SftTask(engine, tiny.policy, examples(30), examples(9), config, PAD, FEW_LOGITS)
     return [engine], _steps(engine, task, steps)
 
 
@@ -165,7 +167,7 @@ def _ppo(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> t
         "policy": make(tiny.policy, config.policy_optimizer, "policy"),
         "critic": make(tiny.critic, config.critic_optimizer, "critic"),
     }
-    pair = SeparateActorCritic(tiny.policy, tiny.critic, engines, tiny.sampling, config.micro_batch_size)
+    pair = SeparateActorCritic(tiny.policy, tiny.critic, engines, tiny.sampling, config.micro_batch_size, FEW_LOGITS)
     ptx = PtxData([(p, [*reversed(p), EOS]) for p in tiny.prompts], config.ptx.batch_size, 5, PAD)
     learner = Learner(config, pair, tiny.reference, ptx)
     figures: dict[str, float] = {}
@@ -175,7 +177,8 @@ def _ppo(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> t
 
 
 def write_result(folder: Path, key: str, tensors: dict[str, Tensor], figures: dict[str, float]) -> None:
-    """What the first rank found, as ``KEY.safetensors``."""
+    """What the first rank found, as ``KEY.safetensors``. Padding depends on the number of ranks and is left out."""
+    figures = {name: value for name, value in figures.items() if not name.startswith("padding_share")}
     if distributed.is_rank_zero():
         values = {f"figure.{name}": torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
         save_file({n: t.contiguous() for n, t in tensors.items()} | values, folder / f"{key}.safetensors")

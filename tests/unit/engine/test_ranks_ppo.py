@@ -31,6 +31,7 @@ def everything(folder: Path) -> None:
     with_rollback(folder)
     with_shared_backbone(folder)
     without_critic(folder)
+    with_budget(folder)
     with_sources(folder)
 
 
@@ -55,6 +56,15 @@ def with_rollback(folder: Path) -> None:
     if first:
         (folder / "history.jsonl").write_bytes(trainer.history.path.read_bytes())
         (folder / "abandoned.json").write_text(json.dumps(journal.abandoned("rows")))
+
+
+def with_budget(folder: Path) -> None:
+    """Scoring and two updates in micro-batches by a budget of tokens, in chunks of logits."""
+    tiny, config = make_tiny(), make_config(minibatches=2, micro_batch_tokens=24, ptx={"weight": 0.0})
+    learner = make_learner(tiny, config, logits_bytes=cases.FEW_LOGITS)
+    experience = cases.rollout(tiny, pair=learner.pair)
+    figures = update(learner, experience, 0.1, 0).as_metrics()
+    cases.write_result(folder, "budget", learner.pair.engines["policy"].full_weights(), figures)
 
 
 def with_shared_backbone(folder: Path) -> None:
@@ -168,6 +178,12 @@ def test_groups_of_replies_are_whole_on_every_rank(found: dict[int, Path]) -> No
     assert all(sum(rows[start : start + 4]) == pytest.approx(0.0, abs=1e-5) for rows in first for start in (0, 4))
     (plain, figures), (together, others) = (cases.read_result(found[size], "free") for size in (1, 2))
     assert cases.distance(plain, together) < 1e-2 and others["kl"] == pytest.approx(figures["kl"], rel=1e-3, abs=1e-4)
+
+
+def test_a_budget_of_tokens_learns_the_same_on_two_ranks(found: dict[int, Path]) -> None:
+    (plain, figures), (together, others) = (cases.read_result(found[size], "budget") for size in (1, 2))
+    assert cases.distance(plain, together) < 1e-4
+    assert others == pytest.approx(figures, rel=1e-3, abs=1e-5)
 
 
 def test_each_reply_is_scored_by_one_rank_and_known_to_all(found: dict[int, Path]) -> None:

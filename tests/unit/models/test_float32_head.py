@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from unit.ppo.tiny import EOS, PAD, make_tiny
+from unit.ppo.tiny import make_tiny
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.models.actor_critic import ActorCritic
@@ -16,12 +16,10 @@ from rlhf_core.models.float32_head import Float32Linear, float32_unembedding, us
 from rlhf_core.models.forward import hidden_states, selected_logits
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.precision import allow_tf32, matmul_precision, weights_precision
-from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.token_scoring import Tokens, policy_and_values, response_log_distribution
+from rlhf_core.sampling.token_scoring import Tokens, logits_and_values, response_logits
 
 IDS, MASK = torch.arange(12).view(2, 6), torch.ones(2, 6, dtype=torch.long)
 BATCH = Tokens(IDS, MASK, torch.ones(2, 3, dtype=torch.bool))
-SAMPLING = Sampling(EOS, PAD, 3)
 
 
 @torch.no_grad()
@@ -34,14 +32,13 @@ def test_every_way_to_logits_and_values_multiplies_in_float32() -> None:
     expected = hidden.float() @ policy.lm_head.weight.float().T
     assert rounded.dtype == torch.bfloat16 and not torch.equal(rounded.float(), expected)
     assert torch.equal(policy(input_ids=IDS).logits, expected)
-    assert torch.equal(selected_logits(policy, IDS, MASK, MASK.bool()), expected.flatten(0, 1))
-    distribution = torch.log_softmax(expected[:, 2:5], dim=-1)
-    assert torch.equal(response_log_distribution(policy, BATCH, SAMPLING), distribution)
+    assert torch.equal(selected_logits(policy, IDS, MASK, MASK.bool()).whole(), expected.flatten(0, 1))
+    assert torch.equal(response_logits(policy, BATCH).whole(), expected[:, 2:])
     values = critic.hidden(IDS, MASK).float() @ critic.model.score.weight.float().squeeze(0)
     assert torch.equal(critic.token_scores(IDS, MASK), values)
-    shared, _ = policy_and_values(ActorCritic.with_head_of(critic, policy), BATCH, SAMPLING)
-    torch.testing.assert_close(shared, distribution, rtol=0, atol=1e-6)
-    assert critic.lm_logits(hidden).dtype == torch.float32
+    shared, _ = logits_and_values(ActorCritic.with_head_of(critic, policy), BATCH)
+    torch.testing.assert_close(shared.whole(), expected[:, 2:], rtol=0, atol=1e-6)
+    assert critic.lm_logits(hidden).whole().dtype == torch.float32
 
 
 def test_a_float32_model_keeps_its_layer() -> None:

@@ -146,7 +146,7 @@ def test_selected_logits_are_those_of_the_full_forward(policy: LlamaForCausalLM)
     ids, mask = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     select = torch.tensor([[False, True, True, False], [True, False, False, False]])
     full = policy(input_ids=ids, attention_mask=mask).logits
-    torch.testing.assert_close(selected_logits(policy, ids, mask, select), full[select])
+    torch.testing.assert_close(selected_logits(policy, ids, mask, select).whole(), full[select])
 
 
 def test_scalar_model_begins_small_and_round_trips(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -183,7 +183,7 @@ def test_imitation_logits_start_as_those_of_the_language_model(
         save_policy(tmp_path / str(tied), source, tokenizer)
         model = ScalarModel.from_causal_lm(tmp_path / str(tied), 1)
         assert (model.unembedding is None) is tied
-        logits = model.lm_logits(model.hidden(ids, torch.ones_like(ids)))
+        logits = model.lm_logits(model.hidden(ids, torch.ones_like(ids))).whole()
         torch.testing.assert_close(logits, source.eval()(ids).logits)
         model.save(tmp_path / f"{tied}-reward", tokenizer)
         assert ScalarModel.load(tmp_path / f"{tied}-reward").unembedding is None

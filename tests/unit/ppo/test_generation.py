@@ -17,7 +17,7 @@ from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.base import train_tokenizer
 from rlhf_core.ppo.experience import TokenPredictions
-from rlhf_core.ppo.kl import full_kl, kl_estimate
+from rlhf_core.ppo.kl import kl_estimate
 from rlhf_core.ppo.rollout import predict_tokens
 from rlhf_core.ppo.sampler_agreement import SamplerAgreement, require_agreement
 from rlhf_core.sampling.distribution import (
@@ -30,7 +30,8 @@ from rlhf_core.sampling.distribution import (
 )
 from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
 from rlhf_core.sampling.local import PromptBatch, sample_replies
-from rlhf_core.sampling.token_scoring import Tokens, entropy, gather_logprobs, response_log_distribution
+from rlhf_core.sampling.token_scoring import Tokens, response_logits
+from rlhf_core.sampling.token_statistics import DistributionScorer, entropy, full_kl, gather_logprobs
 
 
 def sample(tiny: Tiny, sampling: Sampling | None = None, rows: list[int] | None = None) -> Rollout:
@@ -128,11 +129,9 @@ def test_padding_side_changes_no_logprob(tiny: Tiny) -> None:
         ids = torch.tensor([tiny.prompts[row] + reply])
         alone = Tokens(ids, torch.ones_like(ids), torch.ones(1, len(reply), dtype=torch.bool))
         with torch.inference_mode():
-            dist = response_log_distribution(tiny.policy, alone, tiny.sampling)
+            tokens = DistributionScorer(tiny.sampling).score(response_logits(tiny.policy, alone), alone)
             score = tiny.reward.reply_scores(alone.tokens, alone.attention_mask)
-        assert torch.allclose(
-            gather_logprobs(dist, alone.response)[0], scored.policy_logprobs[row, : len(reply)], atol=1e-5
-        )
+        assert torch.allclose(tokens.logprobs[0], scored.policy_logprobs[row, : len(reply)], atol=1e-5)
         batched = tiny.reward_fn(Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask))
         assert torch.allclose(score, batched[row : row + 1], atol=1e-5)
 

@@ -11,8 +11,9 @@ from unit.ppo.tensors import NAN, close, t
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.ppo import KlConfig, PpoConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.ppo.kl import KlController, full_kl, kl_estimate, kl_pull
+from rlhf_core.ppo.kl import KlController, kl_estimate, kl_pull
 from rlhf_core.ppo.rewards import token_rewards
+from rlhf_core.sampling.token_statistics import full_kl
 
 
 def test_kl_estimators_by_hand() -> None:

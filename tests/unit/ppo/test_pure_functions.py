@@ -16,7 +16,7 @@ from rlhf_core.ppo.importance_sampling import ratios
 from rlhf_core.ppo.loss_reduction import StepSize, aggregate, masked_mean
 from rlhf_core.ppo.policy_loss import clip_fraction_mask, clipped_surrogate, penalty_surrogate, surrogate
 from rlhf_core.ppo.value_loss import value_clip_mask, value_loss
-from rlhf_core.sampling.token_scoring import entropy
+from rlhf_core.sampling.token_statistics import entropy
 
 
 def test_gae_by_hand() -> None:

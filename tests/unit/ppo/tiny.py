@@ -122,7 +122,9 @@ def make_config(**changes: Any) -> PpoConfig:
     return PpoConfig.model_validate(BASE | without | changes)
 
 
-def make_learner(tiny: Tiny, config: PpoConfig) -> Learner:
+def make_learner(tiny: Tiny, config: PpoConfig, **limits: int) -> Learner:
+    """Policy and critic with their engines; ``limits`` are those fields of the pair, in place of the config's."""
+    bounds = {"micro_batch_size": config.micro_batch_size, "micro_batch_tokens": config.micro_batch_tokens} | limits
     per_iteration = config.epochs * config.minibatches
     total, warmup = config.iterations * per_iteration, config.warmup_iterations * per_iteration or None
     pairs = [(prompt, [*reversed(prompt), EOS]) for prompt in tiny.prompts]
@@ -134,14 +136,14 @@ def make_learner(tiny: Tiny, config: PpoConfig) -> Learner:
     elif config.critic_mode == "shared":
         model = ActorCritic.with_head_of(tiny.critic, tiny.policy)
         engine = LocalEngine(model, config.policy_optimizer, total, "policy", warmup)
-        pair = SharedActorCritic(model, engine, sampling, config.micro_batch_size)
+        pair = SharedActorCritic(model, engine, sampling, **bounds)
     else:
         assert config.critic_optimizer is not None
         engines = {
             "policy": LocalEngine(tiny.policy, config.policy_optimizer, total, "policy", warmup),
             "critic": LocalEngine(tiny.critic, config.critic_optimizer, total, "critic", warmup),
         }
-        pair = SeparateActorCritic(tiny.policy, tiny.critic, engines, sampling, config.micro_batch_size)
+        pair = SeparateActorCritic(tiny.policy, tiny.critic, engines, sampling, **bounds)
     ptx = PtxData(pairs, config.ptx.batch_size, 5, PAD) if config.ptx.weight else None
     return Learner(config, pair, tiny.reference, ptx)
 

@@ -97,7 +97,7 @@ def test_padding_side_and_content_change_no_number(model, scalar, rows, pad, oth
     results, scores = [], []
     for side, filler in ((right_pad, pad), (left_pad, pad), (left_pad, other)):
         ids, mask = side([*rows, [9] * 12], filler)
-        results.append(selected_logits(model, ids, mask, mask.bool()))
+        results.append(selected_logits(model, ids, mask, mask.bool()).whole())
         scores.append(scalar.reply_scores(ids, mask))
     single = torch.cat([scalar.reply_scores(torch.tensor([row]), torch.ones(1, len(row)).long()) for row in rows])
     for result, score in zip(results, scores, strict=True):
