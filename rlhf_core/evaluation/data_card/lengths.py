@@ -17,7 +17,7 @@ from rlhf_core.evaluation.data_card.card import CardSection, CardTable, Histogra
 def length_section(clean: Mapping[str, pa.Table]) -> CardSection:
     """Return the section on the lengths of every text column of every kind."""
     histograms: list[Histogram] = []
-    rows: list[tuple[str | float | int | None, ...]] = []
+    rows: list[tuple[str | int, ...]] = []
     for kind, table in clean.items():
         for name, lengths in _lengths(kind, table) if table.num_rows else ():
             title = f"{kind}: {name}"
