@@ -261,6 +261,7 @@ def doctor(workspace: Workspace = None) -> None:
 
 
 app.registered_commands += core.app.registered_commands
+app.registered_groups += core.app.registered_groups
 
 
 def main() -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR, ConfigError, RlhfError
+from rlhf_core import data_commands
+from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR
 
-if TYPE_CHECKING:
-    from rlhf_core.config.collect import ReadOptions
-
-PIPE_WIDTH = 120
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
+app.add_typer(data_commands.app, name="data")
 WorkspaceOption = Annotated[
     Path | None, typer.Option("--workspace", "-w", help="Folder with params.yaml; default: the current one.")
 ]
@@ -123,86 +121,6 @@ def report(workspace: WorkspaceOption = None) -> None:
     root = workspace_root(workspace)
     run_stage("report", root)
     typer.echo(root / "report.html")
-
-
-@app.command()
-def data(
-    files: Annotated[list[str], typer.Argument(help="Files, globs, URLs or hub:owner/name[:split].")],
-    show: Annotated[int, typer.Option(help="Rows to print of each file.")] = 1,
-    format_name: Annotated[
-        str | None, typer.Option("--format", help="Format of the rows, where it is not recognised.")
-    ] = None,
-    columns: Annotated[
-        list[str] | None, typer.Option("--column", help="FIELD=COLUMN, such as prompt=question; may be repeated.")
-    ] = None,
-    template: Annotated[str | None, typer.Option(help="Text of the prompt, with columns in braces.")] = None,
-    dimension: Annotated[str | None, typer.Option(help="Which of several preferences: helpful, safe, agreed.")] = None,
-    pairs: Annotated[str, typer.Option(help="Pairs of a ranking: all, adjacent, best_worst.")] = "all",
-    workspace: Annotated[
-        Path | None,
-        typer.Option("--workspace", "-w", help="Whose tokenizer and max_tokens to measure with; default: the current."),
-    ] = None,
-) -> None:
-    """Describe data files: format, rows, which would be refused and why, lengths, and the command to use them.
-
-    In a workspace whose base model is at hand, lengths are given in tokens too and compared with max_tokens.
-
-    Example: rlhf data 'exports/*.jsonl.gz'
-    """
-    import shutil
-    import sys
-
-    from rich.console import Console
-
-    from rlhf_core.data.hub import PREFIX, parse_hub_id
-    from rlhf_core.file_patterns import expand, is_url
-
-    options = _read_options(format_name, columns or [], template, dimension, pairs)
-    for spec in files:  # a wrong name is refused before seconds of imports
-        if spec.startswith(PREFIX):
-            parse_hub_id(spec)
-        elif not is_url(spec):
-            expand(spec, Path.cwd())
-    with Console(stderr=True).status("reading the files…"):
-        from rlhf_core.data.inspect import describe_sources
-        from rlhf_core.stages.runtime.runner import workspace_root
-        from rlhf_core.stages.token_limits import local_token_limits
-
-        tokens = None  # outside a workspace there is no tokenizer to measure with
-        try:
-            tokens = local_token_limits(workspace_root(workspace))
-        except RlhfError:
-            if workspace is not None:
-                raise
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
-        text = describe_sources(files, show, width=width, tokens=tokens, options=options)
-    typer.echo(text)
-
-
-def _read_options(
-    format_name: str | None, columns: list[str], template: str | None, dimension: str | None, pairs: str
-) -> ReadOptions:
-    """Return how `rlhf data` reads the rows, as its options say; ``ConfigError`` names what is wrong with them."""
-    from typing import get_args
-
-    from pydantic import ValidationError
-
-    from rlhf_core.config.collect import FormatName, ReadOptions
-    from rlhf_core.config.loading.problems import describe
-
-    if format_name is not None and format_name not in get_args(FormatName):
-        raise ConfigError(f"--format {format_name} is unknown; known are {', '.join(get_args(FormatName))}")
-    fields = {}
-    for given in columns:
-        field, separator, column = given.partition("=")
-        if not separator:
-            raise ConfigError(f"--column {given}: write it as FIELD=COLUMN, such as --column prompt=question")
-        fields[field] = column
-    values = {"format": format_name, "columns": fields, "template": template, "dimension": dimension, "pairs": pairs}
-    try:
-        return ReadOptions.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(describe("options", error, ReadOptions, "")) from error
 
 
 @app.command()

@@ -59,8 +59,11 @@ class Commands(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        for command in (self, *self.commands.values()):
+        waiting: list[Any] = [self]
+        while waiting:
+            command = waiting.pop()
             command.help = joined_lines(command.help or "")
+            waiting += getattr(command, "commands", {}).values()
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help; the profiles are read now, not when the command line starts."""

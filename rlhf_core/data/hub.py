@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from rlhf_core.data.readers.containers import Record
+from typing import TYPE_CHECKING
+
 from rlhf_core.errors import DataError
-from rlhf_core.hub import require_hub
+
+if TYPE_CHECKING:
+    from rlhf_core.data.readers.containers import Record
 
 PREFIX = "hub:"
 
@@ -26,6 +29,9 @@ def load_hub_records(spec: str, limit: int | None = None) -> tuple[list[Record],
         DataError: The id or the split does not exist, or the network fails.
     """
     name, split = parse_hub_id(spec)
+    from rlhf_core.data.readers.containers import Record
+    from rlhf_core.hub import require_hub
+
     require_hub(spec, DataError)
     from datasets import Dataset, load_dataset
 

@@ -1,25 +1,32 @@
-"""Describe how readers understand a file: format, rows, refusals, an example, lengths (the command ``rlhf data``)."""
+"""Describe how readers understand files: format, rows, refusals, examples, lengths (``rlhf data inspect``)."""
 
 from __future__ import annotations
 
 import io
 import json
 import shlex
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.collect import ReadOptions
 from rlhf_core.data.formats import FileRows, read_records
 from rlhf_core.data.hub import PREFIX, load_hub_records
-from rlhf_core.data.lengths import PERCENTILES, REPLIES, LengthPercentiles, character_lengths, token_lengths
+from rlhf_core.data.lengths import (
+    PERCENTILES,
+    REPLIES,
+    LengthPercentiles,
+    TokenLengths,
+    character_lengths,
+    token_lengths,
+)
 from rlhf_core.data.readers.columns import with_columns
 from rlhf_core.data.readers.containers import Record, load_records, records_of
 from rlhf_core.data.readers.registry import detect, format_named
@@ -27,9 +34,35 @@ from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.file_patterns import NOT_FOUND, expand, is_url
 from rlhf_core.remote_files import expand_url, read_url
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 HUB_ROWS = 1000
 INDENT, LABEL_WIDTH = "  ", 9
 NEW_WORKSPACE = "my-run"
+CONTINUED = " \\\n        "
+
+
+@dataclass(frozen=True)
+class TokenLimit:
+    """The parameter that bounds the sequences of a kind, its value, and the positions of the model (None: no bound)."""
+
+    parameter: str
+    value: int
+    positions: int | None = None
+
+    @property
+    def longest_kept(self) -> int:
+        """The length of the longest sequence that is kept."""
+        return self.value if self.positions is None else min(self.value, self.positions)
+
+    def remedy(self, longest: int) -> str:
+        """Say how sequences of up to ``longest`` tokens could be kept."""
+        if self.positions is None or longest <= self.positions:
+            return f"to keep all of them: --set {self.parameter}={longest}"
+        if self.value >= self.positions:
+            return f"the model takes {self.positions} at most: only one with more positions keeps them"
+        return f"to keep more of them: --set {self.parameter}={self.positions}, which is what the model takes at most"
 
 
 @dataclass(frozen=True)
@@ -38,86 +71,178 @@ class TokenLimits:
 
     Attributes:
         tokenizer_name: What messages call the tokenizer.
-        limits: By kind of rows, the parameter that bounds its sequences, and its value or the model's if that is less.
+        limits: By kind of rows, what bounds its sequences.
     """
 
     tokenizer: PreTrainedTokenizerBase
     tokenizer_name: str
-    limits: Mapping[str, tuple[str, int]]
+    limits: Mapping[str, TokenLimit]
+
+
+@dataclass(frozen=True)
+class FileDescription:
+    """How one file is read.
+
+    Attributes:
+        name: The file, URL or hub id.
+        spec: The argument that named it.
+        kinds: The kinds of rows that it can serve as; it is read as the first.
+        read: Its rows of that kind, and the rows that were refused or dropped.
+    """
+
+    name: str
+    spec: str
+    kinds: tuple[str, ...]
+    read: FileRows
+    characters: Sequence[LengthPercentiles]
+    tokens: TokenLengths | None = None
+
+    @property
+    def kind(self) -> str:
+        """The kind of rows that the file is read as."""
+        return self.kinds[0]
+
+
+@dataclass(frozen=True)
+class Description:
+    """How several files are read, and with what."""
+
+    files: Sequence[FileDescription]
+    options: ReadOptions
+    base: Path
+    limits: TokenLimits | None = None
 
 
 def describe_sources(
     files: Sequence[str],
-    show: int = 1,
     base: Path | None = None,
-    width: int = 80,
     tokens: TokenLimits | None = None,
     options: ReadOptions | None = None,
-) -> str:
-    """Return a block of lines per file, and the command that makes a workspace of them.
+) -> Description:
+    """Read every file and describe it.
 
     Args:
         files: Paths, globs, URLs or hub ids; of a hub id the first 1,000 rows are read.
-        show: How many rows of each file are quoted.
         base: The folder of relative paths, by default the current one.
-        width: Columns of the terminal; the quoted rows are cut to it.
-        tokens: Lengths are given in tokens too, if set.
+        tokens: Lengths are measured in tokens too, if set.
         options: How the rows are read, where that is not recognised.
 
     Raises:
         DataError: A file cannot be read at all.
     """
-    blocks = []
-    kinds: dict[str, str] = {}
+    base, options = base or Path.cwd(), options or ReadOptions()
+    described = []
     for spec in files:
         if spec.startswith(PREFIX):
             sources = [(spec, load_hub_records(spec, HUB_ROWS)[0])]
         elif is_url(spec):
             sources = [(url, records_of(url, read_url(url))) for url in expand_url(spec, NOT_FOUND)]
         else:
-            sources = [(str(path), load_records(path)) for path in expand(spec, base or Path.cwd())]
-        for where, records in sources:
-            kind, block = _describe(records, where, show, width, tokens, options or ReadOptions())
-            kinds.setdefault(spec, kind)
-            blocks.append(block)
-    return "\n\n".join([*blocks, _next_command(kinds, options or ReadOptions())])
+            sources = [(str(path), load_records(path)) for path in expand(spec, base)]
+        described += [_describe(records, name, spec, tokens, options) for name, records in sources]
+    return Description(described, options, base, tokens)
 
 
 def _describe(
-    records: Sequence[Record],
-    where: str,
-    show: int,
-    width: int,
-    tokens: TokenLimits | None,
-    options: ReadOptions,
-) -> tuple[str, str]:
-    """Return the kind of rows that the file serves as, and its description."""
-    mapped = with_columns(records, options, where)
-    shape = format_named(options.format) if options.format else detect(mapped, where)
-    kinds = [kind for kind in ROW_TYPES if kind in shape.carries] or list(ROW_TYPES)
-    kind = kinds[0]
-    read = read_records(records, kind, Path(where).name, "", where, options)
+    records: Sequence[Record], name: str, spec: str, tokens: TokenLimits | None, options: ReadOptions
+) -> FileDescription:
+    mapped = with_columns(records, options, name)
+    shape = format_named(options.format) if options.format else detect(mapped, name)
+    kinds = tuple(kind for kind in ROW_TYPES if kind in shape.carries) or tuple(ROW_TYPES)
+    read = read_records(records, kinds[0], Path(name).name, "", name, options)
+    measured = None
+    if tokens is not None and kinds[0] in tokens.limits and read.rows:
+        measured = token_lengths(tokens.tokenizer, kinds[0], read.rows, tokens.limits[kinds[0]].longest_kept)
+    return FileDescription(name, spec, kinds, read, character_lengths(kinds[0], read.rows), measured)
+
+
+def as_json_value(description: Description, show: int = 1) -> dict[str, Any]:
+    """Return a description as JSON values: a list of files with ``show`` examples each, and the next command."""
+    files = []
+    for file in description.files:
+        value: dict[str, Any] = {
+            "file": file.name,
+            "format": file.read.format,
+            "serves": list(file.kinds),
+            "kind": file.kind,
+            "records": file.read.records,
+            "rows": len(file.read.rows),
+            "expanded": file.read.expanded,
+            "dropped": dict(file.read.dropped),
+            "refused": [
+                {"reason": reason, "count": count, "first": first} for reason, count, first in refusals(file.read)
+            ],
+            "characters": {lengths.name: _percentiles(lengths) for lengths in file.characters},
+            "examples": file.read.rows[:show],
+        }
+        if file.tokens is not None and description.limits is not None:
+            limit = description.limits.limits[file.kind]
+            value["tokens"] = {
+                "percentiles": _percentiles(file.tokens.percentiles),
+                "parameter": limit.parameter,
+                "limit": limit.longest_kept,
+                "rows": file.tokens.rows,
+                "over_limit": file.tokens.over_limit,
+            }
+        files.append(value)
+    command = _init_command(description)
+    return {"files": files, "next": " ".join(command) if command else None}
+
+
+def _percentiles(lengths: LengthPercentiles) -> dict[str, int]:
+    return {str(percentile): value for percentile, value in zip(PERCENTILES, lengths.values, strict=True)}
+
+
+def as_text(description: Description, show: int = 1, width: int = 80) -> str:
+    """Return a block of lines per file, and the command that makes a workspace of them.
+
+    Args:
+        show: How many rows of each file are quoted.
+        width: Columns of the terminal: rows are cut to it, other texts wrapped.
+    """
+    blocks = [_block(file, description, show, width) for file in description.files]
+    command = _init_command(description)
+    if command is None:
+        missing = "next: a pipeline needs pairs of replies; add a file that serves as preferences to these"
+        return "\n\n".join([*blocks, textwrap.fill(missing, width)])
+    # A shell takes the command only with its arguments whole, so it is broken between them.
+    line = f"next: {' '.join(command)}"
+    return "\n\n".join([*blocks, line if len(line) <= width else f"next: {CONTINUED.join(command)}"])
+
+
+def _block(file: FileDescription, description: Description, show: int, width: int) -> str:
+    read = file.read
+    expanded = " (some give several)" if read.expanded else ""
     lines = [
-        where,
-        f"  format   {shape.name}",
-        f"  serves   {', '.join(kinds)}",
-        f"  rows     {len(read.rows)} as {kind}, of {len(records)}{' (some give several)' if read.expanded else ''}",
-        *(f"  dropped  {n}: {reason}" for reason, n in read.dropped.most_common()),
-        *_refusals(read),
+        file.name,
+        f"  format   {read.format}",
+        f"  serves   {', '.join(file.kinds)}",
+        f"  rows     {len(read.rows)} as {file.kind}, of {read.records}{expanded}",
     ]
+    for reason, count in read.dropped.most_common():
+        lines += wrapped(f"  dropped  {count}: ", reason, width)
+    for reason, count, first in refusals(read):
+        lines += wrapped(f"  refused  {count}: ", f"{reason} (first at row {first})", width)
     for row in read.rows[:show]:
-        lines += ["  example", *_example(kind, row, width)]
-    lines += _lengths(kind, read.rows, width, tokens)
-    return kind, "\n".join(lines)
+        lines += ["  example", *_example(file.kind, row, width)]
+    return "\n".join([*lines, *_lengths(file, description.limits, width)])
 
 
-def _refusals(read: FileRows) -> list[str]:
-    """Return the reasons with their counts and the first row of each."""
+def wrapped(label: str, text: str, width: int) -> list[str]:
+    """Return ``label`` and ``text`` in lines of at most ``width`` columns, the later ones indented by the label."""
+    indent = " " * len(label)
+    return textwrap.wrap(
+        text, max(width, 40), initial_indent=label, subsequent_indent=indent, break_on_hyphens=False
+    ) or [label.rstrip()]
+
+
+def refusals(read: FileRows) -> list[tuple[str, int, int]]:
+    """Return the reasons of refused rows, commonest first, with their counts and the position of the first row."""
     counts = Counter(row["reason"] for row in read.refused)
     first: dict[str, int] = {}
     for row in read.refused:
         first.setdefault(row["reason"], row["position"])
-    return [f"  refused  {n}: {reason} (first at row {first[reason]})" for reason, n in counts.most_common()]
+    return [(reason, count, first[reason]) for reason, count in counts.most_common()]
 
 
 def _example(kind: str, row: Mapping[str, Any], width: int) -> list[str]:
@@ -135,24 +260,26 @@ def _example(kind: str, row: Mapping[str, Any], width: int) -> list[str]:
     return lines
 
 
-def _lengths(kind: str, rows: Sequence[Mapping[str, Any]], width: int, tokens: TokenLimits | None) -> list[str]:
+def _lengths(file: FileDescription, limits: TokenLimits | None, width: int) -> list[str]:
     """Return the table of lengths: characters of each column, and with a tokenizer what ``max_tokens`` would drop."""
-    characters = character_lengths(kind, rows)
-    if not characters:
+    if not file.characters:
         return []
-    lines = ["  lengths", *_percentile_table("characters", characters, width)]
-    if tokens is None or kind not in tokens.limits:
+    lines = ["  lengths", *_percentile_table("characters", file.characters, width)]
+    if file.tokens is None or limits is None:
         return lines
-    parameter, limit = tokens.limits[kind]
-    measured = token_lengths(tokens.tokenizer, kind, rows, limit)
-    looked_at = f" of the {measured.rows} rows looked at" if measured.rows < len(rows) else ""
+    limit, measured = limits.limits[file.kind], file.tokens
+    looked_at = f" of the {measured.rows} rows looked at" if measured.rows < len(file.read.rows) else ""
     if measured.over_limit:
         share = measured.over_limit / measured.rows
         finding = f"{share:.1%}{looked_at or ' of the rows'} are longer and would be dropped"
     else:
         finding = f"none{looked_at} is longer"
+    finding = f"{limit.parameter} is {limit.longest_kept}: {finding} (tokenizer of {limits.tokenizer_name})"
     lines += _percentile_table("tokens", [measured.percentiles], width)
-    return [*lines, f"    {parameter} is {limit}: {finding} (tokenizer of {tokens.tokenizer_name})"]
+    lines += wrapped(INDENT * 2, finding, width)
+    if measured.over_limit:
+        lines += wrapped(INDENT * 2, limit.remedy(measured.percentiles.values[-1]), width)
+    return lines
 
 
 def _percentile_table(unit: str, rows: Sequence[LengthPercentiles], width: int) -> list[str]:
@@ -168,17 +295,32 @@ def _percentile_table(unit: str, rows: Sequence[LengthPercentiles], width: int) 
     return [f"{INDENT * 2}{line.rstrip()}" for line in output.getvalue().splitlines()]
 
 
-def _next_command(kinds: Mapping[str, str], options: ReadOptions) -> str:
-    """Return the ``rlhf init`` command for these sources, given as the kind of rows that each serves as best."""
+def _init_command(description: Description) -> list[str] | None:
+    """Return the arguments of the ``rlhf init`` command for these sources, by the kind that each serves as best.
+
+    None if no file serves as preferences.
+    """
+    kind_of: dict[str, str] = {}
+    for file in description.files:
+        kind_of.setdefault(file.spec, file.kind)
     by_kind: dict[str, list[str]] = {}
-    for spec, kind in kinds.items():
+    for spec, kind in kind_of.items():
         by_kind.setdefault(kind, []).append(spec)
     if "preferences" not in by_kind:
-        return "next: a pipeline needs pairs of replies; add a file that serves as preferences to these"
-    sets = []
-    given = options.model_dump(exclude_defaults=True)
-    for kind, specs in by_kind.items():
-        entries: list[Any] = [{"path": spec, **given} if given else spec for spec in specs]
+        return None
+    given = description.options.model_dump(exclude_defaults=True)
+    command = [f"rlhf init {_free_name(description.base)} --profile own-data"]
+    for kind in (kind for kind in ROW_TYPES if kind in by_kind):
+        entries: list[Any] = [{"path": spec, **given} if given else spec for spec in by_kind[kind]]
         quoted = json.dumps(entries, ensure_ascii=False)
-        sets.append(f"--set {shlex.quote(f'collect.files.{kind}={quoted}')}")
-    return f"next: rlhf init {NEW_WORKSPACE} --profile own-data {' '.join(sets)}"
+        command.append(f"--set {shlex.quote(f'collect.files.{kind}={quoted}')}")
+    return command
+
+
+def _free_name(base: Path) -> str:
+    """Return a name for a new workspace that nothing in ``base`` has."""
+    number, name = 1, NEW_WORKSPACE
+    while (base / name).exists():
+        number += 1
+        name = f"{NEW_WORKSPACE}-{number}"
+    return name

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.chat import encode_prompt, encode_reply
 from rlhf_core.data.schema import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PERCENTILES = (50, 90, 99, 100)
 REPLIES = {"preferences": ("chosen", "rejected"), "demonstrations": ("reply",)}
@@ -60,6 +61,8 @@ def token_lengths(
     tokenizer: PreTrainedTokenizerBase, kind: str, rows: Sequence[Mapping[str, Any]], limit: int
 ) -> TokenLengths:
     """Tokenise up to 2,000 ``rows`` of preferences or demonstrations, spread evenly over the file, as training does."""
+    from rlhf_core.data.chat import encode_prompt, encode_reply  # imports torch, which characters do not need
+
     sample = [rows[i] for i in np.unique(np.linspace(0, len(rows) - 1, min(len(rows), TOKENISED_ROWS)).astype(int))]
     lengths = []
     for row in sample:

@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 
 from rlhf_core.config.loading.load import load_params
-from rlhf_core.data.inspect import TokenLimits
-from rlhf_core.models.base import fitting_length, load_tokenizer
-from rlhf_core.stages.base import prepare_tokenizer
+from rlhf_core.data.inspect import TokenLimit, TokenLimits
 
 SCRATCH = "scratch"
 
@@ -28,11 +26,17 @@ def local_token_limits(workspace: Path) -> TokenLimits | None:
     folder = workspace / source
     if not folder.is_dir():
         return None
+    # Imported here: these load torch and transformers, which takes seconds and is for nothing without a model.
+    from rlhf_core.models.base import fitting_length, load_tokenizer
+    from rlhf_core.stages.base import prepare_tokenizer
+
     tokenizer = load_tokenizer(folder)
     tokenizer.model_max_length = sys.maxsize  # rows are measured here, not run; the library would warn of longer ones
     prepare_tokenizer(tokenizer, str(source))
+    positions = fitting_length(sys.maxsize, folder)
+    bound = None if positions == sys.maxsize else positions
     limits = {
-        "preferences": ("reward.max_tokens", fitting_length(params.reward.max_tokens, folder)),
-        "demonstrations": ("sft.max_tokens", fitting_length(params.sft.max_tokens, folder)),
+        "preferences": TokenLimit("reward.max_tokens", params.reward.max_tokens, bound),
+        "demonstrations": TokenLimit("sft.max_tokens", params.sft.max_tokens, bound),
     }
     return TokenLimits(tokenizer, str(source), limits)

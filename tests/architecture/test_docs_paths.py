@@ -12,6 +12,7 @@ import pytest
 import typer
 
 from flows.cli import app
+from rlhf_core.data_commands import SHORT_FORM
 from rlhf_core.stages.runtime.names import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +73,13 @@ def rlhf_commands(text: str) -> Iterator[list[str]]:
                 yield words[1:]
 
 
+def command_of(words: list[str]) -> Any:
+    """The command that the words run: of a group the one that is named next, or that of its short form."""
+    command = COMMANDS[words[0]]
+    members: dict[str, Any] = getattr(command, "commands", {})
+    return members.get(words[1], members[SHORT_FORM]) if members and len(words) > 1 else command
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_commands_and_their_options_exist(page: Path) -> None:
     for words in rlhf_commands(page.read_text(encoding="utf-8")):
@@ -80,7 +88,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             assert words[0] in ("--help", "--debug")
             continue
         assert names and words[0] in COMMANDS, words
-        parameters = COMMANDS[words[0]].params
+        parameters = command_of(words).params
         options = {option for parameter in parameters for option in [*parameter.opts, *parameter.secondary_opts]}
         used = {word.split("=")[0] for word in words if re.match(r"--?[a-z]", word)}
         assert used <= options | {"--help", "--debug"}, words

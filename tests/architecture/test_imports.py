@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"memory"},
+    {"memory", "data_commands"},
     {"stages"},
     {"api", "chat_terminal"},
     {"evaluation", "ppo", "gates", "chat_session"},

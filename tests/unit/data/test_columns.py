@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_core.config.collect import DataSource, FileSources, ReadOptions
 from rlhf_core.data.formats import FileRows
-from rlhf_core.data.inspect import describe_sources
+from rlhf_core.data.inspect import as_text, describe_sources
 from rlhf_core.data.sources import read_sources
 from rlhf_core.errors import DataError
 
@@ -93,5 +93,5 @@ def test_wrong_options_are_refused_when_params_are_read(options: dict[str, Any],
 
 def test_the_description_of_a_file_takes_columns_too(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps(ROW))
-    text = describe_sources(["x.jsonl"], base=tmp_path, options=ReadOptions(columns=PAIR))
+    text = as_text(describe_sources(["x.jsonl"], tmp_path, options=ReadOptions(columns=PAIR)))
     assert "format   standard" in text and "rows     1 as preferences, of 1" in text

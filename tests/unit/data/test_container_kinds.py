@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core.config.loading.overlay import rebase_sources
-from rlhf_core.data.inspect import describe_sources
+from rlhf_core.data.inspect import as_text, describe_sources
 from rlhf_core.data.readers.containers import records_of
 from rlhf_core.data.sources import read_sources
 from rlhf_core.errors import DataError
@@ -109,7 +109,7 @@ def test_a_url_is_read_like_a_file(store: fsspec.AbstractFileSystem, tmp_path: P
     assert [result.source for result in results] == ["memory://pairs/a.jsonl", "memory:///pairs/b.csv.zst"]
     assert [len(result.rows) for result in results] == [3, 3] and all(len(result.sha256) == 64 for result in results)
     assert results[0].rows[0]["prompt"][0]["content"] == ROWS[0]["prompt"]
-    assert "rows     3 as preferences, of 3" in describe_sources(["memory://pairs/a.jsonl"], base=tmp_path)
+    assert "rows     3 as preferences, of 3" in as_text(describe_sources(["memory://pairs/a.jsonl"], tmp_path))
 
 
 def test_a_url_that_holds_no_file_is_a_users_error(store: fsspec.AbstractFileSystem, tmp_path: Path) -> None:

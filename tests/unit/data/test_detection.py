@@ -11,7 +11,7 @@ import pytest
 from rlhf_core.config.collect import DataSource, FileSources, FormatName, ReadOptions
 from rlhf_core.config.loading.overlay import rebase_sources
 from rlhf_core.data.formats import FileRows
-from rlhf_core.data.inspect import describe_sources
+from rlhf_core.data.inspect import as_text, describe_sources
 from rlhf_core.data.readers.registry import FORMATS
 from rlhf_core.data.sources import read_sources
 from rlhf_core.errors import DataError
@@ -77,5 +77,5 @@ def test_a_source_with_a_format_moves_with_its_workspace(tmp_path: Path) -> None
 
 def test_the_description_of_a_file_takes_a_format_too(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps(row) for row in [PROMPT] * 3 + [PAIR] * 7))
-    text = describe_sources(["x.jsonl"], base=tmp_path, options=ReadOptions(format="standard"))
+    text = as_text(describe_sources(["x.jsonl"], tmp_path, options=ReadOptions(format="standard")))
     assert "rows     7 as preferences, of 10" in text and "refused  3" in text

@@ -14,7 +14,7 @@ import pytest
 from rlhf_core.config.collect import DataSource
 from rlhf_core.data.formats import FileRows, prompt_group
 from rlhf_core.data.hub import parse_hub_id
-from rlhf_core.data.inspect import describe_sources
+from rlhf_core.data.inspect import as_text, describe_sources
 from rlhf_core.data.sources import read_sources, source_files
 from rlhf_core.errors import DataError
 
@@ -271,6 +271,6 @@ def test_real_files(file: str, kind: str, shape: str, rows: int, refused: int) -
 
 def test_describe_tells_format_kinds_and_refusals(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps([GOOD_HH, {"wrong": 1}]))
-    text = describe_sources(["x.json"], 1, tmp_path)
+    text = as_text(describe_sources(["x.json"], tmp_path))
     assert "format   hh-rlhf" in text and "rows     1 as preferences, of 2" in text
     assert "refused  1: does not match the format" in text and "    chosen     yes\n" in text

@@ -1,4 +1,4 @@
-"""What ``rlhf data`` says of a file: a readable example, lengths against the limits, and the command to use it."""
+"""What ``rlhf data inspect`` says: a readable example, lengths against the limits, the command to use the file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_core.cli import app
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.collect import FileSources
 from rlhf_core.config.loading.overlay import parse_assignment
-from rlhf_core.data.inspect import TokenLimits, describe_sources
+from rlhf_core.data.inspect import TokenLimit, TokenLimits, as_text, describe_sources
 from rlhf_core.data.lengths import LengthPercentiles, character_lengths, token_lengths
 from rlhf_core.models.base import load_tokenizer, new_model, save_policy, train_tokenizer
 from rlhf_core.stages.token_limits import local_token_limits
@@ -26,6 +26,15 @@ PAIR = {"prompt": "what color is the sky?", "chosen": "the sky is blue.", "rejec
 def write(folder: Path, *rows: dict[str, Any], name: str = "pairs.jsonl") -> str:
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return name
+
+
+def described(folder: Path, *files: str, show: int = 1, width: int = 200, tokens: TokenLimits | None = None) -> str:
+    return as_text(describe_sources(files, folder, tokens), show, width)
+
+
+def command_words(text: str) -> list[str]:
+    """The words that a shell makes of the command at the end of a description."""
+    return shlex.split(text.rpartition("next: ")[2].replace("\\\n", " "))
 
 
 def byte_tokenizer() -> Any:
@@ -57,7 +66,7 @@ def test_tokens_are_those_of_the_longest_sequence_that_training_sees() -> None:
 
 def test_the_example_is_cut_to_the_width_in_columns_not_in_characters(tmp_path: Path) -> None:
     write(tmp_path, {"prompt": "天" * 100, "chosen": "line one\nline two", "rejected": "x" * 500})
-    lines = describe_sources(["pairs.jsonl"], 1, tmp_path, width=60).splitlines()
+    lines = described(tmp_path, "pairs.jsonl", width=60).splitlines()
     quoted = [line for line in lines if line.startswith(("    user", "    chosen ", "    rejected ")) and "  " in line]
     assert all(cell_len(line) <= 60 for line in quoted) and quoted[0].endswith("…")
     assert "    chosen     line one line two" in lines
@@ -65,20 +74,28 @@ def test_the_example_is_cut_to_the_width_in_columns_not_in_characters(tmp_path: 
 
 def test_over_long_rows_are_reported_with_the_parameter_that_drops_them(tmp_path: Path) -> None:
     write(tmp_path, PAIR, PAIR | {"chosen": "x" * 300})
-    limits = TokenLimits(byte_tokenizer(), "models/base", {"preferences": ("reward.max_tokens", 256)})
-    text = describe_sources(["pairs.jsonl"], 0, tmp_path, tokens=limits)
+    tokenizer = byte_tokenizer()
+
+    def text(value: int, positions: int | None) -> str:
+        limit = TokenLimit("reward.max_tokens", value, positions)
+        return described(tmp_path, "pairs.jsonl", tokens=TokenLimits(tokenizer, "models/base", {"preferences": limit}))
+
     expected = "reward.max_tokens is 256: 50.0% of the rows are longer and would be dropped (tokenizer of models/base)"
-    assert expected in text
-    enough = TokenLimits(byte_tokenizer(), "models/base", {"preferences": ("reward.max_tokens", 512)})
-    assert "reward.max_tokens is 512: none is longer" in describe_sources(["pairs.jsonl"], 0, tmp_path, tokens=enough)
+    assert expected in text(256, None)
+    # <|user|>, the 22 characters of the prompt and <|assistant|> are 24 tokens, the reply and <|end|> are 301
+    assert "to keep all of them: --set reward.max_tokens=325\n" in text(256, None)
+    assert "to keep all of them: --set reward.max_tokens=325\n" in text(256, 325)
+    assert "to keep more of them: --set reward.max_tokens=300, which is what the model takes" in text(256, 300)
+    assert "reward.max_tokens is 300: 50.0% of the rows are longer" in text(512, 300)
+    assert "the model takes 300 at most: only one with more positions keeps them" in text(512, 300)
+    assert "reward.max_tokens is 512: none is longer" in text(512, None) and "--set reward" not in text(512, None)
 
 
 def test_the_command_to_paste_names_all_sources_by_kind(tmp_path: Path) -> None:
     write(tmp_path, PAIR, name="my pairs.jsonl")
     write(tmp_path, PAIR, name="b.jsonl")
     write(tmp_path, {"text": "once upon a time"}, name="stories.jsonl")
-    text = describe_sources(["my pairs.jsonl", "b.jsonl", "stories.jsonl"], 1, tmp_path)
-    command = shlex.split(text.rpartition("next: ")[2])
+    command = command_words(described(tmp_path, "my pairs.jsonl", "b.jsonl", "stories.jsonl", width=80))
     assert command[:5] == ["rlhf", "init", "my-run", "--profile", "own-data"]
     assert command[5:] == [
         "--set",
@@ -88,9 +105,26 @@ def test_the_command_to_paste_names_all_sources_by_kind(tmp_path: Path) -> None:
     ]
 
 
+def test_the_name_of_the_new_workspace_is_free(tmp_path: Path) -> None:
+    write(tmp_path, PAIR)
+    for taken, free in (("my-run", "my-run-2"), ("my-run-2", "my-run-3")):
+        (tmp_path / taken).mkdir()
+        assert command_words(described(tmp_path, "pairs.jsonl"))[2] == free
+
+
+def test_every_line_fits_a_terminal(tmp_path: Path) -> None:
+    odd = [{"prompt": "天" * 100, "chosen": "x" * 500}, PAIR | {"margin": "great"}]
+    write(tmp_path, *[PAIR] * 20, *odd, name="b.jsonl")
+    write(tmp_path, PAIR, PAIR | {"chosen": "x" * 300})
+    limit = TokenLimits(byte_tokenizer(), "models/base", {"preferences": TokenLimit("reward.max_tokens", 256, 300)})
+    text = described(tmp_path, "pairs.jsonl", "b.jsonl", width=80, tokens=limit)
+    lines = [line for line in text.splitlines() if not line.startswith("/")]  # the paths of the files stay whole
+    assert "does not match the format standard" in text and max(map(cell_len, lines)) <= 80
+
+
 def test_without_pairs_there_is_no_command_but_what_is_missing(tmp_path: Path) -> None:
     write(tmp_path, {"text": "once upon a time"}, name="stories.jsonl")
-    text = describe_sources(["stories.jsonl"], 1, tmp_path)
+    text = described(tmp_path, "stories.jsonl")
     assert "rlhf init" not in text and "needs pairs of replies" in text
 
 
@@ -104,15 +138,32 @@ def test_the_limits_of_a_workspace_are_its_parameters_or_the_models_positions(
     config = BaseConfig(hidden_size=8, intermediate_size=8, layers=1, heads=2, max_positions=positions)
     save_policy(tmp_path / "models" / "base", new_model(config, tokenizer, 1), tokenizer)
     limits = local_token_limits(tmp_path)
-    assert limits is not None and limits.limits["preferences"] == ("reward.max_tokens", limit)
+    assert limits is not None and limits.limits["preferences"] == TokenLimit("reward.max_tokens", 256, positions)
+    assert limits.limits["preferences"].longest_kept == limit
     assert limits.tokenizer.get_vocab() == load_tokenizer(tmp_path / "models" / "base").get_vocab()
 
 
 def test_the_command_works_outside_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["data", write(tmp_path, PAIR)])
+    file = write(tmp_path, PAIR)
+    result = CliRunner().invoke(app, ["data", "inspect", file])
     assert result.exit_code == 0 and "rows     1 as preferences, of 1" in result.output
     assert "tokens" not in result.output
+    for short in (["data", file], ["data", "--show", "1", file]):
+        assert CliRunner().invoke(app, short).output == result.output
+
+
+def test_the_description_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path, PAIR, PAIR | {"margin": "great"})
+    result = CliRunner().invoke(app, ["data", "inspect", file, "--json"])
+    value = json.loads(result.stdout)
+    (described_file,) = value["files"]
+    assert (described_file["format"], described_file["kind"], described_file["rows"]) == ("standard", "preferences", 1)
+    assert described_file["refused"] == [{"reason": "margin 'great' is not a number", "count": 1, "first": 2}]
+    assert described_file["characters"]["rejected"] == {"50": 2, "90": 2, "99": 2, "100": 2}
+    assert described_file["examples"][0]["chosen"] == PAIR["chosen"]
+    assert shlex.split(value["next"])[:3] == ["rlhf", "init", "my-run"]
 
 
 def test_the_command_takes_the_options_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,11 @@ from flows.commands.help_text import joined_lines, profile_list, profile_names
 from rlhf_core import __version__
 from rlhf_core.config.loading.recipe import profile_headers
 
-COMMANDS = [str(command.name or command.callback.__name__) for command in app.registered_commands if command.callback]
+COMMANDS = [(str(c.name or c.callback.__name__),) for c in app.registered_commands if c.callback]
+for group in app.registered_groups:
+    COMMANDS.append((str(group.name),))
+    members = group.typer_instance.registered_commands if group.typer_instance else []
+    COMMANDS += [(str(group.name), str(c.name or c.callback.__name__)) for c in members if c.callback]
 
 
 def shown(*words: str) -> str:
@@ -30,10 +34,10 @@ def test_a_paragraph_is_joined_and_examples_keep_their_lines() -> None:
     assert joined_lines(text) == "One two.\n\nThree four.\n\nExamples:\n$ a b\n$ c"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_no_line_of_a_help_ends_before_its_width(command: str) -> None:
-    assert shown(command, "-h") == shown(command, "--help")
-    prose = shown(command, "--help").partition("╭")[0]
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_no_line_of_a_help_ends_before_its_width(command: tuple[str, ...]) -> None:
+    assert shown(*command, "-h") == shown(*command, "--help")
+    prose = shown(*command, "--help").partition("╭")[0]
     assert max(map(len, prose.splitlines())) <= 80
     for line, following in zip(prose.splitlines(), prose.splitlines()[1:], strict=False):
         example = line.startswith(" $ ") or line.strip() == "Examples:"

@@ -15,7 +15,7 @@ from flows.cli import main
 try:
     main()
 except SystemExit as end:
-    slow = sorted({"torch", "transformers", "datasets", "mlflow", "prefect"} & sys.modules.keys())
+    slow = sorted({"torch", "transformers", "datasets", "mlflow", "prefect", "pyarrow", "pandas"} & sys.modules.keys())
     print(end.code, slow)
 """
 
