@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rlhf_core.errors import ConfigError, RlhfError
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_OK, ConfigError, RlhfError
 
 if TYPE_CHECKING:
     from rlhf_core.config.collect import ReadOptions
+    from rlhf_core.config.validate import ValidateConfig
     from rlhf_core.data.inspect import TokenLimits
 
 PIPE_WIDTH = 120
 SHORT_FORM = "inspect"
 HELP_OPTIONS = ("-h", "--help")
+KINDS = ("preferences", "demonstrations", "prompts", "pretrain")
 
 
 class DataGroup(TyperGroup):
@@ -47,6 +49,9 @@ DimensionOption = Annotated[
     str | None, typer.Option("--dimension", help="Which of several preferences: helpful, safe, agreed.")
 ]
 PairsOption = Annotated[str, typer.Option("--pairs", help="Pairs of a ranking: all, adjacent, best_worst.")]
+KindOption = Annotated[
+    str | None, typer.Option("--kind", help=f"Kind of rows: {', '.join(KINDS)}; default: what a file serves as best.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -93,6 +98,60 @@ def inspect(
         typer.echo(as_text(described, show, terminal_width()))
 
 
+@app.command(no_args_is_help=True)
+def validate(
+    files: Files,
+    kind: KindOption = None,
+    format_name: FormatOption = None,
+    columns: ColumnOption = None,
+    template: TemplateOption = None,
+    dimension: DimensionOption = None,
+    pairs: PairsOption = "all",
+    workspace: Annotated[
+        Path | None,
+        typer.Option("--workspace", "-w", help="Whose section validate holds; default: the current, or the defaults."),
+    ] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", "-s", help="validate.key=value over it; may be repeated.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for all that the stages write; new or empty.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check data files as the pipeline would: what is kept, what is refused why and in which line, the data gate.
+
+    The rows go through the stages collect and validate, kinds that are missing are derived from preferences, and the
+    data gate is decided. Nothing is trained, and no workspace is needed. With --output the clean rows, the quarantine,
+    the data docs and the gate's evidence are kept.
+
+    Exit codes: 0 the data gate would open, 3 it would not, 2 a file cannot be read at all.
+
+    Examples:
+    $ rlhf data validate pairs.jsonl
+    $ rlhf data validate 'exports/*.csv' --set validate.min_rows=10 --json
+    """
+    options = _read_options(format_name, columns or [], template, dimension, pairs)
+    _require_kind(kind)
+    _require_sources(files)
+    if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise RlhfError(f"{output} exists already; name a new or empty folder")
+    config = _validate_config(workspace, sets or [])
+    import tempfile
+
+    from rlhf_core.data.sources import sources_by_kind
+    from rlhf_core.stages.checked_files import as_text, check_files
+
+    sources = sources_by_kind(files, Path.cwd(), options, kind)
+    with tempfile.TemporaryDirectory(prefix="rlhf-data-") as scratch:
+        checked = check_files(sources, Path.cwd(), config, output or Path(scratch))
+    if as_json:
+        _print_json(checked.as_dict())
+    else:
+        typer.echo(as_text(checked, terminal_width()))
+    raise typer.Exit(EXIT_OK if checked.passed else EXIT_GATE_FAILED)
+
+
 def terminal_width() -> int:
     """Return the columns that output may take: those of the terminal, or ``PIPE_WIDTH`` where it goes elsewhere."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
@@ -121,6 +180,31 @@ def _require_sources(files: Sequence[str]) -> None:
             parse_hub_id(spec)
         elif not is_url(spec):
             expand(spec, Path.cwd())
+
+
+def _require_kind(kind: str | None) -> None:
+    if kind is not None and kind not in KINDS:
+        raise ConfigError(f"--kind {kind} is unknown; known are {', '.join(KINDS)}")
+
+
+def _validate_config(workspace: Path | None, sets: Sequence[str]) -> ValidateConfig:
+    """Return the section ``validate`` of a workspace, outside one its defaults, with ``sets`` over it."""
+    from rlhf_core.config.loading import yaml_text
+    from rlhf_core.config.loading.load import PARAMS_FILE, check_params
+    from rlhf_core.config.loading.overlay import overlaid
+    from rlhf_core.stages.runtime.runner import workspace_root
+
+    other = [given for given in sets if not given.startswith(("validate.", "seed="))]
+    if other:
+        raise ConfigError(f"--set {other[0]} has no effect on data files; only validate.… and seed have")
+    try:
+        text = (workspace_root(workspace) / PARAMS_FILE).read_text(encoding="utf-8")
+    except RlhfError:
+        if workspace is not None:
+            raise
+        text = ""
+    params = check_params(yaml_text.parse(overlaid(text, sets=sets), PARAMS_FILE))
+    return params.validate_.model_copy(update={"seed": params.seed})
 
 
 def _read_options(

@@ -23,13 +23,13 @@ def derive_missing(rows: Mapping[str, Sequence[dict[str, Any]]]) -> tuple[Rows, 
 
     Demonstrations come from chosen replies, prompts from all prompts, pretraining text from demonstrations. Derived
     rows are distinct, and keep the group of the row that they come from. A kind that was given but has no usable row
-    stays empty: the data gate reports it.
+    stays empty: the data gate reports it. So do preferences, which nothing gives, and a kind whose parents are empty.
 
     Returns:
         The rows of all kinds, and by kind what it was derived from (empty if it was given).
     """
     derived = dict.fromkeys(ROW_TYPES, "")
-    full = {kind: list(listed) for kind, listed in rows.items()}
+    full = {"preferences": [], **{kind: list(listed) for kind, listed in rows.items()}}
     for kind, parents in DERIVED_FROM.items():
         if kind not in full:
             derived[kind] = ", ".join(parents)

@@ -8,10 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rlhf_core.config.collect import DataSource, SourceOptions
+from rlhf_core.config.collect import DataSource, FileSources, ReadOptions, SourceOptions
 from rlhf_core.data.formats import FileRows, read_records
 from rlhf_core.data.hub import PREFIX, load_hub_records
-from rlhf_core.data.readers.containers import load_records, records_of
+from rlhf_core.data.readers.columns import with_columns
+from rlhf_core.data.readers.containers import Record, load_records, records_of
+from rlhf_core.data.readers.registry import PROBE, detect, format_named
+from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.errors import DataError
 from rlhf_core.file_patterns import expand, is_url, spelled
 from rlhf_core.files import sha256_file
@@ -60,6 +63,25 @@ def _matches(spec: str, base: Path) -> Iterator[tuple[str, SourceFile]]:
             yield str(path.resolve()), SourceFile(spelled(path, spec, base), path)
 
 
+def sources_by_kind(files: Sequence[str], base: Path, options: ReadOptions, kind: str | None = None) -> FileSources:
+    """Return files as sources of ``kind``, by default each as what it serves as best.
+
+    Args:
+        files: Paths, globs, URLs or hub ids.
+        base: The folder that relative paths start at.
+        options: How the rows are read.
+        kind: One of ``ROW_TYPES``.
+
+    Raises:
+        DataError: A file cannot be read, or is of no known format.
+    """
+    sources: dict[str, list[DataSource]] = {}
+    for spec in files:
+        source = DataSource(path=spec, **options.model_dump())
+        sources.setdefault(kind or kinds_of(source_files([source], base)[0])[0], []).append(source)
+    return FileSources(**{name: tuple(listed) for name, listed in sources.items()})
+
+
 def _merged(known: SourceFile, options: SourceOptions) -> SourceOptions:
     """Return the options of a file that is named twice: once they may be left out, but not be given differently."""
     default = SourceOptions()
@@ -85,6 +107,32 @@ def read_source(file: SourceFile, kind: str, limit: int | None = None) -> FileRo
     result = _read(file, kind, limit)
     result.weight, result.cap = file.options.weight, file.options.cap
     return result
+
+
+def kinds_of(file: SourceFile) -> tuple[str, ...]:
+    """Return the kinds of rows that a file can serve as, best first; without a named format the file is read for that.
+
+    Raises:
+        DataError: The file cannot be read, or is of no known format, or serves as nothing.
+    """
+    if file.options.format is None:
+        where = str(file.path or file.name)
+        shape = detect(with_columns(_records(file), file.options, where), where)
+    else:
+        shape = format_named(file.options.format)
+    if not shape.carries:
+        note = f" ({shape.note})" if shape.note else ""
+        raise DataError(f"{file.name} is of format {shape.name}, which serves as nothing{note}")
+    return tuple(kind for kind in ROW_TYPES if kind in shape.carries)
+
+
+def _records(file: SourceFile) -> list[Record]:
+    """Return the records of a file, of a hub data set the first thousand."""
+    if file.path is not None:
+        return load_records(file.path)
+    if is_url(file.name):
+        return records_of(file.name, read_url(file.name))
+    return load_hub_records(file.name, PROBE)[0]
 
 
 def _read(file: SourceFile, kind: str, limit: int | None) -> FileRows:

@@ -24,28 +24,41 @@ KINDS = tuple(ROW_TYPES)
 
 
 def run(config: CollectConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
-    """Write ``data/raw/KIND/data.parquet``, the rows that readers refused, and a manifest of all sources.
-
-    Rows of files have their file and line in ``data/raw/provenance.parquet``.
-
-    Relative paths of sources start at the workspace.
+    """Collect the data of a pipeline (see :func:`collect`); relative paths of sources start at the workspace.
 
     Raises:
         DataError: A file is missing or of an unknown format, or no preferences are named.
     """
-    workspace = outputs.raw.parents[1]
+    if config.source == "files" and not config.files.preferences:
+        raise DataError(
+            "collect.source is files, but collect.files.preferences is empty: name files with pairs of replies"
+        )
+    return collect(config, outputs.raw.parents[1], outputs.raw)
+
+
+def collect(config: CollectConfig, base: Path, raw: Path) -> dict[str, float]:
+    """Write ``KIND/data.parquet``, the rows that readers refused, and a manifest of all sources into ``raw``.
+
+    Rows of files have their file and line in ``provenance.parquet``. A kind that is neither given nor derived is empty.
+
+    Args:
+        base: The folder that relative paths of sources start at.
+
+    Raises:
+        DataError: A file is missing or of an unknown format.
+    """
     files: dict[str, list[FileRows]] = {kind: [] for kind in KINDS}
     if config.source == "world":
         rows, derived = _from_world(config), dict.fromkeys(KINDS, "")
     else:
-        files = _read_files(config, workspace)
+        files = _read_files(config, base)
         for kind in KINDS:
             cut_to_limit(files[kind], config.limit)
         rows, derived = derive_missing({kind: _with_origin(files[kind]) for kind in KINDS if files[kind]})
     kept = {kind: listed[: config.limit] for kind, listed in rows.items()}
     cut = {kind: sum(file.cut for file in files[kind]) + len(rows[kind]) - len(kept[kind]) for kind in KINDS}
     rows = kept
-    with atomic_dir(outputs.raw) as folder:
+    with atomic_dir(raw) as folder:
         for kind in KINDS:
             write_dicts(folder / kind / "data.parquet", kind, rows[kind])
         if config.source == "files":
@@ -86,12 +99,8 @@ def _from_world(config: CollectConfig) -> Rows:
     return {kind: [row | {"id": content_id(kind, row)} for row in listed] for kind, listed in rows.items()}
 
 
-def _read_files(config: CollectConfig, workspace: Path) -> dict[str, list[FileRows]]:
-    if not config.files.preferences:
-        raise DataError(
-            "collect.source is files, but collect.files.preferences is empty: name files with pairs of replies"
-        )
-    sources = {kind: source_files(config.files.of(kind), workspace) for kind in KINDS}
+def _read_files(config: CollectConfig, base: Path) -> dict[str, list[FileRows]]:
+    sources = {kind: source_files(config.files.of(kind), base) for kind in KINDS}
     read: dict[str, list[FileRows]] = {}
     with progress(sum(map(len, sources.values())), "reading data files") as bar:
         for kind in KINDS:

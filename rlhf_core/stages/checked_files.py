@@ -1,0 +1,198 @@
+"""Check data files as the stages collect and validate do, without a workspace (``rlhf data validate``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rlhf_core.config.collect import CollectConfig, FileSources
+from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.data.derived import DERIVED_FROM
+from rlhf_core.data.inspect import wrapped
+from rlhf_core.data.schema import ROW_TYPES, read_table
+from rlhf_core.errors import DataError
+from rlhf_core.files import read_json
+from rlhf_core.stages import collect, validate
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.training.run_context import RunContext
+
+SHOWN_POSITIONS = 8
+LINE_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv")
+
+
+@dataclass(frozen=True)
+class RefusedRow:
+    """A row that would not enter training: where it is, and all its reasons."""
+
+    source: str
+    position: int
+    kind: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CheckedFile:
+    """What became of the rows of one file.
+
+    ``records + expanded`` is the sum of ``kept``, the refused and ``dropped`` records, and rows over a cap (``cut``).
+    """
+
+    source: str
+    kind: str
+    format: str
+    records: int
+    expanded: int
+    kept: int
+    refused: int
+    cut: int
+    dropped: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class CheckedFiles:
+    """What the pipeline would make of files.
+
+    Attributes:
+        kinds: Rows by kind: ``raw`` with the refused ones, and ``clean`` ones.
+        derived: By derived kind, what it is derived from.
+        refused: Rows of files that were refused; what was derived from them is not listed.
+        conditions: The conditions of the data gate that concern the kinds at hand, as ``gates/data.json`` has them.
+    """
+
+    files: Sequence[CheckedFile]
+    refused: Sequence[RefusedRow]
+    kinds: Mapping[str, Mapping[str, int]]
+    derived: Mapping[str, str]
+    conditions: Sequence[Mapping[str, Any]]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the data gate would open."""
+        return all(condition["passed"] for condition in self.conditions)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        return {"passed": self.passed, **asdict(self)}
+
+
+def check_files(sources: FileSources, base: Path, config: ValidateConfig, folder: Path) -> CheckedFiles:
+    """Collect and validate files as the pipeline would; all that the stages write is left in ``folder``.
+
+    Where there are preferences, missing kinds are derived from them, as the pipeline does. Without them, conditions of
+    the data gate on kinds that cannot be derived are left out.
+
+    Args:
+        base: The folder that relative paths start at.
+        folder: An empty folder, in which the paths are those of a workspace.
+
+    Raises:
+        DataError: A file is missing or of an unknown format.
+    """
+    raw = folder / collect.STAGE.outputs["raw"]
+    collect.collect(CollectConfig(source="files", files=sources, seed=config.seed), base, raw)
+    outputs = Paths({name: folder / path for name, path in validate.STAGE.outputs.items()})
+    try:
+        validate.run(config, Paths({"raw": raw}), outputs, RunContext(folder / "work"))
+    except DataError:
+        if not outputs.gate.is_file():  # otherwise the gate failed, which is a result
+            raise
+    about = read_json(raw / "manifest.json")["kinds"]
+    given = [kind for kind in ROW_TYPES if sources.of(kind)]
+    kinds = [kind for kind in ROW_TYPES if kind in given or _is_derived(kind, given)]
+    rows = _refused(outputs.quarantine, given)
+    metrics = read_json(outputs.metrics)
+    return CheckedFiles(
+        files=[_checked(kind, file, rows) for kind in given for file in about[kind]["files"]],
+        refused=rows,
+        kinds={kind: {"raw": int(metrics[kind]["raw"]), "clean": int(metrics[kind]["clean"])} for kind in kinds},
+        derived={kind: about[kind]["derived_from"] for kind in kinds if kind not in given},
+        conditions=[
+            condition
+            for condition in read_json(outputs.gate)["conditions"]
+            if condition["metric"].partition(".")[0] not in about.keys() - set(kinds)
+        ],
+    )
+
+
+def _is_derived(kind: str, given: Sequence[str]) -> bool:
+    """Return whether rows of a kind that is not given come from those that are."""
+    return any(parent in given or _is_derived(parent, given) for parent in DERIVED_FROM.get(kind, ()))
+
+
+def _refused(quarantine: Path, given: Sequence[str]) -> list[RefusedRow]:
+    """Return the quarantined rows of the kinds that were given, in the order of files and lines."""
+    rows = [
+        RefusedRow(row["source"], row["position"], row["kind"], tuple(row["reasons"]))
+        for row in read_table(quarantine).to_pylist()
+        if row["kind"] in given
+    ]
+    return sorted(rows, key=lambda row: (row.source, row.position))
+
+
+def _checked(kind: str, file: Mapping[str, Any], refused: Sequence[RefusedRow]) -> CheckedFile:
+    """Return the counts of a file, given its entry in the manifest and all refused rows."""
+    of_file = sum(row.kind == kind and row.source == file["source"] for row in refused)
+    return CheckedFile(
+        source=file["source"],
+        kind=kind,
+        format=file["format"],
+        records=file["records"],
+        expanded=file["expanded"],
+        kept=file["rows"] - (of_file - file["refused"]),
+        refused=of_file,
+        cut=file["cut"],
+        dropped=file["dropped"],
+    )
+
+
+def reason_counts(refused: Sequence[RefusedRow], kind: str, source: str) -> list[tuple[str, list[int]]]:
+    """Return the reasons for which rows of a file were refused, commonest first, each with the lines of its rows."""
+    lines: dict[str, list[int]] = {}
+    for row in refused:
+        if row.kind == kind and row.source == source:
+            for reason in row.reasons:
+                lines.setdefault(reason, []).append(row.position)
+    return sorted(lines.items(), key=lambda item: -len(item[1]))
+
+
+def _listed(source: str, positions: Sequence[int]) -> str:
+    """Return the first of some positions in words; a position is a line where a file is read by lines."""
+    unit = "line" if any(suffix in LINE_SUFFIXES for suffix in PurePosixPath(source).suffixes) else "row"
+    more = f" and {len(positions) - SHOWN_POSITIONS} more" if len(positions) > SHOWN_POSITIONS else ""
+    numbers = ", ".join(map(str, positions[:SHOWN_POSITIONS]))
+    return f"{unit}{'s' if len(positions) > 1 else ''} {numbers}{more}"
+
+
+def as_text(checked: CheckedFiles, width: int = 80) -> str:
+    """Return a block of lines per file, the derived kinds, and the data gate's conditions that do not hold."""
+    blocks = []
+    for file in checked.files:
+        lines = [
+            file.source,
+            f"  read     {file.records} as {file.kind} ({file.format})",
+            *([f"  expanded {file.expanded}: rows on top of one per record"] if file.expanded else []),
+            f"  kept     {file.kept}",
+            f"  refused  {file.refused}",
+        ]
+        for reason, positions in reason_counts(checked.refused, file.kind, file.source):
+            lines += wrapped(f"    {len(positions)}  ", f"{reason} (at {_listed(file.source, positions)})", width)
+        for reason, count in file.dropped.items():
+            lines += wrapped("  dropped  ", f"{count}: {reason}", width)
+        blocks.append("\n".join(lines))
+    derived = [
+        f"  {kind:<14}  {checked.kinds[kind]['clean']} of {checked.kinds[kind]['raw']} rows, from {parents}"
+        for kind, parents in checked.derived.items()
+    ]
+    if derived:
+        blocks.append("\n".join(["derived", *derived]))
+    failed = [condition for condition in checked.conditions if not condition["passed"]]
+    counted = f"{len(failed)} of {len(checked.conditions)} conditions do not hold" if failed else "it would open"
+    lines = [f"data gate: {counted}"]
+    for condition in failed:
+        value = condition["note"] or f"{condition['value']:.4g}"
+        lines += wrapped(
+            "  ", f"{condition['metric']} is {value}, bound {condition['bound']}: {condition['why']}", width
+        )
+    return "\n\n".join([*blocks, "\n".join(lines)])

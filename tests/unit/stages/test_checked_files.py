@@ -1,0 +1,126 @@
+"""``rlhf data validate``: any file goes through collect and validate, and every row of it is accounted for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from rich.cells import cell_len
+from typer.testing import CliRunner
+
+from rlhf_core.cli import app
+from rlhf_core.config.collect import ReadOptions
+from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.data.sources import kinds_of, source_files, sources_by_kind
+from rlhf_core.errors import DataError
+from rlhf_core.files import read_json
+from rlhf_core.stages.checked_files import CheckedFiles, as_text, check_files, reason_counts
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"Question {i}?", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(count)]
+
+
+def write(folder: Path, listed: list[dict[str, Any]], name: str = "pairs.jsonl", tail: str = "") -> str:
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in listed) + tail)
+    return name
+
+
+def check(folder: Path, *files: str, **settings: Any) -> CheckedFiles:
+    config = ValidateConfig(**settings)
+    return check_files(sources_by_kind(files, folder, ReadOptions()), folder, config, folder / "out")
+
+
+def test_every_refused_row_has_its_file_its_line_and_all_reasons(tmp_path: Path) -> None:
+    listed = rows(100)
+    listed[1]["rejected"] = "good 1"
+    listed[2]["chosen"] = "\u200b"
+    listed[3]["margin"] = "great"
+    listed[4] = listed[5] | {"prompt": "Question 5?"}
+    checked = check(tmp_path, write(tmp_path, listed, tail="{broken\n"))
+    assert [(row.source, row.position, row.reasons) for row in checked.refused] == [
+        ("pairs.jsonl", 2, ("chosen and rejected are the same text",)),
+        ("pairs.jsonl", 3, ("chosen is empty",)),
+        ("pairs.jsonl", 4, ("margin 'great' is not a number",)),
+        ("pairs.jsonl", 6, ("an exact copy of an earlier row",)),
+        ("pairs.jsonl", 101, checked.refused[-1].reasons),
+    ]
+    (file,) = checked.files
+    assert (file.kind, file.format, file.records, file.kept, file.refused) == ("preferences", "standard", 101, 96, 5)
+    assert checked.kinds["preferences"] == {"raw": 101, "clean": 96}
+    assert reason_counts(checked.refused, "preferences", "pairs.jsonl")[0] == (
+        "chosen and rejected are the same text",
+        [2],
+    )
+    assert checked.passed and list(checked.derived) == ["demonstrations", "prompts", "pretrain"]
+    text = as_text(checked, width=80)
+    assert "refused  5" in text and "is not a number (at line 4)" in text and "it would open" in text
+    assert max(map(cell_len, text.splitlines())) <= 80
+
+
+def test_lines_are_listed_up_to_a_number(tmp_path: Path) -> None:
+    checked = check(tmp_path, write(tmp_path, [*rows(60), *rows(10)]))
+    text = as_text(checked, width=200)
+    assert "10  an exact copy of an earlier row (at lines 61, 62, 63, 64, 65, 66, 67, 68 and 2 more)" in text
+
+
+def test_several_files_of_several_kinds(tmp_path: Path) -> None:
+    demonstrations = [{"prompt": row["prompt"], "reply": row["chosen"]} for row in rows(80)]
+    tied = rows(81)[80] | {"score_chosen": 1, "score_rejected": 1}
+    checked = check(tmp_path, write(tmp_path, [*rows(80), tied]), write(tmp_path, demonstrations, "demos.jsonl"))
+    assert [(file.source, file.kind, file.kept) for file in checked.files] == [
+        ("pairs.jsonl", "preferences", 80),
+        ("demos.jsonl", "demonstrations", 80),
+    ]
+    assert checked.files[0].dropped == {"both replies have the same score": 1}
+    assert list(checked.derived) == ["prompts", "pretrain"]
+
+
+def test_without_preferences_only_what_there_is_can_fail(tmp_path: Path) -> None:
+    prompts = [{"prompt": f"Question {i}?"} for i in range(60)]
+    checked = check(tmp_path, write(tmp_path, prompts, "prompts.jsonl"))
+    assert checked.passed and list(checked.kinds) == ["prompts"] and not checked.derived
+    assert {condition["metric"].partition(".")[0] for condition in checked.conditions} == {"group_overlap", "prompts"}
+    (tmp_path / "b").mkdir()
+    few = check(tmp_path / "b", write(tmp_path / "b", prompts[:3], "prompts.jsonl"))
+    assert not few.passed and "prompts.clean is 3, bound >= 50: too few rows" in as_text(few, 200)
+
+
+def test_the_kind_of_a_file_is_the_best_that_it_serves_as(tmp_path: Path) -> None:
+    write(tmp_path, rows(2))
+    (file,) = source_files(["pairs.jsonl"], tmp_path)
+    assert kinds_of(file) == ("preferences", "demonstrations", "prompts", "pretrain")
+    (tmp_path / "steps.jsonl").write_text('{"prompt": "Q?", "completions": ["a"], "labels": [true]}\n')
+    assert kinds_of(*source_files(["steps.jsonl"], tmp_path)) == ("prompts",)
+    with pytest.raises(DataError, match="which holds no preferences"):
+        check_files(
+            sources_by_kind(["steps.jsonl"], tmp_path, ReadOptions(), "preferences"),
+            tmp_path,
+            ValidateConfig(),
+            tmp_path / "out",
+        )
+
+
+def test_the_command_exits_as_the_gate_decides_and_keeps_what_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path, rows(80), tail="{broken\n")
+    done = CliRunner().invoke(app, ["data", "validate", file, "--output", "checked"])
+    assert done.exit_code == 0 and "data gate: it would open" in done.stdout
+    quarantined = pq.read_table(tmp_path / "checked/data/quarantine.parquet").to_pylist()
+    assert [(row["source"], row["position"]) for row in quarantined] == [("pairs.jsonl", 81)]
+    assert read_json(tmp_path / "checked/gates/data.json")["passed"]
+    again = CliRunner().invoke(app, ["data", "validate", file, "--output", "checked"])
+    assert "checked exists already" in str(again.exception)
+    strict = CliRunner().invoke(app, ["data", "validate", file, "--json", "--set", "validate.max_quarantined=0"])
+    value = json.loads(strict.stdout)
+    assert strict.exit_code == 3 and not value["passed"]
+    assert [c["metric"] for c in value["conditions"] if not c["passed"]] == ["preferences.quarantined_share"]
+    (tmp_path / "params.yaml").write_text("validate: {min_rows: 1000}\n")
+    assert CliRunner().invoke(app, ["data", "validate", file]).exit_code == 3
+    other = CliRunner().invoke(app, ["data", "validate", file, "--set", "ppo.iterations=3"])
+    assert "has no effect on data files" in str(other.exception)
