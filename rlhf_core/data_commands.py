@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 120
 SHORT_FORM = "inspect"
 HELP_OPTIONS = ("-h", "--help")
+OUTPUT_SUFFIXES = (".jsonl", ".parquet")
 KINDS = ("preferences", "demonstrations", "prompts", "pretrain")
 
 
@@ -150,6 +151,54 @@ def validate(
     else:
         typer.echo(as_text(checked, terminal_width()))
     raise typer.Exit(EXIT_OK if checked.passed else EXIT_GATE_FAILED)
+
+
+@app.command(no_args_is_help=True)
+def convert(
+    files: Files,
+    output: Annotated[
+        Path, typer.Option("--to", help="The file to write: OUT.jsonl or OUT.parquet.", show_default=False)
+    ],
+    kind: KindOption = None,
+    format_name: FormatOption = None,
+    columns: ColumnOption = None,
+    template: TemplateOption = None,
+    dimension: DimensionOption = None,
+    pairs: PairsOption = "all",
+    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the rows of data files in the conversational format, and those that are refused to OUT.refused.jsonl.
+
+    Reading the file gives the same rows: texts, labels and ids. A row that would be read differently is refused.
+
+    Examples:
+    $ rlhf data convert 'exports/*.csv' --to pairs.jsonl --column prompt=question
+    $ rlhf data convert pairs.jsonl --kind prompts --to prompts.parquet
+    """
+    options = _read_options(format_name, columns or [], template, dimension, pairs)
+    _require_kind(kind)
+    _require_sources(files)
+    if output.suffix not in OUTPUT_SUFFIXES:
+        raise RlhfError(f"--to {output}: name a file that ends with {' or '.join(OUTPUT_SUFFIXES)}")
+    if output.exists() and not force:
+        raise RlhfError(f"{output} exists already; choose another name, or add --force")
+    from rich.console import Console
+
+    with Console(stderr=True).status("converting…"):
+        from rlhf_core.data.convert import as_text
+        from rlhf_core.data.convert import convert as write
+        from rlhf_core.data.sources import sources_by_kind
+
+        by_kind = sources_by_kind(files, Path.cwd(), options, kind)
+        given = [name for name in KINDS if by_kind.of(name)]
+        if len(given) > 1:
+            raise RlhfError(f"the files serve as {' and '.join(given)}; convert each apart, or choose one with --kind")
+        conversion = write(by_kind.of(given[0]), Path.cwd(), given[0], output)
+    if as_json:
+        _print_json(conversion.as_dict())
+    else:
+        typer.echo(as_text(conversion, terminal_width()))
 
 
 def terminal_width() -> int:

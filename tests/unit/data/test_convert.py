@@ -1,0 +1,154 @@
+"""``rlhf data convert``: what is written is read back as the same rows, and nothing else is written or lost."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from rlhf_core.cli import app
+from rlhf_core.config.collect import DataSource
+from rlhf_core.data.convert import Conversion, convert
+from rlhf_core.data.sources import read_sources
+from rlhf_core.errors import DataError, RlhfError
+
+SAMPLES = Path(__file__).parent / "samples"
+PAIR = {"prompt": "Q?", "chosen": "a", "rejected": "b"}
+
+
+def rows_of(path: Path, kind: str, **options: Any) -> list[dict[str, Any]]:
+    (read,) = read_sources([DataSource(path=str(path), **options)], kind, path.parent)
+    assert not read.refused
+    return read.rows
+
+
+def write(folder: Path, listed: list[Any], name: str = "x.jsonl") -> str:
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in listed))
+    return name
+
+
+def converted(folder: Path, file: str, kind: str = "preferences", output: str = "out.jsonl") -> Conversion:
+    return convert([DataSource(path=file)], folder, kind, folder / output)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("kind", ["preferences", "demonstrations", "prompts"])
+@pytest.mark.parametrize("name", ["helpsteer3-preference", "ultrafeedback", "turn-list-pair"])
+def test_the_rows_of_a_published_set_come_back(name: str, kind: str, suffix: str, tmp_path: Path) -> None:
+    output = tmp_path / f"out{suffix}"
+    done = convert([DataSource(path=f"{name}.jsonl")], SAMPLES, kind, output)
+    (read,) = read_sources([f"{name}.jsonl"], kind, SAMPLES)
+    assert rows_of(output, kind) == read.rows and done.rows == len(read.rows)
+    (file,) = done.files
+    assert file.records + file.expanded == file.rows + file.refused + sum(file.dropped.values())
+
+
+def test_texts_come_back_but_not_those_of_dialogues(tmp_path: Path) -> None:
+    texts = [{"text": "once upon a time"}, {"text": " \n天"}]
+    done = converted(tmp_path, write(tmp_path, texts), "pretrain", "out.parquet")
+    assert done.rows == 2 and [row["text"] for row in rows_of(tmp_path / "out.parquet", "pretrain")] == [
+        row["text"] for row in texts
+    ]
+    with pytest.raises(DataError, match="whose prompt decides on its split; convert it as demonstrations"):
+        convert([DataSource(path="open-orca.jsonl")], SAMPLES, "pretrain", tmp_path / "orca.jsonl")
+
+
+TURNS = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text()}), min_size=1
+)
+ROWS = st.fixed_dictionaries(
+    {"prompt": TURNS, "chosen": st.text(), "rejected": st.text()},
+    optional={
+        "margin": st.none() | st.floats(allow_nan=True),
+        "category": st.text(),
+        "source": st.text(),
+        "system": st.text(),
+    },
+)
+
+
+@given(ROWS, st.sampled_from([".jsonl", ".parquet"]))
+def test_a_row_comes_back_whatever_its_text(row: dict[str, Any], suffix: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        write(path, [row, PAIR | {"prompt": [{"role": "user", "content": "Q?"}]}])
+        done = converted(path, "x.jsonl", output=f"out{suffix}")
+        (read,) = read_sources(["x.jsonl"], "preferences", path)
+        back = rows_of(path / f"out{suffix}", "preferences")
+        assert len(back) + done.files[0].refused == 2
+        assert all(same in read.rows for same in back)
+        if len(back) == len(read.rows):
+            assert back == read.rows
+
+
+def test_a_conversion_of_a_conversion_is_the_same_file(tmp_path: Path) -> None:
+    write(tmp_path, [PAIR | {"margin": 0.1, "category": "c"}, PAIR | {"chosen": "天\u2028\n"}])
+    converted(tmp_path, "x.jsonl", output="one.jsonl")
+    converted(tmp_path, "one.jsonl", output="two.jsonl")
+    text = (tmp_path / "one.jsonl").read_text()
+    assert (tmp_path / "two.jsonl").read_text() == text and "天" in text
+    assert json.loads(text.splitlines()[0]) == {
+        "prompt": [{"role": "user", "content": "Q?"}],
+        "chosen": [{"role": "assistant", "content": "a"}],
+        "rejected": [{"role": "assistant", "content": "b"}],
+        "margin": 0.1,
+        "category": "c",
+        "source": "x.jsonl",
+    }
+
+
+def test_refused_rows_are_beside_with_file_line_and_reason(tmp_path: Path) -> None:
+    reply = "Human: hm\n\nAssistant: yes"  # a message may hold this, a reply beside a prompt is refused for it
+    question = {"role": "user", "content": "Q?"}
+    dialogues = {name: [question, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    odd = dialogues | {"chosen": [question, {"role": "assistant", "content": reply}]}
+    file = write(tmp_path, [*[dialogues] * 20, dialogues | {"margin": "great"}, dialogues | {"margin": 1e999}, odd])
+    (tmp_path / "out.refused.jsonl").write_text("of an earlier conversion\n")
+    done = converted(tmp_path, file)
+    assert (done.rows, done.refused_file) == (20, str(tmp_path / "out.refused.jsonl"))
+    entries = [json.loads(line) for line in (tmp_path / "out.refused.jsonl").read_text().splitlines()]
+    assert [(entry["source"], entry["position"]) for entry in entries] == [("x.jsonl", n) for n in (21, 22, 23)]
+    assert "is not a number" in entries[0]["reason"] and "not a finite number" in entries[1]["reason"]
+    assert entries[2]["reason"] == "would be refused: chosen is a whole transcript, not a reply"
+    assert json.loads(entries[0]["row"])["margin"] == "great"
+    write(tmp_path, [PAIR])
+    assert converted(tmp_path, file).refused_file is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "x.jsonl"]
+
+
+def test_nothing_is_written_when_nothing_can_be_used(tmp_path: Path) -> None:
+    file = write(tmp_path, [PAIR | {"margin": "great"}])
+    with pytest.raises(DataError, match=r"no row can be written to .*out.jsonl \(most often: margin 'great'"):
+        converted(tmp_path, file)
+    with pytest.raises(RlhfError, match="is one of the files that are read"):
+        converted(tmp_path, file, output="../" + tmp_path.name + "/x.jsonl")
+    with pytest.raises(DataError, match="which holds no preferences"):
+        converted(tmp_path, write(tmp_path, [{"text": "t"}], "texts.jsonl"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["texts.jsonl", "x.jsonl"]
+
+
+def test_the_command_finds_the_kind_and_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> Any:
+        return CliRunner().invoke(app, ["data", "convert", *words])
+
+    pairs = write(tmp_path, [{"q": "Why?", "good": "a", "bad": "b"}], "odd.jsonl")
+    columns = ["--column", "prompt=q", "--column", "chosen=good", "--column", "rejected=bad"]
+    done = run(pairs, *columns, "--to", "out.parquet")
+    assert done.exit_code == 0 and "1 preferences are in out.parquet" in done.stdout
+    assert [row["chosen"] for row in rows_of(tmp_path / "out.parquet", "preferences")] == ["a"]
+    assert "exists already" in str(run(pairs, *columns, "--to", "out.parquet").exception)
+    value = json.loads(run(pairs, *columns, "--to", "out.parquet", "--force", "--json").stdout)
+    assert (value["rows"], value["kind"], value["refused_file"]) == (1, "preferences", None)
+    assert "ends with .jsonl or .parquet" in str(run(pairs, "--to", "out.csv").exception)
+    texts = write(tmp_path, [{"text": "t"}], "texts.jsonl")
+    assert "serve as preferences and pretrain" in str(run("out.parquet", texts, "--to", "both.jsonl").exception)
+    assert run("out.parquet", "--kind", "prompts", "--to", "prompts.jsonl").exit_code == 0
+    assert rows_of(tmp_path / "prompts.jsonl", "prompts")[0]["group"] == "why?"
