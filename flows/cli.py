@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from flows.commands import registry_commands
+from flows.commands import data_diff, registry_commands
 from flows.commands.help_text import Commands, CommandWithProfiles, profile_names
 from flows.commands.options import Reason, Workspace
 from rlhf_core import __version__
 from rlhf_core import cli as core
+from rlhf_core.data_commands import app as data_app
 from rlhf_core.errors import EXIT_INTERRUPTED, GateFailed, RlhfError
 
 DEBUG = "--debug"
@@ -262,6 +263,7 @@ def doctor(workspace: Workspace = None) -> None:
 
 app.registered_commands += core.app.registered_commands
 app.registered_groups += core.app.registered_groups
+data_app.registered_commands += data_diff.app.registered_commands
 
 
 def main() -> None:

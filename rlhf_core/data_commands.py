@@ -85,7 +85,7 @@ def inspect(
 
     Example: rlhf data inspect 'exports/*.jsonl.gz'
     """
-    options = _read_options(format_name, columns or [], template, dimension, pairs)
+    options = read_options(format_name, columns or [], template, dimension, pairs)
     _require_sources(files)
     from rich.console import Console
 
@@ -94,7 +94,7 @@ def inspect(
 
         described = describe_sources(files, tokens=_token_limits(workspace), options=options)
     if as_json:
-        _print_json(as_json_value(described, show))
+        print_json(as_json_value(described, show))
     else:
         typer.echo(as_text(described, show, terminal_width()))
 
@@ -132,8 +132,8 @@ def validate(
     $ rlhf data validate pairs.jsonl
     $ rlhf data validate 'exports/*.csv' --set validate.min_rows=10 --json
     """
-    options = _read_options(format_name, columns or [], template, dimension, pairs)
-    _require_kind(kind)
+    options = read_options(format_name, columns or [], template, dimension, pairs)
+    require_kind(kind)
     _require_sources(files)
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RlhfError(f"{output} exists already; name a new or empty folder")
@@ -147,7 +147,7 @@ def validate(
     with tempfile.TemporaryDirectory(prefix="rlhf-data-") as scratch:
         checked = check_files(sources, Path.cwd(), config, output or Path(scratch))
     if as_json:
-        _print_json(checked.as_dict())
+        print_json(checked.as_dict())
     else:
         typer.echo(as_text(checked, terminal_width()))
     raise typer.Exit(EXIT_OK if checked.passed else EXIT_GATE_FAILED)
@@ -176,8 +176,8 @@ def convert(
     $ rlhf data convert 'exports/*.csv' --to pairs.jsonl --column prompt=question
     $ rlhf data convert pairs.jsonl --kind prompts --to prompts.parquet
     """
-    options = _read_options(format_name, columns or [], template, dimension, pairs)
-    _require_kind(kind)
+    options = read_options(format_name, columns or [], template, dimension, pairs)
+    require_kind(kind)
     _require_sources(files)
     if output.suffix not in OUTPUT_SUFFIXES:
         raise RlhfError(f"--to {output}: name a file that ends with {' or '.join(OUTPUT_SUFFIXES)}")
@@ -196,7 +196,7 @@ def convert(
             raise RlhfError(f"the files serve as {' and '.join(given)}; convert each apart, or choose one with --kind")
         conversion = write(by_kind.of(given[0]), Path.cwd(), given[0], output)
     if as_json:
-        _print_json(conversion.as_dict())
+        print_json(conversion.as_dict())
     else:
         typer.echo(as_text(conversion, terminal_width()))
 
@@ -231,7 +231,8 @@ def _require_sources(files: Sequence[str]) -> None:
             expand(spec, Path.cwd())
 
 
-def _require_kind(kind: str | None) -> None:
+def require_kind(kind: str | None) -> None:
+    """Raise :class:`ConfigError` where ``kind`` is none of the kinds of rows."""
     if kind is not None and kind not in KINDS:
         raise ConfigError(f"--kind {kind} is unknown; known are {', '.join(KINDS)}")
 
@@ -256,7 +257,7 @@ def _validate_config(workspace: Path | None, sets: Sequence[str]) -> ValidateCon
     return params.validate_.model_copy(update={"seed": params.seed})
 
 
-def _read_options(
+def read_options(
     format_name: str | None, columns: Sequence[str], template: str | None, dimension: str | None, pairs: str
 ) -> ReadOptions:
     """Return how rows are read, as the options of a command say; ``ConfigError`` names what is wrong with them."""
@@ -282,7 +283,8 @@ def _read_options(
         raise ConfigError(describe("options", error, ReadOptions, "")) from error
 
 
-def _print_json(value: Any) -> None:
+def print_json(value: Any) -> None:
+    """Print ``value`` as indented JSON."""
     import json
 
     typer.echo(json.dumps(value, ensure_ascii=False, indent=2))

@@ -224,7 +224,7 @@ def _block(file: FileDescription, description: Description, show: int, width: in
     for reason, count, first in refusals(read):
         lines += wrapped(f"  refused  {count}: ", f"{reason} (first at row {first})", width)
     for row in read.rows[:show]:
-        lines += ["  example", *_example(file.kind, row, width)]
+        lines += ["  example", *example_lines(file.kind, row, width)]
     return "\n".join([*lines, *_lengths(file, description.limits, width)])
 
 
@@ -245,7 +245,7 @@ def refusals(read: FileRows) -> list[tuple[str, int, int]]:
     return [(reason, count, first[reason]) for reason, count in counts.most_common()]
 
 
-def _example(kind: str, row: Mapping[str, Any], width: int) -> list[str]:
+def example_lines(kind: str, row: Mapping[str, Any], width: int) -> list[str]:
     """Return a row as a line per turn and reply, each cut to ``width``."""
     if kind == "pretrain":
         texts = [("text", row["text"])]

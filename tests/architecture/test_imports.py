@@ -36,7 +36,8 @@ FLOWS_LAYERS = (
 # What flows uses of the core: these packages and modules, and single functions where a module asks for more.
 FLOWS_MAY_USE = {"config", "gates", "errors", "files", "file_patterns", "garbage_collection", "__version__"}
 FLOWS_MAY_ALSO_USE = {
-    "flows.cli": {"chat_terminal", "cli"},  # it mounts the core's commands on its own command line
+    "flows.cli": {"chat_terminal", "cli", "data_commands"},  # it mounts the core's commands on its own command line
+    "flows.commands.data_diff": {"data_commands", "data.changes"},  # one of the group rlhf data
     "flows.pipeline.verdict": {
         "evaluation.judges.final.final_judges",
         "evaluation.judges.final.stand_in_note",

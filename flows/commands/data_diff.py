@@ -1,0 +1,119 @@
+"""``rlhf data diff``: what differs between two data files, or between the data of two revisions of a workspace."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flows.commands.options import Workspace
+from rlhf_core.data_commands import (
+    ColumnOption,
+    DimensionOption,
+    FormatOption,
+    JsonOption,
+    KindOption,
+    PairsOption,
+    TemplateOption,
+    print_json,
+    read_options,
+    require_kind,
+    terminal_width,
+)
+from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.file_patterns import expand, is_url
+
+if TYPE_CHECKING:
+    from rlhf_core.config.collect import ReadOptions
+
+COLLECTED = "data/raw"
+WORKING_TREE = "workspace"  # as DVC calls it
+app = typer.Typer(add_completion=False)
+
+
+@app.command(no_args_is_help=True)
+def diff(
+    before: Annotated[str, typer.Argument(help="A file, or a revision of git.", show_default=False)],
+    after: Annotated[
+        str, typer.Argument(help=f"Another; '{WORKING_TREE}': the files as they are now.", show_default=False)
+    ],
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(help=f"Of revisions: files to compare; default: {COLLECTED}.", show_default=False),
+    ] = None,
+    show: Annotated[int, typer.Option(help="Examples to print of each change.")] = 1,
+    kind: KindOption = None,
+    format_name: FormatOption = None,
+    columns: ColumnOption = None,
+    template: TemplateOption = None,
+    dimension: DimensionOption = None,
+    pairs: PairsOption = "all",
+    workspace: Workspace = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two data files, or two revisions of a workspace's data: rows added, removed and changed, by kind.
+
+    Rows are told apart by the hash of their content. A row is changed if its prompt stays and a reply differs;
+    relabelled if only its margin or category does. Data that DVC tracks come from its cache or a remote.
+
+    Examples:
+    $ rlhf data diff old.jsonl new.jsonl
+    $ rlhf data diff v1.0 HEAD
+    $ rlhf data diff HEAD workspace data/pairs.jsonl
+    """
+    options = read_options(format_name, columns or [], template, dimension, pairs)
+    require_kind(kind)
+    if _names_files(before) and _names_files(after):
+        if files:
+            raise RlhfError(f"two files are compared, so {files[0]} is one too many")
+        tables = [_file_tables([spec], Path.cwd(), options, kind) for spec in (before, after)]
+    else:
+        from flows.workspace.folder import find_workspace
+
+        folder = find_workspace(workspace)
+        tables = [_revision_tables(folder, revision, files or [], options, kind) for revision in (before, after)]
+    from rlhf_core.data.changes import as_json_value, as_text, compare_kinds
+
+    changes = compare_kinds(*tables)
+    if as_json:
+        print_json(as_json_value(changes, show))
+    else:
+        typer.echo(as_text(changes, show, terminal_width()))
+
+
+def _names_files(spec: str) -> bool:
+    """Whether an argument is a path that exists, a URL or a hub id, and not a revision."""
+    if is_url(spec) or spec.startswith("hub:"):
+        return True
+    try:
+        return bool(expand(spec, Path.cwd()))
+    except DataError:
+        return False
+
+
+def _file_tables(files: Sequence[str], base: Path, options: ReadOptions, kind: str | None) -> Mapping[str, Any]:
+    from rlhf_core.data.changes import file_tables
+
+    return file_tables(files, base, options, kind)
+
+
+def _revision_tables(
+    workspace: Path, revision: str, files: Sequence[str], options: ReadOptions, kind: str | None
+) -> Mapping[str, Any]:
+    """Return the tables by kind of ``files``, or of the collected data, at a revision."""
+    from flows.dvc_repo.revision import check_out
+
+    with tempfile.TemporaryDirectory(prefix="rlhf-revision-") as scratch:
+        folder = workspace
+        if revision != WORKING_TREE:
+            folder = Path(scratch)
+            check_out(workspace, revision, files or [COLLECTED], folder)
+        if files:
+            return _file_tables(files, folder, options, kind)
+        from rlhf_core.data.changes import collected_tables
+
+        tables = collected_tables(folder / COLLECTED)
+    return {name: table for name, table in tables.items() if kind in (None, name)}

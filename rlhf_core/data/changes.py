@@ -1,0 +1,212 @@
+"""What differs between two states of the data: rows added, removed and changed, by the hash of their content."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from rlhf_core.config.collect import ReadOptions
+from rlhf_core.data.inspect import example_lines, wrapped
+from rlhf_core.data.schema import ROW_TYPES, arrow_schema, read_table
+from rlhf_core.data.sources import read_sources, sources_by_kind
+from rlhf_core.errors import DataError
+
+LABELS = ("margin", "category")
+
+
+@dataclass(frozen=True)
+class RowPairs:
+    """Numbers of rows that belong together, before and after."""
+
+    before: list[int] = field(default_factory=list)
+    after: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.before)
+
+    def add(self, before: int, after: int) -> None:
+        """Add a pair."""
+        self.before.append(before)
+        self.after.append(after)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What happened to the rows of a kind. Rows are numbers in the tables ``before`` and ``after``.
+
+    Attributes:
+        unchanged: How many rows have the same content and labels.
+        added: Rows whose content is new, and whose prompt no removed row has.
+        removed: Rows whose content is gone, and whose prompt no new row has.
+        changed: Rows of one prompt with other content, paired in their order.
+        swapped: How many of ``changed`` are pairs whose two replies changed places.
+        relabelled: Rows of the same content with another margin or category.
+    """
+
+    kind: str
+    before: pa.Table
+    after: pa.Table
+    unchanged: int
+    added: list[int]
+    removed: list[int]
+    changed: RowPairs
+    swapped: int
+    relabelled: RowPairs
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.added or self.removed or len(self.changed) or len(self.relabelled))
+
+
+def compare(kind: str, before: pa.Table, after: pa.Table) -> Changes:
+    """Compare two tables of ``kind`` by the ids of their rows, which are hashes of the content; copies count apart."""
+    same, removed, added = _matched(_column(before, "id"), _column(after, "id"), range(len(before)), range(len(after)))
+    labels = [(_column(before, name), _column(after, name)) for name in LABELS if name in before.column_names]
+    relabelled = RowPairs()
+    for i, j in zip(same.before, same.after, strict=True):
+        if any(old[i] != new[j] for old, new in labels):
+            relabelled.add(i, j)
+    changed, removed, added = _matched(_column(before, "group"), _column(after, "group"), removed, added)
+    swapped = 0
+    if kind == "preferences":
+        old, new = _rows(before, changed.before), _rows(after, changed.after)
+        swapped = sum(
+            a == d and b == c
+            for a, b, c, d in zip(
+                *(_column(old, name) for name in ("chosen", "rejected")),
+                *(_column(new, name) for name in ("chosen", "rejected")),
+                strict=True,
+            )
+        )
+    unchanged = len(same) - len(relabelled)
+    return Changes(kind, before, after, unchanged, added, removed, changed, swapped, relabelled)
+
+
+def _column(table: pa.Table, name: str) -> list[Any]:
+    values: list[Any] = table.column(name).to_pylist()
+    return values
+
+
+def _rows(table: pa.Table, numbers: Sequence[int]) -> pa.Table:
+    return table.take(pa.array(numbers, pa.int64()))
+
+
+def _matched(
+    before: Sequence[str], after: Sequence[str], old: Sequence[int], new: Sequence[int]
+) -> tuple[RowPairs, list[int], list[int]]:
+    """Pair the rows ``old`` and ``new`` that have the same key, in their order; return the pairs and what is left."""
+    waiting: defaultdict[str, list[int]] = defaultdict(list)
+    for i in reversed(old):
+        waiting[before[i]].append(i)
+    pairs, left = RowPairs(), []
+    for j in new:
+        if waiting.get(after[j]):
+            pairs.add(waiting[after[j]].pop(), j)
+        else:
+            left.append(j)
+    return pairs, sorted(i for rows in waiting.values() for i in rows), left
+
+
+def file_tables(files: Sequence[str], base: Path, options: ReadOptions, kind: str | None = None) -> dict[str, pa.Table]:
+    """Read files as a table per kind: ``kind``, or what each file serves as best.
+
+    Raises:
+        DataError: A file cannot be read, or is of no known format.
+    """
+    sources = sources_by_kind(files, base, options, kind)
+    tables = {}
+    for name in ROW_TYPES:
+        if sources.of(name):
+            rows = [row for read in read_sources(sources.of(name), name, base) for row in read.rows]
+            tables[name] = pa.Table.from_pylist(rows, schema=arrow_schema(name))
+    return tables
+
+
+def collected_tables(raw: Path) -> dict[str, pa.Table]:
+    """Read all kinds of the folder ``data/raw`` that stage collect writes."""
+    return {kind: read_table(raw / kind / "data.parquet") for kind in ROW_TYPES}
+
+
+def compare_kinds(before: Mapping[str, pa.Table], after: Mapping[str, pa.Table]) -> list[Changes]:
+    """Compare the tables of every kind that one of the states has.
+
+    Raises:
+        DataError: No kind is in both, so that the states are not comparable.
+    """
+    if before and after and not before.keys() & after.keys():
+        raise DataError(
+            f"the one holds {', '.join(before)}, the other {', '.join(after)}; name the kind of both with --kind"
+        )
+    empty = {kind: arrow_schema(kind).empty_table() for kind in ROW_TYPES}
+    return [
+        compare(kind, before.get(kind, empty[kind]), after.get(kind, empty[kind]))
+        for kind in ROW_TYPES
+        if kind in before or kind in after
+    ]
+
+
+def as_json_value(all_changes: Sequence[Changes], show: int = 1) -> dict[str, Any]:
+    """Return the counts by kind, and ``show`` examples of each change."""
+    value: dict[str, Any] = {}
+    for changes in all_changes:
+        value[changes.kind] = {
+            "before": len(changes.before),
+            "after": len(changes.after),
+            "unchanged": changes.unchanged,
+            "added": len(changes.added),
+            "removed": len(changes.removed),
+            "changed": len(changes.changed),
+            "swapped": changes.swapped,
+            "relabelled": len(changes.relabelled),
+            "examples": {
+                "added": _rows(changes.after, changes.added[:show]).to_pylist(),
+                "removed": _rows(changes.before, changes.removed[:show]).to_pylist(),
+                "changed": _examples(changes, changes.changed, show),
+                "relabelled": _examples(changes, changes.relabelled, show),
+            },
+        }
+    return value
+
+
+def _examples(changes: Changes, pairs: RowPairs, show: int) -> list[dict[str, Any]]:
+    old = _rows(changes.before, pairs.before[:show]).to_pylist()
+    new = _rows(changes.after, pairs.after[:show]).to_pylist()
+    return [{"before": i, "after": j} for i, j in zip(old, new, strict=True)]
+
+
+def as_text(all_changes: Sequence[Changes], show: int = 1, width: int = 80) -> str:
+    """Return a block of lines per kind, with ``show`` examples of each change."""
+    return "\n\n".join(_block(changes, show, width) for changes in all_changes)
+
+
+def _block(changes: Changes, show: int, width: int) -> str:
+    title = f"{changes.kind}: {len(changes.before)} rows before, {len(changes.after)} after"
+    if changes.is_empty:
+        return f"{title}, all the same"
+    examples = as_json_value([changes], show)[changes.kind]["examples"]
+    lines = [title, f"  unchanged   {changes.unchanged}", f"  added       {len(changes.added)}"]
+    for row in examples["added"]:
+        lines += ["    example", *example_lines(changes.kind, row, width)]
+    lines.append(f"  removed     {len(changes.removed)}")
+    for row in examples["removed"]:
+        lines += ["    example", *example_lines(changes.kind, row, width)]
+    swapped = f", {changes.swapped} of them with the replies swapped" if changes.swapped else ""
+    lines.append(f"  changed     {len(changes.changed)}{swapped}")
+    for pair in examples["changed"]:
+        for when in ("before", "after"):
+            lines += [f"    {when}", *example_lines(changes.kind, pair[when], width)]
+    lines.append(f"  relabelled  {len(changes.relabelled)}")
+    for pair in examples["relabelled"]:
+        labels = ", ".join(
+            f"{name} {pair['before'][name]} → {pair['after'][name]}"
+            for name in LABELS
+            if name in pair["before"] and pair["before"][name] != pair["after"][name]
+        )
+        lines += wrapped("    ", f"{labels} ({pair['before']['id']})", width)
+    return "\n".join(lines)

@@ -1,0 +1,94 @@
+"""``rlhf data diff``: two files, or two revisions whose data DVC keeps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import command_environment
+from typer.testing import CliRunner
+
+from flows.cli import app
+from flows.dvc_repo.revision import check_out
+from rlhf_core.config.collect import CollectConfig, FileSources
+from rlhf_core.errors import RlhfError
+from rlhf_core.stages.collect import collect
+
+COMMIT = """
+import subprocess, sys
+from dvc.repo import Repo
+message = sys.argv[1]
+git = lambda *words: subprocess.run(["git", *words], check=True, capture_output=True)
+if message == "first":
+    git("init", "--quiet", "..")
+    git("config", "user.email", "a@b.c")
+    git("config", "user.name", "a")
+    Repo.init(".", subdir=True).close()
+with Repo(".") as repo:
+    repo.add(["data/raw", "pairs.jsonl"])
+git("add", "--all")
+git("commit", "--quiet", "--message", message)
+git("tag", message)
+"""
+
+
+def pairs(folder: Path, count: int, **changes: str) -> None:
+    rows = [{"prompt": f"Q{i}?", "chosen": changes.get(f"Q{i}", "good"), "rejected": "bad"} for i in range(count)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def diff(*words: str) -> Any:
+    return CliRunner().invoke(app, ["data", "diff", *words])
+
+
+def counts(*words: str) -> dict[str, dict[str, int]]:
+    names = ("unchanged", "added", "removed", "changed")
+    value = json.loads(diff(*words, "--json").stdout)
+    return {kind: {name: numbers[name] for name in names if numbers[name]} for kind, numbers in value.items()}
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A workspace in a folder of a git repository, with two revisions."""
+    folder = tmp_path / "my-run"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for name in ("params.yaml", "dvc.yaml"):
+        (folder / name).write_text("{}\n")
+    config = CollectConfig(source="files", files=FileSources(preferences=("pairs.jsonl",)))
+    for message, count in (("first", 5), ("second", 7)):
+        pairs(folder, count, Q0=message)
+        collect(config, folder, folder / "data/raw")
+        subprocess.run([sys.executable, "-c", COMMIT, message], check=True, env=command_environment(), cwd=folder)
+    return folder
+
+
+def test_revisions_of_data_that_dvc_keeps(workspace: Path) -> None:
+    pairs(workspace, 6, Q0="second")
+    assert counts("first", "second") == {
+        "preferences": {"unchanged": 4, "added": 2, "changed": 1},
+        "demonstrations": {"unchanged": 4, "added": 2, "changed": 1},
+        "prompts": {"unchanged": 5, "added": 2},
+        "pretrain": {"unchanged": 4, "added": 2, "changed": 1},
+    }
+    assert counts("second", "workspace", "pairs.jsonl") == {"preferences": {"unchanged": 6, "removed": 1}}
+    with pytest.raises(RlhfError, match=r"cannot read the data of first: other\.jsonl is no part of it"):
+        check_out(workspace, "first", ["other.jsonl"], workspace / "out")
+    refused = diff("first", "third")
+    assert f"third is neither a data file nor a revision of git in {workspace}" in str(refused.exception)
+
+
+def test_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pairs(tmp_path, 3)
+    (tmp_path / "pairs.jsonl").rename("old.jsonl")
+    pairs(tmp_path, 3, Q1="better")
+    assert counts("old.jsonl", "pairs.jsonl") == {"preferences": {"unchanged": 2, "changed": 1}}
+    done = diff("old.jsonl", "pairs.jsonl")
+    assert done.exit_code == 0 and "chosen     better" in done.stdout
+    assert "old.jsonl is one too many" in str(diff("old.jsonl", "pairs.jsonl", "old.jsonl").exception)
+    assert "there is no workspace" in str(diff("old.jsonl", "nowhere.jsonl").exception)
