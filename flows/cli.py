@@ -120,11 +120,9 @@ def init(
 
     Example: rlhf init my-trial --profile smoke --set collect.source=files
     """
-    from flows.commands.init import initialise
-    from flows.workspace.folder import display_path
+    from flows.commands.init import initialise, next_step
 
-    created = display_path(initialise(folder, profile, sets or [], cache=cache))
-    typer.echo(f"{created} is ready; next: rlhf run --workspace {created}")
+    typer.echo(next_step(initialise(folder, profile, sets or [], cache=cache)))
 
 
 @app.command(cls=CommandWithProfiles)

@@ -53,6 +53,9 @@ PairsOption = Annotated[str, typer.Option("--pairs", help="Pairs of a ranking: a
 KindOption = Annotated[
     str | None, typer.Option("--kind", help=f"Kind of rows: {', '.join(KINDS)}; default: what a file serves as best.")
 ]
+SystemPromptsOption = Annotated[
+    bool, typer.Option("--system-prompts", help="UltraFeedback: a reply's own system prompt is a turn of its prompt.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -73,6 +76,7 @@ def inspect(
     template: TemplateOption = None,
     dimension: DimensionOption = None,
     pairs: PairsOption = "all",
+    system_prompts: SystemPromptsOption = False,
     workspace: Annotated[
         Path | None,
         typer.Option("--workspace", "-w", help="Whose tokenizer and max_tokens to measure with; default: the current."),
@@ -85,7 +89,7 @@ def inspect(
 
     Example: rlhf data inspect 'exports/*.jsonl.gz'
     """
-    options = read_options(format_name, columns or [], template, dimension, pairs)
+    options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
     _require_sources(files)
     from rich.console import Console
 
@@ -108,6 +112,7 @@ def validate(
     template: TemplateOption = None,
     dimension: DimensionOption = None,
     pairs: PairsOption = "all",
+    system_prompts: SystemPromptsOption = False,
     workspace: Annotated[
         Path | None,
         typer.Option("--workspace", "-w", help="Whose section validate holds; default: the current, or the defaults."),
@@ -132,7 +137,7 @@ def validate(
     $ rlhf data validate pairs.jsonl
     $ rlhf data validate 'exports/*.csv' --set validate.min_rows=10 --json
     """
-    options = read_options(format_name, columns or [], template, dimension, pairs)
+    options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
     require_kind(kind)
     _require_sources(files)
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -165,6 +170,7 @@ def convert(
     template: TemplateOption = None,
     dimension: DimensionOption = None,
     pairs: PairsOption = "all",
+    system_prompts: SystemPromptsOption = False,
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -176,7 +182,7 @@ def convert(
     $ rlhf data convert 'exports/*.csv' --to pairs.jsonl --column prompt=question
     $ rlhf data convert pairs.jsonl --kind prompts --to prompts.parquet
     """
-    options = read_options(format_name, columns or [], template, dimension, pairs)
+    options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
     require_kind(kind)
     _require_sources(files)
     if output.suffix not in OUTPUT_SUFFIXES:
@@ -258,7 +264,12 @@ def _validate_config(workspace: Path | None, sets: Sequence[str]) -> ValidateCon
 
 
 def read_options(
-    format_name: str | None, columns: Sequence[str], template: str | None, dimension: str | None, pairs: str
+    format_name: str | None,
+    columns: Sequence[str] | None,
+    template: str | None,
+    dimension: str | None,
+    pairs: str,
+    system_prompts: bool,
 ) -> ReadOptions:
     """Return how rows are read, as the options of a command say; ``ConfigError`` names what is wrong with them."""
     from typing import get_args
@@ -271,12 +282,13 @@ def read_options(
     if format_name is not None and format_name not in get_args(FormatName):
         raise ConfigError(f"--format {format_name} is unknown; known are {', '.join(get_args(FormatName))}")
     fields = {}
-    for given in columns:
+    for given in columns or ():
         field, separator, column = given.partition("=")
         if not separator:
             raise ConfigError(f"--column {given}: write it as FIELD=COLUMN, such as --column prompt=question")
         fields[field] = column
     values = {"format": format_name, "columns": fields, "template": template, "dimension": dimension, "pairs": pairs}
+    values["system_prompts"] = system_prompts
     try:
         return ReadOptions.model_validate(values)
     except ValidationError as error:

@@ -17,6 +17,7 @@ from rlhf_core.data_commands import (
     JsonOption,
     KindOption,
     PairsOption,
+    SystemPromptsOption,
     TemplateOption,
     print_json,
     read_options,
@@ -51,6 +52,7 @@ def diff(
     template: TemplateOption = None,
     dimension: DimensionOption = None,
     pairs: PairsOption = "all",
+    system_prompts: SystemPromptsOption = False,
     workspace: Workspace = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -64,7 +66,7 @@ def diff(
     $ rlhf data diff v1.0 HEAD
     $ rlhf data diff HEAD workspace data/pairs.jsonl
     """
-    options = read_options(format_name, columns or [], template, dimension, pairs)
+    options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
     require_kind(kind)
     if _names_files(before) and _names_files(after):
         if files:

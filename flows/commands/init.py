@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flows.dvc_repo.root import cache_of, ensure_dvc
-from flows.workspace.folder import is_workspace
+from flows.workspace.folder import display_path, is_workspace
 from flows.workspace.recipe import TRIALS, merged_params, write_recipe
+from rlhf_core.config.collect import CollectConfig
 from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.loading.load import PARAMS_FILE, load_section
 from rlhf_core.config.loading.overlay import DEFAULT_PROFILE, profile_text, workspace_name
 from rlhf_core.config.loading.recipe import profiles_of, recipe_folder
 from rlhf_core.config.operations import RegistryConfig
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.file_patterns import expand, is_url
 
 
 def initialise(
@@ -34,6 +36,37 @@ def initialise(
     write_recipe(folder, params, base or recipe_folder())
     ensure_dvc(folder.resolve(), cache)
     return folder.resolve()
+
+
+def next_step(workspace: Path) -> str:
+    """Return what to do with a new workspace: run it, or first name the data files that it lacks."""
+    name = display_path(workspace)
+    run = f"rlhf run --workspace {name}"
+    sources = load_section(workspace, "collect", CollectConfig)
+    if sources.source == "world":
+        return f"{name} is ready; next: {run}"
+    if not sources.files.preferences:
+        return (
+            f"{name} is made, but its data are missing: name files with pairs of replies under "
+            f"collect.files.preferences in {name}/{PARAMS_FILE} (`rlhf data FILE` shows how one is read), then: {run}"
+        )
+    missing = [path for path in sources.files.paths() if not _exists(path, workspace)]
+    if missing:
+        return (
+            f"{name} is made, but no file matches {', '.join(missing)}, seen from there: put the files there, or "
+            f"correct collect.files in {name}/{PARAMS_FILE}, then: {run}"
+        )
+    return f"{name} is ready; next: {run}"
+
+
+def _exists(path: str, workspace: Path) -> bool:
+    """Whether a source matches a file; URLs and hub ids are looked up when they are collected."""
+    if is_url(path) or path.startswith("hub:"):
+        return True
+    try:
+        return bool(expand(path, workspace))
+    except DataError:
+        return False
 
 
 def trial_workspace(base: Path, profile: str | None, sets: Sequence[str]) -> Path:

@@ -38,6 +38,7 @@ FormatName = Literal[
     "prompt",
     "text",
     "pku-saferlhf",
+    "pku-saferlhf-single",
     "helpsteer2-preference",
     "helpsteer3-preference",
     "helpsteer-ratings",
@@ -70,6 +71,8 @@ class ReadOptions(Strict):
         template: The text of the prompt, with columns in braces: ``"{title}\\n\\n{question}"``.
         dimension: Which of several preferences of a pair is read (PKU-SafeRLHF).
         pairs: Which pairs a ranking gives: all, each reply with the next worse, or the best with the worst.
+        system_prompts: Whether a reply's own system prompt (UltraFeedback) is a turn of its prompt; replies to
+            different system prompts are not paired then.
     """
 
     format: FormatName | None = None
@@ -77,6 +80,7 @@ class ReadOptions(Strict):
     template: str | None = None
     dimension: Dimension | None = None
     pairs: PairChoice = "all"
+    system_prompts: bool = False
 
     @field_validator("columns")
     @classmethod

@@ -35,7 +35,8 @@ class FileRows:
     ``refused`` has ``{source, position, reason, row}``, the row as JSON text. ``dropped`` counts, by reason, records
     without a fault that prefer no reply. A record may give several rows: ``expanded`` counts those beyond its first, so
     that ``records + expanded`` is the number of rows, refused and dropped records, and rows that were ``cut`` by a
-    limit or by ``cap``. ``unread`` rows of a hub data set come on top. ``weight`` is the file's part of a limit.
+    limit or by ``cap``. Messages that are joined into a tree are one record. ``unread`` rows of a hub data set come on
+    top. ``weight`` is the file's part of a limit.
     """
 
     source: str
@@ -120,7 +121,11 @@ def read_records(
     mapped = with_columns(records, options, where)
     shape = format_named(options.format) if options.format else detect(mapped, where)
     _require_kind(shape, kind, options, where)
-    result = FileRows(source, shape.name, sha256, len(records))
+    name = shape.name
+    if shape.join is not None:
+        records = mapped = shape.join(mapped)
+        shape = format_named(shape.joined_as)
+    result = FileRows(source, name, sha256, len(records))
     for record, original in zip(mapped, records, strict=True):
         try:
             _require_format(record, shape, detected=options.format is None)

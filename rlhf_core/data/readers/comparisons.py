@@ -46,6 +46,13 @@ def _pku(record: Any, kind: str, options: ReadOptions) -> Sequence[Parsed]:
     return [Parsed(prompt, replies[best], replies[1 - best], category=options.dimension)]
 
 
+def _pku_single(record: Any) -> Parsed:
+    """Read PKU-SafeRLHF-single-dimension, whose one preference weighs helpfulness against safety."""
+    replies = [reply_of(record[name], name) for name in ("response_0", "response_1")]
+    best = _index(record["better_response_id"], "better_response_id")
+    return Parsed(prompt_of(record["prompt"]), replies[best], replies[1 - best])
+
+
 def _index(value: Any, name: str) -> int:
     number = number_of(value, name)
     if number not in (0, 1):
@@ -134,6 +141,13 @@ COMPARISONS = (
         ),
         _pku,
         dimensions=("helpful", "safe", "agreed"),
+    ),
+    Format(
+        "pku-saferlhf-single",
+        '{"prompt": "…", "response_0": "…", "response_1": "…", "better_response_id": 0}',
+        PAIRS,
+        lambda r: has(r, prompt=str, response_0=str, response_1=str) and "better_response_id" in r,
+        single(_pku_single),
     ),
     Format(
         "helpsteer2-preference",

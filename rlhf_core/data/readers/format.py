@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.config.collect import ReadOptions
+from rlhf_core.data.readers.containers import Record
 from rlhf_core.data.readers.turns import Refusal, Turn, text_of
 
 PAIRS = frozenset({"preferences", "demonstrations", "prompts", "pretrain"})
@@ -57,6 +58,8 @@ class Format:
             cannot be used, and :class:`Undecided` for one that prefers no reply.
         dimensions: The preferences that a record states side by side, of which a source names one.
         note: What to do where the format does not serve as the kind that is asked for.
+        join: Makes one record of all that belong together, where a row is only a part (a message of a tree).
+        joined_as: The name of the format that joined records have.
     """
 
     name: str
@@ -66,6 +69,8 @@ class Format:
     parse: Callable[[Any, str, ReadOptions], Sequence[Parsed]]
     dimensions: tuple[str, ...] = ()
     note: str = ""
+    join: Callable[[Sequence[Record]], list[Record]] | None = None
+    joined_as: str = ""
 
 
 def single(parse: Callable[[Any], Parsed]) -> Callable[[Any, str, ReadOptions], Sequence[Parsed]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlhf_core.config.collect import ReadOptions
+from rlhf_core.data.readers.containers import Record
 from rlhf_core.data.readers.format import PAIRS, Format, Parsed, Undecided, has, number_of
 from rlhf_core.data.readers.rankings import RankedReply, ranked_pairs
 from rlhf_core.data.readers.turns import Refusal, Turn, reply_of, turn_of
@@ -64,8 +65,45 @@ def _tree(record: Any, kind: str, options: ReadOptions) -> Sequence[Parsed]:
     return parsed
 
 
-def _message(record: Any, kind: str, options: ReadOptions) -> Sequence[Parsed]:
-    raise Refusal("is one message of a tree")
+def _is_message(value: Any) -> bool:
+    return has(value, message_id=str, role=str, text=str) and "parent_id" in value
+
+
+def _joined(records: Sequence[Record]) -> list[Record]:
+    """Join messages into trees by ``parent_id``; a tree has the position of its first message.
+
+    Messages that no tree reaches are records with that as their problem, other rows stay what they are.
+    """
+    joined: list[Record] = []
+    messages: dict[str, Record] = {}
+    for record in records:
+        if record.problem or not _is_message(record.value):
+            joined.append(record)
+        elif record.value["message_id"] in messages:
+            joined.append(Record(record.position, record.value, "its message_id occurs twice"))
+        elif not isinstance(record.value["parent_id"], str | None):
+            joined.append(Record(record.position, record.value, "its parent_id is not text"))
+        else:
+            messages[record.value["message_id"]] = record
+    nodes: dict[str, Node] = {name: {**record.value, "replies": []} for name, record in messages.items()}
+    waiting = []
+    for name, node in nodes.items():
+        if not node["parent_id"]:
+            waiting.append(node)
+            joined.append(Record(messages[name].position, {"message_tree_id": name, "prompt": node}))
+        elif node["parent_id"] in nodes:
+            nodes[node["parent_id"]]["replies"].append(node)
+    reached = set()
+    while waiting:
+        node = waiting.pop()
+        reached.add(node["message_id"])
+        waiting += node["replies"]
+    for name in nodes.keys() - reached:
+        record = messages[name]
+        known = record.value["parent_id"] in nodes
+        problem = "its parents do not lead to the first message of a tree" if known else "its parent is not in the file"
+        joined.append(Record(record.position, record.value, problem))
+    return sorted(joined, key=lambda record: record.position)
 
 
 MESSAGE_TREES = (
@@ -79,9 +117,10 @@ MESSAGE_TREES = (
     Format(
         "oasst-messages",
         '{"message_id": "…", "parent_id": "…", "message_tree_id": "…", "role": "prompter", "text": "…"}',
-        frozenset(),
-        lambda r: has(r, message_id=str, role=str, text=str) and "parent_id" in r,
-        _message,
-        note="its rows are single messages: give the file of trees beside it (….trees.jsonl.gz)",
+        PAIRS,
+        _is_message,
+        _tree,
+        join=_joined,
+        joined_as="oasst-trees",
     ),
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_core.config.collect import PairChoice, ReadOptions
 from rlhf_core.data.readers.format import PAIRS, PROMPTS, Format, Parsed, Undecided, has, number_of
-from rlhf_core.data.readers.turns import Refusal, Turn, prompt_of, reply_of
+from rlhf_core.data.readers.turns import Refusal, Turn, prompt_of, reply_of, text_of
 
 REPLY_LISTS = ("responses", "completions", "generations")
 VALUE_LISTS = ("scores", "ratings", "ranks")
@@ -69,13 +69,44 @@ def _are_objects(values: Sequence[Any]) -> bool:
 
 
 def _ultrafeedback(record: Any, kind: str, options: ReadOptions) -> list[Parsed]:
-    replies = []
+    """Read UltraFeedback (Cui et al., 2023), whose completions may each have been asked for by a system prompt."""
+    prompt = prompt_of(record["instruction"])
+    by_system: dict[str, list[RankedReply]] = {}
     for number, completion in enumerate(record["completions"], 1):
         if not has(completion, response=str):
             raise Refusal(f"completion {number} has no response")
         score = number_of(completion.get("overall_score"), f"overall_score of completion {number}")
-        replies.append(RankedReply(reply_of(completion["response"], f"completion {number}"), score))
-    return parsed_ranking(prompt_of(record["instruction"]), replies, kind, options.pairs, values_are_scores=True)
+        system = (completion.get("custom_system_prompt") or "") if options.system_prompts else ""
+        reply = RankedReply(reply_of(completion["response"], f"completion {number}"), score)
+        by_system.setdefault(text_of(system, f"custom_system_prompt of completion {number}"), []).append(reply)
+    if not options.system_prompts or kind == "prompts":
+        replies = [reply for group in by_system.values() for reply in group]
+        return parsed_ranking(prompt, replies, kind, options.pairs, values_are_scores=True)
+    return _under_system_prompts(prompt, by_system, kind, options.pairs)
+
+
+def _under_system_prompts(
+    prompt: list[Turn], by_system: dict[str, list[RankedReply]], kind: str, choice: PairChoice
+) -> list[Parsed]:
+    """Return the pairs of replies to one system prompt, which is a turn of theirs; or the best reply with its own.
+
+    Raises:
+        Undecided: No two replies to one system prompt differ in value.
+    """
+    parsed: list[Parsed] = []
+    best = max(reply.value for replies in by_system.values() for reply in replies)
+    for system, replies in by_system.items():
+        whole = [*([{"role": "system", "content": system}] if system else []), *prompt]
+        if kind == "preferences":
+            parsed += [
+                Parsed(whole, better.text, worse.text, margin=better.value - worse.value)
+                for better, worse in ranked_pairs(replies, choice)
+            ]
+        elif not parsed:
+            parsed = [Parsed(whole, reply=reply.text) for reply in replies if reply.value == best][:1]
+    if not parsed:
+        raise Undecided("no reply is better than another to the same system prompt")
+    return parsed
 
 
 def _nectar(record: Any, kind: str, options: ReadOptions) -> list[Parsed]:

@@ -47,6 +47,7 @@ def parse(value: Any, kind: str = "preferences", **options: Any) -> FileRows:
     [
         ("pku-saferlhf", {"dimension": "helpful"}, 10, 0),
         ("pku-saferlhf", {"dimension": "agreed"}, 7, 3),
+        ("pku-saferlhf-single", {}, 10, 0),
         ("helpsteer2-preference", {}, 9, 1),
         ("helpsteer3-preference", {}, 9, 1),
         ("shp", {}, 10, 0),
@@ -54,6 +55,7 @@ def parse(value: Any, kind: str = "preferences", **options: Any) -> FileRows:
         ("ultrafeedback-ratings", {}, 9, 1),
         ("ultrafeedback", {"pairs": "best_worst"}, 9, 1),
         ("ultrafeedback-binarized", {}, 9, 1),
+        ("ultrafeedback-system-prompts", {"pairs": "best_worst"}, 9, 1),
         ("nectar", {"pairs": "best_worst"}, 10, 0),
         ("ranking", {}, 10, 0),
         ("turn-list-pair", {}, 10, 0),
@@ -61,7 +63,8 @@ def parse(value: Any, kind: str = "preferences", **options: Any) -> FileRows:
 )
 def test_the_better_reply_is_chosen(name: str, options: dict[str, Any], rows: int, dropped: int) -> None:
     result = read(name, **options)
-    assert result.format == {"ultrafeedback-binarized": "conversational-implicit"}.get(name, name)
+    others = {"ultrafeedback-binarized": "conversational-implicit", "ultrafeedback-system-prompts": "ultrafeedback"}
+    assert result.format == others.get(name, name)
     assert (result.records, len(result.rows), result.dropped.total()) == (10, rows, dropped)
     for row in result.rows:
         assert (row["chosen"], row["rejected"]) == ANSWERS[row["prompt"][-1]["content"]]
@@ -147,6 +150,56 @@ def test_message_trees_give_a_pair_wherever_replies_are_ranked() -> None:
     assert not any("BUY MY BOOK" in text for text in texts), "deleted messages are left out"
 
 
+@pytest.mark.parametrize("kind", ["preferences", "demonstrations", "prompts"])
+def test_messages_are_joined_into_the_trees_that_they_come_from(kind: str) -> None:
+    joined, trees = read("oasst-messages", kind), read("oasst-trees", kind)
+    assert (joined.format, joined.records) == ("oasst-messages", 4)
+    assert [row | {"source": ""} for row in joined.rows] == [
+        row | {"source": ""}
+        for row, position in zip(trees.rows, trees.positions, strict=True)
+        if position <= joined.records
+    ]
+    assert joined.rows[0]["id"] == trees.rows[0]["id"] and joined.positions[0] == 1
+
+
+def message(name: str, parent: Any, role: str = "assistant", **more: Any) -> dict[str, Any]:
+    return {"message_id": name, "parent_id": parent, "role": role, "text": f"text of {name}"} | more
+
+
+def test_a_message_that_no_tree_reaches_is_refused() -> None:
+    tree = [message("q", None, "prompter"), message("a", "q", rank=1), message("b", "q", rank=0)]
+    lost = [message("c", "gone"), message("d", "c", "prompter"), message("e", "f"), message("f", "e"), tree[1]]
+    odd = [*lost, message("g", 5), {"prompt": "Q?"}]
+    records = [Record(n, value) for n, value in enumerate([*odd[:2], tree[2], *odd[2:], *tree[1::-1]], 1)]
+    result = read_records(records, "preferences", "x", "", options=ReadOptions(format="oasst-messages"))
+    (row,) = result.rows
+    assert (row["prompt"][0]["content"], row["chosen"], row["rejected"]) == ("text of q", "text of b", "text of a")
+    leads = "its parents do not lead to the first message of a tree"
+    assert [(refused["position"], refused["reason"].partition(" of the")[0]) for refused in result.refused] == [
+        (1, "its parent is not in the file"),
+        (2, leads),
+        (4, leads),
+        (5, leads),
+        (7, "its parent_id is not text"),
+        (8, "does not match the format oasst-trees"),
+        (9, "its message_id occurs twice"),
+    ]
+    assert result.records + result.expanded == len(result.rows) + len(result.refused)
+
+
+def test_replies_to_different_system_prompts_are_paired_only_where_that_is_meant() -> None:
+    name = "ultrafeedback-system-prompts"
+    ignored, kept = read(name), read(name, system_prompts=True)
+    assert {len(row["prompt"]) for row in ignored.rows} == {1} and len(ignored.rows) == 27
+    # Of three replies the first two have one system prompt, the third another; the last record has none.
+    with_system = [row for row in kept.rows if row["prompt"][0]["role"] == "system"]
+    assert {row["prompt"][0]["content"] for row in with_system} == {"Be helpful."}
+    assert all((row["chosen"], row["rejected"]) == ANSWERS[row["prompt"][1]["content"]] for row in with_system)
+    best = read(name, "demonstrations", system_prompts=True).rows
+    assert [turn["role"] for turn in best[0]["prompt"]] == ["system", "user"]
+    assert [row["reply"] for row in best] == [row["reply"] for row in read(name, "demonstrations").rows]
+
+
 def test_a_prompt_that_two_texts_share_ends_at_a_word() -> None:
     result = read("standard-implicit")
     first, code = result.rows[0], result.rows[4]
@@ -165,7 +218,6 @@ def test_a_prompt_that_two_texts_share_ends_at_a_word() -> None:
         ("helpsteer-ratings", "demonstrations", "the worst of them too"),
         ("open-orca", "preferences", "it can serve as demonstrations, pretrain, prompts"),
         ("stepwise", "preferences", "format stepwise, which holds no preferences.*not steps"),
-        ("oasst-messages", "preferences", "give the file of trees"),
     ],
 )
 def test_what_does_not_serve_is_refused_by_name(name: str, kind: str, message: str) -> None:
