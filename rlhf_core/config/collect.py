@@ -134,7 +134,7 @@ class SourceOptions(ReadOptions):
 
 
 class DataSource(SourceOptions):
-    """A path, glob, URL (``s3://…``) or hub id (``hub:owner/name[:split]``), and how it is read."""
+    """A path, glob, URL (``s3://…``) or hub id (``hub:owner/name[/config][@revision][:split]``), and how it is read."""
 
     path: str
 

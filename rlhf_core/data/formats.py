@@ -36,7 +36,7 @@ class FileRows:
     without a fault that prefer no reply. A record may give several rows: ``expanded`` counts those beyond its first, so
     that ``records + expanded`` is the number of rows, refused and dropped records, and rows that were ``cut`` by a
     limit or by ``cap``. Messages that are joined into a tree are one record. ``unread`` rows of a hub data set come on
-    top. ``weight`` is the file's part of a limit.
+    top (None: the hub does not say how many), ``revision`` is its commit. ``weight`` is the file's part of a limit.
     """
 
     source: str
@@ -49,7 +49,8 @@ class FileRows:
     dropped: Counter[str] = field(default_factory=Counter)
     expanded: int = 0
     cut: int = 0
-    unread: int = 0
+    unread: int | None = 0
+    revision: str = ""
     weight: float = 1.0
     cap: int | None = None
 

@@ -134,7 +134,7 @@ def describe_sources(
     described = []
     for spec in files:
         if spec.startswith(PREFIX):
-            sources = [(spec, load_hub_records(spec, HUB_ROWS)[0])]
+            sources = [(spec, load_hub_records(spec, HUB_ROWS).records)]
         elif is_url(spec):
             sources = [(url, records_of(url, read_url(url))) for url in expand_url(spec, NOT_FOUND)]
         else:

@@ -132,7 +132,7 @@ def _records(file: SourceFile) -> list[Record]:
         return load_records(file.path)
     if is_url(file.name):
         return records_of(file.name, read_url(file.name))
-    return load_hub_records(file.name, PROBE)[0]
+    return load_hub_records(file.name, PROBE).records
 
 
 def _read(file: SourceFile, kind: str, limit: int | None) -> FileRows:
@@ -143,7 +143,8 @@ def _read(file: SourceFile, kind: str, limit: int | None) -> FileRows:
         content = read_url(file.name)
         digest = hashlib.sha256(content).hexdigest()
         return read_records(records_of(file.name, content), kind, file.name, digest, options=file.options)
-    records, total = load_hub_records(file.name, limit)
-    result = read_records(records, kind, file.name, "", options=file.options)
-    result.unread = total - len(records)
+    loaded = load_hub_records(file.name, limit)
+    result = read_records(loaded.records, kind, file.name, "", options=file.options)
+    result.unread = None if loaded.total is None else loaded.total - len(loaded.records)
+    result.revision = loaded.commit
     return result

@@ -143,6 +143,7 @@ def _manifest(
                 "expanded": file.expanded,
                 "cut": file.cut,
                 "unread": file.unread,
+                "revision": file.revision,
                 "weight": file.weight,
                 "cap": file.cap,
                 "share": len(file.rows) / len(rows[kind]) if rows[kind] else 0.0,

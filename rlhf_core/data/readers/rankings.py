@@ -91,10 +91,13 @@ def _under_system_prompts(
     """Return the pairs of replies to one system prompt, which is a turn of theirs; or the best reply with its own.
 
     Raises:
-        Undecided: No two replies to one system prompt differ in value.
+        Undecided: No two replies, or of preferences none to one system prompt, differ in value.
     """
+    values = {reply.value for replies in by_system.values() for reply in replies}
+    if len(values) < 2:
+        raise Undecided("no reply is better than another")
     parsed: list[Parsed] = []
-    best = max(reply.value for replies in by_system.values() for reply in replies)
+    best = max(values)
     for system, replies in by_system.items():
         whole = [*([{"role": "system", "content": system}] if system else []), *prompt]
         if kind == "preferences":

@@ -13,7 +13,6 @@ import pytest
 
 from rlhf_core.config.collect import DataSource
 from rlhf_core.data.formats import FileRows, prompt_group
-from rlhf_core.data.hub import parse_hub_id
 from rlhf_core.data.inspect import as_text, describe_sources
 from rlhf_core.data.sources import read_sources, source_files
 from rlhf_core.errors import DataError
@@ -231,25 +230,6 @@ def test_a_file_that_several_patterns_match_is_read_once(tmp_path: Path) -> None
 def test_group_ignores_case_spaces_and_system() -> None:
     first = prompt_group([{"role": "system", "content": "x"}, {"role": "user", "content": " What  is\nIT? "}])
     assert first == prompt_group([{"role": "user", "content": "what is it?"}]) == "what is it?"
-
-
-def test_hub_ids() -> None:
-    assert parse_hub_id("hub:owner/name") == ("owner/name", "train")
-    assert parse_hub_id("hub:owner/name:test") == ("owner/name", "test")
-    for bad in ("hub:", "hub:/name", "hub:a/b/c"):
-        with pytest.raises(DataError, match="not a hub id"):
-            parse_hub_id(bad)
-
-
-def test_hub_rows_go_through_the_same_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    made = datasets.Dataset.from_list([PAIR_FORMATS["conversational"]] * 3)
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: made if split == "test" else 1 / 0)
-    (result,) = read_sources(["hub:owner/name:test"], "preferences", tmp_path, limit=2)
-    assert (result.format, result.source, len(result.rows)) == ("conversational", "hub:owner/name:test", 2)
-    with pytest.raises(DataError, match="hub:owner/name: cannot load"):
-        list(read_sources(["hub:owner/name"], "preferences", tmp_path))
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the shared sample data are not beside the repository")

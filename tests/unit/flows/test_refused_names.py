@@ -26,7 +26,7 @@ except SystemExit as end:
         (("chat", "/nowhere"), "no model at /nowhere (it has no config.json); name a model folder such as models/sft"),
         (("data", "/nowhere"), "no file matches '/nowhere'; correct the path"),
         (("data", "pairs/*.jsonl"), "no file matches 'pairs/*.jsonl' (looked in "),
-        (("data", "hub:a/b/c"), "'hub:a/b/c' is not a hub id; write hub:owner/name"),
+        (("data", "hub:a/b/c/d"), "'hub:a/b/c/d' is not a hub id; write hub:owner/name"),
         (("data", "."), ". is a folder; name its files, for example ./*.jsonl"),
     ],
 )
