@@ -287,8 +287,14 @@ def read_options(
         if not separator:
             raise ConfigError(f"--column {given}: write it as FIELD=COLUMN, such as --column prompt=question")
         fields[field] = column
-    values = {"format": format_name, "columns": fields, "template": template, "dimension": dimension, "pairs": pairs}
-    values["system_prompts"] = system_prompts
+    values = {
+        "format": format_name,
+        "columns": fields,
+        "template": template,
+        "dimension": dimension,
+        "pairs": pairs,
+        "system_prompts": system_prompts,
+    }
     try:
         return ReadOptions.model_validate(values)
     except ValidationError as error:

@@ -1,34 +1,44 @@
-"""Hub ids with configuration, revision and split; the commit is pinned, and with a limit the rest stays unread.
+"""Hub ids with configuration, revision and split; the commit is pinned, also where a copy in the cache is read.
 
-The data sets here are folders: ``HUB_PATH`` without its prefix makes the library read them. What the hub itself answers
-is not part of these tests.
+The library talks to a stand-in of the hub, in a process of its own: it takes the hub's address when it is imported.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import command_environment
+from hub_stand_in import hub_stand_in
 
-from rlhf_core.config.collect import CollectConfig, FileSources
-from rlhf_core.data import hub
-from rlhf_core.data.hub import HubId, load_hub_records, parse_hub_id
-from rlhf_core.data.sources import read_sources
+from rlhf_core.data.hub import HubId, parse_hub_id
 from rlhf_core.errors import DataError
-from rlhf_core.files import read_json
-from rlhf_core.stages.collect import collect
 
-PAIR = {"prompt": "Hi?", "chosen": "yes", "rejected": "no"}
+OLD, NEW = "a" * 40, "b" * 40
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-CARD = """---
+CARD = b"""---
 configs:
 - config_name: easy
   data_files: [{split: train, path: easy.jsonl}, {split: test, path: test.jsonl}]
 - config_name: hard
   data_files: [{split: train, path: hard.jsonl}]
 ---
+"""
+LOAD = """
+import json, sys
+from rlhf_core.data.sources import read_sources
+from rlhf_core.errors import DataError
+from pathlib import Path
+for words in sys.argv[1:]:
+    spec, _, limit = words.partition(" ")
+    try:
+        (read,) = read_sources([spec], "preferences", Path(), int(limit) if limit else None)
+        print(json.dumps([len(read.rows), read.unread, read.revision, read.rows[0]["chosen"]]))
+    except DataError as error:
+        print(json.dumps(str(error)))
 """
 
 
@@ -54,71 +64,35 @@ def test_what_is_no_hub_id(spec: str) -> None:
         parse_hub_id(spec)
 
 
-@pytest.fixture
-def online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A data set of two configurations in the folder owner/name, taken for one of a hub that answers ``COMMIT``."""
-    import datasets
-
-    folder = tmp_path / "owner" / "name"
-    folder.mkdir(parents=True)
-    (folder / "README.md").write_text(CARD)
-    for name, count in (("easy", 5), ("hard", 2), ("test", 3)):
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps(PAIR | {"category": name}) + "\n" for _ in range(count))
-        )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hub, "HUB_PATH", "{}")
-    monkeypatch.setattr(hub, "_resolved", lambda hub_id: COMMIT)
-    monkeypatch.setattr("rlhf_core.hub.require_hub", lambda *arguments: None)
-    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    build = datasets.load_dataset_builder
-
-    def of_commit(name: str, config: str | None, revision: str) -> Any:
-        builder = build(name, config, cache_dir=str(tmp_path / "cache"))
-        builder.hash = revision  # as the library sets it for a data set of the hub
-        return builder
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", of_commit)
-    return monkeypatch
+def files(chosen: str) -> dict[str, bytes]:
+    row = json.dumps({"prompt": "Q?", "chosen": chosen, "rejected": "b"}).encode() + b"\n"
+    return {"README.md": CARD, "easy.jsonl": row * 5, "test.jsonl": row * 3, "hard.jsonl": row * 2}
 
 
-def test_rows_of_a_configuration_and_a_split(online: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    loaded = load_hub_records("hub:owner/name/hard")
-    assert (len(loaded.records), loaded.total, loaded.commit) == (2, 2, COMMIT)
-    assert load_hub_records("hub:owner/name/easy:test").total == 3
-    with pytest.raises(DataError, match=r"hub:owner/name/none: cannot load the data set \(.*none.*; check the id"):
-        load_hub_records("hub:owner/name/none")
-    config = CollectConfig(source="files", files=FileSources(preferences=("hub:owner/name/easy",)))
-    collect(config, tmp_path, tmp_path / "raw")
-    (file,) = read_json(tmp_path / "raw/manifest.json")["kinds"]["preferences"]["files"]
-    assert (file["source"], file["rows"], file["revision"]) == ("hub:owner/name/easy", 5, COMMIT)
+def load(*specs: str, **environment: str) -> list[list[object] | str]:
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, *specs],
+        env={**command_environment(), **environment},
+        cwd=environment["HF_HOME"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_with_a_limit_the_rest_is_not_downloaded(online: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import datasets
-
-    online.setattr(datasets.DatasetBuilder, "download_and_prepare", lambda self: 1 / 0)
-    (result,) = read_sources(["hub:owner/name/easy"], "preferences", tmp_path, limit=2)
-    assert (len(result.rows), result.unread, result.revision) == (2, None, COMMIT)
-
-
-def test_a_copy_of_another_commit_is_not_taken(online: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    build = datasets.load_dataset_builder
-
-    def cached(name: str, config: str | None, revision: str) -> Any:
-        return build(name, config, revision=COMMIT)
-
-    online.setattr(datasets, "load_dataset_builder", cached)
-    online.setattr(hub, "_resolved", lambda hub_id: "f" * 40)
-    with pytest.raises(DataError, match=f"the cached copy is of the commit {COMMIT}"):
-        load_hub_records("hub:owner/name/hard@main")
-
-
-def test_offline_only_a_commit_is_a_revision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: True)
-    monkeypatch.setattr("rlhf_core.hub.require_hub", lambda *arguments: None)
-    with pytest.raises(DataError, match="name the commit itself: v1 cannot be looked up"):
-        load_hub_records("hub:owner/name@v1")
+def test_configurations_and_revisions_of_a_hub(tmp_path: Path) -> None:
+    home = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    with hub_stand_in({OLD: files("old"), NEW: files("new")}, {"main": NEW, "v1": OLD}) as hub:
+        specs = ["hub:owner/name/easy", "hub:owner/name/easy@v1:test 2", f"hub:owner/name/hard@{OLD}"]
+        wrong = ["hub:owner/name/hard@v2", "hub:owner/name/soft", "hub:owner/name/easy:dev", "hub:owner/none"]
+        answers = load(*specs, *wrong, HF_ENDPOINT=hub.address, **home)
+    # With a limit the rest is not read, and this data set does not say how long it is.
+    assert answers[:3] == [[5, 0, NEW, "new"], [2, None, OLD, "old"], [2, 0, OLD, "old"]]
+    for spec, answer in zip(wrong, answers[3:], strict=True):
+        assert isinstance(answer, str) and answer.startswith(f"{spec}: cannot load the data set (")
+    offline = [f"hub:owner/name/hard@{OLD}", f"hub:owner/name/easy@{OLD}", "hub:owner/name/easy@v1"]
+    kept, other, unknown = load(*offline, **home | {"HF_HUB_OFFLINE": "1"})
+    assert kept == [2, 0, OLD, "old"]
+    assert f"the cached copy is of the commit {NEW}" in str(other)
+    assert "name the commit itself: v1 cannot be looked up" in str(unknown)
