@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 
+from rlhf_core.config.loading.problems import nearest
 from rlhf_core.config.model import StageConfig, Strict
+from rlhf_core.config.validation_rules import NEEDED_FOR_TRAINING, RULES, Severity
 
 
 class SplitConfig(Strict):
@@ -21,7 +23,12 @@ class SplitConfig(Strict):
 
 
 class ValidateConfig(StageConfig):
-    """Limits are in characters. ``max_quarantined`` is the share of refused rows above which the stage stops."""
+    """Limits are in characters. ``max_quarantined`` is the share of refused rows above which the stage stops.
+
+    Attributes:
+        rules: By rule, what becomes of rows that break it: ``refuse`` puts them into the quarantine, ``warn`` keeps and
+            counts them, ``fail`` refuses them and stops the stage at the data gate.
+    """
 
     split: SplitConfig = SplitConfig()
     min_rows: PositiveInt = 50
@@ -30,3 +37,18 @@ class ValidateConfig(StageConfig):
     max_turns: PositiveInt = 32
     max_quarantined: float = Field(default=0.2, ge=0, le=1)
     secrets: bool = True
+    rules: dict[str, Severity] = {}
+
+    @field_validator("rules")
+    @classmethod
+    def _known_rules(cls, rules: dict[str, Severity]) -> dict[str, Severity]:
+        for rule, severity in rules.items():
+            if rule not in RULES:
+                raise ValueError(f"there is no rule '{rule}'; {nearest(rule, RULES)}")
+            if severity == "warn" and rule in NEEDED_FOR_TRAINING:
+                raise ValueError(f"{rule} cannot be warn: nothing can be trained on such rows; choose refuse or fail")
+        return rules
+
+    def severity(self, rule: str) -> Severity:
+        """Return what becomes of rows that break ``rule``."""
+        return self.rules.get(rule, "refuse")

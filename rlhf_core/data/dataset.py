@@ -85,6 +85,8 @@ def data_metrics(validated: Validated, files: Tables) -> dict[str, Numbers | flo
                 numbers[metric] = float(part.num_rows)
         numbers |= _lengths(kind, table)
         numbers |= {f"failed_{check}": float(n) for check, n in sorted(validated.failed_checks[kind].items())}
+        warned = validated.warned_checks.get(kind, Counter())
+        numbers |= {f"warned_{check}": float(n) for check, n in sorted(warned.items())}
         metrics[kind] = numbers
     pretrain = validated.clean["pretrain"].num_rows
     held_out = pretrain - sum(files[f"pretrain/{split}"].num_rows for split in ("train", "validation"))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.config.validation_rules import RULES
 from rlhf_core.data.dataset import Numbers, Tables, data_metrics, rows_metric, split_tables, write_splits
 from rlhf_core.data.validation.quarantine import write_quarantine
 from rlhf_core.data.validation.tables import read_raw, validate
@@ -28,9 +30,8 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
     metrics = data_metrics(validated, files)
     write_quarantine(outputs.quarantine, validated.quarantined)
     atomic_write_json(outputs.metrics, metrics)
-    decision = decide(
-        "data", gate_conditions(config, files), metrics, evidence={"metrics/data.json": sha256_file(outputs.metrics)}
-    )
+    conditions = gate_conditions(config, files) + rule_conditions(config, metrics)
+    decision = decide("data", conditions, metrics, evidence={"metrics/data.json": sha256_file(outputs.metrics)})
     decision.save(outputs.gate)
     if not decision.passed:
         # Clean data of an earlier run must not be mistaken for this one's.
@@ -80,6 +81,18 @@ def gate_conditions(config: ValidateConfig, files: Tables) -> list[Condition]:
     return conditions
 
 
+def rule_conditions(config: ValidateConfig, metrics: Mapping[str, Numbers | float]) -> list[Condition]:
+    """Return a condition for each rule of severity ``fail`` and each kind that it was checked of: no row breaks it."""
+    failing = [f"failed_{rule}" for rule in RULES if config.severity(rule) == "fail"]
+    return [
+        Condition(metric=f"{kind}.{name}", at_most=0, why="validate.rules fails the set for a single such row")
+        for kind, numbers in metrics.items()
+        if isinstance(numbers, Mapping)
+        for name in failing
+        if name in numbers
+    ]
+
+
 def _failure(decision: GateDecision, metrics: dict[str, Numbers | float]) -> str:
     """Say in one line which conditions failed, the commonest reason where rows were quarantined, and where to look."""
     failed = [condition for condition in decision.conditions if not condition.passed]
@@ -99,7 +112,9 @@ def _commonest(metric: str, metrics: dict[str, Numbers | float]) -> str:
     numbers = metrics.get(kind)
     if name != "quarantined_share" or not isinstance(numbers, dict):
         return ""
-    failed = {key.removeprefix("failed_"): count for key, count in numbers.items() if key.startswith("failed_")}
+    failed = {
+        key.removeprefix("failed_"): count for key, count in numbers.items() if key.startswith("failed_") and count
+    }
     if not failed:
         return " (refused by the reader)"
     worst = max(failed, key=lambda key: failed[key])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.config.validation_rules import Severity
 from rlhf_core.data.schema import ROLES
 from rlhf_core.data.visible_text import has_visible_text
 
@@ -42,12 +43,16 @@ SECRETS = "|".join(
 
 @dataclass(frozen=True)
 class RowCheck:
-    """One expectation of a column, and the reason for which a row is refused; without bounds the column is a flag."""
+    """One expectation of a column, and the reason for which a row is refused; without bounds the column is a flag.
+
+    ``severity`` is what becomes of rows that fail it.
+    """
 
     column: str
     reason: str
     low: float | None = None
     high: float | None = None
+    severity: Severity = "refuse"
 
     @property
     def is_flag(self) -> bool:
@@ -93,7 +98,9 @@ def checks_for(kind: str, config: ValidateConfig, derived: bool = False) -> list
         RowCheck("no_control_characters", "control or replacement characters"),
         RowCheck("no_mojibake", "text decoded with the wrong encoding (mojibake)"),
     ]
-    return [*checks, RowCheck("no_secrets", "looks like an access key or a private key")] if config.secrets else checks
+    if config.secrets:
+        checks.append(RowCheck("no_secrets", "looks like an access key or a private key"))
+    return [replace(check, severity=config.severity(check.column)) for check in checks]
 
 
 def check_frame(kind: str, table: pa.Table, config: ValidateConfig) -> pd.DataFrame:
@@ -121,9 +128,11 @@ def check_frame(kind: str, table: pa.Table, config: ValidateConfig) -> pd.DataFr
 
 
 def passing(frame: pd.DataFrame, checks: Sequence[RowCheck]) -> npt.NDArray[np.bool_]:
-    """Return by row whether it passes all checks."""
+    """Return by row whether it stays: whether it passes all checks that do more than warn."""
     passed = np.ones(len(frame), dtype=bool)
     for check in checks:
+        if check.severity == "warn":
+            continue
         values = frame[check.column].to_numpy()
         passed &= values == 1 if check.is_flag else (values >= check.low) & (values <= check.high)
     return passed

@@ -81,7 +81,12 @@ def _expectation(check: RowCheck) -> Any:
     """Return the expectation that a flag is 1 or a number within its bounds."""
     import great_expectations.expectations as gxe
 
-    fields: dict[str, Any] = {"column": check.column, "description": f"Not allowed: {check.reason}"}
+    severity = "warning" if check.severity == "warn" else "critical"
+    fields: dict[str, Any] = {
+        "column": check.column,
+        "description": f"Not allowed: {check.reason}",
+        "severity": severity,
+    }
     if check.is_flag:
         return gxe.ExpectColumnValuesToBeInSet(value_set=[1], **fields)
     return gxe.ExpectColumnValuesToBeBetween(min_value=check.low, max_value=check.high, **fields)

@@ -20,6 +20,7 @@ from rlhf_core.data.validation.checks import SOURCE_PASSED, check_frame, checks_
 from rlhf_core.data.validation.expectations import run_suites
 from rlhf_core.data.validation.provenance import Origin, read_provenance
 from rlhf_core.data.validation.quarantine import Quarantined, quarantine_rows, read_refused
+from rlhf_core.data.validation.severity import split_by_severity
 from rlhf_core.errors import DataError
 from rlhf_core.files import read_json
 
@@ -33,13 +34,15 @@ class Validated:
         refused_rows: Those that readers refused.
         left_out: Rows without a fault: over a limit of lengths, or derived from rows that were refused.
         cut_rows: Rows that ``collect.limit`` left out; nothing was checked of them but that readers can read them.
-        failed_checks: Failures of each check.
+        failed_checks: Rows that each check refused; 0 is there for checks that fail the set.
+        warned_checks: Rows that stay although they fail a check that only warns.
     """
 
     clean: dict[str, pa.Table]
     quarantined: list[Quarantined]
     raw_rows: dict[str, int]
     failed_checks: dict[str, Counter[str]] = field(default_factory=dict)
+    warned_checks: dict[str, Counter[str]] = field(default_factory=dict)
     refused_rows: Mapping[str, int] = field(default_factory=dict)
     cut_rows: Mapping[str, int] = field(default_factory=dict)
     left_out: Counter[str] = field(default_factory=Counter)
@@ -109,7 +112,7 @@ def validate(raw: RawData, config: ValidateConfig, docs: Path) -> Validated:
     """Check every row of every kind and write the data docs to the folder ``docs``.
 
     A row that fails any check goes to the quarantine with all its reasons, after the rows that readers refused. So does
-    a row of a derived kind of which no row that passed is the source.
+    a row of a derived kind of which no row that passed is the source. Checks that only warn are counted.
     """
     filled = {kind: table for kind, table in raw.tables.items() if table.num_rows}
     checks = {kind: checks_for(kind, config, kind in raw.derived) for kind in filled}
@@ -128,13 +131,16 @@ def validate(raw: RawData, config: ValidateConfig, docs: Path) -> Validated:
     raw_rows = {kind: table.num_rows + refused_rows[kind] for kind, table in raw.tables.items()}
     result = Validated({}, list(raw.refused), raw_rows, refused_rows=refused_rows, cut_rows=raw.cut)
     for kind, table in raw.tables.items():
-        failed = failures.get(kind, {})
+        failed, result.warned_checks[kind] = split_by_severity(failures.get(kind, {}), checks.get(kind, ()))
         reason = {check.column: check.reason for check in checks.get(kind, [])}
         named = {row: [reason[column] for column in columns] for row, columns in failed.items()}
         result.quarantined += quarantine_rows(kind, table, named, raw.origins.get(kind, ()))
         faults = {check.column for check in checks.get(kind, []) if check.is_fault}
         result.left_out[kind] = sum(faults.isdisjoint(columns) for columns in failed.values())
-        result.failed_checks[kind] = Counter(column for columns in failed.values() for column in columns)
+        result.failed_checks[kind] = Counter(
+            {check.column: 0 for check in checks.get(kind, ()) if check.severity == "fail"}
+        )
+        result.failed_checks[kind].update(column for columns in failed.values() for column in columns)
         keep = np.ones(table.num_rows, dtype=bool)
         keep[list(failed)] = False
         result.clean[kind] = table.filter(pa.array(keep, pa.bool_()))

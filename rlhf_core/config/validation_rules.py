@@ -1,0 +1,33 @@
+"""The rules of validation by name, and how severe a breach of each is."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Severity = Literal["refuse", "warn", "fail"]
+
+# Rules of a row, in the order in which reasons are listed.
+ROW_RULES = (
+    "complete",
+    "prompt_not_empty",
+    "roles",
+    "turns",
+    "prompt_chars",
+    "chosen_not_empty",
+    "chosen_chars",
+    "rejected_not_empty",
+    "rejected_chars",
+    "reply_not_empty",
+    "reply_chars",
+    "text_not_empty",
+    "replies_differ",
+    "not_contradicted",
+    "margin_finite",
+    "not_duplicate",
+    "no_control_characters",
+    "no_mojibake",
+    "no_secrets",
+)
+RULES = ROW_RULES
+# No stage can train on a row that breaks one of these, so a warning is not enough.
+NEEDED_FOR_TRAINING = frozenset({"complete", "prompt_not_empty", "roles", "margin_finite"})

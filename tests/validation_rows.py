@@ -1,0 +1,56 @@
+"""Rows of all kinds for tests of stage validate, and a run of the stage over them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.data.formats import prompt_group
+from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
+from rlhf_core.data.validation.quarantine import write_refused
+from rlhf_core.stages import validate
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.training.run_context import RunContext
+
+Rows = dict[str, list[dict[str, Any]]]
+
+
+def make_row(kind: str, i: int, **changes: Any) -> dict[str, Any]:
+    """Return a row of any kind whose texts hold the number ``i``."""
+    prompt = changes.get("prompt", [{"role": "user", "content": f"Question {i}?"}])
+    row = {
+        "prompt": prompt,
+        "chosen": f"good {i}",
+        "rejected": f"bad {i}",
+        "reply": f"good {i}",
+        "text": f"text {i}",
+        "margin": None,
+        "category": "c",
+        "source": "s",
+        "group": prompt_group(prompt),
+    } | changes
+    return row | {"id": content_id(kind, row)}
+
+
+def good_rows(n: int = 120) -> Rows:
+    """Return ``n`` rows of each kind without a fault."""
+    return {kind: [make_row(kind, i) for i in range(n)] for kind in ROW_TYPES}
+
+
+def run_validate(
+    rows: Rows, workspace: Path, derived: Sequence[str] = (), refused: Sequence[dict[str, Any]] = (), **settings: Any
+) -> tuple[dict[str, Any], Paths]:
+    """Write ``rows`` as stage collect does, run stage validate, and return its metrics and outputs."""
+    raw = workspace / "data" / "raw"
+    for kind, listed in rows.items():
+        names = [name for name in ROW_TYPES[kind].__dataclass_fields__ if name != "KIND"]
+        write_dicts(raw / kind / "data.parquet", kind, [{name: row[name] for name in names} for row in listed])
+    write_refused(raw / "refused.parquet", list(refused))
+    kinds = {kind: {"derived_from": "others" if kind in derived else "", "files": []} for kind in rows}
+    (raw / "manifest.json").write_text(json.dumps({"source": "files", "kinds": kinds}))
+    outputs = Paths({key: workspace / path for key, path in validate.STAGE.outputs.items()})
+    config = ValidateConfig(**settings)
+    return dict(validate.run(config, Paths({"raw": raw}), outputs, RunContext(workspace / "work"))), outputs
