@@ -6,7 +6,7 @@ from pydantic import Field, PositiveInt, field_validator
 
 from rlhf_core.config.loading.problems import nearest
 from rlhf_core.config.model import StageConfig, Strict
-from rlhf_core.config.validation_rules import NEEDED_FOR_TRAINING, RULES, Severity
+from rlhf_core.config.validation_rules import NEEDED_FOR_TRAINING, RULES, SET_RULES, Severity
 
 
 class SplitConfig(Strict):
@@ -20,6 +20,23 @@ class SplitConfig(Strict):
     test: float = Field(default=0.2, gt=0, lt=0.5)
     judge: float = Field(default=0.2, gt=0, lt=1)
     referee: float = Field(default=0.5, gt=0, lt=1)
+
+
+class NearDuplicatesConfig(Strict):
+    """The search for texts that are nearly the same, by MinHash over runs of ``shingle_words`` words.
+
+    Attributes:
+        search: Whether rows are compared at all: it takes longer than all other checks together.
+        similarity: From which Jaccard similarity of their runs of words on two texts count as nearly the same.
+        permutations: Length of a signature; the estimate of the similarity is off by up to ``0.5 / sqrt`` of it.
+        max_rows: At most so many rows of a kind are compared, the first ones: the index takes about 4 kB for each.
+    """
+
+    search: bool = False
+    similarity: float = Field(default=0.8, gt=0.1, lt=1)
+    shingle_words: PositiveInt = 3
+    permutations: int = Field(default=128, ge=16, le=1024)
+    max_rows: PositiveInt = 100_000
 
 
 class ValidateConfig(StageConfig):
@@ -38,6 +55,7 @@ class ValidateConfig(StageConfig):
     max_quarantined: float = Field(default=0.2, ge=0, le=1)
     secrets: bool = True
     rules: dict[str, Severity] = {}
+    near_duplicates: NearDuplicatesConfig = NearDuplicatesConfig()
 
     @field_validator("rules")
     @classmethod
@@ -51,4 +69,4 @@ class ValidateConfig(StageConfig):
 
     def severity(self, rule: str) -> Severity:
         """Return what becomes of rows that break ``rule``."""
-        return self.rules.get(rule, "refuse")
+        return self.rules.get(rule, "warn" if rule in SET_RULES else "refuse")

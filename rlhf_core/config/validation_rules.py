@@ -28,6 +28,13 @@ ROW_RULES = (
     "no_mojibake",
     "no_secrets",
 )
-RULES = ROW_RULES
+# Rules about the whole set, which warn unless told otherwise.
+SET_RULES = (
+    "no_prefix_leakage",
+    "no_shared_first_turn",
+    "no_near_duplicates",
+    "no_similar_held_out_prompts",
+)
+RULES = ROW_RULES + SET_RULES
 # No stage can train on a row that breaks one of these, so a warning is not enough.
 NEEDED_FOR_TRAINING = frozenset({"complete", "prompt_not_empty", "roles", "margin_finite"})

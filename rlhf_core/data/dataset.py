@@ -62,8 +62,10 @@ def rows_metric(folder: str, split: str) -> str:
     return f"{kind}.{user}_{split}" if user else f"{kind}.{split}"
 
 
-def data_metrics(validated: Validated, files: Tables) -> dict[str, Numbers | float]:
-    """Return rows, shares and mean lengths by kind; one level deep, all finite."""
+def data_metrics(
+    validated: Validated, files: Tables, counts: Mapping[str, Numbers] | None = None
+) -> dict[str, Numbers | float]:
+    """Return rows, shares, mean lengths and further ``counts`` by kind; one level deep, all finite."""
     quarantined = Counter(row.kind for row in validated.quarantined)
     metrics: dict[str, Numbers | float] = {"group_overlap": float(group_overlap(files))}
     for kind, table in validated.clean.items():
@@ -87,7 +89,7 @@ def data_metrics(validated: Validated, files: Tables) -> dict[str, Numbers | flo
         numbers |= {f"failed_{check}": float(n) for check, n in sorted(validated.failed_checks[kind].items())}
         warned = validated.warned_checks.get(kind, Counter())
         numbers |= {f"warned_{check}": float(n) for check, n in sorted(warned.items())}
-        metrics[kind] = numbers
+        metrics[kind] = numbers | (counts or {}).get(kind, {})
     pretrain = validated.clean["pretrain"].num_rows
     held_out = pretrain - sum(files[f"pretrain/{split}"].num_rows for split in ("train", "validation"))
     return metrics | {"pretrain_held_out": float(held_out)}

@@ -10,6 +10,7 @@ from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.config.validation_rules import RULES
 from rlhf_core.data.dataset import Numbers, Tables, data_metrics, rows_metric, split_tables, write_splits
 from rlhf_core.data.validation.quarantine import write_quarantine
+from rlhf_core.data.validation.set_rules import apply_set_rules, check_set
 from rlhf_core.data.validation.tables import read_raw, validate
 from rlhf_core.errors import DataError
 from rlhf_core.files import atomic_dir, atomic_write_json, sha256_file
@@ -24,10 +25,13 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
     Raises:
         DataError: The data gate failed. All but the clean data is written then too, as evidence.
     """
+    raw = read_raw(inputs.raw)
     with atomic_dir(outputs.docs) as docs:
-        validated = validate(read_raw(inputs.raw), config, docs)
+        validated = validate(raw, config, docs)
+    findings = check_set(validated.clean, config, raw.derived)
+    apply_set_rules(validated, findings, config)
     files = split_tables(validated.clean, config.seed, config.split)
-    metrics = data_metrics(validated, files)
+    metrics = data_metrics(validated, files, findings.counts)
     write_quarantine(outputs.quarantine, validated.quarantined)
     atomic_write_json(outputs.metrics, metrics)
     conditions = gate_conditions(config, files) + rule_conditions(config, metrics)

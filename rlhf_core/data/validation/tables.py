@@ -35,6 +35,7 @@ class Validated:
         left_out: Rows without a fault: over a limit of lengths, or derived from rows that were refused.
         cut_rows: Rows that ``collect.limit`` left out; nothing was checked of them but that readers can read them.
         failed_checks: Rows that each check refused; 0 is there for checks that fail the set.
+        origins: The file and line of every clean row, by kind; empty for rows of no file.
         warned_checks: Rows that stay although they fail a check that only warns.
     """
 
@@ -43,6 +44,7 @@ class Validated:
     raw_rows: dict[str, int]
     failed_checks: dict[str, Counter[str]] = field(default_factory=dict)
     warned_checks: dict[str, Counter[str]] = field(default_factory=dict)
+    origins: dict[str, list[Origin]] = field(default_factory=dict)
     refused_rows: Mapping[str, int] = field(default_factory=dict)
     cut_rows: Mapping[str, int] = field(default_factory=dict)
     left_out: Counter[str] = field(default_factory=Counter)
@@ -144,4 +146,5 @@ def validate(raw: RawData, config: ValidateConfig, docs: Path) -> Validated:
         keep = np.ones(table.num_rows, dtype=bool)
         keep[list(failed)] = False
         result.clean[kind] = table.filter(pa.array(keep, pa.bool_()))
+        result.origins[kind] = [origin for origin, kept in zip(raw.origins.get(kind, ()), keep, strict=False) if kept]
     return result

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from validation_rows import good_rows, make_row, run_validate
@@ -13,70 +14,68 @@ from validation_rows import good_rows, make_row, run_validate
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.validate import ValidateConfig
-from rlhf_core.config.validation_rules import ROW_RULES
-from rlhf_core.data.schema import ROW_TYPES
+from rlhf_core.config.validation_rules import ROW_RULES, SET_RULES
+from rlhf_core.data.schema import ROW_TYPES, arrow_schema
 from rlhf_core.data.validation.checks import checks_for
+from rlhf_core.data.validation.tables import RawData, Validated, validate
 from rlhf_core.errors import ConfigError, DataError
 
 
-def rows_with_copies() -> dict[str, list[dict[str, Any]]]:
-    """120 pairs, a copy of the first, and a copy of the second with an access key."""
-    rows = good_rows()
+def validated(folder: Path, derived: bool = False, **settings: Any) -> Validated:
+    """Validate a pair, a copy of it, a copied pair with an access key, and a pair that is labelled both ways."""
     secret = "ghp_" + "a" * 36
-    rows["preferences"] += [make_row("preferences", 0), *[make_row("preferences", 500, chosen=secret)] * 2]
-    return rows
+    pairs = [
+        *[make_row("preferences", 0)] * 2,
+        *[make_row("preferences", 1, chosen=secret)] * 2,
+        make_row("preferences", 2),
+        make_row("preferences", 2, chosen="bad 2", rejected="good 2"),
+    ]
+    rows = {"preferences": pairs}
+    if derived:
+        rows["demonstrations"] = [make_row("demonstrations", 2, reply=row["chosen"]) for row in pairs[4:]]
+    tables = {
+        kind: pa.Table.from_pylist(listed).select(arrow_schema(kind).names).cast(arrow_schema(kind))
+        for kind, listed in rows.items()
+    }
+    raw = RawData(tables, derived=["demonstrations"] if derived else [])
+    return validate(raw, ValidateConfig(**settings), folder)
 
 
 def test_by_default_every_rule_of_rows_refuses(tmp_path: Path) -> None:
-    metrics, outputs = run_validate(rows_with_copies(), tmp_path)
-    assert metrics["preferences"]["clean"] == 120
-    assert metrics["preferences"]["failed_not_duplicate"] == 2
-    assert not [name for name in metrics["preferences"] if name.startswith("warned_")]
-    assert pq.read_table(outputs.quarantine).num_rows == 3
+    result = validated(tmp_path)
+    assert result.clean["preferences"].num_rows == 1 and len(result.quarantined) == 5
+    assert result.failed_checks["preferences"] == {"not_duplicate": 2, "no_secrets": 2, "not_contradicted": 2}
+    assert not result.warned_checks["preferences"]
 
 
 def test_a_warning_keeps_the_row_unless_another_rule_refuses_it(tmp_path: Path) -> None:
-    metrics, outputs = run_validate(rows_with_copies(), tmp_path, rules={"not_duplicate": "warn"})
-    numbers = metrics["preferences"]
-    # The copy of row 0 stays; both rows with a key are refused for the key alone.
-    assert (numbers["clean"], numbers["warned_not_duplicate"], numbers["failed_no_secrets"]) == (121, 1, 2)
-    assert "failed_not_duplicate" not in numbers
-    reasons = [row["reasons"] for row in pq.read_table(outputs.quarantine).to_pylist()]
-    assert reasons == [["looks like an access key or a private key"]] * 2
+    rules = {"not_duplicate": "warn", "not_contradicted": "warn"}
+    result = validated(tmp_path, derived=True, rules=rules)
+    assert result.clean["preferences"].num_rows == 4
+    # The copy of the first pair stays; both rows with a key are refused, for the key alone.
+    assert result.warned_checks["preferences"] == {"not_duplicate": 1, "not_contradicted": 2}
+    assert [row.reasons for row in result.quarantined] == [["looks like an access key or a private key"]] * 2
+    assert result.clean["demonstrations"].num_rows == 2, "their sources stay, so they do too"
 
 
 def test_a_single_row_shuts_the_gate_where_the_rule_fails_the_set(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"preferences.failed_no_secrets is 2, must be <= 0"):
-        run_validate(rows_with_copies(), tmp_path, rules={"no_secrets": "fail"})
-    gate = json.loads((tmp_path / "gates/data.json").read_text())
-    assert [c["metric"] for c in gate["conditions"] if not c["passed"]] == ["preferences.failed_no_secrets"]
-    assert pq.read_table(tmp_path / "data/quarantine.parquet").num_rows == 3
-
-
-def test_a_set_without_such_rows_passes_and_says_what_was_required(tmp_path: Path) -> None:
-    metrics, outputs = run_validate(good_rows(), tmp_path, rules={"no_secrets": "fail", "prompt_chars": "fail"})
-    conditions = {c["metric"]: c["value"] for c in json.loads(outputs.gate.read_text())["conditions"]}
-    assert {f"{kind}.failed_no_secrets" for kind in ROW_TYPES} <= conditions.keys()
-    assert conditions["preferences.failed_prompt_chars"] == metrics["preferences"]["failed_prompt_chars"] == 0
+    rows = good_rows() | {"pretrain": [make_row("pretrain", i) for i in range(20)]}
+    rows["preferences"].append(make_row("preferences", 0))
+    with pytest.raises(DataError, match=r"preferences.failed_not_duplicate is 1, must be <= 0"):
+        run_validate(rows, tmp_path, rules={"not_duplicate": "fail", "prompt_chars": "fail"})
+    conditions = {c["metric"]: c for c in json.loads((tmp_path / "gates/data.json").read_text())["conditions"]}
+    assert [name for name, c in conditions.items() if not c["passed"]] == ["preferences.failed_not_duplicate"]
+    assert {f"{kind}.failed_not_duplicate" for kind in ROW_TYPES} <= conditions.keys()
+    assert conditions["prompts.failed_prompt_chars"]["value"] == 0
     assert "pretrain.failed_prompt_chars" not in conditions, "the rule is not about this kind"
-
-
-def test_derived_rows_stay_where_their_source_is_only_warned_about(tmp_path: Path) -> None:
-    rows = good_rows()
-    rows["preferences"] += [make_row("preferences", 2, chosen="bad 2", rejected="good 2")]
-    rows["demonstrations"] = [
-        make_row("demonstrations", i, id=f"d{i}", reply=row["chosen"], prompt=row["prompt"])
-        for i, row in enumerate(rows["preferences"])
-    ]
-    refused, _ = run_validate(rows, tmp_path / "a", derived=["demonstrations"])
-    warned, _ = run_validate(rows, tmp_path / "b", derived=["demonstrations"], rules={"not_contradicted": "warn"})
-    assert refused["demonstrations"]["clean"] == 119 and warned["demonstrations"]["clean"] == 121
-    assert warned["preferences"]["warned_not_contradicted"] == 2
+    assert pq.read_table(tmp_path / "data/quarantine.parquet").num_rows == 1
 
 
 def test_the_rules_are_those_that_are_checked() -> None:
     checked = {check.column for kind in ROW_TYPES for check in checks_for(kind, ValidateConfig())}
     assert checked == set(ROW_RULES)
+    assert {ValidateConfig().severity(rule) for rule in ROW_RULES} == {"refuse"}
+    assert {ValidateConfig().severity(rule) for rule in SET_RULES} == {"warn"}
 
 
 @pytest.mark.parametrize(

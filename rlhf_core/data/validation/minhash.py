@@ -1,0 +1,82 @@
+"""Texts that resemble each other: MinHash signatures of their shingles, looked up by locality-sensitive hashing.
+
+Broder (1997), "On the resemblance and containment of documents": the share of equal minima under random permutations
+estimates the Jaccard similarity of two sets of shingles, here runs of neighbouring words. Its standard deviation is at
+most ``0.5 / sqrt(permutations)``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from datasketch import MinHash, MinHashLSH
+
+from rlhf_core.config.validate import NearDuplicatesConfig
+from rlhf_core.data.text_statistics import split_words
+
+# An odd multiplier (that of 32-bit FNV-1): a shingle's hash is a polynomial in it of the hashes of its words.
+MULTIPLIER = np.uint32(16777619)
+# What a missed candidate costs, beside a superfluous one, in the choice of the bands: candidates are verified.
+WEIGHTS = (0.1, 0.9)
+# A text that shares a band with so many others is not added: no lookup takes long, however alike all texts are.
+CROWDED = 64
+
+
+def shingle_hashes(words: Sequence[str], size: int) -> npt.NDArray[np.uint32]:
+    """Return the distinct 32-bit hashes of all runs of ``size`` words; of fewer words that of the whole text."""
+    hashes = np.fromiter((zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words), np.uint32, len(words))
+    size = min(size, len(words))
+    shingles = np.zeros(len(words) - size + 1 if words else 0, np.uint32)
+    for offset in range(size):
+        shingles = shingles * MULTIPLIER + hashes[offset : offset + len(shingles)]
+    return np.unique(shingles)
+
+
+@dataclass(frozen=True)
+class Similar:
+    """A text that resembles another: the key it was added with, and the estimated Jaccard similarity."""
+
+    key: int
+    similarity: float
+
+
+class SimilarTexts:
+    """An index of texts by their signatures; adding and finding take time that does not grow with its size."""
+
+    def __init__(self, config: NearDuplicatesConfig) -> None:
+        self._similarity, self._words = config.similarity, config.shingle_words
+        self._empty = MinHash(num_perm=config.permutations, seed=1, hashfunc=int)
+        self._index = MinHashLSH(threshold=config.similarity, num_perm=config.permutations, weights=WEIGHTS)
+        self._signatures: dict[int, MinHash] = {}
+
+    def __len__(self) -> int:
+        """Return how many texts are in the index."""
+        return len(self._signatures)
+
+    def signature(self, text: str) -> MinHash:
+        """Return the signature of a text; white space and case do not count."""
+        signature = self._empty.copy()
+        signature.update_batch(shingle_hashes(split_words(text), self._words).tolist())
+        return signature
+
+    def most_similar(self, signature: MinHash) -> Similar | None:
+        """Return the text that resembles the signature most, the first of equal ones; None below the limit."""
+        candidates = sorted(self._index.query(signature))[:CROWDED]
+        if not candidates:
+            return None
+        hashes = np.stack([self._signatures[key].hashvalues for key in candidates])
+        similarities = np.mean(hashes == signature.hashvalues, axis=1)
+        best = int(np.argmax(similarities))
+        if similarities[best] < self._similarity:
+            return None
+        return Similar(candidates[best], float(similarities[best]))
+
+    def add(self, key: int, signature: MinHash) -> None:
+        """Add a text under a key that is not taken, unless ``CROWDED`` others share a band with it."""
+        if len(self._index.query(signature)) < CROWDED:
+            self._signatures[key] = signature
+            self._index.insert(key, signature, check_duplication=False)

@@ -1,0 +1,46 @@
+"""Near duplicates: rows whose content resembles that of an earlier row of their kind."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from rlhf_core.config.validate import NearDuplicatesConfig
+from rlhf_core.data.validation.minhash import SimilarTexts
+from rlhf_core.data.validation.set_rows import SetBreach, SetRows
+
+RULE = "no_near_duplicates"
+
+
+@dataclass(frozen=True)
+class NearDuplicates:
+    """Rows that resemble an earlier one, and by kind how many rows were compared."""
+
+    breaches: list[SetBreach]
+    compared: dict[str, int]
+
+
+def near_duplicates(rows: SetRows, kinds: Collection[str], config: NearDuplicatesConfig) -> NearDuplicates:
+    """Compare the prompt and replies of each row with those of the earlier rows of its kind.
+
+    The time is linear in rows. What is found is a lower bound: the hashing misses some pairs near the limit, and a row
+    that is nearly a copy itself is not compared with later ones, which are compared with its original.
+    """
+    breaches: list[SetBreach] = []
+    compared: dict[str, int] = {}
+    for kind in kinds:
+        index = SimilarTexts(config)
+        ids: list[str] = []
+        for row in rows.of(kind):
+            if row.number == config.max_rows:
+                break
+            ids.append(row.id)
+            signature = index.signature(row.text)
+            similar = index.most_similar(signature)
+            if similar is None:
+                index.add(row.number, signature)
+            else:
+                reason = "nearly a copy of an earlier row"
+                breaches.append(SetBreach(RULE, kind, row.number, reason, ids[similar.key], similar.similarity))
+        compared[kind] = len(ids)
+    return NearDuplicates(breaches, compared)

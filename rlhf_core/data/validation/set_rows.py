@@ -1,0 +1,98 @@
+"""Rows as the rules about the whole set see them: dialogue, text, and the parts that they are kept apart from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from rlhf_core.config.validate import SplitConfig
+from rlhf_core.data.schema import CONTENT_FIELDS
+from rlhf_core.data.splits import SPLITS, PairUser, assign, pair_user_of
+
+BATCH_ROWS = 10_000
+# The most held-out part first. A row is at fault if it resembles one of an earlier part.
+SPLIT_ORDER = tuple(reversed(SPLITS))
+USER_ORDER = (PairUser.JUDGE, PairUser.REFEREE, PairUser.REWARD)
+SPLIT_PARTS = tuple(f"split {split}" for split in SPLIT_ORDER)
+USER_PARTS = ("the judge's pairs", "the referee's pairs", "the reward model's pairs")
+
+
+@dataclass(frozen=True)
+class SetRow:
+    """A clean row.
+
+    Attributes:
+        number: Its position in the table of its kind.
+        split: Position of its split in ``SPLIT_ORDER``.
+        user: Position in ``USER_ORDER`` of the model that the pair belongs to; None for test pairs and other kinds.
+        turns: The prompt's turns without system turns, casefolded, with white space collapsed.
+        text: The whole content: prompt and replies, or the text.
+    """
+
+    kind: str
+    number: int
+    id: str
+    split: int
+    user: int | None
+    turns: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class SetBreach:
+    """A row that breaks a rule about the set.
+
+    Attributes:
+        row: Its position in the clean table of its kind.
+        reason: What is wrong, as the quarantine says it.
+        other: What it resembles: the id of another row, or file and line of an evaluation prompt.
+        similarity: The estimated Jaccard similarity, where the rule goes by it.
+    """
+
+    rule: str
+    kind: str
+    row: int
+    reason: str
+    other: str
+    similarity: float | None = None
+
+
+@dataclass(frozen=True)
+class SetRows:
+    """The clean rows of all kinds, which can be read again and again in batches."""
+
+    tables: Mapping[str, pa.Table]
+    seed: int
+    split: SplitConfig
+
+    def of(self, kind: str) -> Iterator[SetRow]:
+        """Yield the rows of a kind in order."""
+        table, number = self.tables[kind], 0
+        for batch in table.select(["id", "group", *CONTENT_FIELDS[kind]]).to_batches(max_chunksize=BATCH_ROWS):
+            rows = batch.to_pylist()
+            groups = [row["group"] for row in rows]
+            for row, group, split in zip(rows, groups, assign(groups, self.seed, self.split), strict=True):
+                prompt = row.get("prompt") or []
+                turns = [turn["content"] for turn in prompt if turn["role"] != "system"]
+                replies = [row[name] for name in CONTENT_FIELDS[kind] if name != "prompt"]
+                yield SetRow(
+                    kind,
+                    number,
+                    row["id"],
+                    SPLIT_ORDER.index(split),
+                    self._user(group) if kind == "preferences" and split != "test" else None,
+                    tuple(" ".join(turn.casefold().split()) for turn in turns),
+                    "\n".join([*turns, *replies]),
+                )
+                number += 1
+
+    def with_prompts(self) -> Iterator[SetRow]:
+        """Yield the rows of all kinds that have prompts."""
+        for kind in self.tables:
+            if "prompt" in CONTENT_FIELDS[kind]:
+                yield from self.of(kind)
+
+    def _user(self, group: str) -> int:
+        return USER_ORDER.index(pair_user_of(group, self.seed, self.split))

@@ -1,0 +1,95 @@
+"""The rules about the whole set: what was found, and the rows that it refuses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+
+from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.data.schema import CONTENT_FIELDS
+from rlhf_core.data.validation.near_duplicates import RULE as NEAR_DUPLICATES
+from rlhf_core.data.validation.near_duplicates import near_duplicates
+from rlhf_core.data.validation.prefix_leakage import FIRST_TURN_RULE, PREFIX_RULE, prefix_leakage
+from rlhf_core.data.validation.quarantine import quarantine_rows
+from rlhf_core.data.validation.set_rows import SetBreach, SetRows
+from rlhf_core.data.validation.similar_prompts import RULE as SIMILAR_PROMPTS
+from rlhf_core.data.validation.similar_prompts import similar_prompts
+from rlhf_core.data.validation.tables import Validated
+
+
+@dataclass
+class SetFindings:
+    """What the rules about the whole set found in the clean rows.
+
+    Attributes:
+        breaches: Rows that break a rule, in the order of rules and rows.
+        checked: By kind, the rules that its rows were checked by.
+        counts: By kind, further counts for ``metrics/data.json``.
+    """
+
+    breaches: list[SetBreach] = field(default_factory=list)
+    checked: dict[str, list[str]] = field(default_factory=dict)
+    counts: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def add(self, breaches: Collection[SetBreach], kinds: Collection[str], *rules: str) -> None:
+        """Add what ``rules`` found in the rows of ``kinds``."""
+        self.breaches += breaches
+        for kind in kinds:
+            self.checked.setdefault(kind, []).extend(rules)
+
+
+def check_set(clean: Mapping[str, pa.Table], config: ValidateConfig, derived: Collection[str] = ()) -> SetFindings:
+    """Check the clean rows of all kinds by the rules about the whole set.
+
+    Rows of ``derived`` kinds are not compared with each other: they repeat those that they come from.
+    """
+    rows, findings = SetRows(clean, config.seed, config.split), SetFindings()
+    filled = [kind for kind, table in clean.items() if table.num_rows]
+    prompted = [kind for kind in filled if "prompt" in CONTENT_FIELDS[kind]]
+    leakage = prefix_leakage(rows)
+    findings.add(leakage.breaches, prompted, PREFIX_RULE, FIRST_TURN_RULE)
+    for kind in prompted:
+        findings.counts[kind] = {
+            "test_prefix_leaks": float(leakage.prefix[kind]),
+            "test_first_turn_leaks": float(leakage.first_turn[kind]),
+        }
+    if config.near_duplicates.search:
+        given = [kind for kind in filled if kind not in derived]
+        duplicates = near_duplicates(rows, given, config.near_duplicates)
+        findings.add(duplicates.breaches, given, NEAR_DUPLICATES)
+        for kind, compared in duplicates.compared.items():
+            findings.counts.setdefault(kind, {})["near_duplicates_compared"] = float(compared)
+        findings.add(similar_prompts(rows, config.near_duplicates), prompted, SIMILAR_PROMPTS)
+    return findings
+
+
+def apply_set_rules(validated: Validated, findings: SetFindings, config: ValidateConfig) -> None:
+    """Count the findings in ``validated``, and move the rows that they refuse from its clean tables to the quarantine.
+
+    Such rows are no bad data: they are ``left_out``, and do not count towards ``max_quarantined``.
+    """
+    for kind, rules in findings.checked.items():
+        reasons: dict[int, list[str]] = {}
+        counts: dict[str, Counter[str]] = {"warn": Counter(), "refuse": Counter()}
+        for rule in rules:
+            counts["warn" if config.severity(rule) == "warn" else "refuse"][rule] = 0
+        for breach in findings.breaches:
+            if breach.kind == kind and config.severity(breach.rule) != "warn":
+                counts["refuse"][breach.rule] += 1
+                reasons.setdefault(breach.row, []).append(f"{breach.reason} (row {breach.other})")
+        for breach in findings.breaches:
+            if breach.kind == kind and config.severity(breach.rule) == "warn" and breach.row not in reasons:
+                counts["warn"][breach.rule] += 1
+        validated.failed_checks[kind].update(counts["refuse"])
+        validated.warned_checks[kind].update(counts["warn"])
+        validated.left_out[kind] += len(reasons)
+        table, origins = validated.clean[kind], validated.origins.get(kind, [])
+        validated.quarantined += quarantine_rows(kind, table, reasons, origins)
+        keep = np.ones(table.num_rows, dtype=bool)
+        keep[list(reasons)] = False
+        validated.clean[kind] = table.filter(pa.array(keep))
+        validated.origins[kind] = [origin for origin, kept in zip(origins, keep, strict=False) if kept]

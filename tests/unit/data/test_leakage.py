@@ -1,0 +1,146 @@
+"""Leakage between splits: dialogues that begin alike, and prompts that are worded nearly alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from validation_rows import make_row
+
+from rlhf_core.config.validate import NearDuplicatesConfig, SplitConfig
+from rlhf_core.data.schema import ROW_TYPES, arrow_schema
+from rlhf_core.data.splits import PairUser, pair_user_of, split_of
+from rlhf_core.data.validation.prefix_leakage import beginning_hashes, prefix_leakage
+from rlhf_core.data.validation.set_rows import SetRows
+from rlhf_core.data.validation.similar_prompts import similar_prompts
+
+SPLIT = SplitConfig()
+CONFIG = NearDuplicatesConfig(search=True)
+
+
+def dialogue(*turns: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+
+
+def group_of(split: str, user: PairUser = PairUser.REWARD) -> str:
+    """A group that the hash puts into ``split``, and whose pairs are ``user``'s where it is not test."""
+    names = (f"g{i}" for i in range(10_000))
+    return next(
+        g for g in names if split_of(g, 1, SPLIT) == split and (split == "test" or pair_user_of(g, 1, SPLIT) == user)
+    )
+
+
+def row(kind: str, i: int, split: str, *turns: str, user: PairUser = PairUser.REWARD) -> dict[str, Any]:
+    return make_row(kind, i, prompt=dialogue(*turns), group=group_of(split, user))
+
+
+def set_of(**rows: list[dict[str, Any]]) -> SetRows:
+    tables = {
+        kind: pa.Table.from_pylist(
+            [{name: r[name] for name in arrow_schema(kind).names} for r in rows.get(kind, [])],
+            schema=arrow_schema(kind),
+        )
+        for kind in ROW_TYPES
+    }
+    return SetRows(tables, 1, SPLIT)
+
+
+def test_prompts_that_are_the_beginning_of_a_held_out_one_and_the_reverse() -> None:
+    rows = set_of(
+        preferences=[
+            row("preferences", 0, "train", "Hello?"),  # begins the test dialogue
+            row("preferences", 1, "train", "Hello?", "Hi.", "How  ARE you?", "Fine.", "Really?"),  # which begins this
+            row("preferences", 2, "train", "Hello?", "Go away.", "Why?"),  # shares the first turn alone
+            row("preferences", 3, "train", "Other?"),
+            row("preferences", 4, "test", "hello?", "Hi.", "How are you?"),
+        ],
+        demonstrations=[row("demonstrations", 5, "train", "Hello?")],
+        prompts=[row("prompts", 6, "test", "Nothing of the kind?")],
+    )
+    found = prefix_leakage(rows)
+    assert {(b.rule, b.kind, b.row) for b in found.breaches} == {
+        ("no_prefix_leakage", "preferences", 0),
+        ("no_prefix_leakage", "preferences", 1),
+        ("no_prefix_leakage", "demonstrations", 0),
+        ("no_shared_first_turn", "preferences", 0),
+        ("no_shared_first_turn", "preferences", 1),
+        ("no_shared_first_turn", "preferences", 2),
+        ("no_shared_first_turn", "demonstrations", 0),
+    }
+    test_id = make_row("preferences", 4, prompt=dialogue("hello?", "Hi.", "How are you?"))["id"]
+    assert {b.other for b in found.breaches} == {test_id}
+    assert "split test" in found.breaches[0].reason
+    assert (found.held_out["preferences"], found.prefix["preferences"], found.first_turn["preferences"]) == (1, 1, 1)
+    assert (found.held_out["prompts"], found.first_turn["prompts"]) == (1, 0)
+
+
+def test_the_judges_pairs_are_held_out_from_the_reward_models() -> None:
+    rows = set_of(
+        preferences=[
+            row("preferences", 0, "train", "A?", user=PairUser.REWARD),
+            row("preferences", 1, "train", "A?", "B.", "C?", user=PairUser.JUDGE),
+        ]
+    )
+    prefix = [b for b in prefix_leakage(rows).breaches if b.rule == "no_prefix_leakage"]
+    assert [(b.row, b.reason.count("the judge's pairs")) for b in prefix] == [(0, 1)]
+
+
+def test_turns_are_told_apart_by_where_they_end() -> None:
+    assert beginning_hashes(["ab", "c", "d"])[1:] != beginning_hashes(["a", "bc", "d"])[1:]
+    assert len(beginning_hashes(["a", "b", "c", "d"])) == 2, "a beginning ends with the user's turn"
+
+
+@given(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=5), min_size=1, max_size=12), st.randoms())
+def test_against_a_comparison_of_all_pairs(dialogues: list[list[str]], random: Any) -> None:
+    odd = [turns if len(turns) % 2 else [*turns, "x"] for turns in dialogues]
+    splits = [random.choice(["train", "test"]) for _ in odd]
+    rows = set_of(
+        demonstrations=[row("demonstrations", i, s, *t) for i, (s, t) in enumerate(zip(splits, odd, strict=True))]
+    )
+    held_out = [t for s, t in zip(splits, odd, strict=True) if s == "test"]
+    expected = {
+        i
+        for i, (s, t) in enumerate(zip(splits, odd, strict=True))
+        if s == "train" and any(t == h[: len(t)] or h == t[: len(h)] for h in held_out)
+    }
+    assert {b.row for b in prefix_leakage(rows).breaches if b.rule == "no_prefix_leakage"} == expected
+
+
+LONG = "Please explain to me in simple terms how the tides of the sea are made by the moon and the sun together"
+
+
+def test_prompts_that_are_worded_nearly_alike() -> None:
+    rows = set_of(
+        preferences=[
+            row("preferences", 0, "train", f"{LONG} today?"),
+            row("preferences", 1, "train", "How do I bake a loaf of bread with no yeast in an hour or two?"),
+            row("preferences", 2, "test", f"{LONG.upper()}?"),
+            row("preferences", 3, "train", f"{LONG} tomorrow?", user=PairUser.JUDGE),
+        ]
+    )
+    found = similar_prompts(rows, CONFIG)
+    # Both resemble the test prompt. The judge's are held out from the reward model's, so row 0 resembles row 3 too.
+    assert [(b.row, b.reason.rpartition(" of ")[2]) for b in found] == [
+        (0, "split test"),
+        (3, "split test"),
+        (0, "the judge's pairs"),
+    ]
+    assert all(0.8 <= (b.similarity or 0) < 1 for b in found)
+
+
+def test_equal_prompts_of_one_group_are_no_matter_of_similarity() -> None:
+    rows = set_of(
+        preferences=[row("preferences", i, "train", f"{LONG}?") for i in range(3)],
+        prompts=[row("prompts", 9, "train", f"{LONG}?")],
+    )
+    assert similar_prompts(rows, CONFIG) == []
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_no_more_prompts_are_compared_than_max_rows(limit: int) -> None:
+    rows = set_of(prompts=[row("prompts", 0, "test", f"{LONG}?"), row("prompts", 1, "train", f"{LONG} now?")])
+    found = similar_prompts(rows, CONFIG.model_copy(update={"max_rows": limit}))
+    assert len(found) == limit - 1

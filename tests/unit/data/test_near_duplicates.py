@@ -1,0 +1,109 @@
+"""MinHash: the estimate of similarity, near duplicates among rows, and the bound on comparisons."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from validation_rows import make_row
+
+from rlhf_core.config.validate import NearDuplicatesConfig, ValidateConfig
+from rlhf_core.data.schema import arrow_schema
+from rlhf_core.data.validation.minhash import CROWDED, SimilarTexts, shingle_hashes
+from rlhf_core.data.validation.provenance import Origin
+from rlhf_core.data.validation.set_rules import SetFindings, apply_set_rules, check_set
+from rlhf_core.data.validation.tables import Validated
+
+CONFIG = NearDuplicatesConfig(search=True, permutations=256)
+WORDS = [f"w{i}" for i in range(1000)]
+
+
+def hashes(text: str, size: int) -> set[int]:
+    return set(shingle_hashes(list(text), size).tolist())
+
+
+def test_shingles_are_runs_of_words() -> None:
+    assert len(hashes("abcde", 3)) == 3
+    assert len(hashes("ababab", 2)) == 2, "ab and ba"
+    assert len(hashes("xabc", 3) & hashes("abcy", 3)) == 1
+    assert len(hashes("a", 3)) == 1 and not hashes("", 3)
+    assert hashes("ab", 3) != hashes("ba", 3), "of fewer words than a run the whole text"
+
+
+@pytest.mark.parametrize("shared", [50, 80, 95])
+def test_the_estimate_is_the_jaccard_similarity_of_the_shingles(shared: int) -> None:
+    # With runs of one word, two sets of 100 words that share n have similarity n / (200 - n).
+    texts = SimilarTexts(NearDuplicatesConfig(shingle_words=1, permutations=256, similarity=0.2))
+    texts.add(0, texts.signature(" ".join(WORDS[:100])))
+    similar = texts.most_similar(texts.signature(" ".join(WORDS[100 - shared : 200 - shared])))
+    expected = shared / (200 - shared)
+    assert similar is not None
+    assert similar.similarity == pytest.approx(expected, abs=4 * np.sqrt(expected * (1 - expected) / 256))
+
+
+def test_texts_below_the_limit_are_not_similar_and_equal_ones_are() -> None:
+    texts = SimilarTexts(CONFIG)
+    texts.add(3, texts.signature("one two three four five six"))
+    assert texts.most_similar(texts.signature("seven eight nine ten eleven")) is None
+    same = texts.most_similar(texts.signature("One two  three\nfour FIVE six"))
+    assert same is not None and (same.key, same.similarity) == (3, 1.0)
+
+
+def test_the_index_stays_small_where_all_texts_are_alike() -> None:
+    # 300 texts that share nine in ten shingles pairwise but are no near duplicates: without a bound, each lookup
+    # would compare with all others.
+    texts = SimilarTexts(NearDuplicatesConfig(shingle_words=1, similarity=0.95))
+    kept = 0
+    for i in range(300):
+        before = len(texts)
+        texts.add(i, texts.signature(" ".join([*WORDS[:90], *(f"own{i}-{k}" for k in range(5))])))
+        kept += len(texts) - before
+    assert CROWDED <= kept < 300
+
+
+STORY = "Once upon a time a fox met a crow on a tree with a piece of cheese, and asked it to sing a song for all. " * 2
+
+
+def found(**settings: object) -> tuple[Validated, SetFindings]:
+    """Check 3 rows of preferences: the second is nearly a copy of the first."""
+    rows = [
+        make_row("preferences", 900, chosen=f"{STORY} The crow sang about fifty songs.", rejected="No."),
+        make_row("preferences", 900, chosen=f"{STORY} The crow sang about sixty songs.", rejected="No."),
+        make_row("preferences", 901, chosen=f"{STORY[::-1]}.", rejected="No."),
+    ]
+    table = pa.Table.from_pylist(rows).select(arrow_schema("preferences").names).cast(arrow_schema("preferences"))
+    origins = {"preferences": [Origin("pairs.jsonl", line) for line in (1, 2, 3)]}
+    failed: dict[str, Counter[str]] = {"preferences": Counter()}
+    validated = Validated(
+        {"preferences": table}, [], {"preferences": 3}, failed, {"preferences": Counter()}, origins=origins
+    )
+    config = ValidateConfig.model_validate(settings)
+    findings = check_set(validated.clean, config)
+    apply_set_rules(validated, findings, config)
+    return validated, findings
+
+
+def test_rows_are_compared_only_where_that_is_asked_for() -> None:
+    validated, _ = found()
+    assert "no_near_duplicates" not in validated.warned_checks["preferences"]
+
+
+def test_rows_that_are_nearly_copies_are_counted_and_stay() -> None:
+    validated, findings = found(near_duplicates={"search": True})
+    assert validated.warned_checks["preferences"]["no_near_duplicates"] == 1
+    assert findings.counts["preferences"]["near_duplicates_compared"] == 3 == validated.clean["preferences"].num_rows
+    assert [b.row for b in findings.breaches] == [1] and not validated.quarantined
+
+
+@pytest.mark.parametrize("severity", ["refuse", "fail"])
+def test_rows_that_are_nearly_copies_are_refused_where_the_rule_says_so(severity: str) -> None:
+    validated, _ = found(near_duplicates={"search": True}, rules={"no_near_duplicates": severity})
+    (row,) = validated.quarantined
+    first, third = validated.clean["preferences"].column("id").to_pylist()
+    assert row.reasons == [f"nearly a copy of an earlier row (row {first})"]
+    assert (row.source, row.position) == ("pairs.jsonl", 2) and row.id not in (first, third)
+    assert [origin.position for origin in validated.origins["preferences"]] == [1, 3]
+    assert validated.failed_checks["preferences"]["no_near_duplicates"] == 1
+    assert validated.quarantined_share("preferences") == 0, "it is left out, but no bad row"
