@@ -53,6 +53,7 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     params = load_params(root)
     write_fingerprints(root, list(STAGES))
     write_sources(root, params.collect.files.paths())
+    write_sources(root, [source.path for source in params.validate_.evaluation_files], "evaluation_files")
     write_starting_model(root, params.base.source)
     write_tracked_files(root, params.ppo.reward.sources)
 

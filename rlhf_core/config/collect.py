@@ -139,6 +139,13 @@ class DataSource(SourceOptions):
         return SourceOptions(**{name: getattr(self, name) for name in SourceOptions.model_fields})
 
 
+def with_options(sources: Any) -> Any:
+    """Return the entries of a list of sources that are a path alone as sources without options."""
+    if not isinstance(sources, list | tuple):
+        return sources
+    return tuple({"path": source} if isinstance(source, str) else source for source in sources)
+
+
 class FileSources(Strict):
     """Paths, globs, URLs or hub ids, each alone or with options, by kind. Empty kinds are derived where possible:
     demonstrations from preferred replies, prompts from preferences, pretraining text from demonstrations."""
@@ -151,10 +158,7 @@ class FileSources(Strict):
     @field_validator("*", mode="before")
     @classmethod
     def _with_options(cls, sources: Any) -> Any:
-        """Return the entries that are a path alone as sources without options."""
-        if not isinstance(sources, list | tuple):
-            return sources
-        return tuple({"path": source} if isinstance(source, str) else source for source in sources)
+        return with_options(sources)
 
     def of(self, kind: str) -> tuple[DataSource, ...]:
         """Return the sources of a kind."""

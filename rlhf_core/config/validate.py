@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field, PositiveInt, field_validator
 
+from rlhf_core.config.collect import DataSource, with_options
 from rlhf_core.config.loading.problems import nearest
 from rlhf_core.config.model import StageConfig, Strict
 from rlhf_core.config.validation_rules import NEEDED_FOR_TRAINING, RULES, SET_RULES, Severity
@@ -45,6 +48,8 @@ class ValidateConfig(StageConfig):
     Attributes:
         rules: By rule, what becomes of rows that break it: ``refuse`` puts them into the quarantine, ``warn`` keeps and
             counts them, ``fail`` refuses them and stops the stage at the data gate.
+        evaluation_files: Files with prompts of evaluations that no row of training may overlap with, given and read as
+            those of ``collect.files``.
     """
 
     split: SplitConfig = SplitConfig()
@@ -56,6 +61,12 @@ class ValidateConfig(StageConfig):
     secrets: bool = True
     rules: dict[str, Severity] = {}
     near_duplicates: NearDuplicatesConfig = NearDuplicatesConfig()
+    evaluation_files: tuple[DataSource, ...] = Field(default=(), strict=False)
+
+    @field_validator("evaluation_files", mode="before")
+    @classmethod
+    def _with_options(cls, sources: Any) -> Any:
+        return with_options(sources)
 
     @field_validator("rules")
     @classmethod

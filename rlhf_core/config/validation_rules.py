@@ -34,6 +34,7 @@ SET_RULES = (
     "no_shared_first_turn",
     "no_near_duplicates",
     "no_similar_held_out_prompts",
+    "no_contamination",
 )
 RULES = ROW_RULES + SET_RULES
 # No stage can train on a row that breaks one of these, so a warning is not enough.

@@ -17,7 +17,7 @@ from rlhf_core.file_patterns import expand, is_url, spelled
 from rlhf_core.files import sha256_file
 from rlhf_core.remote_files import expand_url, read_url
 
-REMEDY = "correct it in collect.files"
+COLLECT_FILES = "collect.files"
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,10 @@ class SourceFile:
     options: SourceOptions = field(default_factory=SourceOptions)
 
 
-def source_files(sources: Sequence[str | DataSource], base: Path) -> list[SourceFile]:
+def source_files(sources: Sequence[str | DataSource], base: Path, parameter: str = COLLECT_FILES) -> list[SourceFile]:
     """Return every file, URL and hub id of ``sources`` once, in the order in which they are first named.
+
+    ``parameter`` is the one that names them, for messages.
 
     Raises:
         DataError: A source matches no file, or a file is named with two formats or other options.
@@ -42,25 +44,25 @@ def source_files(sources: Sequence[str | DataSource], base: Path) -> list[Source
     for given in sources:
         source = DataSource(path=given) if isinstance(given, str) else given
         options = source.options()
-        for key, file in _matches(source.path, base):
+        for key, file in _matches(source.path, base, f"correct it in {parameter}"):
             known = files.setdefault(key, replace(file, options=options))
-            files[key] = replace(known, options=_merged(known, options))
+            files[key] = replace(known, options=_merged(known, options, parameter))
     return list(files.values())
 
 
-def _matches(spec: str, base: Path) -> Iterator[tuple[str, SourceFile]]:
+def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFile]]:
     """Yield every file of a source with a key that is the same however the file is named."""
     if spec.startswith(PREFIX):
         yield spec, SourceFile(spec, None)
     elif is_url(spec):
-        urls = expand_url(spec, REMEDY)
+        urls = expand_url(spec, remedy)
         yield from ((url, SourceFile(url if glob.has_magic(spec) else spec, None)) for url in urls)
     else:
-        for path in expand(spec, base, REMEDY):
+        for path in expand(spec, base, remedy):
             yield str(path.resolve()), SourceFile(spelled(path, spec, base), path)
 
 
-def _merged(known: SourceFile, options: SourceOptions) -> SourceOptions:
+def _merged(known: SourceFile, options: SourceOptions, parameter: str) -> SourceOptions:
     """Return the options of a file that is named twice: once they may be left out, but not be given differently."""
     default = SourceOptions()
     if options in (default, known.options):
@@ -69,14 +71,18 @@ def _merged(known: SourceFile, options: SourceOptions) -> SourceOptions:
         return options
     formats = known.options.format, options.format
     what = f"the formats {formats[0]} and {formats[1]}" if None not in formats else "different options"
-    raise DataError(f"{known.name} is named with {what}; take one of them out of collect.files")
+    raise DataError(f"{known.name} is named with {what}; take one of them out of {parameter}")
 
 
 def read_sources(
-    sources: Sequence[str | DataSource], kind: str, base: Path, limit: int | None = None
+    sources: Sequence[str | DataSource],
+    kind: str,
+    base: Path,
+    limit: int | None = None,
+    parameter: str = COLLECT_FILES,
 ) -> Iterator[FileRows]:
     """Read every file of ``sources`` as rows of ``kind``; ``limit`` bounds the rows taken from the hub."""
-    for file in source_files(sources, base):
+    for file in source_files(sources, base, parameter):
         yield read_source(file, kind, limit)
 
 

@@ -9,6 +9,7 @@ from rlhf_core.config.gates import Condition
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.config.validation_rules import RULES
 from rlhf_core.data.dataset import Numbers, Tables, data_metrics, rows_metric, split_tables, write_splits
+from rlhf_core.data.sources import read_sources
 from rlhf_core.data.validation.quarantine import write_quarantine
 from rlhf_core.data.validation.set_rules import apply_set_rules, check_set
 from rlhf_core.data.validation.tables import read_raw, validate
@@ -28,7 +29,11 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
     raw = read_raw(inputs.raw)
     with atomic_dir(outputs.docs) as docs:
         validated = validate(raw, config, docs)
-    findings = check_set(validated.clean, config, raw.derived)
+    workspace = inputs.raw.parents[1]
+    evaluation = list(
+        read_sources(config.evaluation_files, "prompts", workspace, parameter="validate.evaluation_files")
+    )
+    findings = check_set(validated.clean, config, raw.derived, evaluation)
     apply_set_rules(validated, findings, config)
     files = split_tables(validated.clean, config.seed, config.split)
     metrics = data_metrics(validated, files, findings.counts)

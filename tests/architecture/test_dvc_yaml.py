@@ -42,7 +42,8 @@ def test_files_and_parameters_agree(name: str) -> None:
 
 def test_the_fingerprint_of_every_stage_is_an_out_of_the_first() -> None:
     outs = names(stages()["fingerprint"]["outs"])
-    assert outs == {f".fingerprints/{name}.txt" for name in (*STAGES, "sources", "reward_sources", "starting_model")}
+    others = ("sources", "evaluation_files", "reward_sources", "starting_model")
+    assert outs == {f".fingerprints/{name}.txt" for name in (*STAGES, *others)}
 
 
 def test_where_a_stage_runs_and_keeps_its_partial_state_makes_nothing_stale() -> None:

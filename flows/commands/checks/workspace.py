@@ -83,6 +83,8 @@ def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
             yield DoctorCheck(
                 FAIL, "data", "collect.source is files, but collect.files names none", "name at least preferences"
             )
+    for evaluation in params.validate_.evaluation_files:
+        yield _source(workspace, evaluation.path)
     source = params.base.source
     if source == "scratch" or (source.count("/") == 1 and not (workspace / source).exists()):
         yield DoctorCheck(OK, "base model", "made from nothing" if source == "scratch" else f"hub id {source}")

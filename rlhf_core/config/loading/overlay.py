@@ -94,11 +94,11 @@ def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
 
 
 def rebase_sources(text: str, origin: Path, target: Path) -> str:
-    """``text`` with the relative paths of ``collect.files``, of the starting model and of reward sources, written for
-    ``origin``, made right for ``target``. A workspace's own ``models/`` stay its own."""
+    """``text`` with the relative paths of data and evaluation files, of the starting model and of reward sources,
+    written for ``origin``, made right for ``target``. A workspace's own ``models/`` stay its own."""
     document = yaml_text.parse(text, "params.yaml")
     files = (document.get("collect") or {}).get("files") or {}
-    for sources in files.values():
+    for sources in [*files.values(), (document.get("validate") or {}).get("evaluation_files")]:
         for position, source in enumerate(sources or []):
             entries, key = (source, "path") if isinstance(source, dict) else (sources, position)
             path = str(entries[key])

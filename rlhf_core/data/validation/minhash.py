@@ -18,19 +18,20 @@ from datasketch import MinHash, MinHashLSH
 from rlhf_core.config.validate import NearDuplicatesConfig
 from rlhf_core.data.text_statistics import split_words
 
-# An odd multiplier (that of 32-bit FNV-1): a shingle's hash is a polynomial in it of the hashes of its words.
-MULTIPLIER = np.uint32(16777619)
+# An odd 64-bit multiplier, 2**64 over the golden ratio: a shingle's hash is a polynomial in it of its words' hashes.
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+HALF, LOW_HALF = np.uint64(32), np.uint64(2**32 - 1)  # signatures are of 32-bit hashes
 # What a missed candidate costs, beside a superfluous one, in the choice of the bands: candidates are verified.
 WEIGHTS = (0.1, 0.9)
 # A text that shares a band with so many others is not added: no lookup takes long, however alike all texts are.
 CROWDED = 64
 
 
-def shingle_hashes(words: Sequence[str], size: int) -> npt.NDArray[np.uint32]:
-    """Return the distinct 32-bit hashes of all runs of ``size`` words; of fewer words that of the whole text."""
-    hashes = np.fromiter((zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words), np.uint32, len(words))
+def shingle_hashes(words: Sequence[str], size: int) -> npt.NDArray[np.uint64]:
+    """Return the distinct 64-bit hashes of all runs of ``size`` words; of fewer words that of the whole text."""
+    hashes = np.fromiter((zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words), np.uint64, len(words))
     size = min(size, len(words))
-    shingles = np.zeros(len(words) - size + 1 if words else 0, np.uint32)
+    shingles = np.zeros(len(words) - size + 1 if words else 0, np.uint64)
     for offset in range(size):
         shingles = shingles * MULTIPLIER + hashes[offset : offset + len(shingles)]
     return np.unique(shingles)
@@ -60,7 +61,8 @@ class SimilarTexts:
     def signature(self, text: str) -> MinHash:
         """Return the signature of a text; white space and case do not count."""
         signature = self._empty.copy()
-        signature.update_batch(shingle_hashes(split_words(text), self._words).tolist())
+        shingles = shingle_hashes(split_words(text), self._words)
+        signature.update_batch(((shingles ^ shingles >> HALF) & LOW_HALF).tolist())
         return signature
 
     def most_similar(self, signature: MinHash) -> Similar | None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
 
 from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.data.formats import FileRows
 from rlhf_core.data.schema import CONTENT_FIELDS
+from rlhf_core.data.validation.contamination import RULE as CONTAMINATION
+from rlhf_core.data.validation.contamination import EvaluationOverlap, contamination
 from rlhf_core.data.validation.near_duplicates import RULE as NEAR_DUPLICATES
 from rlhf_core.data.validation.near_duplicates import near_duplicates
 from rlhf_core.data.validation.prefix_leakage import FIRST_TURN_RULE, PREFIX_RULE, prefix_leakage
@@ -29,11 +32,13 @@ class SetFindings:
         breaches: Rows that break a rule, in the order of rules and rows.
         checked: By kind, the rules that its rows were checked by.
         counts: By kind, further counts for ``metrics/data.json``.
+        evaluation: The evaluation files and how much of them was met.
     """
 
     breaches: list[SetBreach] = field(default_factory=list)
     checked: dict[str, list[str]] = field(default_factory=dict)
     counts: dict[str, dict[str, float]] = field(default_factory=dict)
+    evaluation: list[EvaluationOverlap] = field(default_factory=list)
 
     def add(self, breaches: Collection[SetBreach], kinds: Collection[str], *rules: str) -> None:
         """Add what ``rules`` found in the rows of ``kinds``."""
@@ -42,10 +47,17 @@ class SetFindings:
             self.checked.setdefault(kind, []).extend(rules)
 
 
-def check_set(clean: Mapping[str, pa.Table], config: ValidateConfig, derived: Collection[str] = ()) -> SetFindings:
+def check_set(
+    clean: Mapping[str, pa.Table],
+    config: ValidateConfig,
+    derived: Collection[str] = (),
+    evaluation: Sequence[FileRows] = (),
+) -> SetFindings:
     """Check the clean rows of all kinds by the rules about the whole set.
 
-    Rows of ``derived`` kinds are not compared with each other: they repeat those that they come from.
+    Args:
+        derived: Kinds whose rows are not compared with each other: they repeat those that they come from.
+        evaluation: The evaluation files, read as prompts.
     """
     rows, findings = SetRows(clean, config.seed, config.split), SetFindings()
     filled = [kind for kind, table in clean.items() if table.num_rows]
@@ -64,6 +76,10 @@ def check_set(clean: Mapping[str, pa.Table], config: ValidateConfig, derived: Co
         for kind, compared in duplicates.compared.items():
             findings.counts.setdefault(kind, {})["near_duplicates_compared"] = float(compared)
         findings.add(similar_prompts(rows, config.near_duplicates), prompted, SIMILAR_PROMPTS)
+    if evaluation:
+        contaminated = contamination(rows, evaluation, config.near_duplicates)
+        findings.add(contaminated.breaches, filled, CONTAMINATION)
+        findings.evaluation = contaminated.files
     return findings
 
 
@@ -80,7 +96,7 @@ def apply_set_rules(validated: Validated, findings: SetFindings, config: Validat
         for breach in findings.breaches:
             if breach.kind == kind and config.severity(breach.rule) != "warn":
                 counts["refuse"][breach.rule] += 1
-                reasons.setdefault(breach.row, []).append(f"{breach.reason} (row {breach.other})")
+                reasons.setdefault(breach.row, []).append(f"{breach.reason} ({breach.other})")
         for breach in findings.breaches:
             if breach.kind == kind and config.severity(breach.rule) == "warn" and breach.row not in reasons:
                 counts["warn"][breach.rule] += 1

@@ -102,7 +102,7 @@ def test_rows_that_are_nearly_copies_are_refused_where_the_rule_says_so(severity
     validated, _ = found(near_duplicates={"search": True}, rules={"no_near_duplicates": severity})
     (row,) = validated.quarantined
     first, third = validated.clean["preferences"].column("id").to_pylist()
-    assert row.reasons == [f"nearly a copy of an earlier row (row {first})"]
+    assert row.reasons == [f"nearly a copy of an earlier row ({first})"]
     assert (row.source, row.position) == ("pairs.jsonl", 2) and row.id not in (first, third)
     assert [origin.position for origin in validated.origins["preferences"]] == [1, 3]
     assert validated.failed_checks["preferences"]["no_near_duplicates"] == 1
