@@ -50,6 +50,7 @@ class ValidateConfig(StageConfig):
             counts them, ``fail`` refuses them and stops the stage at the data gate.
         evaluation_files: Files with prompts of evaluations that no row of training may overlap with, given and read as
             those of ``collect.files``.
+        languages: The languages (``en``, ``zh``) that rows are expected in; none: they are not looked at.
     """
 
     split: SplitConfig = SplitConfig()
@@ -62,6 +63,7 @@ class ValidateConfig(StageConfig):
     rules: dict[str, Severity] = {}
     near_duplicates: NearDuplicatesConfig = NearDuplicatesConfig()
     evaluation_files: tuple[DataSource, ...] = Field(default=(), strict=False)
+    languages: tuple[str, ...] = Field(default=(), strict=False)
 
     @field_validator("evaluation_files", mode="before")
     @classmethod

@@ -35,6 +35,7 @@ SET_RULES = (
     "no_near_duplicates",
     "no_similar_held_out_prompts",
     "no_contamination",
+    "expected_language",
 )
 RULES = ROW_RULES + SET_RULES
 # No stage can train on a row that breaks one of these, so a warning is not enough.

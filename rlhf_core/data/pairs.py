@@ -41,10 +41,11 @@ def tokenised_pairs(
     differ, for example in characters that the tokenizer normalises): its loss is log 2 for every model.
 
     Returns:
-        The usable pairs, and how many were dropped: ``{"over_long": …, "identical": …}``.
+        The usable pairs, and how many were dropped: ``{"over_long": …, "identical": …}``. Of the over-long ones
+        ``identical_if_cut`` counts those that would be identical if they were cut at ``max_tokens``.
     """
     kept: list[TokenisedPair] = []
-    dropped = {"over_long": 0, "identical": 0}
+    dropped = {"over_long": 0, "identical": 0, "identical_if_cut": 0}
     for row, preference in enumerate(preferences):
         pair = TokenisedPair(
             row,
@@ -56,6 +57,8 @@ def tokenised_pairs(
             dropped["identical"] += 1
         elif pair.length > max_tokens:
             dropped["over_long"] += 1
+            room = max(max_tokens - len(pair.prompt), 0)
+            dropped["identical_if_cut"] += pair.chosen[:room] == pair.rejected[:room]
         else:
             kept.append(pair)
     return kept, dropped

@@ -11,7 +11,8 @@ from rlhf_core.config.validation_rules import RULES
 from rlhf_core.data.dataset import Numbers, Tables, data_metrics, rows_metric, split_tables, write_splits
 from rlhf_core.data.sources import read_sources
 from rlhf_core.data.validation.quarantine import write_quarantine
-from rlhf_core.data.validation.set_rules import apply_set_rules, check_set
+from rlhf_core.data.validation.set_rules.check_set import apply_set_rules, check_set
+from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
 from rlhf_core.data.validation.tables import read_raw, validate
 from rlhf_core.errors import DataError
 from rlhf_core.files import atomic_dir, atomic_write_json, sha256_file
@@ -35,6 +36,8 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
     )
     findings = check_set(validated.clean, config, raw.derived, evaluation)
     apply_set_rules(validated, findings, config)
+    pairs = pair_metrics(raw.tables["preferences"], validated.clean["preferences"])
+    findings.counts["preferences"] = findings.counts.get("preferences", {}) | pairs
     files = split_tables(validated.clean, config.seed, config.split)
     metrics = data_metrics(validated, files, findings.counts)
     write_quarantine(outputs.quarantine, validated.quarantined)

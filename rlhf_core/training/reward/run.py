@@ -243,6 +243,7 @@ def training_metrics(trained: TrainedScalar, train: Split) -> dict[str, float]:
         "train_length_balanced_pairs": float(pairs_of_balanced_epoch(train)),
         "dropped_over_long": float(train.dropped["over_long"]),
         "dropped_identical": float(train.dropped["identical"]),
+        "over_long_identical_if_cut": float(train.dropped["identical_if_cut"]),
         "tokens_per_second": trained.result.tokens_per_second,
         "skipped_steps": float(trained.skipped_steps),
     }

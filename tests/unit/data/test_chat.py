@@ -149,7 +149,15 @@ def test_pairs_over_long_or_identical_are_dropped_and_counted() -> None:
     assert [p.row for p in kept] == [0]
     assert kept[0].prompt == [USER, HELLO, ASSISTANT]
     assert (kept[0].chosen, kept[0].rejected, kept[0].length) == ([RED, END], [BLUE, END], 5)
-    assert dropped == {"over_long": 1, "identical": 2}
+    assert dropped == {"over_long": 1, "identical": 2, "identical_if_cut": 0}
+
+
+def test_over_long_pairs_that_would_be_identical_if_they_were_cut_are_counted() -> None:
+    same = "red blue there hello"
+    rows = [pair(f"{same} red", f"{same} blue"), pair(f"{same} red", f"red {same}")]
+    for max_tokens, identical in ((7, 1), (8, 0), (3, 2), (1, 2)):  # the prompt has 3 tokens
+        _, dropped = tokenised_pairs(word_tokenizer(), rows, max_tokens=max_tokens)
+        assert dropped == {"over_long": 2, "identical": 0, "identical_if_cut": identical}
 
 
 def test_a_reply_is_never_cut() -> None:

@@ -13,8 +13,8 @@ from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.loading.overlay import rebase_sources
 from rlhf_core.config.validate import NearDuplicatesConfig, ValidateConfig
 from rlhf_core.data.sources import read_sources
-from rlhf_core.data.validation.contamination import contamination
-from rlhf_core.data.validation.set_rules import check_set
+from rlhf_core.data.validation.set_rules.check_set import check_set
+from rlhf_core.data.validation.set_rules.contamination import contamination
 from rlhf_core.errors import DataError
 
 TIDES = "Please explain to me in simple terms how the tides of the sea are made by the moon and the sun together."

@@ -11,9 +11,9 @@ from validation_rows import make_row
 
 from rlhf_core.config.validate import NearDuplicatesConfig, ValidateConfig
 from rlhf_core.data.schema import arrow_schema
-from rlhf_core.data.validation.minhash import CROWDED, SimilarTexts, shingle_hashes
 from rlhf_core.data.validation.provenance import Origin
-from rlhf_core.data.validation.set_rules import SetFindings, apply_set_rules, check_set
+from rlhf_core.data.validation.set_rules.check_set import SetFindings, apply_set_rules, check_set
+from rlhf_core.data.validation.set_rules.minhash import CROWDED, SimilarTexts, shingle_hashes
 from rlhf_core.data.validation.tables import Validated
 
 CONFIG = NearDuplicatesConfig(search=True, permutations=256)

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from rlhf_core.config.validate import NearDuplicatesConfig
 from rlhf_core.data.formats import FileRows
 from rlhf_core.data.text_statistics import split_words
-from rlhf_core.data.validation.minhash import SimilarTexts, shingle_hashes
-from rlhf_core.data.validation.set_rows import SPLIT_ORDER, SetBreach, SetRows
+from rlhf_core.data.validation.set_rules.minhash import SimilarTexts, shingle_hashes
+from rlhf_core.data.validation.set_rules.set_rows import SPLIT_ORDER, SetBreach, SetRows
 
 RULE = "no_contamination"
 RUN_OF_WORDS = 13

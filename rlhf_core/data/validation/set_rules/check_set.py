@@ -12,15 +12,17 @@ import pyarrow as pa
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.formats import FileRows
 from rlhf_core.data.schema import CONTENT_FIELDS
-from rlhf_core.data.validation.contamination import RULE as CONTAMINATION
-from rlhf_core.data.validation.contamination import EvaluationOverlap, contamination
-from rlhf_core.data.validation.near_duplicates import RULE as NEAR_DUPLICATES
-from rlhf_core.data.validation.near_duplicates import near_duplicates
-from rlhf_core.data.validation.prefix_leakage import FIRST_TURN_RULE, PREFIX_RULE, prefix_leakage
 from rlhf_core.data.validation.quarantine import quarantine_rows
-from rlhf_core.data.validation.set_rows import SetBreach, SetRows
-from rlhf_core.data.validation.similar_prompts import RULE as SIMILAR_PROMPTS
-from rlhf_core.data.validation.similar_prompts import similar_prompts
+from rlhf_core.data.validation.set_rules.contamination import RULE as CONTAMINATION
+from rlhf_core.data.validation.set_rules.contamination import EvaluationOverlap, contamination
+from rlhf_core.data.validation.set_rules.language import RULE as LANGUAGE
+from rlhf_core.data.validation.set_rules.language import languages
+from rlhf_core.data.validation.set_rules.near_duplicates import RULE as NEAR_DUPLICATES
+from rlhf_core.data.validation.set_rules.near_duplicates import near_duplicates
+from rlhf_core.data.validation.set_rules.prefix_leakage import FIRST_TURN_RULE, PREFIX_RULE, prefix_leakage
+from rlhf_core.data.validation.set_rules.set_rows import SetBreach, SetRows
+from rlhf_core.data.validation.set_rules.similar_prompts import RULE as SIMILAR_PROMPTS
+from rlhf_core.data.validation.set_rules.similar_prompts import similar_prompts
 from rlhf_core.data.validation.tables import Validated
 
 
@@ -33,12 +35,14 @@ class SetFindings:
         checked: By kind, the rules that its rows were checked by.
         counts: By kind, further counts for ``metrics/data.json``.
         evaluation: The evaluation files and how much of them was met.
+        languages: By kind, how many rows are of each language.
     """
 
     breaches: list[SetBreach] = field(default_factory=list)
     checked: dict[str, list[str]] = field(default_factory=dict)
     counts: dict[str, dict[str, float]] = field(default_factory=dict)
     evaluation: list[EvaluationOverlap] = field(default_factory=list)
+    languages: dict[str, Counter[str]] = field(default_factory=dict)
 
     def add(self, breaches: Collection[SetBreach], kinds: Collection[str], *rules: str) -> None:
         """Add what ``rules`` found in the rows of ``kinds``."""
@@ -76,6 +80,10 @@ def check_set(
         for kind, compared in duplicates.compared.items():
             findings.counts.setdefault(kind, {})["near_duplicates_compared"] = float(compared)
         findings.add(similar_prompts(rows, config.near_duplicates), prompted, SIMILAR_PROMPTS)
+    if config.languages:
+        identified = languages(rows, filled, config.languages)
+        findings.add(identified.breaches, filled, LANGUAGE)
+        findings.languages = identified.counts
     if evaluation:
         contaminated = contamination(rows, evaluation, config.near_duplicates)
         findings.add(contaminated.breaches, filled, CONTAMINATION)

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from rlhf_core.config.validate import NearDuplicatesConfig
-from rlhf_core.data.validation.minhash import SimilarTexts
-from rlhf_core.data.validation.set_rows import SetBreach, SetRows
+from rlhf_core.data.validation.set_rules.minhash import SimilarTexts
+from rlhf_core.data.validation.set_rules.set_rows import SetBreach, SetRows
 
 RULE = "no_near_duplicates"
 

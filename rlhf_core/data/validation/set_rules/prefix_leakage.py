@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from rlhf_core.data.validation.set_rows import SPLIT_PARTS, USER_PARTS, SetBreach, SetRow, SetRows
+from rlhf_core.data.validation.set_rules.set_rows import SPLIT_PARTS, USER_PARTS, SetBreach, SetRow, SetRows
 
 PREFIX_RULE, FIRST_TURN_RULE = "no_prefix_leakage", "no_shared_first_turn"
 

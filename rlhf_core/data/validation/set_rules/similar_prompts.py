@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from datasketch import MinHash
 
 from rlhf_core.config.validate import NearDuplicatesConfig
-from rlhf_core.data.validation.minhash import SimilarTexts
-from rlhf_core.data.validation.set_rows import SPLIT_PARTS, USER_PARTS, SetBreach, SetRows
+from rlhf_core.data.validation.set_rules.minhash import SimilarTexts
+from rlhf_core.data.validation.set_rules.set_rows import SPLIT_PARTS, USER_PARTS, SetBreach, SetRows
 
 RULE = "no_similar_held_out_prompts"
 

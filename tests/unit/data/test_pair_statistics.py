@@ -1,0 +1,79 @@
+"""Statistics of pairs as a data team reads them, and the language of rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from leakage_rows import row, set_of
+from validation_rows import make_row
+
+from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.data.schema import arrow_schema
+from rlhf_core.data.validation.set_rules.check_set import check_set
+from rlhf_core.data.validation.set_rules.pair_statistics import (
+    balance,
+    category_counts,
+    label_agreement,
+    length_bias,
+    pair_metrics,
+)
+from rlhf_core.errors import ConfigError
+
+
+def table(*rows: dict[str, Any]) -> pa.Table:
+    schema = arrow_schema("preferences")
+    return pa.Table.from_pylist([{name: r[name] for name in schema.names} for r in rows], schema=schema)
+
+
+def pair(i: int, chosen: str, rejected: str, **changes: Any) -> dict[str, Any]:
+    return make_row("preferences", i, chosen=chosen, rejected=rejected, **changes)
+
+
+def test_agreement_of_labels_where_a_pair_repeats() -> None:
+    rows = table(
+        *[pair(1, "a", "b"), pair(1, "a ", "b"), pair(1, "b", "a")],  # two of three
+        *[pair(2, "a", "b"), pair(2, "b", "a")],  # a tie
+        *[pair(3, "a", "b"), pair(3, "a", "b")],
+        pair(4, "a", "b"),
+        *[pair(5, "a", "a"), pair(5, "a", "a")],  # no pair
+    )
+    agreement = label_agreement(rows)
+    assert (agreement.repeated, agreement.contradicted, agreement.labels) == (3, 2, 7)
+    assert agreement.share == pytest.approx((2 + 1 + 2) / 7)
+    assert label_agreement(table(pair(1, "a", "b"))).share is None
+
+
+def test_length_bias_has_wilsons_interval() -> None:
+    rows = [pair(i, "long" if i < 8 else "s", "s" if i < 8 else "long") for i in range(10)]
+    bias = length_bias(table(*rows, pair(10, "same", "size")))
+    assert bias is not None and (bias.pairs, bias.share) == (10, 0.8)
+    # Wilson's interval of 8 in 10 with z = 1.96, by hand: (0.8 + z²/20 ± z √(0.016 + z²/400)) / (1 + z²/10).
+    assert (bias.low95, bias.high95) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
+    assert length_bias(table(pair(1, "same", "size"))) is None
+    assert "longer_preferred_share" not in pair_metrics(table(), table())
+
+
+def test_balance_of_categories() -> None:
+    counts = category_counts(table(*[pair(i, "a", "b", category="xyz"[i % 2]) for i in range(4)]))
+    assert counts == {"x": 2, "y": 2} and balance(counts) == pytest.approx(1)
+    assert balance({"x": 3, "y": 1}) == pytest.approx(0.8113, abs=1e-4)  # entropy of (3/4, 1/4) in bits
+    assert balance({"x": 3}) is None
+
+
+def test_rows_in_another_language_are_named() -> None:
+    pytest.importorskip("py3langid")
+    rows = set_of(
+        demonstrations=[
+            row("demonstrations", 0, "train", "Could you please tell me what the weather will be like tomorrow?"),
+            row("demonstrations", 1, "train", "请你告诉我明天北京的天气会怎么样，我想知道要不要带伞，谢谢。" * 2),
+            row("demonstrations", 2, "train", "Oui"),
+        ]
+    )
+    findings = check_set(rows.tables, ValidateConfig(languages=("en",)))
+    assert [(b.row, b.reason) for b in findings.breaches] == [(1, "looks like language zh")]
+    assert findings.languages["demonstrations"] == Counter({"en": 1, "zh": 1, "unknown": 1})
+    with pytest.raises(ConfigError, match=r"validate\.languages: english is no language"):
+        check_set(rows.tables, ValidateConfig(languages=("english",)))
