@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PIPELINE_TAG = "rlhf.pipeline"
 FINAL_FILES = ("report.html", PARAMS_FILE, "dvc.lock")
-FINAL_FOLDERS = ("metrics", "gates", "plots")
+FINAL_FOLDERS = ("metrics", "gates", "plots", "data/card")
 HEADLINE_FILE = Path("metrics") / "summary.json"
 # The UI otherwise guesses from the first runs whether an experiment trains models or traces agents.
 EXPERIMENT_TAGS = {

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.registry.alias_transaction import AliasMove, AliasTransaction, commit, finish_interrupted
 from flows.registry.aliases import CHALLENGER, read_aliases, registry_errors, versions
+from flows.registry.data_card import log_data_card
 from flows.registry.gate_evidence import Freshness, GateEvidence, read_gate_evidence
 from flows.registry.governance.lock import registry_lock
 from flows.registry.governance.terms import GATES, read_terms, short_conditions, terms_of
@@ -213,6 +214,7 @@ def _create_version(
             client.log_artifact(own_run, str(workspace / "gates" / f"{gate.gate}.json"), "gates")
         for path in files.values():
             client.log_artifact(own_run, str(path), "metrics")
+        log_data_card(client, own_run, workspace)
         numbers = {
             f"{path.stem}.{key}": value for path in files.values() for key, value in flatten(read_json(path)).items()
         }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.registry.aliases import registry_errors
+from flows.registry.data_card import read_data_card
 from flows.registry.mlflow_client import connect, fluent
 from flows.registry.training_source import TrainingSource, source_of_version
 from rlhf_core.errors import RlhfError
@@ -33,6 +34,8 @@ class ReleaseEvidence:
         source: What it was trained on; None if MLflow no longer knows.
         lineage: Hashes of code, data and parameters by name.
         obstacle: Why it must not be released without force; empty if nothing stands against.
+        data_card: The data card in Markdown, without texts of the data; empty for versions that were registered
+            without one.
     """
 
     name: str
@@ -43,6 +46,7 @@ class ReleaseEvidence:
     source: TrainingSource | None
     lineage: Mapping[str, str]
     obstacle: str
+    data_card: str = ""
 
 
 def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obstacle: str) -> ReleaseEvidence:
@@ -69,6 +73,7 @@ def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obsta
         gates = {path.stem: read_json(path) for path in local.glob("*.json")}
         metrics = Path(download_artifacts(run_id=version.run_id, artifact_path="metrics", dst_path=temporary))
         evaluation = read_json(metrics / "evaluation.json")
+        data_card = read_data_card(connect(workspace), version.run_id, Path(temporary))
         stored = Model.load(str(folder.parents[1])).flavors["python_function"]["config"]
     order = [gate for gate in ("data", "sft", "reward", "policy") if gate in gates]
     return ReleaseEvidence(
@@ -80,4 +85,5 @@ def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obsta
         source=source_of_version(connect(workspace), version),
         lineage={key.removeprefix(LINEAGE): value for key, value in version.tags.items() if key.startswith(LINEAGE)},
         obstacle=obstacle,
+        data_card=data_card,
     )

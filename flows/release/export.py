@@ -16,7 +16,7 @@ from flows.registry.model_artifacts import verified_folder
 from flows.registry.promotion import promotion_obstacle
 from flows.release.evidence import ReleaseEvidence, release_evidence
 from flows.release.hub import Upload, check_repository, upload
-from flows.release.model_card import card_data, card_text
+from flows.release.model_card import DATA_CARD_FILE, card_data, card_text
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import GateFailed, RlhfError
@@ -83,6 +83,8 @@ def export(workspace: Path, target: Path, request: ExportRequest) -> Export:
         shutil.copytree(source, folder, dirs_exist_ok=True)
         _write_generation_config(folder, evidence.sampling)
         _write_card(folder, evidence, title, request.license_id, forced)
+        if evidence.data_card:
+            (folder / DATA_CARD_FILE).write_text(evidence.data_card, encoding="utf-8")
     address = None
     if request.push is not None:
         address = upload(target, Upload(request.push, request.public, f"{evidence.name}"))

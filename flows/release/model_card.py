@@ -13,6 +13,7 @@ from rlhf_core.evaluation.judges.final import SELECTED_BY, TRAINED_ON, stand_in_
 from rlhf_core.gates import lookup
 
 HUB_ID_PARTS = 2
+DATA_CARD_FILE = "DATA_CARD.md"  # beside the model card
 # Where metrics/evaluation.json has a metric of SFT and of the policy, its name there, and what it says.
 MODELS, REGRESSION = ("sft", "policy"), ("regression_sft", "regression")
 COMPARED = (
@@ -89,9 +90,14 @@ def card_text(evidence: ReleaseEvidence, title: str, forced: str | None) -> str:
 
 def _opening(evidence: ReleaseEvidence) -> str:
     trained = f"Trained on {markdown_text(str(evidence.source))}. " if evidence.source else ""
+    data_card = (
+        f" The [data card]({DATA_CARD_FILE}) has sources, licences, lengths, balance and leakage of the data."
+        if evidence.data_card
+        else ""
+    )
     return (
         f"{trained}Fine-tuned with supervision, then trained by PPO against a reward model (PPO-max, *Secrets of RLHF "
-        "in Large Language Models, Part I: PPO*, [arXiv:2307.04964](https://arxiv.org/abs/2307.04964))."
+        f"in Large Language Models, Part I: PPO*, [arXiv:2307.04964](https://arxiv.org/abs/2307.04964)).{data_card}"
     )
 
 

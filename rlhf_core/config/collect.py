@@ -123,10 +123,12 @@ class SourceOptions(ReadOptions):
     Attributes:
         weight: The share of ``collect.limit`` that each file of the source gives, relative to the others'.
         cap: At most so many rows of each file of the source are taken.
+        licence: The licence of the source, for manifest and data card; by default ``collect.licence``.
     """
 
     weight: PositiveFloat = 1.0
     cap: PositiveInt | None = None
+    licence: str | None = None
 
 
 class DataSource(SourceOptions):
@@ -175,6 +177,7 @@ class CollectConfig(StageConfig):
     world: WorldConfig = WorldConfig()
     files: FileSources = FileSources()
     limit: PositiveInt | None = None
+    licence: str | None = None
 
     @model_validator(mode="after")
     def _weights_share_a_limit(self) -> CollectConfig:

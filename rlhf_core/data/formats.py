@@ -51,6 +51,7 @@ class FileRows:
     unread: int = 0
     weight: float = 1.0
     cap: int | None = None
+    licence: str | None = None
 
 
 def cut_to_limit(files: Sequence[FileRows], limit: int | None) -> None:

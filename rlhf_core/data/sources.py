@@ -89,7 +89,7 @@ def read_sources(
 def read_source(file: SourceFile, kind: str, limit: int | None = None) -> FileRows:
     """Read one file, URL or hub id as rows of ``kind``; see :func:`read_sources`."""
     result = _read(file, kind, limit)
-    result.weight, result.cap = file.options.weight, file.options.cap
+    result.weight, result.cap, result.licence = file.options.weight, file.options.cap, file.options.licence
     return result
 
 

@@ -136,6 +136,7 @@ def _manifest(
                 "unread": file.unread,
                 "weight": file.weight,
                 "cap": file.cap,
+                "licence": file.licence or config.licence,
                 "share": len(file.rows) / len(rows[kind]) if rows[kind] else 0.0,
             }
             for file in files[kind]

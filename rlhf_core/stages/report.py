@@ -26,7 +26,7 @@ _SAMPLES = {
     "bad_cases": "samples/bad_cases.jsonl",
     "reward_plots": "plots/reward",
 }
-_INPUTS = _METRICS | _GATES | _HISTORIES | _SAMPLES
+_INPUTS = _METRICS | _GATES | _HISTORIES | _SAMPLES | {"data_card": "data/card"}
 
 
 def run(config: ReportConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:

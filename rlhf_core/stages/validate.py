@@ -12,17 +12,20 @@ from rlhf_core.data.dataset import Numbers, Tables, data_metrics, rows_metric, s
 from rlhf_core.data.sources import read_sources
 from rlhf_core.data.validation.quarantine import write_quarantine
 from rlhf_core.data.validation.set_rules.check_set import apply_set_rules, check_set
+from rlhf_core.data.validation.set_rules.findings_file import named_findings
 from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
 from rlhf_core.data.validation.tables import read_raw, validate
 from rlhf_core.errors import DataError
-from rlhf_core.files import atomic_dir, atomic_write_json, sha256_file
+from rlhf_core.evaluation.data_card.build import CardSources, build_card
+from rlhf_core.evaluation.data_card.write import write_card
+from rlhf_core.files import atomic_dir, atomic_write_json, read_json, sha256_file
 from rlhf_core.gates import GateDecision, decide
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.run_context import RunContext
 
 
 def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Numbers | float]:
-    """Write clean splits, quarantine, data docs, metrics and the gate's evidence.
+    """Write clean splits, quarantine, data docs, data card, metrics and the gate's evidence.
 
     Raises:
         DataError: The data gate failed. All but the clean data is written then too, as evidence.
@@ -35,6 +38,7 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
         read_sources(config.evaluation_files, "prompts", workspace, parameter="validate.evaluation_files")
     )
     findings = check_set(validated.clean, config, raw.derived, evaluation)
+    named = named_findings(findings.breaches, validated.clean, validated.origins, config)
     apply_set_rules(validated, findings, config)
     pairs = pair_metrics(raw.tables["preferences"], validated.clean["preferences"])
     findings.counts["preferences"] = findings.counts.get("preferences", {}) | pairs
@@ -45,6 +49,11 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
     conditions = gate_conditions(config, files) + rule_conditions(config, metrics)
     decision = decide("data", conditions, metrics, evidence={"metrics/data.json": sha256_file(outputs.metrics)})
     decision.save(outputs.gate)
+    manifest = inputs.raw / "manifest.json"
+    sources = CardSources(
+        read_json(manifest) if manifest.is_file() else {}, validated, findings, named, metrics, decision
+    )
+    write_card(outputs.card, build_card(sources, config), named)
     if not decision.passed:
         # Clean data of an earlier run must not be mistaken for this one's.
         shutil.rmtree(outputs.clean, ignore_errors=True)
@@ -64,6 +73,7 @@ STAGE = Stage(
         "clean": "data/clean",
         "quarantine": "data/quarantine.parquet",
         "docs": "data/docs",
+        "card": "data/card",
         "metrics": "metrics/data.json",
         "gate": "gates/data.json",
     },

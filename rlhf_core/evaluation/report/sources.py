@@ -24,6 +24,7 @@ BEHIND_GATE = {
     "sft": ("reward", "referee", "judge", "critic", "ppo", "evaluation", "policy"),
     "reward": ("critic", "ppo", "evaluation", "policy"),
 }
+DATA_CARD = "data/card/card.html"  # beside the report, in a workspace and among the artifacts of a run
 IMAGE_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
 
 JsonObject = dict[str, Any]
@@ -43,6 +44,7 @@ class ReportSources:
         hashes: sha256 by file.
         params: Text of the workspace's params.yaml.
         missing: Why a part is not here, by part.
+        data_card: The address of the data card as seen from the report; empty if there is none.
     """
 
     metrics: dict[str, JsonObject]
@@ -54,6 +56,7 @@ class ReportSources:
     hashes: dict[str, str]
     params: str
     missing: dict[str, str]
+    data_card: str = ""
 
 
 def load_sources(inputs: Mapping[str, Path], params: Path | None = None) -> ReportSources:
@@ -61,7 +64,7 @@ def load_sources(inputs: Mapping[str, Path], params: Path | None = None) -> Repo
 
     Args:
         inputs: Paths by key: ``NAME_metrics``, ``NAME_gate``, ``NAME_history``, ``comparisons``, ``bad_cases``,
-            ``reward_plots`` (a folder of images).
+            ``reward_plots`` (a folder of images), ``data_card`` (a folder).
         params: The workspace's params.yaml.
     """
     read_gates = {name: _read_object(inputs.get(f"{name}_gate")) for name in GATES}
@@ -92,6 +95,7 @@ def load_sources(inputs: Mapping[str, Path], params: Path | None = None) -> Repo
         hashes={f"{path.parent.name}/{path.name}": sha256_file(path) for path in inputs.values() if path.is_file()},
         params=params.read_text(encoding="utf-8") if params is not None and params.is_file() else "",
         missing=missing,
+        data_card=DATA_CARD if "data_card" in inputs and (inputs["data_card"] / Path(DATA_CARD).name).is_file() else "",
     )
 
 

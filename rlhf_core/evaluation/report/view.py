@@ -60,6 +60,7 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
             name: flatten(metrics) for name, metrics in sources.metrics.items() if name not in ("evaluation", "data")
         },
         "data": data_table(sources.metrics.get("data", {})),
+        "data_card": sources.data_card,
         "params": sources.params,
         "hashes": sources.hashes,
         "missing": sources.missing,

@@ -31,6 +31,9 @@ def released(workspace: Path) -> Path:
     evaluation = {"kl": 1.0, "comparison": {"judge": JUDGED}, "nested": {"win_rate": 0.7}}
     (workspace / "metrics" / "evaluation.json").write_text(json.dumps(evaluation))
     write_gate(workspace, "policy", ["metrics/evaluation.json", "metrics/ppo.json"])
+    (workspace / "data/card").mkdir(parents=True)
+    (workspace / "data/card/release.md").write_text("# Data card\n")
+    (workspace / "data/card/card.md").write_text("# Data card with texts of the data\n")
     commit(workspace)
     register(workspace)
     assert promote(workspace).promoted
@@ -55,6 +58,7 @@ def test_the_champion_loads_in_plain_transformers_with_its_card(released: Path, 
     card = ModelCard.load(done.folder / "README.md")
     assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"
     assert "| judge | 0.670 | 0.630 to 0.710 |  | 8 |" in card.text
+    assert (done.folder / "DATA_CARD.md").read_text() == "# Data card\n" and "(DATA_CARD.md)" in card.text
     assert [f"**{gate}** passed" in card.text for gate in ("data", "sft", "reward", "policy")] == 4 * [True]
 
 

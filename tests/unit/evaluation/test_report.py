@@ -98,7 +98,10 @@ def test_an_empty_workspace_gives_a_page_that_says_so(tmp_path: Path) -> None:
 
 def test_a_finished_run(tmp_path: Path) -> None:
     fill(tmp_path)
+    assert "data card" not in render(tmp_path)
+    write(tmp_path / "data/card/card.html", "the card")
     page = render(tmp_path)
+    assert '<a href="data/card/card.html">data card</a>' in page
     assert "The policy passed its gate" in page
     assert "kl_over_budget" in page and "further from the reference" in page
     assert "data:image/png;base64," in page and page.count("<svg") >= 3

@@ -75,6 +75,11 @@ def test_a_forced_release_says_what_stood_against_it_and_why() -> None:
     assert "Reason given: needed for a \\*study\\*" in text
 
 
+def test_the_data_card_is_linked_where_there_is_one() -> None:
+    assert "DATA_CARD.md" not in card_text(evidence(), "m", None)
+    assert "The [data card](DATA_CARD.md) has" in card_text(replace(evidence(), data_card="# Data card"), "m", None)
+
+
 def test_a_toy_is_called_one() -> None:
     assert "synthetic world of lamps" in card_text(evidence(collect="world", base="scratch"), "m", None)
 

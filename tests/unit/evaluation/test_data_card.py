@@ -1,0 +1,162 @@
+"""The data card: what it says, that it quotes no key, and that markup in the data stays text."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from leakage_rows import row, set_of
+
+from rlhf_core.config.collect import CollectConfig, FileSources
+from rlhf_core.config.gates import Condition
+from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.data.dataset import data_metrics, split_tables
+from rlhf_core.data.validation.provenance import Origin
+from rlhf_core.data.validation.quarantine import Quarantined
+from rlhf_core.data.validation.set_rules.check_set import apply_set_rules, check_set
+from rlhf_core.data.validation.set_rules.findings_file import named_findings
+from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
+from rlhf_core.data.validation.tables import Validated
+from rlhf_core.evaluation.data_card.build import CardSources, build_card, source_section
+from rlhf_core.evaluation.data_card.card import Histogram
+from rlhf_core.evaluation.data_card.lengths import length_section
+from rlhf_core.evaluation.data_card.refused_rows import refused_section, spread_over_reasons
+from rlhf_core.evaluation.data_card.write import write_card
+from rlhf_core.evaluation.report.bar_chart import bar_chart
+from rlhf_core.gates import decide
+from rlhf_core.stages import collect
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.training.run_context import RunContext
+
+KEY = "ghp_" + "a" * 36
+MARKUP = "<script>alert(1)</script> | *x* [link](http://example.org)"
+KINDS: dict[str, Any] = {
+    "preferences": {
+        "rows": 4,
+        "derived_from": "",
+        "files": [
+            {
+                "source": "a|b.jsonl",
+                "format": "standard",
+                "licence": "MIT",
+                "records": 6,
+                "rows": 4,
+                "refused": 2,
+                "share": 1.0,
+            }
+        ],
+    },
+    "demonstrations": {"rows": 1, "derived_from": "preferences", "files": []},
+}
+
+
+def written(folder: Path) -> tuple[str, str, str]:
+    """Write the card of four pairs, one of which begins as a test prompt does, and of two refused rows."""
+    tables = set_of(
+        preferences=[
+            row("preferences", 0, "train", "Hello?") | {"category": "x"},
+            row("preferences", 1, "test", "Hello?", "Hi.", "And?") | {"category": "x"},
+            row("preferences", 2, "train", MARKUP) | {"category": "<b>y</b>"},
+            row("preferences", 3, "validation", "Bye?") | {"category": "x"},
+        ]
+    ).tables
+    refused = [
+        Quarantined("preferences", "i", ["looks like an access key"], json.dumps({"reply": KEY}), "a|b.jsonl", 5),
+        Quarantined("preferences", "j", ["chosen is empty"], MARKUP, "a|b.jsonl", 6),
+    ]
+    counts: dict[str, Counter[str]] = {kind: Counter() for kind in tables}
+    origins = {"preferences": [Origin("a|b.jsonl", line) for line in (1, 2, 3, 4)]}
+    rows = {kind: table.num_rows for kind, table in tables.items()} | {"preferences": 6}
+    validated = Validated(
+        dict(tables), refused, rows, counts, {k: Counter() for k in tables}, origins, {"preferences": 2}
+    )
+    config = ValidateConfig()
+    findings = check_set(tables, config)
+    named = named_findings(findings.breaches, tables, origins, config)
+    apply_set_rules(validated, findings, config)
+    pairs = pair_metrics(tables["preferences"], tables["preferences"])
+    findings.counts["preferences"] |= pairs
+    metrics = data_metrics(validated, split_tables(validated.clean, 1, config.split), findings.counts)
+    decision = decide("data", [Condition(metric="preferences.clean", at_least=50, why="too few")], metrics)
+    manifest = {"source": "files", "kinds": KINDS}
+    write_card(folder, build_card(CardSources(manifest, validated, findings, named, metrics, decision), config), named)
+    return tuple((folder / name).read_text() for name in ("card.md", "card.html", "release.md"))  # type: ignore[return-value]
+
+
+def test_what_the_card_says(tmp_path: Path) -> None:
+    text, page, release = written(tmp_path / "card")
+    assert "The data gate failed: preferences.clean" in text and 'class="verdict bad"' in page
+    assert r"| preferences | a\|b.jsonl | standard | MIT | 6 | 4 | 2 | 1.000 |" in text
+    assert "| demonstrations | derived from preferences |" in text
+    assert "| no_prefix_leakage | warn | 1 |" in text
+    # Of one test row; training row 1 of the file is named.
+    assert "| preferences | 1 | 1 | 1 |" in text and r"| no_prefix_leakage | preferences | a\|b.jsonl:1 |" in text
+    assert "2 categories, evenness 0.81" in text
+    assert "No pair has more than one label" in text
+    headings = [line for line in text.splitlines() if line.startswith("## ")]
+    assert headings[0] == "## Sources" and headings[-1] == "## Refused rows"
+    assert [line for line in release.splitlines() if line.startswith("## ")] == headings[:-1]
+    assert page.count("<h2>") == len(headings) and page.count("<svg") == len(["prompt", "chosen", "rejected"])
+    (prefix, *_) = pq.read_table(tmp_path / "card/findings.parquet").to_pylist()
+    assert (prefix["rule"], prefix["severity"], prefix["source"], prefix["position"]) == (
+        "no_prefix_leakage",
+        "warn",
+        "a|b.jsonl",
+        1,
+    )
+
+
+def test_no_key_is_quoted_and_markup_stays_text(tmp_path: Path) -> None:
+    for content in written(tmp_path / "card"):
+        assert KEY not in content and "<script>" not in content and "<b>y" not in content
+    text, page, _ = written(tmp_path / "card")
+    assert "taken out: looks like a key" in text and "taken out: looks like a key" in page
+    assert "[link]" not in text.replace(r"\[link]", "")
+
+
+def test_the_card_of_the_same_data_is_the_same(tmp_path: Path) -> None:
+    assert written(tmp_path / "a") == written(tmp_path / "b")
+
+
+def test_examples_of_refused_rows_cover_all_reasons_first() -> None:
+    rows = [Quarantined("prompts", str(i), ["often" if i < 20 else f"rare {i}"], "{}") for i in range(23)]
+    chosen = spread_over_reasons(rows, 10)
+    assert [row.id for row in chosen[:5]] == ["0", "20", "21", "22", "1"] and len(chosen) == 10
+    assert not refused_section([]).tables
+
+
+def test_histograms_count_in_powers_of_two() -> None:
+    histogram = Histogram.of("x", np.array([3, 4, 5, 8, 9, 33]))
+    assert (histogram.edges, histogram.counts) == ((4, 8, 16, 32, 64), (2, 2, 1, 0, 1))
+    assert Histogram.of("empty", np.array([0])).edges == (1,)
+
+
+def test_the_turns_of_a_prompt_count_together_in_every_chunk() -> None:
+    part = set_of(prompts=[row("prompts", 0, "train", "ab", "c", "defg"), row("prompts", 1, "train", "x")]).tables
+    section = length_section({"prompts": pa.concat_tables([part["prompts"], part["prompts"].slice(1)])})
+    assert section.histograms[0].counts == (2, 0, 0, 1)  # of 1, 1 and 7 characters: up to 1, 2, 4, 8
+    assert section.tables[0].rows == [("prompts: prompt", 1, 7, 7, 7)]
+
+
+def test_bars_are_as_high_as_their_values() -> None:
+    svg = bar_chart(["<a>", "b"], [1, 4], "t")
+    heights = [float(part.split('"')[1]) for part in str(svg).split("<rect")[1:] for part in [part.split("height=")[1]]]
+    assert heights[1] == 4 * heights[0] and "<a>" not in svg
+
+
+def test_the_licence_of_a_source_is_in_the_manifest_and_on_the_card(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        pair = {"prompt": f"{name}?", "chosen": "x", "rejected": "y"}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(pair) + "\n")
+    sources = FileSources.model_validate({"preferences": ["a.jsonl", {"path": "b.jsonl", "licence": "CC-BY-4.0"}]})
+    for licence, expected in (("MIT", ["MIT", "CC-BY-4.0"]), (None, ["not stated", "CC-BY-4.0"])):
+        config = CollectConfig(source="files", files=sources, licence=licence)
+        collect.run(config, Paths({}), Paths({"raw": tmp_path / "data/raw"}), RunContext(tmp_path / "work"))
+        manifest = json.loads((tmp_path / "data/raw/manifest.json").read_text())
+        (table,) = source_section(manifest).tables
+        assert [r[3] for r in table.rows if r[0] == "preferences"] == expected
