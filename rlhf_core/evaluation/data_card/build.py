@@ -102,14 +102,18 @@ def _balance(sources: CardSources) -> CardSection:
         )
     elif "repeated_pairs" in pairs:
         notes.append("No pair has more than one label, so the agreement of annotators is unknown.")
+    # Kinds that are derived have the categories and languages of what they come from.
+    derived = {kind for kind, about in sources.manifest.get("kinds", {}).items() if about.get("derived_from")}
     for kind, table in sources.validated.clean.items():
         counts = category_counts(table)
-        if len(counts) > 1:
+        if len(counts) > 1 and kind not in derived:
             evenness = balance(counts) or 0.0
             rows = [(name, count, count / table.num_rows) for name, count in counts.most_common(CATEGORIES)]
             tables.append(CardTable((f"category of {kind}", "rows", "share"), rows))
             notes.append(f"{kind}: {len(counts)} categories, evenness {evenness:.2f} (1: all equally frequent).")
     for kind, languages in sources.set_findings.languages.items():
+        if kind in derived:
+            continue
         total = languages.total()
         rows = [(name, count, count / total) for name, count in languages.most_common(CATEGORIES)]
         tables.append(CardTable((f"language of {kind}", "rows", "share"), rows))

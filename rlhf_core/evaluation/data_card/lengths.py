@@ -16,7 +16,8 @@ from rlhf_core.evaluation.data_card.card import CardSection, CardTable, Histogra
 
 def length_section(clean: Mapping[str, pa.Table]) -> CardSection:
     """Return the section on the lengths of every text column of every kind."""
-    histograms, rows = [], []
+    histograms: list[Histogram] = []
+    rows: list[tuple[str | int, ...]] = []
     for kind, table in clean.items():
         for name, lengths in _lengths(kind, table) if table.num_rows else ():
             title = f"{kind}: {name}"

@@ -20,7 +20,7 @@ def refused_section(quarantined: Sequence[Quarantined]) -> CardSection:
         (row.kind, f"{row.source}:{row.position}" if row.source else row.id, "; ".join(row.reasons), excerpt(row.row))
         for row in spread_over_reasons(quarantined, EXAMPLES)
     ]
-    note = f"{len(quarantined)} rows are in the quarantine; all are in data/quarantine.parquet with every reason."
+    note = f"Rows in the quarantine: {len(quarantined)}. All are in data/quarantine.parquet, with every reason."
     tables = [CardTable(("kind", "row", "reasons", "content"), rows)] if rows else []
     return CardSection("Refused rows", [note], tables, quotes_rows=True)
 
