@@ -50,3 +50,11 @@ class SamplingConfig(Strict):
     top_p: float = Field(default=0.9, gt=0, le=1)
     repetition_penalty: PositiveFloat = 1.1
     max_new_tokens: PositiveInt = 64
+
+
+def changed_field(model: Strict, *names: str) -> str:
+    """The first of the fields ``names`` that is not at its default, or an empty string.
+
+    Values are compared, not what the file spells out, so that a profile may repeat a default.
+    """
+    return next((name for name in names if getattr(model, name) != type(model).model_fields[name].default), "")

@@ -7,21 +7,14 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from rlhf_core.config.advantage import AdvantageConfig
 from rlhf_core.config.health.health import HealthConfig
 from rlhf_core.config.lora import LoraConfig
-from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict
+from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict, changed_field
 from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
 
 CriticMode = Literal["separate", "shared"]
 KL_ERROR_CLIP = 0.2  # the relative error of one rollout's KL moves an adaptive coefficient by at most this share
-
-
-def _changed(model: Strict, *names: str) -> str:
-    """The first of the fields ``names`` that is not at its default, or an empty string.
-
-    Values are compared, not what the file spells out, so that a profile may repeat a default.
-    """
-    return next((name for name in names if getattr(model, name) != type(model).model_fields[name].default), "")
 
 
 class KlConfig(Strict):
@@ -47,7 +40,7 @@ class KlConfig(Strict):
             )
         if self.controller == "adaptive" and self.coefficient == 0:
             raise ValueError("an adaptive controller multiplies the coefficient, so a coefficient of 0 stays 0")
-        if self.controller == "constant" and (unread := _changed(self, "target", "horizon")):
+        if self.controller == "constant" and (unread := changed_field(self, "target", "horizon")):
             raise ValueError(f"{unread} steers the adaptive controller, but controller is constant")
         return self
 
@@ -66,42 +59,6 @@ class RewardShapingConfig(Strict):
     length_penalty: NonNegativeFloat = 0.0
 
 
-class AdvantageConfig(Strict):
-    """``gae`` estimates advantages with a critic. ``rloo`` and ``grpo`` compare the replies to one prompt instead, so
-    that there is no critic; ``divide_by_std`` is GRPO's division by the spread of each prompt's rewards.
-    """
-
-    estimator: Literal["gae", "rloo", "grpo"] = "gae"
-    gamma: float = Field(default=1.0, ge=0, le=1)
-    lam: float = Field(default=0.95, ge=0, le=1)
-    normalize: bool = False
-    clip: PositiveFloat | None = None
-    divide_by_std: bool = True
-
-    @property
-    def critic_free(self) -> bool:
-        """Whether no critic is trained or read."""
-        return self.estimator != "gae"
-
-    @model_validator(mode="after")
-    def _estimator_reads_what_is_set(self) -> AdvantageConfig:
-        if self.estimator != "grpo" and not self.divide_by_std:
-            raise ValueError(f"divide_by_std is a switch of estimator grpo, but estimator is {self.estimator}")
-        if not self.critic_free:
-            return self
-        if unread := _changed(self, "gamma", "lam"):
-            raise ValueError(
-                f"{unread} is read by estimator gae, but {self.estimator} takes the reward of a whole reply, without "
-                "discount or critic; leave it at its default"
-            )
-        if self.normalize:
-            raise ValueError(
-                f"normalize whitens over tokens, but with estimator {self.estimator} the replies to each prompt are "
-                "each other's baseline, which it would undo in favour of long replies; set it to false"
-            )
-        return self
-
-
 class SurrogateConfig(Strict):
     """``clip: null`` gives the unclipped surrogate. ``penalty`` is the paper's PPO-penalty objective."""
 
@@ -116,9 +73,9 @@ class SurrogateConfig(Strict):
     def _kind_has_its_own_settings(self) -> SurrogateConfig:
         if self.dual_clip is not None and (self.kind != "clip" or self.clip is None):
             raise ValueError("dual_clip bounds the clipped surrogate: it needs kind clip and a clip size")
-        if self.kind == "clip" and _changed(self, "penalty"):
+        if self.kind == "clip" and changed_field(self, "penalty"):
             raise ValueError("penalty is the weight of kind penalty, but kind is clip")
-        if self.kind == "penalty" and self.clip is not None and _changed(self, "clip"):
+        if self.kind == "penalty" and self.clip is not None and changed_field(self, "clip"):
             raise ValueError("clip is the size of kind clip; kind penalty clips nothing")
         if self.kind == "penalty" and self.penalty == 0:
             raise ValueError("kind penalty with penalty 0 is the unclipped surrogate; write kind clip with clip null")
@@ -137,7 +94,7 @@ class ImportanceSamplingCorrectionConfig(Strict):
 
     @model_validator(mode="after")
     def _applied(self) -> ImportanceSamplingCorrectionConfig:
-        if self.mode == "never" and _changed(self, "cap"):
+        if self.mode == "never" and changed_field(self, "cap"):
             raise ValueError("cap bounds the weights of the correction, but mode is never")
         return self
 
@@ -153,7 +110,7 @@ class EntropyConfig(Strict):
     def _weighted(self) -> EntropyConfig:
         if self.kind != "off" and self.weight == 0:
             raise ValueError(f"entropy kind {self.kind} with weight 0 does nothing; set a weight, or kind off")
-        if self.kind == "off" and (unread := _changed(self, "weight", "target")):
+        if self.kind == "off" and (unread := changed_field(self, "weight", "target")):
             raise ValueError(f"{unread} is set but entropy kind is off, so it would do nothing")
         if self.kind == "bonus" and self.target > 0:
             raise ValueError("target is read by entropy kind target; a bonus has none")
@@ -264,7 +221,7 @@ class PpoConfig(StageConfig):
             if self.critic_optimizer is None and not self.advantage.critic_free:
                 raise ValueError("critic_optimizer is null, but critic_mode is separate: a critic of its own needs one")
             return self
-        if self.critic_optimizer is not None and _changed(self, "critic_optimizer"):
+        if self.critic_optimizer is not None and changed_field(self, "critic_optimizer"):
             raise ValueError(
                 "critic_optimizer trains a separate critic, but critic_mode is shared: policy_optimizer trains the one "
                 "model there is, and vf_loss_weight sets the critic's share; set critic_optimizer to null"
@@ -299,9 +256,9 @@ class PpoConfig(StageConfig):
     def _critic_settings_have_a_critic(self) -> PpoConfig:
         if not self.advantage.critic_free:
             return self
-        unread = _changed(self, "critic_mode", "critic_lora", "vf_loss_weight")
+        unread = changed_field(self, "critic_mode", "critic_lora", "vf_loss_weight")
         optional = (name for name in ("critic_optimizer", "value_clip") if getattr(self, name) is not None)
-        unread = unread or next((name for name in optional if _changed(self, name)), "")
+        unread = unread or next((name for name in optional if changed_field(self, name)), "")
         if unread:
             raise ValueError(
                 f"{unread} is about the critic, and advantage.estimator {self.advantage.estimator} has none: leave it "

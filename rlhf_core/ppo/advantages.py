@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_core.config.ppo import AdvantageConfig
+from rlhf_core.config.advantage import AdvantageConfig
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.gae import with_advantages
 from rlhf_core.ppo.group_advantages import with_group_advantages

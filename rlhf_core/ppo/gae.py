@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rlhf_core.config.ppo import AdvantageConfig
+from rlhf_core.config.advantage import AdvantageConfig
 from rlhf_core.ppo.experience import Experience
 
 

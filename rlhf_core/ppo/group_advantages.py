@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlhf_core.config.ppo import AdvantageConfig
+from rlhf_core.config.advantage import AdvantageConfig
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.grpo import group_relative_advantages
 from rlhf_core.ppo.loss_reduction import sequence_sums

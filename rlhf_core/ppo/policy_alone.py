@@ -16,9 +16,7 @@ from transformers import PreTrainedModel
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.models.lazy_logits import LOGITS_BYTES, LazyLogits
 from rlhf_core.ppo.actor_critic_pair import (
-    PolicyLoss,
     PolicyMetricsT,
-    ValueLoss,
     ValueMetricsT,
     accumulate,
     policy_engine,
@@ -26,6 +24,7 @@ from rlhf_core.ppo.actor_critic_pair import (
 )
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.loss_reduction import StepSize
+from rlhf_core.ppo.objective import PolicyLoss, ValueLoss
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.micro_batches import MicroBatchLimits
 from rlhf_core.sampling.token_scoring import Tokens, response_logits
