@@ -19,8 +19,9 @@ from torch import Tensor
 from unit.ppo.tensors import NAN, close, t
 from unit.ppo.tiny import Tiny, collect, make_config, make_tiny, make_trainer
 
+from rlhf_core.config.advantage import AdvantageConfig
 from rlhf_core.config.loading.load import check_params
-from rlhf_core.config.ppo import AdvantageConfig, PpoConfig
+from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
 from rlhf_core.ppo.experience import Experience

@@ -9,7 +9,8 @@ import torch
 from pydantic import ValidationError
 from unit.ppo.tensors import NAN, close, t
 
-from rlhf_core.config.ppo import AdvantageConfig, KlConfig, PpoConfig, SurrogateConfig
+from rlhf_core.config.advantage import AdvantageConfig
+from rlhf_core.config.ppo import KlConfig, PpoConfig, SurrogateConfig
 from rlhf_core.ppo.advantages import masked_whiten, normalize_and_clip_advantages
 from rlhf_core.ppo.gae import explained_variance, gae, monte_carlo_returns
 from rlhf_core.ppo.importance_sampling import ratios
