@@ -136,9 +136,9 @@ def _manifest(
                 "unread": file.unread,
                 "weight": file.weight,
                 "cap": file.cap,
-                "licence": file.licence or config.licence,
                 "share": len(file.rows) / len(rows[kind]) if rows[kind] else 0.0,
             }
+            | ({"licence": licence} if (licence := file.licence or config.licence) else {})
             for file in files[kind]
         ]
         kinds[kind] = {
