@@ -147,9 +147,9 @@ def _manifest(
                 "revision": file.revision,
                 "weight": file.weight,
                 "cap": file.cap,
-                "licence": file.licence or config.licence,
                 "share": len(file.rows) / len(rows[kind]) if rows[kind] else 0.0,
             }
+            | ({"licence": licence} if (licence := file.licence or config.licence) else {})
             for file in files[kind]
         ]
         kinds[kind] = {

@@ -50,8 +50,9 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
     decision = decide("data", conditions, metrics, evidence={"metrics/data.json": sha256_file(outputs.metrics)})
     decision.save(outputs.gate)
     manifest = inputs.raw / "manifest.json"
+    failed = [condition.metric for condition in decision.conditions if not condition.passed]
     sources = CardSources(
-        read_json(manifest) if manifest.is_file() else {}, validated, findings, named, metrics, decision
+        read_json(manifest) if manifest.is_file() else {}, validated, findings, named, metrics, failed
     )
     write_card(outputs.card, build_card(sources, config), named)
     if not decision.passed:

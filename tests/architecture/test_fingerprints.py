@@ -83,10 +83,13 @@ def test_a_changed_health_rule_makes_ppo_and_the_report_stale(copy: Path, before
     assert stale(before, digests(copy.parent)) == {"ppo", "report"}
 
 
-def test_a_changed_template_makes_the_report_stale(copy: Path, before: dict[str, str]) -> None:
-    template = next(copy.rglob("*.j2"))
+@pytest.mark.parametrize(
+    ("name", "stage"), [("report/report.html.j2", "report"), ("data_card/card.html.j2", "validate")]
+)
+def test_a_changed_template_makes_its_stage_stale(copy: Path, before: dict[str, str], name: str, stage: str) -> None:
+    template = copy / "evaluation" / name
     template.write_text(template.read_text() + "<p>more</p>\n")
-    assert stale(before, digests(copy.parent)) == {"report"}
+    assert stale(before, digests(copy.parent)) == {stage}
 
 
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage not in ("ppo", "report")])

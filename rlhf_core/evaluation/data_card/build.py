@@ -15,7 +15,6 @@ from rlhf_core.data.validation.tables import Validated
 from rlhf_core.evaluation.data_card.card import CardSection, CardTable, DataCard
 from rlhf_core.evaluation.data_card.lengths import length_section
 from rlhf_core.evaluation.data_card.refused_rows import refused_section
-from rlhf_core.gates import GateDecision
 
 CATEGORIES = 12
 EXAMPLES_OF_A_RULE = 3
@@ -28,25 +27,25 @@ NOT_STATED = "not stated"
 
 @dataclass(frozen=True)
 class CardSources:
-    """What the card is made of: the manifest of the raw data, the result of validation, and ``metrics/data.json``."""
+    """What the card is made of: the manifest of the raw data, the result of validation, and ``metrics/data.json``.
+
+    ``failed`` are the metrics of the data gate's conditions that failed.
+    """
 
     manifest: Mapping[str, Any]
     validated: Validated
     set_findings: SetFindings
     findings: Sequence[Finding]
     metrics: Mapping[str, Any]
-    decision: GateDecision
+    failed: Sequence[str]
 
 
 def build_card(sources: CardSources, config: ValidateConfig) -> DataCard:
     """Return the card; its text depends on the data and the parameters alone."""
-    failed = [condition for condition in sources.decision.conditions if not condition.passed]
-    verdict = (
-        "The data passed its gate" if not failed else f"The data gate failed: {', '.join(c.metric for c in failed)}"
-    )
+    verdict = f"The data gate failed: {', '.join(sources.failed)}" if sources.failed else "The data passed its gate"
     kinds = [kind for kind, table in sources.validated.clean.items() if isinstance(sources.metrics.get(kind), Mapping)]
     return DataCard(
-        sources.decision.passed,
+        not sources.failed,
         verdict,
         [
             source_section(sources.manifest),

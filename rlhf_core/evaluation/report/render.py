@@ -11,7 +11,7 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
 from rlhf_core.data.language_tag import language_tag
-from rlhf_core.evaluation.report.view import format_number
+from rlhf_core.evaluation.format_number import format_number
 
 PACKAGE = "rlhf_core.evaluation.report"
 

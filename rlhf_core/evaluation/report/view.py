@@ -9,6 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from rlhf_core.config.health.default_rules import DEFAULT_RULES
+from rlhf_core.evaluation.format_number import format_number
 from rlhf_core.evaluation.judges.final import final_judges, stand_in_note
 from rlhf_core.evaluation.report.alternatives import alternatives
 from rlhf_core.evaluation.report.charts import interval_chart
@@ -225,12 +226,3 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]
         elif not isinstance(value, list):
             rows.append((f"{prefix}{key}", value))
     return rows
-
-
-def format_number(value: Any, digits: int = 3) -> str:
-    """Format a number with ``digits`` decimals and separated thousands, whole numbers without decimals."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "" if value is None else str(value)
-    if isinstance(value, int) or (float(value).is_integer() and abs(value) >= 2):
-        return f"{int(value):,}"
-    return f"{value:,.{digits}f}" if abs(value) < 1e6 else f"{value:.3g}"

@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 from leakage_rows import row, set_of
 
 from rlhf_core.config.collect import CollectConfig, FileSources
-from rlhf_core.config.gates import Condition
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.dataset import data_metrics, split_tables
 from rlhf_core.data.validation.provenance import Origin
@@ -22,13 +21,12 @@ from rlhf_core.data.validation.set_rules.check_set import apply_set_rules, check
 from rlhf_core.data.validation.set_rules.findings_file import named_findings
 from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
 from rlhf_core.data.validation.tables import Validated
+from rlhf_core.evaluation.data_card.bar_chart import bar_chart
 from rlhf_core.evaluation.data_card.build import CardSources, build_card, source_section
 from rlhf_core.evaluation.data_card.card import Histogram
 from rlhf_core.evaluation.data_card.lengths import length_section
 from rlhf_core.evaluation.data_card.refused_rows import refused_section, spread_over_reasons
 from rlhf_core.evaluation.data_card.write import write_card
-from rlhf_core.evaluation.report.bar_chart import bar_chart
-from rlhf_core.gates import decide
 from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
@@ -82,9 +80,12 @@ def written(folder: Path) -> tuple[str, str, str]:
     pairs = pair_metrics(tables["preferences"], tables["preferences"])
     findings.counts["preferences"] |= pairs
     metrics = data_metrics(validated, split_tables(validated.clean, 1, config.split), findings.counts)
-    decision = decide("data", [Condition(metric="preferences.clean", at_least=50, why="too few")], metrics)
     manifest = {"source": "files", "kinds": KINDS}
-    write_card(folder, build_card(CardSources(manifest, validated, findings, named, metrics, decision), config), named)
+    write_card(
+        folder,
+        build_card(CardSources(manifest, validated, findings, named, metrics, ["preferences.clean"]), config),
+        named,
+    )
     return tuple((folder / name).read_text() for name in ("card.md", "card.html", "release.md"))  # type: ignore[return-value]
 
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from markupsafe import Markup, escape
 
-from rlhf_core.evaluation.report.charts import HEIGHT, RIGHT, WIDTH
-
-BASE, TOP, LEFT = HEIGHT - 26, 20, 6
+WIDTH, HEIGHT = 460, 230
+BASE, TOP, LEFT, RIGHT = HEIGHT - 26, 20, 6, 12
 GAP = 2
 LABELS = 8  # at most so many labels fit below the axis
 
@@ -22,7 +21,7 @@ def bar_chart(labels: Sequence[str], values: Sequence[float], title: str) -> Mar
         x, height = LEFT + i * step, (BASE - TOP) * value / most if most else 0.0
         middle = x + step / 2
         parts.append(
-            f'<rect class="bar pos" x="{x:.1f}" y="{BASE - height:.1f}" width="{max(step - GAP, 1):.1f}" '
+            f'<rect class="bar" x="{x:.1f}" y="{BASE - height:.1f}" width="{max(step - GAP, 1):.1f}" '
             f'height="{height:.1f}"><title>{escape(label)}: {value:g}</title></rect>'
         )
         if i % every == 0:
