@@ -70,7 +70,9 @@ def lazy_logits(
     """
     if has_plain_head(model):
         backbone = partial(hidden_states, model.base_model, input_ids, attention_mask, position_ids)
-        return unembedded(model, run_as_wrapped(model, backbone)[:, -keep:])
+        hidden = run_as_wrapped(model, backbone)
+        # A slice of all would cost another tensor of their size in the backward pass.
+        return unembedded(model, hidden if keep == hidden.shape[1] else hidden[:, -keep:])
     logits: Tensor = model(
         input_ids=input_ids,
         attention_mask=attention_mask,

@@ -56,7 +56,7 @@ def test_where_a_stage_runs_and_keeps_its_partial_state_makes_nothing_stale() ->
 def test_critic_pretraining_runs_again_when_the_units_change_that_it_shares_with_ppo() -> None:
     listed = {param.removeprefix("ppo.") for param in stages()["critic"]["params"] if param.startswith("ppo.")}
     # Batches within a rollout change no number.
-    assert listed == set(RolloutConfig.model_fields) - {"micro_batch_size", "sampling_batch_size"}
+    assert listed == set(RolloutConfig.model_fields) - {"micro_batch_size", "micro_batch_tokens", "sampling_batch_size"}
 
 
 def test_the_evaluation_runs_again_when_the_training_distribution_changes() -> None:

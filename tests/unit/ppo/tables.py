@@ -18,11 +18,16 @@ PROMPT = 2
 
 
 class TableLM(nn.Module):
-    """Logits (B, P+T, V) by row and position."""
+    """Logits (B, P+T, V) by row and position, without a head that makes them."""
+
+    config = SimpleNamespace()
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
         self.table = nn.Parameter(table)
+
+    def get_output_embeddings(self) -> None:
+        return None
 
     def forward(self, input_ids: Tensor, logits_to_keep: int = 0, **_: Any) -> SimpleNamespace:
         logits = self.table[input_ids[:, 0]][:, : input_ids.shape[1]]
@@ -54,10 +59,10 @@ class TableBackbone(nn.Module):
 class HiddenTableLM(nn.Module):
     """A causal LM over :class:`TableBackbone`: logits are ``hidden @ unembedding.T``, for (V, H) ``unembedding``."""
 
-    config = SimpleNamespace()
-
     def __init__(self, table: Tensor, unembedding: Tensor) -> None:
         super().__init__()
+        text = SimpleNamespace(vocab_size=len(unembedding))
+        self.config = SimpleNamespace(get_text_config=lambda: text)
         self.base_model, self.head = TableBackbone(table), linear(unembedding)
 
     def get_output_embeddings(self) -> nn.Linear:

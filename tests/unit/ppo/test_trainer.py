@@ -260,13 +260,13 @@ def test_warm_up_reaches_the_peak_with_its_last_iteration(tiny: Tiny, tmp_path: 
 
 def test_sampler_that_disagrees_stops_the_run(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that ignores its attention mask answers differently in a padded batch: PPO refuses to train on that."""
-    forward = type(tiny.policy).forward
+    forward = type(tiny.policy.base_model).forward
 
     def deaf(self: Any, *args: Any, attention_mask: Any = None, use_cache: bool = True, **rest: Any) -> Any:
         seen = attention_mask if use_cache else torch.ones_like(attention_mask)
         return forward(self, *args, attention_mask=seen, use_cache=use_cache, **rest)
 
-    monkeypatch.setattr(type(tiny.policy), "forward", deaf)
+    monkeypatch.setattr(type(tiny.policy.base_model), "forward", deaf)
     with pytest.raises(RlhfError, match="left padding"):
         make_trainer(tiny, make_config(), tmp_path).run()
 
