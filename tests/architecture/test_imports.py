@@ -38,6 +38,7 @@ FLOWS_MAY_USE = {"config", "gates", "errors", "files", "file_patterns", "garbage
 FLOWS_MAY_ALSO_USE = {
     "flows.cli": {"chat_terminal", "cli", "data_commands"},  # it mounts the core's commands on its own command line
     "flows.commands.data_diff": {"data_commands", "data.changes"},  # one of the group rlhf data
+    "flows.commands.checks.workspace": {"models.starting_model.open_starting_model"},
     "flows.pipeline.verdict": {
         "evaluation.judges.final.final_judges",
         "evaluation.judges.final.stand_in_note",
