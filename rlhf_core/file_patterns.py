@@ -47,6 +47,9 @@ def _matches(spec: str, name: str, base: Path, remedy: str) -> list[Path]:
         literal /= parts.pop(0)
     matches = sorted(glob.glob(os.path.join(glob.escape(str(literal)), *parts), recursive=True))
     files = [Path(path) for path in matches if Path(path).is_file()]
+    others = [path for path in matches if not Path(path).is_file() and not Path(path).is_dir()]
+    if others:
+        raise DataError(f"{others[0]} is no file that can be read: a link to nothing or to itself, or a pipe; {remedy}")
     if files:
         return files
     if matches:

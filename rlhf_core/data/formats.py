@@ -12,8 +12,10 @@ from rlhf_core.config.collect import ReadOptions
 from rlhf_core.data.readers.columns import with_columns
 from rlhf_core.data.readers.containers import Record
 from rlhf_core.data.readers.format import Format, Parsed, Undecided, number_of, system_turns
+from rlhf_core.data.readers.record_shape import printable, record_shape
 from rlhf_core.data.readers.registry import detect, format_named, format_of
 from rlhf_core.data.readers.turns import Refusal, Turn, text_of
+from rlhf_core.data.readers.unused_columns import unused_columns
 from rlhf_core.data.schema import content_id
 from rlhf_core.errors import DataError
 
@@ -33,7 +35,8 @@ class FileRows:
     """Rows of one source file, by the positions of their records.
 
     ``refused`` has ``{source, position, reason, row}``, the row as JSON text. ``dropped`` counts, by reason, records
-    without a fault that prefer no reply. A record may give several rows: ``expanded`` counts those beyond its first, so
+    without a fault that prefer no reply, ``unused`` by column the rows with a value there that the format does not
+    read. A record may give several rows: ``expanded`` counts those beyond its first, so
     that ``records + expanded`` is the number of rows, refused and dropped records, and rows that were ``cut`` by a
     limit or by ``cap``. ``unread`` rows of a hub data set come on top. ``weight`` is the file's part of a limit.
     """
@@ -46,6 +49,7 @@ class FileRows:
     positions: list[int] = field(default_factory=list)
     refused: list[dict[str, Any]] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    unused: Counter[str] = field(default_factory=Counter)
     expanded: int = 0
     cut: int = 0
     unread: int = 0
@@ -119,7 +123,8 @@ def read_records(
     where, options = where or source, options or ReadOptions()
     mapped = with_columns(records, options, where)
     shape = format_named(options.format) if options.format else detect(mapped, where)
-    _require_kind(shape, kind, options, where)
+    first = next((record.value for record in mapped if not record.problem), None)
+    _require_kind(shape, kind, options, where, record_shape(first))
     result = FileRows(source, shape.name, sha256, len(records))
     for record, original in zip(mapped, records, strict=True):
         try:
@@ -134,14 +139,17 @@ def read_records(
             result.rows += rows
             result.positions += [record.position] * len(rows)
             result.expanded += len(rows) - 1
+            result.unused.update(map(printable, unused_columns(record.value, shape.name)))
     return result
 
 
-def _require_kind(shape: Format, kind: str, options: ReadOptions, where: str) -> None:
+def _require_kind(shape: Format, kind: str, options: ReadOptions, where: str, first_row: str) -> None:
     if kind not in shape.carries:
         others = f"; it can serve as {', '.join(sorted(shape.carries))}" if shape.carries else ""
         note = f" ({shape.note})" if shape.note else ""
-        raise DataError(f"{where} is of format {shape.name}, which holds no {kind}{others}{note}")
+        raise DataError(
+            f"{where} is of format {shape.name}, which holds no {kind}{others}{note}; its first row: {first_row}"
+        )
     if options.dimension is not None and options.dimension not in shape.dimensions:
         raise DataError(f"{where} is of format {shape.name}, which has no dimension {options.dimension}; take it out")
     if shape.dimensions and options.dimension is None and kind != "prompts":
@@ -158,7 +166,7 @@ def _as_json(value: Any) -> str:
     except (ValueError, TypeError, RecursionError) as error:
         return json.dumps(f"a {type(value).__name__} that JSON cannot hold: {error}")
     # Half of a surrogate pair cannot be stored as UTF-8, but the reader of the quarantine should see it.
-    return text.encode("utf-8", "backslashreplace").decode()
+    return printable(text)
 
 
 def _require_format(record: Record, shape: Format, detected: bool) -> None:
@@ -240,7 +248,7 @@ def _margin(labels: Mapping[str, Any]) -> float | None:
     if value is None or value == "":
         return _score_gap(labels)
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool) or (isinstance(value, str) and "_" in value):  # float("1_000") is Python's own
             raise TypeError
         return float(value)
     except OverflowError:

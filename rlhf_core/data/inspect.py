@@ -104,6 +104,7 @@ def _describe(
         f"  rows     {len(read.rows)} as {kind}, of {len(records)}{' (some give several)' if read.expanded else ''}",
         *(f"  dropped  {n}: {reason}" for reason, n in read.dropped.most_common()),
         *_refusals(read),
+        *(f"  unused   {n}: the column {name} is not read" for name, n in read.unused.most_common()),
     ]
     for row in read.rows[:show]:
         lines += ["  example", *_example(kind, row, width)]

@@ -131,6 +131,7 @@ def _manifest(
                 "rows": len(file.rows),
                 "refused": len(file.refused),
                 "dropped": dict(file.dropped),
+                "unused": dict(file.unused),
                 "expanded": file.expanded,
                 "cut": file.cut,
                 "unread": file.unread,

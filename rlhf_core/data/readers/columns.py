@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_core.config.collect import ReadOptions, template_columns
 from rlhf_core.data.readers.containers import Record
+from rlhf_core.data.readers.record_shape import listed
 from rlhf_core.data.readers.turns import Refusal, text_of
 from rlhf_core.errors import DataError
 
@@ -34,7 +35,7 @@ def _require_columns(records: Sequence[Record], columns: Sequence[str], where: s
     for column in columns:
         if readable and not any(_has_column(value, column) for value in readable):
             names = sorted({str(name) for value in readable if isinstance(value, dict) for name in value})
-            raise DataError(f"{where}: no row has a column {column!r}; the columns are {', '.join(names) or 'none'}")
+            raise DataError(f"{where}: no row has a column {column!r}; the columns are {listed(names)}")
 
 
 def _has_column(value: Any, column: str) -> bool:

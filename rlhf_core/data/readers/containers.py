@@ -15,14 +15,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_core.data.readers.compression import COMPRESSIONS, decompressed
+from rlhf_core.data.readers.foreign_content import require_content, require_text
 from rlhf_core.data.readers.json_values import JsonParser, RepeatedKey, problem_in
 from rlhf_core.errors import DataError
 
 KINDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 # The csv module refuses fields over 128 KiB by default, but transcripts may be longer.
 CSV_FIELD_LIMIT = 16 * 1024 * 1024
-# What pyarrow raises for values that no Python value can hold.
-CONVERSION_ERRORS = (UnicodeDecodeError, ValueError, OverflowError, pa.ArrowException)
+# What pyarrow raises for values that no Python value can hold; KeyError for a time zone that nobody knows.
+CONVERSION_ERRORS = (UnicodeDecodeError, ValueError, OverflowError, KeyError, pa.ArrowException)
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,23 @@ def records_of(name: str, content: bytes) -> list[Record]:
     """
     kind, compression = _kind_of(name)
     content = decompressed(name, content, compression)
-    if not content or content.isspace():
-        raise DataError(f"{name} is empty; give a file with rows, or take it out of the sources")
-    if kind in (".parquet", ".arrow"):
-        return _table_records(name, _parquet(name, content) if kind == ".parquet" else _arrow(name, content))
+    records: list[Record] = []
+    if content and not content.isspace():
+        require_content(name, content)
+        if kind in (".parquet", ".arrow"):
+            records = _table_records(_parquet(name, content) if kind == ".parquet" else _arrow(name, content))
+        else:
+            require_text(name, content, allow_utf16=kind == ".json")
+            records = list(_text_records(name, content, kind))
+    if not records:
+        raise DataError(f"{name} is empty: there are no rows in it; give a file that has some, or take it out of the sources")
+    return records
+
+
+def _text_records(name: str, content: bytes, kind: str) -> Iterator[Record]:
     if kind in (".csv", ".tsv"):
-        return list(_csv(name, content, "," if kind == ".csv" else "\t"))
-    return list(_json(name, content) if kind == ".json" else _json_lines(content))
+        return _csv(name, content, "," if kind == ".csv" else "\t")
+    return _json(name, content) if kind == ".json" else _json_lines(name, content)
 
 
 def _kind_of(name: str) -> tuple[str, str]:
@@ -84,12 +96,12 @@ def _kind_of(name: str) -> tuple[str, str]:
 def _json(name: str, content: bytes) -> Iterator[Record]:
     """Read a list of records or ``{"data": [...]}``; a file of JSON lines named .json is read as lines."""
     try:
-        value, marked = JsonParser().parse(content)
+        value, marked = JsonParser().parse(content, json.detect_encoding(content))
     except UnicodeDecodeError as error:
         raise DataError(f"{name} is not UTF-8 ({error}); save it as UTF-8") from error
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
-            yield from _json_lines(content)
+            yield from _json_lines(name, content)
             return
         raise DataError(f"{name} is not valid JSON: {error}") from error
     except RecursionError as error:
@@ -104,14 +116,18 @@ def _json(name: str, content: bytes) -> Iterator[Record]:
         yield Record(position, row, problem_in(row) if marked else "")
 
 
-def _json_lines(content: bytes) -> Iterator[Record]:
+def _json_lines(name: str, content: bytes) -> Iterator[Record]:
     parser = JsonParser()
+    if content.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0].rstrip() in (b"[", b"{"):
+        raise DataError(
+            f"{name} holds JSON over several lines, but JSON lines has a row in each; name it .json if it is one list"
+        )
     # Split on \n only: other line separators of Unicode are legal inside JSON strings.
     for position, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            value, marked = parser.parse(line)
+            value, marked = parser.parse(line, "utf-8-sig")
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             yield Record(position, line.decode("utf-8", errors="replace"), f"the line is not valid JSON: {error}")
         else:
@@ -145,7 +161,9 @@ def _csv(name: str, content: bytes, delimiter: str) -> Iterator[Record]:
             _require_distinct(name, header)
             continue
         problem = ""
-        if len(fields) != len(header):
+        if [field.removeprefix("\ufeff") for field in fields] == header:
+            problem = "the line repeats the header: files were joined; remove it"
+        elif len(fields) != len(header):
             problem = "more fields than the header" if len(fields) > len(header) else "fewer fields than the header"
         value: Any = dict(zip(header, fields, strict=True)) if not problem else fields
         yield Record(line, value, problem)
@@ -161,7 +179,7 @@ def _require_distinct(name: str, columns: Sequence[str]) -> None:
 def _parquet(name: str, content: bytes) -> pa.Table:
     try:
         _require_distinct(name, pq.read_schema(pa.BufferReader(content)).names)
-        return pq.read_table(pa.BufferReader(content))
+        return pq.read_table(pa.BufferReader(content), page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{name} is not a readable parquet file ({error})") from error
 
@@ -173,6 +191,8 @@ def _arrow(name: str, content: bytes) -> pa.Table:
             table = pa.ipc.open_file(pa.BufferReader(content)).read_all()
         else:
             table = pa.ipc.open_stream(pa.BufferReader(content)).read_all()
+            if not content.endswith(END_OF_STREAM):
+                raise pa.ArrowInvalid("the mark of its end is missing: it was cut off, or never closed")
         table.validate()
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{name} is not a readable arrow file ({error})") from error
@@ -180,9 +200,7 @@ def _arrow(name: str, content: bytes) -> pa.Table:
     return table
 
 
-def _table_records(name: str, table: pa.Table) -> list[Record]:
-    if table.num_rows == 0:
-        raise DataError(f"{name} is empty; give a file with rows, or take it out of the sources")
+def _table_records(table: pa.Table) -> list[Record]:
     try:
         return [Record(position, row) for position, row in enumerate(table.to_pylist(), 1)]
     except CONVERSION_ERRORS:

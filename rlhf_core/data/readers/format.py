@@ -87,7 +87,8 @@ def system_turns(record: Any, name: str = "system") -> list[Turn]:
 def number_of(value: Any, name: str) -> float:
     """Return a finite number, also from its text as in csv; otherwise raise :class:`Refusal`."""
     try:
-        number = math.nan if isinstance(value, bool) else float(value)
+        python_only = isinstance(value, bool) or (isinstance(value, str) and "_" in value)  # "1_000"
+        number = math.nan if python_only else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):

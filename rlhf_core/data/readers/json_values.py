@@ -25,15 +25,15 @@ class JsonParser:
         self._decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_int=self._integer)
         self._marked = False
 
-    def parse(self, content: bytes) -> tuple[Any, bool]:
+    def parse(self, content: bytes, encoding: str) -> tuple[Any, bool]:
         """Return the value, and whether anything inside it is marked (see :func:`problem_in`).
 
         Raises:
-            ValueError: It is not JSON, or not of the encoding that its first bytes announce.
+            ValueError: It is not JSON, or not of that encoding.
             RecursionError: It is nested too deeply.
         """
         self._marked = False
-        value = self._decoder.decode(content.decode(json.detect_encoding(content), "surrogatepass"))
+        value = self._decoder.decode(content.decode(encoding, "surrogatepass"))
         return value, self._marked
 
     def _integer(self, digits: str) -> int | LongInteger:

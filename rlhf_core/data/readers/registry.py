@@ -11,6 +11,7 @@ from rlhf_core.data.readers.containers import Record
 from rlhf_core.data.readers.format import Format
 from rlhf_core.data.readers.message_trees import MESSAGE_TREES
 from rlhf_core.data.readers.rankings import RANKINGS
+from rlhf_core.data.readers.record_shape import record_shape
 from rlhf_core.data.readers.shapes import GENERAL
 from rlhf_core.errors import DataError
 
@@ -44,10 +45,7 @@ def detect(records: Sequence[Record], where: str) -> Format:
         problem = records[0].problem if records else "there are no rows"
         raise DataError(f"{where}, row {records[0].position if records else 0}: {problem}; {known}")
     first = readable[0]
-    record_shape = (
-        f"keys {', '.join(map(str, first.value))}" if isinstance(first.value, dict) else type(first.value).__name__
-    )
-    raise DataError(f"{where}, row {first.position} ({record_shape}) is of no known format; {known}")
+    raise DataError(f"{where}, row {first.position} ({record_shape(first.value)}) is of no known format; {known}")
 
 
 def format_of(value: Any) -> Format | None:

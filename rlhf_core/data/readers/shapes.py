@@ -199,6 +199,9 @@ def _is_prompt_reply(record: Any) -> bool:
 
 
 def _prompt_reply(record: Any) -> Parsed:
+    given = [name for name in REPLY_NAMES if isinstance(record.get(name), str | list)]
+    if any(record[name] != record[given[0]] for name in given):
+        raise Refusal(f"there are several replies: {', '.join(given)}; name one as reply in columns")
     name, prompt = str(_reply_name(record)), prompt_of(record["prompt"])
     return Parsed(prompt, reply=reply_after(prompt, record[name], name))
 

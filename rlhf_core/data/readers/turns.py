@@ -22,6 +22,7 @@ ROLE_NAMES = {
 # Parts of a turn that are no text of it; a turn that has one is refused, since the text alone says something else.
 LOST_PARTS = ("tool_calls", "function_call", "reasoning_content", "images", "audios", "videos")
 TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")
+EXCERPT = 60
 LAST_REPLY = "\n\nAssistant:"
 OPEN_REPLY = re.compile(r"\n\nAssistant:\s*\Z")
 # A whole transcript, also where the line breaks before its first turn were cut off.
@@ -53,7 +54,12 @@ def turn_of(value: Any) -> Turn:
     role = value.get("role", value.get("from"))
     known = ROLE_NAMES.get(role.lower()) if isinstance(role, str) else None
     if known is None:
-        raise Refusal(f"unknown role {role!r}; known are {', '.join(ROLE_NAMES)}")
+        raise Refusal(f"unknown role {repr(role)[:EXCERPT]}; known are {', '.join(ROLE_NAMES)}")
+    speaker, content, other = value.get("from"), value.get("content"), value.get("value")
+    if isinstance(speaker, str) and ROLE_NAMES.get(speaker.lower()) != known:
+        raise Refusal(f"a turn's role is {role!r} and from is {repr(speaker)[:EXCERPT]}")
+    if isinstance(content, str) and isinstance(other, str) and content != other:
+        raise Refusal(f"the {known} turn has different texts as content and value")
     more = [name for name in LOST_PARTS if value.get(name)]
     if more:
         raise Refusal(f"the {known} turn has {', '.join(more)} beside its text, which training would not see")

@@ -1,0 +1,76 @@
+"""Tables of text: quotes, ragged rows, headers, delimiters."""
+
+from __future__ import annotations
+
+from unit.data.malformed.case import OddFile, RowsRead, WholeRefusal, pairs, table_text
+
+HEADER = "prompt,chosen,rejected\n"
+FEWER, MORE = "fewer fields than the header", "more fields than the header"
+QUOTE = "a quote that is opened there is not closed"
+
+
+def table(label: str, text: str, written: int, expected: WholeRefusal | RowsRead, suffix: str = ".csv") -> OddFile:
+    return OddFile(label, suffix, text.encode(), written, expected)
+
+
+def good(label: str, count: int = 2) -> str:
+    """Return the lines of good pairs, without the header."""
+    return table_text(pairs(label, count)).decode().partition("\r\n")[2]
+
+
+FILES = [
+    table(
+        "csv-open-quote", f'{HEADER}a,b,c\nd,"e,f\n{good("open-quote")}', 4, WholeRefusal("line 3: not readable CSV")
+    ),
+    table("csv-quote-not-doubled", f'{HEADER}"say "hi"",b,c\n', 1, WholeRefusal(QUOTE)),
+    table("csv-escaped-quote", f'{HEADER}"say \\"hi\\" now",b,c\n', 1, WholeRefusal(QUOTE)),
+    table("tsv-open-quote", 'prompt\tchosen\trejected\na\t"b\tc\nd\te\tf\n', 2, WholeRefusal(QUOTE), ".tsv"),
+    table("csv-quote-inside", f'{HEADER}a "b" c?,say "x",no\n{good("quote-inside")}', 3, RowsRead(3)),
+    table("csv-fewer-fields", f"{HEADER}a,b\n{good('fewer')}", 3, RowsRead(2, {FEWER: 1})),
+    table("csv-more-fields", f"{HEADER}a,b,c,d\n{good('more')}", 3, RowsRead(2, {MORE: 1})),
+    table("csv-ragged", f"{HEADER}a\nb,c,d,e\n{good('ragged')}f,g\n", 5, RowsRead(2, {FEWER: 2, MORE: 1})),
+    table("csv-all-ragged", f"{HEADER}a,b\nc,d\n", 2, WholeRefusal(FEWER)),
+    table("csv-twice-a-column", "prompt,chosen,rejected,chosen\na,b,c,d\n", 1, WholeRefusal("names 'chosen' twice")),
+    table("csv-no-header", good("no-header"), 2, WholeRefusal("is of no known format")),
+    table("csv-header-only", HEADER, 0, WholeRefusal("is empty")),
+    table("csv-semicolons", table_text(pairs("semicolons"), ";").decode(), 2, WholeRefusal("prompt;chosen;rejected")),
+    table("csv-tabs", table_text(pairs("tabs"), "\t").decode(), 2, WholeRefusal("is of no known format")),
+    table("tsv-commas", table_text(pairs("commas")).decode(), 2, WholeRefusal("is of no known format"), ".tsv"),
+    table("csv-sep-line", f"sep=,\n{HEADER}{good('sep-line')}", 2, WholeRefusal(MORE)),
+    table(
+        "csv-spaces-in-header", "prompt, chosen, rejected\na,b,c\n", 1, WholeRefusal("keys prompt,  chosen,  rejected")
+    ),
+    table("csv-index-column", f",{HEADER}0,a index?,b,c\n1,d index?,e,f\n", 2, RowsRead(2, unused=[""])),
+    table("csv-two-unnamed", f",,{HEADER}0,1,a unnamed?,b,c\n", 1, RowsRead(1, unused=[""])),
+    table(
+        "csv-header-again",
+        f"{HEADER}{good('again-a')}{HEADER}{good('again-b')}",
+        5,
+        RowsRead(4, {"repeats the header": 1}),
+    ),
+    table(
+        "csv-files-joined",
+        f"{HEADER}{good('joined-a')}\ufeff{HEADER}{good('joined-b')}",
+        5,
+        RowsRead(4, {"repeats the header": 1}),
+    ),
+    table("csv-blank-lines", f"\n{HEADER}\n{good('blank-a', 1)}\n\n{good('blank-b', 1)}\n", 2, RowsRead(2)),
+    table(
+        "csv-empty-fields", f"{HEADER},,\n{good('empty-fields')}", 3, RowsRead(3, quarantined={"chosen is empty": 1})
+    ),
+    table(
+        "csv-nul", f"{HEADER}nul?,a\0b,c\n{good('csv-nul')}", 3, RowsRead(3, quarantined={"control or replacement": 1})
+    ),
+    table("csv-crlf-inside", f'{HEADER}"crlf\r\n?",a,b\r\n{good("csv-crlf")}', 3, RowsRead(3)),
+    table(
+        "csv-long-field", f"{HEADER}long?,{'x' * 200_000},c\n", 1, RowsRead(1, quarantined={"over 8000 characters": 1})
+    ),
+    table("csv-margin", "prompt,chosen,rejected,margin\nmargin?,a,b,0.5\nmargin 2?,a,b,\n", 2, RowsRead(2)),
+    table(
+        "csv-margin-text",
+        "prompt,chosen,rejected,margin\nmt?,a,b,much\nmt 2?,a,b,1\n",
+        2,
+        RowsRead(1, {"not a number": 1}),
+    ),
+    table("csv-conversation-text", 'prompt,chosen,rejected\n"[{""role"": ""user""}]",a,b\n', 1, RowsRead(1)),
+]

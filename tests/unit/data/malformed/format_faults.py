@@ -1,0 +1,231 @@
+"""Published formats with values out of range, ties, missing preferences, and rows of another kind than asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unit.data.malformed.case import OddFile, Row, RowsRead, WholeRefusal, lines, pair, pairs
+
+UNEQUAL = "the prompts of the two replies differ"
+
+
+def hh(label: str, chosen: str | None = None, rejected: str | None = None, **more: Any) -> Row:
+    start = f"\n\nHuman: {label}?\n\nAssistant:"
+    return {"chosen": chosen or f"{start} good", "rejected": rejected or f"{start} bad"} | more
+
+
+def pku(label: str, better: Any = 0, safer: Any = 0) -> Row:
+    replies = {"response_0": f"{label} a", "response_1": f"{label} b"}
+    return {"prompt": f"{label}?"} | replies | {"better_response_id": better, "safer_response_id": safer}
+
+
+def helpsteer(label: str, strength: Any = 2) -> Row:
+    return {
+        "prompt": f"{label}?",
+        "response_1": f"{label} a",
+        "response_2": f"{label} b",
+        "preference_strength": strength,
+    }
+
+
+def shp(label: str, best: Any = 1) -> Row:
+    return {"history": f"{label}?", "human_ref_A": f"{label} a", "human_ref_B": f"{label} b", "labels": best}
+
+
+def ranking(label: str, scores: Any = (3, 1), name: str = "scores", replies: int = 2) -> Row:
+    return {"prompt": f"{label}?", "responses": [f"{label} {n}" for n in range(replies)], name: list(scores)}
+
+
+def ultrafeedback(label: str, *scores: Any) -> Row:
+    replies = [{"response": f"{label} {n}", "overall_score": score} for n, score in enumerate(scores)]
+    return {"instruction": f"{label}?", "completions": replies}
+
+
+def binarized(label: str, chosen: Any = 8, rejected: Any = 5) -> Row:
+    return pair(label, score_chosen=chosen, score_rejected=rejected)
+
+
+def kto(label: str, value: Any = True, name: str = "label") -> Row:
+    return {"prompt": f"{label}?", "completion": f"reply {label}", name: value}
+
+
+def implicit(label: str, prompt: str = "which", other: str | None = None) -> Row:
+    def turns(question: str, reply: str) -> list[Row]:
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+
+    return {"chosen": turns(f"{label} {prompt}?", "good"), "rejected": turns(f"{label} {other or prompt}?", "bad")}
+
+
+def after(make: Any, label: str, row: Row, expected: RowsRead | str, **more: Any) -> OddFile:
+    """Return a file of twelve good rows by ``make`` and an odd one; a text as ``expected`` is why that is refused."""
+    if isinstance(expected, str):
+        expected = RowsRead(12, {expected: 1})
+    rows = [make(f"{label} {n}") for n in range(12)]
+    return OddFile(label, ".jsonl", lines(*rows, row), 13, expected, **more)
+
+
+def dropped(reason: str) -> RowsRead:
+    return RowsRead(12, dropped={reason: 1})
+
+
+def tree(label: str, **changes: Any) -> Row:
+    replies = [{"role": "assistant", "text": f"{label} {n}", "rank": n} for n in range(2)]
+    root = {"role": "prompter", "text": f"{label}?", "replies": replies}
+    return {"message_tree_id": label, "prompt": root | changes}
+
+
+HELPFUL = {"dimension": "helpful"}
+DEMONSTRATIONS, PROMPTS, PRETRAIN = ({"kind": kind} for kind in ("demonstrations", "prompts", "pretrain"))
+LABELLED = "the reply is labelled false"
+FILES = [
+    after(hh, "hh-other-prompt", hh("a", rejected="\n\nHuman: other?\n\nAssistant: bad"), UNEQUAL),
+    after(hh, "hh-empty-reply", hh("b", chosen="\n\nHuman: b?\n\nAssistant: "), "the final reply of chosen is empty"),
+    after(
+        hh, "hh-ends-with-human", hh("c", chosen="\n\nHuman: c?\n\nAssistant: x\n\nHuman: y"), "ends with a human turn"
+    ),
+    after(hh, "hh-no-assistant", hh("d", rejected="\n\nHuman: d?"), "rejected has no assistant's turn"),
+    after(hh, "hh-with-prompt", hh("hh-wp", prompt="hh-wp?"), RowsRead(13)),
+    after(hh, "hh-with-other-prompt", hh("e", prompt="something else?"), "the prompt is not that of the transcripts"),
+    after(
+        hh,
+        "hh-begins-with-assistant",
+        hh("f", "\n\nAssistant: good", "\n\nAssistant: bad"),
+        "the transcript has no turns",
+    ),
+    after(pku, "pku-index-2", pku("a", better=2), "better_response_id is 2, not 0 or 1", options=HELPFUL),
+    after(pku, "pku-index-null", pku("a", better=None), "better_response_id is not a number", options=HELPFUL),
+    after(pku, "pku-index-true", pku("a", better=True), "better_response_id is not a number", options=HELPFUL),
+    after(
+        pku,
+        "pku-disagreed",
+        pku("a", 0, 1),
+        dropped("the more helpful reply is not the safer"),
+        options={"dimension": "agreed"},
+    ),
+    OddFile(
+        "pku-no-dimension", ".jsonl", lines(pku("a"), pku("b")), 2, WholeRefusal("choose one of helpful, safe, agreed")
+    ),
+    after(helpsteer, "helpsteer-tie", helpsteer("a", 0), dropped("neither reply is preferred")),
+    after(helpsteer, "helpsteer-5", helpsteer("a", 5), "preference_strength is 5, not from -3 to 3"),
+    after(helpsteer, "helpsteer-nan", helpsteer("a", float("nan")), "preference_strength is not a number"),
+    after(shp, "shp-label-2", shp("a", 2), "labels is 2, not 0 or 1"),
+    after(ranking, "ranking-all-equal", ranking("a", (1, 1)), dropped("no reply is better than another")),
+    after(ranking, "ranking-ties", ranking("rt", (3, 1, 1), replies=3), RowsRead(14, expanded=1)),
+    after(ranking, "ranking-too-few-scores", ranking("a", (3,)), "there are 2 responses but 1 scores"),
+    after(ranking, "ranking-nan", ranking("a", (float("nan"), 1)), "score of reply 1 is not a number"),
+    after(ranking, "ranking-score-text", ranking("a", ("good", "bad")), "score of reply 1 is not a number"),
+    after(ranking, "ranking-nothing", ranking("a", (), replies=0), dropped("no reply is better than another")),
+    after(ranking, "ranking-one", ranking("a", (1,), replies=1), dropped("no reply is better than another")),
+    after(ranking, "ranks-ties", ranking("rk", (1, 1, 2), "ranks", 3), RowsRead(14, expanded=1)),
+    after(
+        lambda label: ultrafeedback(label, 8, 3),
+        "ultrafeedback-no-score",
+        ultrafeedback("a", 8, None),
+        "overall_score of completion 2 is not a number",
+    ),
+    after(lambda label: ultrafeedback(label, 8, 3), "ultrafeedback-empty", ultrafeedback("a"), "does not match"),
+    after(binarized, "scores-turned-round", binarized("a", 2, 5), "the scores prefer the other reply"),
+    after(binarized, "scores-equal", binarized("a", 5, 5), dropped("both replies have the same score")),
+    after(binarized, "scores-one-missing", binarized("om", 5, None), RowsRead(13)),
+    after(binarized, "scores-text", binarized("a", "high", 5), "score_chosen is not a number"),
+    after(implicit, "implicit-other-prompt", implicit("a", "which", "what"), UNEQUAL),
+    after(tree, "tree-no-role", tree("a", role=None), "a message of the tree has no role"),
+    after(tree, "tree-replies-text", tree("a", replies="none"), "the replies of a message are not a list"),
+    after(tree, "tree-deleted", tree("a", deleted=True), dropped("no two ranked replies")),
+    after(
+        tree,
+        "tree-rank-text",
+        tree("a", replies=[{"role": "assistant", "text": "b", "rank": "first"}]),
+        "rank is not a number",
+    ),
+    after(kto, "kto-false", kto("kf", False), LABELLED, **DEMONSTRATIONS),
+    after(kto, "kto-false-text", kto("kt", "False"), LABELLED, **DEMONSTRATIONS),
+    after(kto, "kto-zero", kto("kz", 0), LABELLED, **DEMONSTRATIONS),
+    after(kto, "kto-tag-false", kto("kg", False, "kto_tag"), LABELLED, **PRETRAIN),
+    after(kto, "kto-prompt", kto("kp", False), RowsRead(13), **PROMPTS),
+    OddFile(
+        "kto-as-pairs",
+        ".jsonl",
+        lines(kto("a"), kto("b", False)),
+        2,
+        WholeRefusal("is no pair: put a better or worse reply"),
+    ),
+    OddFile("prompts-as-pairs", ".jsonl", lines({"prompt": "a?"}), 1, WholeRefusal("holds no preferences")),
+    OddFile("texts-as-prompts", ".jsonl", lines({"text": "a"}), 1, WholeRefusal("holds no prompts"), **PROMPTS),
+    OddFile(
+        "stepwise-as-pairs",
+        ".jsonl",
+        lines({"prompt": "a?", "completions": ["b"], "labels": [True]}),
+        1,
+        WholeRefusal("reward models here judge whole replies, not steps"),
+    ),
+    OddFile(
+        "oasst-messages",
+        ".jsonl",
+        lines({"message_id": "a", "parent_id": None, "role": "prompter", "text": "a?"}),
+        1,
+        WholeRefusal("give the file of trees beside it"),
+    ),
+    OddFile(
+        "mixed-formats",
+        ".jsonl",
+        lines(*pairs("mixed", 3), *(kto(f"m{n}") for n in range(3))),
+        6,
+        WholeRefusal("are of several formats (3 standard, 3 prompt-reply)"),
+    ),
+    OddFile(
+        "mixed-formats-named",
+        ".jsonl",
+        lines(*pairs("mixed-named", 3), *(kto(f"n{n}") for n in range(3))),
+        6,
+        RowsRead(3, {"does not match the format standard": 3}),
+        options={"format": "standard"},
+    ),
+    OddFile(
+        "implicit-rendered",
+        ".jsonl",
+        lines(*({"chosen": f"<s>[INST] {n}?[/INST] a", "rejected": f"<s>[INST] {n}?[/INST] b"} for n in range(2))),
+        2,
+        RowsRead(0, {"rendered by a chat template": 2}),
+    ),
+    OddFile(
+        "implicit-nothing-shared",
+        ".jsonl",
+        lines(
+            {"chosen": "Yes.", "rejected": "No."},
+            {"chosen": "ins The sky is blue.", "rejected": "ins The sky is green."},
+        ),
+        2,
+        RowsRead(1, {"there is no prompt": 1}),
+    ),
+    OddFile(
+        "turn-list-number",
+        ".jsonl",
+        lines(*([f"tl {n}", "reply"] for n in range(12)), ["a", 5]),
+        13,
+        RowsRead(12, {"does not match": 1}),
+        **DEMONSTRATIONS,
+    ),
+    OddFile(
+        "turn-list-open",
+        ".jsonl",
+        lines(*([f"to {n}", "reply"] for n in range(12)), ["a", "b", "c"]),
+        13,
+        RowsRead(12, {"there is no reply": 1}),
+        **DEMONSTRATIONS,
+    ),
+    OddFile(
+        "moss-pair-short",
+        ".jsonl",
+        lines({"chosen": ["a"], "rejected": ["b"]}, {"chosen": ["mp?", "a"], "rejected": ["mp?", "b"]}),
+        2,
+        RowsRead(1, {"a reply but no prompt": 1}),
+    ),
+    OddFile(
+        "moss-pair-other-prompt",
+        ".jsonl",
+        lines({"chosen": ["c", "a"], "rejected": ["d", "b"]}, {"chosen": ["mo?", "a"], "rejected": ["mo?", "b"]}),
+        2,
+        RowsRead(1, {UNEQUAL: 1}),
+    ),
+]

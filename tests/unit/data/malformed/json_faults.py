@@ -1,0 +1,133 @@
+"""JSON and JSON lines that other programs accept, that were cut off, or whose numbers and keys no reader keeps."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from unit.data.malformed.case import OddFile, RowsRead, WholeRefusal, lines, pair, pairs
+
+INVALID = "the line is not valid JSON"
+NOT_JSON = "is not valid JSON"
+DEEP = 100_000
+
+
+def whole(label: str, content: bytes | str, message: str, suffix: str = ".json", written: int = 2) -> OddFile:
+    data = content if isinstance(content, bytes) else content.encode()
+    return OddFile(label, suffix, data, written, WholeRefusal(message))
+
+
+def bad_line(label: str, line: Any, reason: str) -> OddFile:
+    """Return a file of good pairs with one bad line, which stands first: it must not decide about the others."""
+    return OddFile(label, ".jsonl", lines(line, *pairs(label, 12)), 13, RowsRead(12, {reason: 1}))
+
+
+def number(label: str, digits: str, expected: RowsRead) -> OddFile:
+    """Return a file with one pair whose margin is written as ``digits``."""
+    row = json.dumps(pair(label))[:-1] + f', "margin": {digits}}}'
+    return OddFile(label, ".jsonl", lines(*pairs(label), row), 3, expected)
+
+
+def dumped(label: str, **changes: Any) -> str:
+    return json.dumps(pair(label, **changes))
+
+
+INFINITE = RowsRead(3, quarantined={"margin is not a finite number": 1})
+ROWS = json.dumps(pairs("json"))
+FIRST, SECOND = (json.dumps(row) for row in pairs("json"))
+FILES = [
+    whole("json-deep", "[" * DEEP + "]" * DEEP, "nested too deeply", written=1),
+    whole("json-deep-open", '{"a":' * DEEP, "nested too deeply", written=1),
+    bad_line("jsonl-deep", "[" * DEEP + "]" * DEEP, INVALID),
+    bad_line(
+        "jsonl-deep-column", dumped("jsonl-deep-column")[:-1] + ', "x": ' + "[" * DEEP + "]" * DEEP + "}", INVALID
+    ),
+    OddFile(
+        "jsonl-nested-column",
+        ".jsonl",
+        lines(*pairs("nested-a"), dumped("nested-b")[:-1] + ', "x": ' + "[" * 500 + "]" * 500 + "}"),
+        3,
+        RowsRead(3, unused=["x"]),
+    ),
+    number("margin-nan", "NaN", INFINITE),
+    number("margin-infinity", "Infinity", INFINITE),
+    number("margin-minus-infinity", "-Infinity", INFINITE),
+    number("margin-1e999", "1e999", INFINITE),
+    number("margin-400-digits", "9" * 400, RowsRead(2, {"the margin is not a finite number": 1})),
+    number("margin-5000-digits", "9" * 5000, RowsRead(2, {"an integer of 5000 digits": 1})),
+    number("margin-true", "true", RowsRead(2, {"margin 'True' is not a number": 1})),
+    number("margin-text", '"large"', RowsRead(2, {"margin 'large' is not a number": 1})),
+    number("margin-number-as-text", '"0.5"', RowsRead(3)),
+    number("margin-list", "[1]", RowsRead(2, {"is not a number": 1})),
+    number("margin-null", "null", RowsRead(3)),
+    number("margin-empty", '""', RowsRead(3)),
+    number("margin-underscore", '"1_000"', RowsRead(2, {"is not a number": 1})),
+    bad_line(
+        "integer-in-other-column",
+        dumped("integer-column")[:-1] + ', "x": {"n": [' + "1" * 5000 + "]}}",
+        "an integer of 5000",
+    ),
+    bad_line("twice-a-key", '{"prompt": "a?", "chosen": "b", "rejected": "c", "chosen": "d"}', "'chosen' occurs twice"),
+    bad_line(
+        "twice-a-key-inside",
+        '{"prompt": [{"role": "user", "content": "a", "content": "b"}], "chosen": "b", "rejected": "c"}',
+        "'content' occurs twice",
+    ),
+    whole("twice-data", f'{{"data": {ROWS}, "data": []}}', "'data' occurs twice"),
+    whole("trailing-comma", f"[{FIRST}, {SECOND},]", NOT_JSON),
+    whole("comments", f"// pairs\n[{FIRST}, /* second */ {SECOND}]", NOT_JSON),
+    whole("single-quotes", ROWS.replace('"', "'"), NOT_JSON),
+    whole("keys-without-quotes", '[{prompt: "a?", chosen: "b", rejected: "c"}]', NOT_JSON, written=1),
+    whole("cut-json", ROWS[: len(ROWS) // 2], NOT_JSON),
+    whole("raw-line-break", '[{"prompt": "a\n?", "chosen": "b", "rejected": "c"}]', NOT_JSON, written=1),
+    whole("single-object", FIRST, "holds a single JSON dict", written=1),
+    whole("single-null", "null", "holds a single JSON NoneType", written=0),
+    whole("split-object", f'{{"train": [{FIRST}], "test": [{SECOND}]}}', "holds a single JSON dict"),
+    whole("empty-list", "[]", "is empty", written=0),
+    whole("empty-data", '{"data": []}', "is empty", written=0),
+    whole("list-of-lists", f"[[{FIRST}], [{SECOND}]]", "is of no known format"),
+    whole("list-of-numbers", "[1, 2, 3]", "is of no known format", written=3),
+    whole("list-of-texts", '["a", "b"]', "is of no known format"),
+    whole("list-of-nulls", "[null, null]", "is of no known format"),
+    whole("objects-joined", FIRST + SECOND, "Extra data"),
+    whole("lists-joined", f"[{FIRST}][{SECOND}]", "Extra data"),
+    whole("list-in-jsonl", ROWS + "\n", "is of no known format", ".jsonl"),
+    whole("list-per-line", f"[{FIRST}]\n[{SECOND}]\n", "is of no known format", ".jsonl"),
+    whole("indented-jsonl", json.dumps(pairs("json"), indent=1), "holds JSON over several lines", ".jsonl"),
+    whole(
+        "indented-objects",
+        "\n".join(json.dumps(row, indent=1) for row in pairs("json")),
+        "over several lines",
+        ".jsonl",
+    ),
+    whole("python-literals", "{'prompt': 'a?', 'chosen': 'b', 'rejected': None}\n", INVALID, ".jsonl", 1),
+    OddFile("data-object", ".json", json.dumps({"version": 1, "data": pairs("data-object")}).encode(), 2, RowsRead(2)),
+    OddFile("jsonl-as-json", ".json", lines(*pairs("jsonl-as-json")), 2, RowsRead(2)),
+    OddFile("ndjson", ".ndjson", lines(*pairs("ndjson")), 2, RowsRead(2)),
+    bad_line("first-row-cut", dumped("first-row-cut")[:30], INVALID),
+    bad_line("first-row-null", None, "does not match the format standard"),
+    bad_line("first-row-number", 7, "does not match the format standard"),
+    bad_line("first-row-text", "just words", INVALID),
+    bad_line("first-row-list", [["a", "b"]], "does not match the format standard"),
+    bad_line("first-row-prompt", {"prompt": "only a prompt?"}, "does not match the format standard"),
+    bad_line("first-row-comment", "# exported today", INVALID),
+    bad_line("line-with-comma", FIRST + ",", INVALID),
+    bad_line("two-objects-on-a-line", FIRST + SECOND, INVALID),
+    OddFile(
+        "last-row-cut",
+        ".jsonl",
+        lines(*pairs("last-row-cut"), dumped("last-row-cut"))[:-9],
+        3,
+        RowsRead(2, {INVALID: 1}),
+    ),
+    OddFile(
+        "huge-line",
+        ".jsonl",
+        lines(*pairs("huge-line"), pair("huge-line", chosen="word " * 400_000)),
+        3,
+        RowsRead(3, quarantined={"chosen is over 8000 characters": 1}),
+    ),
+    OddFile("empty-jsonl", ".jsonl", b"", 0, WholeRefusal("is empty")),
+    OddFile("empty-json", ".json", b" \n", 0, WholeRefusal("is empty")),
+    OddFile("only-line-ends", ".jsonl", b"\n\r\n\n", 0, WholeRefusal("is empty")),
+]

@@ -1,0 +1,167 @@
+"""Rows that are JSON and of a known format, and still cannot be learned from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unit.data.malformed.case import OddFile, Row, RowsRead, WholeRefusal, lines, pair, pairs
+
+
+def bad_row(label: str, row: Any, reason: str) -> OddFile:
+    """Return a file of good pairs and one that the reader refuses."""
+    return OddFile(label, ".jsonl", lines(*pairs(label, 12), row), 13, RowsRead(12, {reason: 1}))
+
+
+def quarantined(label: str, row: Row, reason: str) -> OddFile:
+    """Return a file of good pairs and one that validation refuses."""
+    return OddFile(label, ".jsonl", lines(*pairs(label, 12), row), 13, RowsRead(13, quarantined={reason: 1}))
+
+
+def noted(label: str, row: Row, *unused: str) -> OddFile:
+    """Return a file of good pairs and one that is used, though not all of its columns are."""
+    return OddFile(label, ".jsonl", lines(*pairs(label, 12), row), 13, RowsRead(13, unused=unused))
+
+
+def turn(role: Any, content: Any, **more: Any) -> Row:
+    return {"role": role, "content": content} | more
+
+
+def dialogue(label: str, *prompt: Row, **changes: Any) -> Row:
+    row = {
+        "prompt": list(prompt),
+        "chosen": [turn("assistant", f"good {label}")],
+        "rejected": [turn("assistant", f"bad {label}")],
+    }
+    return row | changes
+
+
+def dialogues(label: str, row: Row, expected: RowsRead) -> OddFile:
+    """Return a file of conversational pairs, the last of which is ``row``."""
+    rows = [dialogue(f"{label} {n}", turn("user", f"{label} {n}?")) for n in range(12)]
+    return OddFile(label, ".jsonl", lines(*rows, row), 13, expected)
+
+
+def bad_dialogue(label: str, row: Row, reason: str) -> OddFile:
+    return dialogues(label, row, RowsRead(12, {reason: 1}))
+
+
+def odd_roles(label: str, *roles: str) -> OddFile:
+    """Return a file with a dialogue of these roles, which validation refuses."""
+    row = dialogue(label, *(turn(role, f"{label} {n}") for n, role in enumerate(roles)))
+    return dialogues(label, row, RowsRead(13, quarantined={"roles do not alternate": 1}))
+
+
+def alpaca(label: str, **changes: Any) -> Row:
+    return {"instruction": f"{label}?", "input": "", "chosen": f"good {label}", "rejected": f"bad {label}"} | changes
+
+
+def bad_alpaca(label: str, reason: str, **changes: Any) -> OddFile:
+    rows = [alpaca(f"{label} {n}") for n in range(12)]
+    return OddFile(label, ".jsonl", lines(*rows, alpaca(label, **changes)), 13, RowsRead(12, {reason: 1}))
+
+
+def question(text: str) -> Row:
+    return turn("user", text)
+
+
+def both_ways(label: str, first: Row, second: Row) -> OddFile:
+    reason = "the same pair is also labelled the other way round"
+    return OddFile(label, ".jsonl", lines(*pairs(label), first, second), 4, RowsRead(4, quarantined={reason: 2}))
+
+
+USER = turn("user", "which?")
+TOOL = turn("assistant", "text", tool_calls=[{"function": {"name": "f"}}])
+FILES = [
+    *(
+        bad_alpaca(f"history-{n}", "history is not a list of [question, answer]", history=value)
+        for n, value in enumerate((5, "no", {"a": "b"}, [5], [["a"]], [["a", "b", "c"]]))
+    ),
+    bad_alpaca("history-null-question", "history is not text but NoneType", history=[[None, "b"]]),
+    bad_alpaca("instruction-number", "does not match the format", instruction=5),
+    bad_row("reply-null", pair("reply-null", chosen=None), "does not match the format"),
+    bad_row("reply-number", pair("reply-number", chosen=5), "does not match the format"),
+    bad_row("reply-missing", {"prompt": "a?", "chosen": "b"}, "does not match the format"),
+    bad_row("reply-misspelt", {"prompt": "a?", "choosen": "b", "rejected": "c"}, "does not match the format"),
+    bad_row("no-columns", {}, "does not match the format"),
+    bad_row("other-columns", {"title": "a", "score": 1}, "does not match the format"),
+    bad_row("system-number", pair("system-number", system=5), "system is not text"),
+    bad_row("reply-transcript", pair("rt", chosen="\n\nHuman: a?\n\nAssistant: b"), "chosen"),
+    noted("extra-columns", pair("extra-columns", model="m", turns=3), "model", "turns"),
+    noted("margin-misspelt", pair("margin-misspelt", margn=3.0), "margn"),
+    noted("system-misspelt", pair("system-misspelt", System="Be brief."), "System"),
+    quarantined(
+        "equal-replies", pair("equal", chosen="same", rejected="same"), "chosen and rejected are the same text"
+    ),
+    quarantined(
+        "equal-but-for-space", pair("space", chosen="a  b", rejected="a b\n"), "chosen and rejected are the same text"
+    ),
+    quarantined("empty-prompt", pair("empty-prompt", prompt=""), "a turn of the user or the assistant is empty"),
+    quarantined("long-prompt", pair("long-prompt", prompt="x" * 4001), "the prompt is over 4000 characters"),
+    quarantined("copy", pairs("copy", 1)[0], "an exact copy of an earlier row"),
+    quarantined("secret", pair("secret", chosen="key AKIA" + "ABCDEFGHIJKLMNOP"), "access key"),
+    both_ways("contradiction", pair("con"), pair("con", chosen="bad con x", rejected="good con x")),
+    both_ways(
+        "contradiction-in-space",
+        pair("cis", chosen="x y", rejected="z"),
+        pair("cis", chosen="z ", rejected="x\n y"),
+    ),
+    bad_dialogue("chosen-of-user", dialogue("cu", USER, chosen=[turn("user", "b")]), "chosen is a turn of the user"),
+    bad_dialogue(
+        "chosen-two-turns",
+        dialogue("c2", USER, chosen=[turn("assistant", "a"), turn("assistant", "b")]),
+        "chosen has 2 turns",
+    ),
+    bad_dialogue("chosen-no-turns", dialogue("c0", USER, chosen=[]), "chosen has 0 turns"),
+    bad_dialogue("tool-calls", dialogue("tc", USER, chosen=[TOOL]), "has tool_calls beside its text"),
+    bad_dialogue(
+        "function-call",
+        dialogue("fc", USER, turn("assistant", "a", function_call={"name": "f"}), USER),
+        "has function_call",
+    ),
+    bad_dialogue("tool-role", dialogue("tr", USER, turn("tool", "{}"), USER), "unknown role 'tool'"),
+    bad_dialogue("role-number", dialogue("rn", turn(1, "a")), "unknown role 1"),
+    bad_dialogue("no-role", dialogue("no", {"content": "a"}), "unknown role None"),
+    bad_dialogue("no-content", dialogue("nc", {"role": "user"}), "the user turn is not text but NoneType"),
+    bad_dialogue("content-number", dialogue("cn", turn("user", 5)), "the user turn is not text but int"),
+    bad_dialogue("turn-text", dialogue("tt", USER) | {"prompt": ["which?"]}, "a turn is not an object but str"),
+    bad_dialogue("image-part", dialogue("ip", turn("user", [{"type": "image", "url": "x"}])), "a part of type 'image'"),
+    bad_dialogue("no-parts", dialogue("np", turn("user", [])), "the user turn has no parts"),
+    bad_dialogue(
+        "two-roles", dialogue("2r", {"role": "user", "from": "gpt", "content": "a"}), "role is 'user' and from is 'gpt'"
+    ),
+    bad_dialogue("two-contents", dialogue("2c", {"role": "user", "content": "a", "value": "b"}), "content and value"),
+    dialogues(
+        "text-parts",
+        dialogue("tp", turn("user", [{"type": "text", "text": "a "}, {"type": "text", "text": "tp?"}])),
+        RowsRead(13),
+    ),
+    dialogues("empty-tool-calls", dialogue("et", turn("user", "et?", tool_calls=[])), RowsRead(13)),
+    dialogues("empty-system", dialogue("es", turn("system", ""), turn("user", "es?")), RowsRead(13)),
+    dialogues(
+        "empty-user-turn", dialogue("eu", turn("user", " ")), RowsRead(13, quarantined={"a turn of the user": 1})
+    ),
+    dialogues(
+        "system-twice",
+        dialogue("st", turn("system", "a"), turn("user", "st?"), system="b"),
+        RowsRead(13, quarantined={"roles do not": 1}),
+    ),
+    odd_roles("roles-user-twice", "user", "user"),
+    odd_roles("roles-assistant-first", "assistant", "user"),
+    odd_roles("roles-assistant-last", "user", "assistant"),
+    odd_roles("roles-system-last", "user", "assistant", "system"),
+    odd_roles("roles-system-alone", "system"),
+    odd_roles("roles-system-inside", "user", "system", "user"),
+    dialogues("roles-capital", dialogue("rc", turn("USER", "rc?")), RowsRead(13)),
+    dialogues(
+        "many-turns",
+        dialogue("mt", *(turn(("user", "assistant")[n % 2], f"mt {n}") for n in range(41))),
+        RowsRead(13, quarantined={"more than 32 turns": 1}),
+    ),
+    OddFile("prompt-object", ".jsonl", lines(*[pair("po", prompt=USER)] * 2), 2, WholeRefusal("prompt (dict)")),
+    OddFile(
+        "keys-capital", ".jsonl", lines({"Prompt": "a", "Chosen": "b", "Rejected": "c"}), 1, WholeRefusal("keys Prompt")
+    ),
+    OddFile(
+        "keys-misspelt", ".jsonl", lines({"prompt": 1, "choosen": "b", "rejected": "c"}), 1, WholeRefusal("choosen")
+    ),
+]

@@ -1,0 +1,104 @@
+"""Paths that hold no ordinary file, and options of a source that do not fit what it holds."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from unit.data.malformed.case import OddFile, RowsRead, WholeRefusal, lines, pairs
+
+
+def special(label: str, make: Any, message: str, name: str = "x.jsonl") -> OddFile:
+    return OddFile(label, name, make, 0, WholeRefusal(message))
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.with_name("y.jsonl"))
+    path.with_name("y.jsonl").symlink_to(path)
+
+
+def listening(path: Path) -> None:
+    os.chdir(path.parent)  # the path of a socket is at most 108 bytes long
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path.name)
+
+
+def questions(label: str, *changes: dict[str, Any]) -> bytes:
+    """Return rows of columns that no known format has."""
+    rows = [{"title": f"{label} {n}", "body": "text", "best": f"good {n}", "worst": f"bad {n}"} for n in range(12)]
+    return lines(
+        *rows, *({"title": f"{label} x", "body": "text", "best": "good x", "worst": "bad x"} | c for c in changes)
+    )
+
+
+def mapped(label: str, expected: RowsRead | WholeRefusal, *changes: dict[str, Any], **options: Any) -> OddFile:
+    return OddFile(label, ".jsonl", questions(label, *changes), 12 + len(changes), expected, options=options)
+
+
+COLUMNS = {"prompt": "title", "chosen": "best", "rejected": "worst"}
+REPLIES = {"chosen": "best", "rejected": "worst"}
+FILES = [
+    special("folder", Path.mkdir, "is a folder; name its files"),
+    special("symlink-loop", loop, "is no file that can be read"),
+    special("dangling-symlink", lambda path: path.symlink_to("gone.jsonl"), "is no file that can be read"),
+    special("fifo", os.mkfifo, "is no file that can be read"),
+    special("missing", lambda path: None, "no file matches"),
+    special("glob-of-nothing", lambda path: None, "no file matches", "*.parquet"),
+    special("no-suffix", lambda path: path.write_bytes(lines(*pairs("a"))), "unknown kind of file", "pairs"),
+    special("text-suffix", lambda path: path.write_bytes(b"a\n"), "unknown kind of file '.txt'", "x.txt"),
+    special("bz2", lambda path: path.write_bytes(b"BZh9"), "unknown kind of file '.bz2'", "x.jsonl.bz2"),
+    special("only-compression", lambda path: path.write_bytes(b"a"), "unknown kind of file '.gz'", "x.gz"),
+    OddFile("brackets", "x[1].jsonl", lines(*pairs("brackets")), 2, RowsRead(2)),
+    OddFile("tilde", "~x~.jsonl", lines(*pairs("tilde")), 2, RowsRead(2)),
+    OddFile("line-break-in-name", "x\ny.jsonl", lines(*pairs("line-break")), 2, RowsRead(2)),
+    OddFile("spaces-in-name", " x y .jsonl", lines(*pairs("spaces")), 2, RowsRead(2)),
+    OddFile("Chinese-name", "数据.jsonl", lines(*pairs("Chinese")), 2, RowsRead(2)),
+    mapped("no-options", WholeRefusal("is of no known format")),
+    mapped("columns", RowsRead(12), columns=COLUMNS),
+    mapped("column-misspelt", WholeRefusal("no row has a column 'bset'"), columns=COLUMNS | {"chosen": "bset"}),
+    mapped(
+        "column-missing-once",
+        RowsRead(12, {"does not match the format standard": 1}),
+        {"title": None},
+        columns=COLUMNS,
+    ),
+    mapped("template", RowsRead(12), columns=REPLIES, template="{title}\n\n{body}"),
+    mapped(
+        "template-column-missing",
+        WholeRefusal("no row has a column 'text'"),
+        columns=REPLIES,
+        template="{title} {text}",
+    ),
+    mapped(
+        "template-value-null",
+        RowsRead(12, {"the column body is not text": 1}),
+        {"body": None},
+        columns=REPLIES,
+        template="{title} {body}",
+    ),
+    mapped(
+        "template-value-number",
+        RowsRead(12, {"the column title is not text": 1}),
+        {"title": 5},
+        columns=REPLIES,
+        template="{title}",
+    ),
+    mapped("columns-without-pair", WholeRefusal("holds no preferences"), columns={"prompt": "title"}),
+    mapped("format-that-does-not-fit", RowsRead(0, {"does not match the format hh-rlhf": 12}), format="hh-rlhf"),
+    mapped("dimension-that-does-not-fit", WholeRefusal("has no dimension safe"), columns=COLUMNS, dimension="safe"),
+    OddFile(
+        "dotted-column",
+        ".jsonl",
+        lines(*({"q": {"text": f"dotted {n}?"}, "a": "good", "b": "bad"} for n in range(2))),
+        2,
+        RowsRead(2),
+        options={"columns": {"prompt": "q.text", "chosen": "a", "rejected": "b"}},
+    ),
+    *(
+        OddFile(f"plain-{kind}", ".jsonl", lines(*({name: f"plain {n}?"} for n in range(60))), 60, RowsRead(60), kind)
+        for kind, name in (("prompts", "prompt"), ("pretrain", "text"))
+    ),
+    OddFile("capped", ".jsonl", lines(*pairs("capped", 5)), 5, RowsRead(5), options={"cap": 5}),
+]

@@ -1,0 +1,169 @@
+"""Parquet and Arrow files: cut off, without rows, with columns of other types, with values that Python has none of."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+from typing import Any
+
+import pyarrow as pa
+from unit.data.malformed.case import OddFile, Row, RowsRead, WholeRefusal, arrow, pairs, parquet
+
+
+def column(
+    label: str, name: str, values: pa.Array, expected: WholeRefusal | RowsRead, suffix: str = ".parquet"
+) -> OddFile:
+    """Return a table of good pairs in which one column is replaced or added."""
+    rows = pairs(label, len(values))
+    columns: dict[str, Any] = {key: pa.array([row[key] for row in rows]) for key in rows[0]} | {name: values}
+    table = pa.table(columns)
+    return OddFile(label, suffix, parquet(table) if suffix == ".parquet" else arrow(table), len(values), expected)
+
+
+def invalid_utf8(*texts: bytes) -> pa.Array:
+    return pa.Array.from_buffers(pa.string(), len(texts), pa.array(texts, pa.binary()).buffers())
+
+
+def rows_of(label: str, rows: list[Row], schema: pa.Schema, expected: WholeRefusal | RowsRead) -> OddFile:
+    return OddFile(label, ".parquet", parquet(pa.Table.from_pylist(rows, schema)), len(rows), expected)
+
+
+def repeated(names: list[str]) -> pa.Table:
+    return pa.table([pa.array([f"repeated {n}"]) for n in range(len(names))], names=names)
+
+
+TURN = pa.struct([("role", pa.string()), ("content", pa.string())])
+DIALOGUES = pa.schema([("prompt", pa.list_(TURN)), ("chosen", pa.list_(TURN)), ("rejected", pa.list_(TURN))])
+
+
+def turn(role: str | None, content: str | None) -> dict[str, str | None]:
+    return {"role": role, "content": content}
+
+
+def dialogue(label: str, **changes: Any) -> Row:
+    row = {
+        "prompt": [turn("user", f"{label}?")],
+        "chosen": [turn("assistant", "b")],
+        "rejected": [turn("assistant", "c")],
+    }
+    return row | changes
+
+
+BIG = pairs("table", 300)
+WHOLE = parquet(BIG)
+STREAM = arrow(pairs("stream", 300), stream=True, batch=100)
+ARROW = arrow(pairs("arrow", 300), batch=100)
+NOT_PARQUET, NOT_ARROW = "is not a readable parquet file", "is not a readable arrow file"
+AWARE = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
+FILES = [
+    *(
+        OddFile(f"parquet-cut-{keep}", ".parquet", WHOLE[:keep], 300, WholeRefusal(NOT_PARQUET))
+        for keep in (4, len(WHOLE) // 2, len(WHOLE) - 1, len(WHOLE) - 9)
+    ),
+    *(
+        OddFile(f"arrow-cut-{keep}", ".arrow", ARROW[:keep], 300, WholeRefusal(NOT_ARROW))
+        for keep in (8, len(ARROW) // 2, len(ARROW) - 1)
+    ),
+    *(
+        OddFile(f"stream-cut-{keep}", ".arrow", STREAM[:keep], 300, WholeRefusal(NOT_ARROW))
+        for keep in (10, len(STREAM) // 2, len(STREAM) - 8)
+    ),
+    OddFile("parquet-no-rows", ".parquet", parquet(pa.Table.from_pylist([], DIALOGUES)), 0, WholeRefusal("is empty")),
+    OddFile("arrow-no-rows", ".arrow", arrow(pa.Table.from_pylist([], DIALOGUES)), 0, WholeRefusal("is empty")),
+    OddFile(
+        "parquet-two-of-a-name",
+        ".parquet",
+        parquet(repeated(["prompt", "chosen", "rejected", "chosen"])),
+        1,
+        WholeRefusal("names 'chosen' twice"),
+    ),
+    OddFile(
+        "arrow-two-of-a-name",
+        ".arrow",
+        arrow(repeated(["prompt", "prompt", "rejected"])),
+        1,
+        WholeRefusal("names 'prompt' twice"),
+    ),
+    column("bytes-replies", "chosen", pa.array([b"a", b"b"]), WholeRefusal("chosen (bytes)")),
+    column("bytes-column", "digest", pa.array([b"\xff", b"b"]), RowsRead(2, unused=["digest"])),
+    column("number-replies", "chosen", pa.array([1, 2]), WholeRefusal("chosen (int)")),
+    column("null-replies", "rejected", pa.nulls(2), WholeRefusal("rejected (NoneType)")),
+    column(
+        "one-null-reply",
+        "rejected",
+        pa.array([*(f"r {n}" for n in range(11)), None]),
+        RowsRead(11, {"does not match": 1}),
+    ),
+    column(
+        "bad-utf8",
+        "rejected",
+        invalid_utf8(b"x", b"\xff\xfe", b"z"),
+        RowsRead(2, {"the column rejected cannot be read": 1}),
+    ),
+    column(
+        "bad-utf8-arrow",
+        "rejected",
+        invalid_utf8(b"x", b"\xff\xfe", b"z"),
+        RowsRead(2, {"the column rejected cannot be read": 1}),
+        ".arrow",
+    ),
+    column(
+        "late-timestamp",
+        "when",
+        pa.array([0, 2**62], pa.timestamp("ms")),
+        RowsRead(1, {"the column when cannot be read": 1}, unused=["when"]),
+    ),
+    column("good-timestamp", "when", pa.array([AWARE, None]), RowsRead(2, unused=["when"])),
+    column(
+        "unknown-time-zone",
+        "when",
+        pa.array([0, 1], pa.timestamp("ms", "No/Where")),
+        WholeRefusal("the column when cannot be read"),
+    ),
+    column("nanoseconds", "when", pa.array([1, 2], pa.timestamp("ns")), RowsRead(2, unused=["when"])),
+    column(
+        "late-date",
+        "when",
+        pa.array([0, 2**30], pa.date32()),
+        RowsRead(1, {"the column when cannot be read": 1}, unused=["when"]),
+    ),
+    column("decimal-margin", "margin", pa.array([decimal.Decimal("0.5"), None]), RowsRead(2)),
+    column("nan-margin", "margin", pa.array([float("nan"), 1.0]), RowsRead(2, quarantined={"not a finite number": 1})),
+    column("boolean-margin", "margin", pa.array([True, False]), RowsRead(0, {"is not a number": 2})),
+    column("half-margin", "margin", pa.array([0.5, 1.0], pa.float16()), RowsRead(2)),
+    column("dictionary-text", "chosen", pa.array(["good a", "good b"]).dictionary_encode(), RowsRead(2)),
+    column("large-text", "chosen", pa.array(["good a", "good b"], pa.large_string()), RowsRead(2)),
+    column("text-views", "chosen", pa.array(["good a", "good b"], pa.string_view()), RowsRead(2), ".arrow"),
+    column(
+        "map-column", "tags", pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int8())), RowsRead(2, unused=["tags"])
+    ),
+    column("null-column", "note", pa.nulls(2), RowsRead(2)),
+    column("struct-prompt", "prompt", pa.array([turn("user", "a"), turn("user", "b")]), WholeRefusal("prompt (dict)")),
+    column("nul-in-text", "chosen", pa.array(["a\0b", "fine"]), RowsRead(2, quarantined={"control or replacement": 1})),
+    rows_of(
+        "null-turn",
+        [dialogue("null-turn"), dialogue("null-turn-2", prompt=[None])],
+        DIALOGUES,
+        RowsRead(1, {"a turn is not an object": 1}),
+    ),
+    rows_of(
+        "null-content",
+        [dialogue("null-content"), dialogue("nc-2", chosen=[turn("assistant", None)])],
+        DIALOGUES,
+        RowsRead(1, {"is not text but NoneType": 1}),
+    ),
+    rows_of(
+        "null-role",
+        [dialogue("null-role"), dialogue("nr-2", prompt=[turn(None, "a")])],
+        DIALOGUES,
+        RowsRead(1, {"unknown role None": 1}),
+    ),
+    rows_of(
+        "empty-dialogue",
+        [dialogue("empty"), dialogue("empty-2", prompt=[])],
+        DIALOGUES,
+        RowsRead(1, {"the list of turns is empty": 1}),
+    ),
+    OddFile("arrow-stream", ".arrow", arrow(pairs("arrow-stream"), stream=True), 2, RowsRead(2)),
+    OddFile("parquet-many-groups", ".parquet", parquet(pairs("groups", 30), row_group_size=7), 30, RowsRead(30)),
+]

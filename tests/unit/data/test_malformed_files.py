@@ -1,0 +1,70 @@
+"""Every malformed or odd file is refused whole, refused in rows, or read with a note; never a traceback, never less."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from unit.data.malformed.case import OddFile, RowsRead, WholeRefusal
+from unit.data.malformed.corpus import ODD_FILES
+
+from rlhf_core.config.collect import DataSource, FormatName
+from rlhf_core.data.formats import FileRows
+from rlhf_core.data.readers.unused_columns import BY_FORMAT
+from rlhf_core.data.sources import read_sources
+from rlhf_core.errors import DataError
+
+MESSAGE_LENGTH, REASON_LENGTH = 6000, 400
+
+
+def by_label(odd: OddFile) -> str:
+    return odd.label
+
+
+def test_the_corpus_is_large_and_no_file_is_in_it_twice() -> None:
+    assert len(ODD_FILES) >= 120
+    assert Counter(odd.label for odd in ODD_FILES).most_common(1)[0][1] == 1
+
+
+@pytest.mark.parametrize("odd", ODD_FILES, ids=by_label)
+def test_every_file_gives_the_expected_answer(odd: OddFile, tmp_path: Path) -> None:
+    odd.write(tmp_path)
+    source = DataSource(path=odd.file, **odd.options)
+    if isinstance(odd.expected, WholeRefusal):
+        with pytest.raises(DataError) as refused:
+            list(read_sources([source], odd.kind, tmp_path))
+        message = str(refused.value)
+        assert odd.expected.message in message and odd.label in message
+        assert len(message.encode()) < MESSAGE_LENGTH, "a message is for people, and for every terminal"
+        return
+    (result,) = read_sources([source], odd.kind, tmp_path)
+    require_counts(result, odd)
+
+
+def require_counts(result: FileRows, odd: OddFile) -> None:
+    """Check that every row that was written is kept, refused or dropped, and for the expected reasons."""
+    expected = odd.expected
+    assert isinstance(expected, RowsRead)
+    require_reasons(Counter(row["reason"] for row in result.refused), expected.refused)
+    require_reasons(result.dropped, expected.dropped)
+    assert all(row["reason"].encode() and len(row["reason"]) < REASON_LENGTH for row in result.refused)
+    assert set(result.unused) == set(expected.unused)
+    assert result.records == odd.written
+    assert (len(result.rows), result.expanded) == (expected.kept, expected.expanded)
+    assert len(result.rows) - result.expanded + len(result.refused) + result.dropped.total() == odd.written
+    positions = [*result.positions, *(row["position"] for row in result.refused)]
+    assert all(position >= 1 for position in positions)
+    assert len(set(positions)) + result.dropped.total() == odd.written
+
+
+def require_reasons(reasons: Mapping[str, int], expected: Mapping[str, int]) -> None:
+    for part, count in expected.items():
+        assert sum(n for reason, n in reasons.items() if part in reason) == count, reasons
+    assert sum(reasons.values()) == sum(expected.values()), reasons
+
+
+def test_the_columns_of_every_format_are_known() -> None:
+    assert set(BY_FORMAT) == set(get_args(FormatName))
