@@ -71,7 +71,9 @@ def records_of(name: str, content: bytes) -> list[Record]:
             require_text(name, content, allow_utf16=kind == ".json")
             records = list(_text_records(name, content, kind))
     if not records:
-        raise DataError(f"{name} is empty: there are no rows in it; give a file that has some, or take it out of the sources")
+        raise DataError(
+            f"{name} is empty: there are no rows in it; give a file that has some, or take it out of the sources"
+        )
     return records
 
 
@@ -179,8 +181,10 @@ def _require_distinct(name: str, columns: Sequence[str]) -> None:
 def _parquet(name: str, content: bytes) -> pa.Table:
     try:
         _require_distinct(name, pq.read_schema(pa.BufferReader(content)).names)
-        return pq.read_table(pa.BufferReader(content), page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
+        table = pq.read_table(pa.BufferReader(content), page_checksum_verification=True)
+        _require_consistent(table)
+        return table
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: names that are not UTF-8
         raise DataError(f"{name} is not a readable parquet file ({error})") from error
 
 
@@ -193,11 +197,24 @@ def _arrow(name: str, content: bytes) -> pa.Table:
             table = pa.ipc.open_stream(pa.BufferReader(content)).read_all()
             if not content.endswith(END_OF_STREAM):
                 raise pa.ArrowInvalid("the mark of its end is missing: it was cut off, or never closed")
-        table.validate()
-    except (pa.ArrowException, OSError) as error:
+        _require_consistent(table)
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{name} is not a readable arrow file ({error})") from error
     _require_distinct(name, table.column_names)
     return table
+
+
+def _require_consistent(table: pa.Table) -> None:
+    """Raise ``ArrowInvalid`` where an offset or index leads out of a column: reading it would crash the process.
+
+    Texts that are not UTF-8 stay, in columns that hold nothing but text: only their rows are refused.
+    """
+    for chunk in (chunk for column in table.columns for chunk in column.chunks):
+        try:
+            chunk.validate(full=True)
+        except pa.ArrowInvalid as error:
+            if "UTF8" not in str(error) or chunk.type not in (pa.string(), pa.large_string()):
+                raise
 
 
 def _table_records(table: pa.Table) -> list[Record]:

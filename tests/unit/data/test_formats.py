@@ -191,7 +191,11 @@ def test_ragged_csv_rows_are_refused(tmp_path: Path) -> None:
         ("x.json", b"[]", "no rows"),
         ("x.json", b"{", "not valid JSON"),
         ("x.json", b'{"a": 1}', "single JSON dict"),
-        ("x.json", b'[{"question": 1, "answer": 2}]', r"x.json, row 1 \(keys question \(int\), answer \(int\)\).*hh-rlhf"),
+        (
+            "x.json",
+            b'[{"question": 1, "answer": 2}]',
+            r"x.json, row 1 \(keys question \(int\), answer \(int\)\).*hh-rlhf",
+        ),
         ("x.jsonl", b"{{{\n", "row 1: the line is not valid JSON"),
         ("x.jsonl.gz", b"plain", "not a whole gzip"),
         ("x.jsonl.gz", gzip.compress(b'{"prompt": "a"}' * 99, mtime=0)[:40], "not a whole gzip"),

@@ -112,7 +112,6 @@ FILES = [
     ),
     bomb("gz-bomb", ".jsonl", ".gz"),
     bomb("zst-bomb", ".csv", ".zst"),
-    bomb("xz-bomb", ".json", ".xz"),
     OddFile("gz-empty", ".jsonl.gz", gzip.compress(b""), 0, WholeRefusal("is empty")),
     OddFile("gz-of-nothing", ".jsonl.gz", b"", 0, WholeRefusal("is empty")),
     OddFile("capital-suffix", ".JSONL", lines(*pairs("capital-suffix")), 2, RowsRead(2)),
