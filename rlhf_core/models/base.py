@@ -136,10 +136,14 @@ def load_policy(
     """
     tokenizer = load_tokenizer(path, revision)
     model = load_model(AutoModelForCausalLM, path, dtype, revision)
-    entries = embedding_weight(model).shape[0]
-    if len(tokenizer) > entries:
-        raise ModelError(f"{path}: the tokenizer has {len(tokenizer)} entries, the model only {entries}; they differ")
+    require_room_for(tokenizer, embedding_weight(model).shape[0], path)
     return model, tokenizer
+
+
+def require_room_for(tokenizer: PreTrainedTokenizerBase, entries: int, source: str | Path) -> None:
+    """Raise ``ModelError`` where a tokenizer has more entries than the embedding of the model."""
+    if len(tokenizer) > entries:
+        raise ModelError(f"{source}: the tokenizer has {len(tokenizer)} entries, the model only {entries}; they differ")
 
 
 def save_policy(

@@ -94,6 +94,26 @@ def _without_entries_beyond(tokenizer: PreTrainedTokenizerBase, entries: int) ->
     return reduced
 
 
+def check_gguf(file: Path) -> bool:
+    """Read the header of a GGUF file, and that all tensors it names are within the file.
+
+    Returns:
+        Whether it has a chat template.
+
+    Raises:
+        ModelError: As for :func:`load_gguf`, for what can be told without loading the weights.
+    """
+    gguf_config(file)
+    with _reading(file):
+        from gguf import GGUFReader
+
+        header = GGUFReader(file)
+        names = {tensor.name for tensor in header.tensors}
+        if "tokenizer.ggml.tokens" not in header.fields or "token_embd.weight" not in names:
+            raise ValueError("it has no tokenizer or no embedding")
+        return "tokenizer.chat_template" in header.fields
+
+
 def gguf_config(file: Path) -> PretrainedConfig:
     """The architecture of a GGUF file, from its header; ``ModelError`` as for :func:`load_gguf`."""
     with _reading(file):

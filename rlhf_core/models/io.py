@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from rlhf_core import distributed
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.files import atomic_dir, atomic_write_json
 from rlhf_core.hub import require_hub
 from rlhf_core.models.float32_head import use_float32_unembedding
@@ -73,8 +73,10 @@ def reading(source: str | Path) -> Iterator[None]:
     try:
         with quiet():
             yield
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, AttributeError) as error:
-        first_line = str(error).strip().split("\n", 1)[0]
+    except RlhfError:
+        raise
+    except Exception as error:  # whatever a library comes upon in files that are damaged or of another kind
+        first_line = str(error).strip().split("\n", 1)[0].rstrip(":") or type(error).__name__
         kind = "folder" if is_local(source) else "hub id (is it spelt right, and is the hub reachable?)"
         raise ModelError(f"cannot load the model {kind} {source}: {first_line}; {REPAIR}") from error
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.data.chat_template import bos_expression, refused_dialogues, reply_format
@@ -18,17 +17,14 @@ from rlhf_core.errors import DataError, ModelError
 from rlhf_core.fingerprint import starting_model
 from rlhf_core.models.base import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.models.gguf import is_gguf, load_gguf
-from rlhf_core.models.io import reading
 from rlhf_core.models.precision import weights_precision
+from rlhf_core.models.starting_model import require_plain_weights
 from rlhf_core.models.stop_tokens import with_stop_tokens
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 
 logger = logging.getLogger(__name__)
-
-# As safetensors names them.
-PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
 # For loaded models without a chat template: plain role names, and end-of-sequence after each reply. The space before a
 # reply belongs to the reply, since most tokenizers make one token of a space and the word after it.
@@ -78,33 +74,6 @@ STAGE = Stage(
 def _source(source: str) -> str:
     expanded = Path(source).expanduser()
     return str(expanded) if expanded.exists() else source
-
-
-def require_plain_weights(source: str, revision: str | None = None) -> None:
-    """Refuse a model whose weights are quantised for inference.
-
-    Only some devices compute with them, none trains them, and without their scales they are other numbers.
-
-    Raises:
-        ModelError: config.json says so, or a file of a folder has matrices of eight-bit numbers.
-    """
-    kinds = set()
-    with reading(source):
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-        quantization = getattr(config, "quantization_config", None)
-        if quantization is not None:
-            kinds.add(str(quantization.get("quant_method", "of an unknown kind")))
-        for file in sorted(Path(source).glob("*.safetensors")):
-            with safe_open(file, framework="pt") as weights:
-                for name in weights.keys():  # noqa: SIM118 - no mapping
-                    tensor = weights.get_slice(name)
-                    if len(tensor.get_shape()) > 1 and tensor.get_dtype() not in PLAIN_DTYPES:
-                        kinds.add(tensor.get_dtype())
-    if kinds:
-        raise ModelError(
-            f"{source} has quantised weights ({', '.join(sorted(kinds))}), which cannot be trained: give the model in "
-            "float32, bfloat16 or float16, or as a GGUF file, which is dequantised"
-        )
 
 
 def require_finite_weights(model: PreTrainedModel, source: str) -> None:

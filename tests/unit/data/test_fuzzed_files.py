@@ -51,12 +51,7 @@ TEXTS = st.text(max_size=12) | st.sampled_from(
     ['"', "\r\n", "\n", "\r", "\t", ",", "\0", "\ufeff", "\u2028\x85", " a ", "😀"]
 )
 JSON_VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=4)
-    | st.just("\ud800"),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just("\ud800"),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=4,
 )

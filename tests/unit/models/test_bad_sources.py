@@ -1,0 +1,219 @@
+"""A starting model that cannot be opened: one line and exit 2, by the base stage and by ``rlhf doctor`` before it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from unit.models.gguf_files import write_gguf
+from unit.training.tiny import SHAPE, text
+
+from flows.commands.checks import FAIL, OK, WARN
+from flows.commands.checks.workspace import base_model_check
+from flows.supervision.ports import free_port
+from rlhf_core import hub
+from rlhf_core.config.base import BaseConfig
+from rlhf_core.errors import EXIT_USER_ERROR, ModelError
+from rlhf_core.models.base import new_model, train_tokenizer
+from rlhf_core.models.io import save_folder
+from rlhf_core.stages import base
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.training.run_context import RunContext
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    return new_model(SHAPE, tokenizer, seed=3).eval()
+
+
+@pytest.fixture(scope="module")
+def good(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good") / "source"
+    save_folder(folder, model, tokenizer)
+    return folder
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    """A copy of a good model, for the test to damage."""
+    return Path(shutil.copytree(good, tmp_path / "source"))
+
+
+def run_base(source: Path | str, target: Path) -> None:
+    config, outputs = BaseConfig(source=str(source)), Paths({"model": target / "base"})
+    base.run(config, Paths({}), outputs, RunContext(target / "work"))
+
+
+def require_one_line(source: Path, message: str, target: Path) -> None:
+    """Check that the stage refuses a source in one line, publishes nothing, and that the doctor says so before."""
+    with pytest.raises(ModelError) as refused:
+        run_base(source, target)
+    text_of_error = str(refused.value)
+    assert message in text_of_error and str(source) in text_of_error and "\n" not in text_of_error
+    assert refused.value.exit_code == EXIT_USER_ERROR and not (target / "base").exists()
+    check = base_model_check(target, str(source), None)
+    assert (check.level, message in check.finding, "\n" in check.finding) == (FAIL, True, False), check
+
+
+def edit_config(**values: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / CONFIG
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return damage
+
+
+def write(name: str, content: str | bytes) -> Callable[[Path], None]:
+    return lambda folder: (
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode()) and None
+    )
+
+
+def edit_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+    return damage
+
+
+def cut(name: str, keep: int) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:keep]) and None
+
+
+def shard(folder: Path) -> None:
+    """Name two shards in an index, of which one is there."""
+    names = sorted(load_file(folder / WEIGHTS))
+    (folder / WEIGHTS).rename(folder / "model-00001-of-00002.safetensors")
+    shards = [f"model-0000{1 + (n == 0)}-of-00002.safetensors" for n in range(len(names))]
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict(zip(names, shards, strict=True))}))
+
+
+def remove_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+NORM = "model.norm.weight"
+DAMAGES = {
+    "config-missing": (lambda folder: (folder / CONFIG).unlink(), "has no config.json"),
+    "config-cut": (cut(CONFIG, 40), "cannot load the model folder"),
+    "config-empty": (write(CONFIG, ""), "cannot load the model folder"),
+    "config-list": (write(CONFIG, "[1, 2]"), "cannot load the model folder"),
+    "config-text": (write(CONFIG, '"llama"'), "cannot load the model folder"),
+    "config-binary": (write(CONFIG, b"\xff\xfe\x00"), "cannot load the model folder"),
+    "config-without-type": (write(CONFIG, "{}"), "cannot load the model folder"),
+    "unknown-type": (edit_config(model_type="no-such-model"), "cannot load the model folder"),
+    "no-language-model": (write(CONFIG, '{"model_type": "t5"}'), "cannot load the model folder"),
+    "own-code": (edit_config(model_type="own", auto_map={"AutoConfig": "a.B"}), "cannot load the model folder"),
+    "layers-text": (edit_config(num_hidden_layers="two"), "cannot load the model folder"),
+    "heads-zero": (edit_config(num_attention_heads=0), "cannot load the model folder"),
+    "other-width": (edit_config(hidden_size=8), "but config.json asks for"),
+    "more-layers": (edit_config(num_hidden_layers=SHAPE.layers + 1), "lacks"),
+    "quantised": (edit_config(quantization_config={"quant_method": "awq"}), "has quantised weights (awq)"),
+    "weights-missing": (lambda folder: (folder / WEIGHTS).unlink(), "has no .safetensors weights"),
+    "weights-cut": (cut(WEIGHTS, 5000), "is not a readable safetensors file"),
+    "weights-header-cut": (cut(WEIGHTS, 20), "is not a readable safetensors file"),
+    "weights-empty": (write(WEIGHTS, ""), "is not a readable safetensors file"),
+    "weights-text": (write(WEIGHTS, "not weights" * 9), "is not a readable safetensors file"),
+    "weights-long-header": (write(WEIGHTS, b"\xff" * 64), "is not a readable safetensors file"),
+    "weight-missing": (edit_weights(lambda tensors: tensors.pop(NORM)), "lacks 1 weights"),
+    "weight-shape": (edit_weights(lambda tensors: tensors.update({NORM: torch.zeros(3)})), "has the shape [3]"),
+    "shard-missing": (shard, "lacks 1 of 2 shards, such as model-00002-of-00002.safetensors"),
+    "index-cut": (lambda folder: (shard(folder), cut(INDEX, 30)(folder)), "cannot load the model folder"),
+    "tokenizer-missing": (remove_tokenizer, "has no tokenizer"),
+    "tokenizer-cut": (cut("tokenizer.json", 400), "cannot load the model folder"),
+    "tokenizer-list": (write("tokenizer.json", "[]"), "cannot load the model folder"),
+    "tokenizer-config-cut": (cut("tokenizer_config.json", 20), "cannot load the model folder"),
+    "adapter": (lambda folder: (folder / CONFIG).rename(folder / "adapter_config.json"), "has no config.json"),
+}  # fmt: skip
+SLOW = {"no-language-model"}  # transformers imports all configurations to say what it knows
+
+
+@pytest.mark.parametrize("damage", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in DAMAGES])
+def test_a_damaged_folder_is_one_line(damage: str, folder: Path, tmp_path: Path) -> None:
+    spoil, message = DAMAGES[damage]
+    spoil(folder)
+    require_one_line(folder, message, tmp_path)
+
+
+def test_a_vocabulary_beyond_the_embedding_is_one_line(
+    tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM, folder: Path, tmp_path: Path
+) -> None:
+    larger = train_tokenizer([text(i, 5) for i in range(200)], SHAPE.vocab_size)
+    larger.add_tokens([f"<extra-{n}>" for n in range(300)])
+    larger.save_pretrained(folder)
+    require_one_line(folder, f"the tokenizer has {len(larger)} entries, the model only {len(tokenizer)}", tmp_path)
+
+
+def test_a_good_folder_is_opened_by_its_headers(folder: Path, tmp_path: Path) -> None:
+    check = base_model_check(tmp_path, "source", None)
+    assert check.level == OK and "config, tokenizer and the headers of the weights are readable" in check.finding
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    check = base_model_check(tmp_path, "source", None)
+    assert check.level == WARN and "has no chat template" in check.finding and "gets a plain one" in check.remedy
+
+
+def test_files_that_are_no_model_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "folder.gguf").mkdir()
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    (tmp_path / "text.gguf").write_text("no model")
+    (tmp_path / "weights.bin").write_bytes(b"x")
+    for name, message in (
+        ("folder.gguf", "no GGUF file at"),
+        ("empty.gguf", "is not a GGUF file"),
+        ("text.gguf", "is not a GGUF file"),
+        ("weights.bin", "no model folder at"),
+    ):
+        require_one_line(tmp_path / name, message, tmp_path)
+    assert base_model_check(tmp_path, "./absent", None).level == FAIL
+
+
+@pytest.mark.parametrize("kept", [3, 40, 2_000, -200], ids=["magic", "header", "tokens", "weights"])
+def test_a_truncated_gguf_file_is_seen_before_it_is_loaded(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, kept: int
+) -> None:
+    whole = tmp_path / "tiny.gguf"
+    write_gguf(whole, model, tokenizer)
+    assert base_model_check(tmp_path, "tiny.gguf", None).level == OK
+    (tmp_path / "cut.gguf").write_bytes(whole.read_bytes()[:kept])
+    check = base_model_check(tmp_path, "cut.gguf", None)
+    assert check.level == FAIL and "cut.gguf" in check.finding and "\n" not in check.finding
+
+
+def test_a_gguf_file_of_another_architecture_is_seen_before_it_is_loaded(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "other.gguf", model, tokenizer, architecture="clip")
+    check = base_model_check(tmp_path, "other.gguf", None)
+    assert check.level == FAIL and "clip" in check.finding and "\n" not in check.finding
+
+
+def test_a_hub_id_is_looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    check = base_model_check(tmp_path, "owner/name", None)
+    assert check.level == FAIL and "is not in the cache" in check.finding
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "TIMEOUT", 0.2)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    check = base_model_check(tmp_path, "owner/name", None)
+    assert check.level == FAIL and "does not answer" in check.finding and "\n" not in check.finding
