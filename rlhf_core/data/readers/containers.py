@@ -111,11 +111,18 @@ def _json(name: str, content: bytes) -> Iterator[Record]:
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         if isinstance(value, RepeatedKey):
             raise DataError(f"{name}: {problem_in(value)}; give one list of rows")
+        others = [key for key, rows in value.items() if key != "data" and _is_list_of_objects(rows)]
+        if others:
+            raise DataError(f"{name} holds lists of rows as 'data' and {others[0]!r}; give each a file of its own")
         value = value["data"]
     if not isinstance(value, list):
         raise DataError(f"{name} holds a single JSON {type(value).__name__}; a list of rows is expected")
     for position, row in enumerate(value, 1):
         yield Record(position, row, problem_in(row) if marked else "")
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
 def _json_lines(name: str, content: bytes) -> Iterator[Record]:

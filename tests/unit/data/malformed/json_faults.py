@@ -83,6 +83,7 @@ FILES = [
     whole("single-object", FIRST, "holds a single JSON dict", written=1),
     whole("single-null", "null", "holds a single JSON NoneType", written=0),
     whole("split-object", f'{{"train": [{FIRST}], "test": [{SECOND}]}}', "holds a single JSON dict"),
+    whole("data-and-more", f'{{"data": [{FIRST}], "test": [{SECOND}]}}', "lists of rows as 'data' and 'test'"),
     whole("empty-list", "[]", "is empty", written=0),
     whole("empty-data", '{"data": []}', "is empty", written=0),
     whole("list-of-lists", f"[[{FIRST}], [{SECOND}]]", "is of no known format"),
