@@ -15,11 +15,20 @@ from rlhf_core import hub
 from rlhf_core.errors import ModelError
 from rlhf_core.models.base import load_tokenizer, require_room_for
 from rlhf_core.models.forward import embedding_weight
-from rlhf_core.models.io import REPAIR, reading
+from rlhf_core.models.gguf import check_gguf, is_gguf
+from rlhf_core.models.io import REPAIR, is_local, reading
 
 # As safetensors names them.
 PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """What was read of a starting model, and whether it has a chat template (of a hub id this is not looked up)."""
+
+    finding: str
+    has_template: bool = True
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,22 @@ class StoredTensor:
     dtype: str
 
 
-def check_folder_model(folder: Path) -> bool:
+def open_starting_model(workspace: Path, source: str, revision: str | None = None) -> OpenedModel:
+    """Open what ``base.source`` names, a folder, a GGUF file or a hub id, without loading or downloading weights.
+
+    Raises:
+        ModelError: It does not exist, or the base stage would refuse it.
+    """
+    path = workspace / Path(source).expanduser()
+    if not path.exists() and not is_local(source):
+        return OpenedModel(f"a hub id, {find_hub_model(source, revision)}")
+    if not path.exists():
+        raise ModelError(f"base.source {source} does not exist; give a folder, a .gguf file, a hub id, or scratch")
+    has_template = check_gguf(path) if is_gguf(path) else check_model_folder(path)
+    return OpenedModel("config, tokenizer and the headers of the weights are readable", has_template)
+
+
+def check_model_folder(folder: Path) -> bool:
     """Open a Hugging Face folder without its weights.
 
     Returns:
@@ -60,7 +84,7 @@ def check_folder_model(folder: Path) -> bool:
     return bool(tokenizer.chat_template)
 
 
-def check_hub_model(source: str, revision: str | None = None) -> str:
+def find_hub_model(source: str, revision: str | None = None) -> str:
     """Look a hub id up, and return where it is: nothing is downloaded.
 
     Raises:

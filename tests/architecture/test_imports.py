@@ -37,6 +37,7 @@ FLOWS_LAYERS = (
 FLOWS_MAY_USE = {"config", "gates", "errors", "files", "file_patterns", "garbage_collection", "__version__"}
 FLOWS_MAY_ALSO_USE = {
     "flows.cli": {"chat_terminal", "cli"},  # it mounts the core's commands on its own command line
+    "flows.commands.checks.workspace": {"models.starting_model.open_starting_model"},
     "flows.pipeline.verdict": {
         "evaluation.judges.final.final_judges",
         "evaluation.judges.final.stand_in_note",

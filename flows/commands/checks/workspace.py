@@ -90,22 +90,14 @@ def base_model_check(workspace: Path, source: str, revision: str | None) -> Doct
     """Check that the starting model can be opened; its weights are not loaded."""
     if source == "scratch":
         return DoctorCheck(OK, "base model", "made from nothing")
-    from rlhf_core.models.gguf import check_gguf, is_gguf
-    from rlhf_core.models.io import is_local
-    from rlhf_core.models.starting_model import check_folder_model, check_hub_model
+    from rlhf_core.models.starting_model import open_starting_model
 
-    path = workspace / Path(source).expanduser()
     try:
-        if not path.exists() and is_local(source):
-            remedy = "give a folder, a .gguf file, a hub id, or scratch"
-            return DoctorCheck(FAIL, "base model", f"base.source {source} does not exist", remedy)
-        if not path.exists():
-            return DoctorCheck(OK, "base model", f"hub id {source} ({check_hub_model(source, revision)})")
-        has_template = check_gguf(path) if is_gguf(path) else check_folder_model(path)
+        opened = open_starting_model(workspace, source, revision)
     except RlhfError as error:
         return DoctorCheck(FAIL, "base model", str(error))
-    if has_template:
-        return DoctorCheck(OK, "base model", f"{source}: config, tokenizer and the headers of the weights are readable")
+    if opened.has_template:
+        return DoctorCheck(OK, "base model", f"{source}: {opened.finding}")
     remedy = "none is needed: it gets a plain one (User: … Assistant: …)"
     return DoctorCheck(WARN, "base model", f"{source} has no chat template", remedy)
 
