@@ -5,17 +5,17 @@ from __future__ import annotations
 from unit.data.malformed import (
     compressed,
     csv_faults,
-    encodings,
     format_faults,
     json_faults,
     row_faults,
     source_faults,
     tables,
+    text_encodings,
 )
 
 ODD_FILES = [
     *compressed.FILES,
-    *encodings.FILES,
+    *text_encodings.FILES,
     *json_faults.FILES,
     *csv_faults.FILES,
     *tables.FILES,
