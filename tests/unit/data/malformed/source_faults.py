@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,6 @@ def special(label: str, make: Any, message: str, name: str = "x.jsonl") -> OddFi
 def loop(path: Path) -> None:
     path.symlink_to(path.with_name("y.jsonl"))
     path.with_name("y.jsonl").symlink_to(path)
-
-
-def listening(path: Path) -> None:
-    os.chdir(path.parent)  # the path of a socket is at most 108 bytes long
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(path.name)
 
 
 def questions(label: str, *changes: dict[str, Any]) -> bytes:
