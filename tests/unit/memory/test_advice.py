@@ -118,7 +118,6 @@ def test_table_and_json_say_the_same() -> None:
     assert document["advice"]["ppo"]["fits"] and all(
         path in text for path in document["advice"]["ppo"]["steps"][0]["changes"]
     )
-    rows = [line.split()[-1] for line in text.splitlines() if line.startswith("  step")]
-    assert rows == [
-        f"{document['stages'][stage]['phases']['step']['total'] / 2**30:.2f}" for stage in ("critic", "ppo")
-    ]
+    rows = [float(line.split()[-1]) for line in text.splitlines() if line.startswith("  step")]
+    totals = [document["stages"][stage]["phases"]["step"]["total"] / 2**30 for stage in ("critic", "ppo")]
+    assert rows == [round(total, 1) for total in totals] and min(totals) > 100  # two decimals are for smaller numbers
