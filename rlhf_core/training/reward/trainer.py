@@ -1,7 +1,7 @@
 """The reward model's objective: pairwise ranking, imitation and centering, in dynamic batches (algorithms.md §2).
 
-Shapes: B pairs, L positions, H hidden. Chosen and rejected replies go through the backbone together, as 2B rows, or
-fewer where pairs of one prompt share them.
+Shapes: B pairs, L positions, H hidden. Chosen and rejected replies go through the backbone as 2B rows, or fewer where
+pairs of one prompt share them: all together, or in micro-batches of similar length where padding would be too much.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from rlhf_core import distributed
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.batching import token_budget_batches
 from rlhf_core.data.length_balance import length_balanced_epoch
+from rlhf_core.data.padding import least_padded, padding_share
 from rlhf_core.data.pairs import TokenisedPair
-from rlhf_core.data.prompt_batches import PromptBatches, sequence_keys
+from rlhf_core.data.prompt_batches import PromptBatches, SequenceKey, sequence_keys
 from rlhf_core.data.sharding import passes
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.training.engine import Engine
@@ -127,16 +128,30 @@ class RewardTask:
         rows = self.batches.at(step)
         pairs = [self.train[row] for row in rows]
         totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
-        # Each rank takes its share of the batch in one pass.
+        # Each rank takes its share of the batch.
         ((part, weight),) = passes(rows, len(rows))
-        loss, metrics = self.engine.forward(lambda: self._loss(part, totals))
+        shards = self._sequence_lengths(rows)
+        micro_batches = least_padded(shards, self.config.batch.max_padding)
+        margins = torch.tensor([self.margins[row] for row in part]) if self.margins is not None else None
+        own, own_micro_batches = [self.train[row] for row in part], micro_batches[distributed.rank()].micro_batches
+        loss, metrics = self.engine.forward(
+            lambda: pair_loss(self.model, own, margins, self.config, self.pad, totals, own_micro_batches)
+        )
         self.engine.backward(weight * loss)
         metrics = distributed.reduce_metrics({name: weight * value for name, value in metrics.items()})
-        return StepReport(metrics | {"pairs": float(len(pairs))}, sum(real_tokens(pair) for pair in pairs))
+        computed = sum(part.computed for part in micro_batches)
+        padding = padding_share(sum(map(sum, shards)), computed)
+        tokens = sum(real_tokens(pair) for pair in pairs)
+        return StepReport(metrics | {"pairs": float(len(pairs))}, tokens, padding)
 
-    def _loss(self, rows: Sequence[int], totals: StepTotals) -> tuple[Tensor, dict[str, float]]:
-        margins = torch.tensor([self.margins[row] for row in rows]) if self.margins is not None else None
-        return pair_loss(self.model, [self.train[row] for row in rows], margins, self.config, self.pad, totals)
+    def _sequence_lengths(self, rows: list[int]) -> list[list[int]]:
+        """Tokens of each sequence that a rank computes, rank by rank."""
+        count = distributed.world_size()
+        # A rank without rows of its own repeats the first one, see passes.
+        shards = [rows[rank::count] or rows[:1] for rank in range(count)]
+        share = self.config.batch.group_prompts
+        sequences = [distinct_sequences([self.train[row] for row in shard], share) for shard in shards]
+        return [[len(prompt) + len(reply) for prompt, reply in shard] for shard in sequences]
 
     def evaluate(self) -> dict[str, float]:
         """Ranking ``loss``, ``accuracy`` and mean ``margin`` on held-out pairs (at most 512, for the curve)."""
@@ -152,27 +167,48 @@ def real_tokens(pair: TokenisedPair) -> int:
 
 @dataclass(frozen=True)
 class PairBatch:
-    """The sequences of B pairs, right-padded together, and where each pair has its own.
+    """The sequences of B pairs in micro-batches, and where each pair has its own.
 
     Attributes:
-        sequences: First the chosen sequences, then the rejected ones; shared ones once, where they first occur.
-        chosen: Row of each pair's chosen sequence (B,).
+        micro_batches: Sequences that are right-padded together.
+        chosen: Row of each pair's chosen sequence among those of all micro-batches (B,).
         rejected: Row of each pair's rejected sequence (B,).
     """
 
-    sequences: ReplyBatch
+    micro_batches: list[ReplyBatch]
     chosen: Tensor
     rejected: Tensor
 
 
-def pair_batch(pairs: Sequence[TokenisedPair], pad: int, device: torch.device, share: bool) -> PairBatch:
-    """Collate pairs on ``device``; with ``share`` a sequence that several have takes one row."""
+def distinct_sequences(pairs: Sequence[TokenisedPair], share: bool) -> list[SequenceKey]:
+    """Chosen sequences of all pairs, then the rejected ones; with ``share`` equal ones once, where they first occur."""
     keys = sequence_keys(pairs)
-    row_of = {key: row for row, key in enumerate(dict.fromkeys(keys))} if share else {}
-    sequences = list(row_of) if share else keys
-    rows = torch.tensor([row_of[key] for key in keys] if share else range(len(keys)), device=device)
-    batch = collate([prompt for prompt, _ in sequences], [reply for _, reply in sequences], pad)
-    return PairBatch(batch.to(device), *rows.chunk(2))
+    return list(dict.fromkeys(keys)) if share else keys
+
+
+def pair_batch(
+    pairs: Sequence[TokenisedPair],
+    pad: int,
+    device: torch.device,
+    share: bool,
+    micro_batches: Sequence[Sequence[int]] | None = None,
+) -> PairBatch:
+    """Collate pairs on ``device``; with ``share`` a sequence that several have takes one row.
+
+    Args:
+        micro_batches: Numbers of :func:`distinct_sequences` that are padded together; None for one micro-batch of all.
+    """
+    keys, sequences = sequence_keys(pairs), distinct_sequences(pairs, share)
+    number = {key: i for i, key in enumerate(sequences)} if share else {}
+    numbers = [number[key] for key in keys] if share else list(range(len(keys)))
+    micro_batches = micro_batches or [range(len(sequences))]
+    row_of = {i: row for row, i in enumerate(i for part in micro_batches for i in part)}
+    batches = [
+        collate([sequences[i][0] for i in part], [sequences[i][1] for i in part], pad).to(device)
+        for part in micro_batches
+    ]
+    rows = torch.tensor([row_of[i] for i in numbers], device=device)
+    return PairBatch(batches, *rows.chunk(2))
 
 
 def pair_loss(
@@ -182,20 +218,23 @@ def pair_loss(
     config: RewardConfig,
     pad: int,
     totals: StepTotals,
+    micro_batches: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Ranking loss + ``imitation`` * CE(y_w) + ``centering`` * mean((r_w + r_l)^2).
 
     Args:
         pairs: All pairs of the optimiser step, or a rank's shard of them.
         totals: Sizes of the whole step.
+        micro_batches: Which sequences pass the backbone together, see :func:`pair_batch`. The loss joins them again.
 
     Returns:
         The shard's part of the step's loss, and its part of each metric.
     """
-    batch = pair_batch(pairs, pad, next(model.parameters()).device, config.batch.group_prompts)
-    sequences = batch.sequences
-    hidden = model.hidden(sequences.input_ids, sequences.attention_mask)
-    scores = model.scores(model.pool(hidden, sequences.attention_mask, sequences.reply_mask))
+    device = next(model.parameters()).device
+    batch = pair_batch(pairs, pad, device, config.batch.group_prompts, micro_batches)
+    hidden = [model.hidden(part.input_ids, part.attention_mask) for part in batch.micro_batches]
+    parts = list(zip(hidden, batch.micro_batches, strict=True))
+    scores = torch.cat([model.scores(model.pool(h, part.attention_mask, part.reply_mask)) for h, part in parts])
     chosen, rejected = scores[batch.chosen], scores[batch.rejected]
     loss = pairwise_loss(chosen, rejected, margins.to(chosen) if margins is not None else None, totals.pairs)
     share = len(pairs) / totals.pairs
@@ -205,8 +244,7 @@ def pair_loss(
         "margin": share * float((chosen - rejected).detach().mean()),
     }
     if config.imitation > 0:
-        targets = torch.tensor([token for pair in pairs for token in pair.chosen], device=hidden.device)
-        imitation = imitation_loss(model, hidden, batch, targets, totals.tokens)
+        imitation = imitation_loss(model, hidden, batch, pairs, totals.tokens)
         loss = loss + config.imitation * imitation
         metrics["imitation_loss"] = float(imitation.detach())
     if config.centering > 0:
@@ -214,15 +252,28 @@ def pair_loss(
     return loss, metrics | {"loss": float(loss.detach())}
 
 
-def imitation_loss(model: ScalarModel, hidden: Tensor, batch: PairBatch, targets: Tensor, total: int) -> Tensor:
-    """Language-model loss on the *chosen* replies alone, from the hidden states of all: (rows, L, H) -> ().
+def imitation_loss(
+    model: ScalarModel, hidden: Sequence[Tensor], batch: PairBatch, pairs: Sequence[TokenisedPair], total: int
+) -> Tensor:
+    """Language-model loss on the *chosen* replies alone, from the hidden states of all: (rows, L, H) each -> ().
 
     Args:
-        targets: Tokens of each pair's chosen reply, one pair after the other.
-        total: Their number in the whole optimiser step.
+        hidden: Those of each micro-batch of ``batch``.
+        total: Tokens of chosen replies in the whole optimiser step.
     """
-    pair, column = batch.sequences.select[batch.chosen].nonzero(as_tuple=True)
-    return token_cross_entropy(model.lm_logits(hidden[batch.chosen[pair], column]), targets, total)
+    predicting: list[Tensor] = []
+    targets: list[int] = []
+    first = 0
+    for states, part in zip(hidden, batch.micro_batches, strict=True):
+        own = ((batch.chosen >= first) & (batch.chosen < first + len(states))).nonzero().squeeze(1)
+        rows = batch.chosen[own] - first
+        pair, column = part.select[rows].nonzero(as_tuple=True)
+        predicting.append(states[rows[pair], column])
+        targets += [token for i in own.tolist() for token in pairs[i].chosen]
+        first += len(states)
+    # Joined before the unembedding: every rank gathers it once, also one with a micro-batch of rejected replies alone.
+    logits = model.lm_logits(torch.cat(predicting))
+    return token_cross_entropy(logits, torch.tensor(targets, device=logits.device), total)
 
 
 @torch.no_grad()
