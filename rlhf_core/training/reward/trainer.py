@@ -20,7 +20,7 @@ from rlhf_core.data.batching import token_budget_batches
 from rlhf_core.data.length_balance import length_balanced_epoch
 from rlhf_core.data.padding import least_padded, padding_share
 from rlhf_core.data.pairs import TokenisedPair
-from rlhf_core.data.prompt_batches import PromptBatches, SequenceKey, sequence_keys
+from rlhf_core.data.prompt_batches import PromptBatches, pair_sequences
 from rlhf_core.data.sharding import passes
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.training.engine import Engine
@@ -150,8 +150,7 @@ class RewardTask:
         # A rank without rows of its own repeats the first one, see passes.
         shards = [rows[rank::count] or rows[:1] for rank in range(count)]
         share = self.config.batch.group_prompts
-        sequences = [distinct_sequences([self.train[row] for row in shard], share) for shard in shards]
-        return [[len(prompt) + len(reply) for prompt, reply in shard] for shard in sequences]
+        return [pair_sequences([self.train[row] for row in shard], share).lengths for shard in shards]
 
     def evaluate(self) -> dict[str, float]:
         """Ranking ``loss``, ``accuracy`` and mean ``margin`` on held-out pairs (at most 512, for the curve)."""
@@ -180,12 +179,6 @@ class PairBatch:
     rejected: Tensor
 
 
-def distinct_sequences(pairs: Sequence[TokenisedPair], share: bool) -> list[SequenceKey]:
-    """Chosen sequences of all pairs, then the rejected ones; with ``share`` equal ones once, where they first occur."""
-    keys = sequence_keys(pairs)
-    return list(dict.fromkeys(keys)) if share else keys
-
-
 def pair_batch(
     pairs: Sequence[TokenisedPair],
     pad: int,
@@ -196,19 +189,18 @@ def pair_batch(
     """Collate pairs on ``device``; with ``share`` a sequence that several have takes one row.
 
     Args:
-        micro_batches: Numbers of :func:`distinct_sequences` that are padded together; None for one micro-batch of all.
+        micro_batches: Numbers of :func:`pair_sequences` that are padded together; None for one micro-batch of all.
     """
-    keys, sequences = sequence_keys(pairs), distinct_sequences(pairs, share)
-    number = {key: i for i, key in enumerate(sequences)} if share else {}
-    numbers = [number[key] for key in keys] if share else list(range(len(keys)))
-    micro_batches = micro_batches or [range(len(sequences))]
-    row_of = {i: row for row, i in enumerate(i for part in micro_batches for i in part)}
-    batches = [
-        collate([sequences[i][0] for i in part], [sequences[i][1] for i in part], pad).to(device)
-        for part in micro_batches
-    ]
-    rows = torch.tensor([row_of[i] for i in numbers], device=device)
-    return PairBatch(batches, *rows.chunk(2))
+    sequences = pair_sequences(pairs, share)
+    micro_batches = micro_batches or [range(len(sequences.distinct))]
+    row_of = {number: row for row, number in enumerate(number for part in micro_batches for number in part)}
+    batches = []
+    for part in micro_batches:
+        prompts, replies = zip(*(sequences.distinct[number] for number in part), strict=True)
+        batches.append(collate(prompts, replies, pad).to(device))
+    chosen = torch.tensor([row_of[number] for number in sequences.chosen], device=device)
+    rejected = torch.tensor([row_of[number] for number in sequences.rejected], device=device)
+    return PairBatch(batches, chosen, rejected)
 
 
 def pair_loss(
@@ -285,19 +277,18 @@ def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int) ->
     """
     was_training = model.training
     model.eval()
-    keys = sequence_keys(pairs)
-    sequences = list(dict.fromkeys(keys))
-    lengths = [len(prompt) + len(reply) for prompt, reply in sequences]
+    sequences = pair_sequences(pairs)
+    lengths = sequences.lengths
     size = max(1, min(SCORING_ROWS, SCORING_TOKENS // max(lengths)))
-    scores = torch.zeros(len(sequences), dtype=torch.float64)
+    scores = torch.zeros(len(lengths), dtype=torch.float64)
     device = next(model.parameters()).device
     for rows, weight in passes(by_length(lengths), size):
-        batch = collate([sequences[row][0] for row in rows], [sequences[row][1] for row in rows], pad).to(device)
+        prompts, replies = zip(*(sequences.distinct[row] for row in rows), strict=True)
+        batch = collate(prompts, replies, pad).to(device)
         values = model.reply_scores(batch.input_ids, batch.attention_mask, batch.reply_mask)
         if weight:
             scores[rows] = values.double().cpu()
     model.train(was_training)
     # Each rank has scored its own sequences and left zeros at the others.
-    of_sequence = dict(zip(sequences, distributed.all_reduce_sum(scores).tolist(), strict=True))
-    both = np.array([of_sequence[key] for key in keys])
-    return PairScores(*np.split(both, 2))
+    of_sequence = distributed.all_reduce_sum(scores).numpy()
+    return PairScores(of_sequence[sequences.chosen], of_sequence[sequences.rejected])

@@ -14,6 +14,7 @@ from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.chat import left_pad, right_pad
 from rlhf_core.data.padding import partitions
 from rlhf_core.data.pairs import TokenisedPair
+from rlhf_core.data.prompt_batches import pair_sequences
 from rlhf_core.models.base import new_model, train_tokenizer
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.heads import ScalarModel
@@ -22,7 +23,6 @@ from rlhf_core.training.losses import centering_loss, pairwise_loss, token_cross
 from rlhf_core.training.reward.trainer import (
     PairBatches,
     StepTotals,
-    distinct_sequences,
     pair_batch,
     pair_batches,
     pair_loss,
@@ -150,7 +150,7 @@ def test_micro_batches_of_sequences_change_neither_loss_nor_gradient(scalar, row
     pairs = [TokenisedPair(i, *row) for i, row in enumerate([*rows, rows[0]])]
     totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
     config = RewardConfig(centering=0.3, imitation=0.7, batch=PairBatchConfig(group_prompts=share))
-    lengths = [len(prompt) + len(reply) for prompt, reply in distinct_sequences(pairs, share)]
+    lengths = pair_sequences(pairs, share).lengths
     parts = partitions(lengths, min(count, len(lengths)))[-1].micro_batches
     measured = []
     for micro_batches in (None, [list(range(len(lengths)))], parts):
