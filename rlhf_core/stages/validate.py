@@ -6,7 +6,7 @@ import shutil
 
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.validate import ValidateConfig
-from rlhf_core.data.dataset import Numbers, Tables, data_metrics, rows_metric, split_tables, write_splits
+from rlhf_core.data.dataset import Numbers, data_metrics, file_names, rows_metric, write_clean
 from rlhf_core.data.validation.quarantine import write_quarantine
 from rlhf_core.data.validation.tables import read_raw, validate
 from rlhf_core.errors import DataError
@@ -22,22 +22,20 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
     Raises:
         DataError: The data gate failed. All but the clean data is written then too, as evidence.
     """
+    raw = read_raw(inputs.raw)
     with atomic_dir(outputs.docs) as docs:
-        validated = validate(read_raw(inputs.raw), config, docs)
-    files = split_tables(validated.clean, config.seed, config.split)
-    metrics = data_metrics(validated, files)
-    write_quarantine(outputs.quarantine, validated.quarantined)
-    atomic_write_json(outputs.metrics, metrics)
-    decision = decide(
-        "data", gate_conditions(config, files), metrics, evidence={"metrics/data.json": sha256_file(outputs.metrics)}
-    )
-    decision.save(outputs.gate)
-    if not decision.passed:
-        # Clean data of an earlier run must not be mistaken for this one's.
-        shutil.rmtree(outputs.clean, ignore_errors=True)
-        raise DataError(_failure(decision, metrics))
+        validated = validate(raw, config, docs)
+    write_quarantine(outputs.quarantine, validated.quarantine())
     with atomic_dir(outputs.clean) as folder:
-        write_splits(folder, files)
+        metrics = data_metrics(validated, write_clean(folder, validated.clean, config.seed, config.split))
+        atomic_write_json(outputs.metrics, metrics)
+        evidence = {"metrics/data.json": sha256_file(outputs.metrics)}
+        decision = decide("data", gate_conditions(config), metrics, evidence=evidence)
+        decision.save(outputs.gate)
+        if not decision.passed:
+            # Clean data of an earlier run must not be mistaken for this one's.
+            shutil.rmtree(outputs.clean, ignore_errors=True)
+            raise DataError(_failure(decision, metrics))
     return metrics
 
 
@@ -57,7 +55,7 @@ STAGE = Stage(
 )
 
 
-def gate_conditions(config: ValidateConfig, files: Tables) -> list[Condition]:
+def gate_conditions(config: ValidateConfig) -> list[Condition]:
     """Return the data gate's conditions: enough rows, few in quarantine, no empty split, no group in two splits."""
     conditions = [
         Condition(
@@ -74,7 +72,7 @@ def gate_conditions(config: ValidateConfig, files: Tables) -> list[Condition]:
                 why="so many bad rows mean that the source, or how it is read, is wrong",
             ),
         ]
-    for name in files:
+    for name in file_names():
         metric = rows_metric(*name.split("/"))
         conditions.append(Condition(metric=metric, at_least=1, why="a stage reads this split"))
     return conditions
