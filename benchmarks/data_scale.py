@@ -53,17 +53,19 @@ def main() -> int:
     costs: dict[int, dict[str, StageCost]] = {}
     for count in given.pairs:
         with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-            costs[count] = measure(Path(folder), count)
-        _print(costs)
+            write_pairs(Path(folder), count)
+            costs[count] = {}
+            for stage in STAGES:
+                costs[count][stage] = run(stage, Path(folder))
+                _print(costs)
     return 0
 
 
-def measure(workspace: Path, count: int) -> dict[str, StageCost]:
-    """Run the stages on ``count`` pairs in an empty folder."""
+def write_pairs(workspace: Path, count: int) -> None:
+    """Write ``count`` pairs to an empty folder, and the parameters that name them."""
     with open(workspace / "pairs.jsonl", "w", encoding="utf-8") as stream:
         stream.writelines(lines(count))
     (workspace / "params.yaml").write_text(PARAMS)
-    return {stage: run(stage, workspace) for stage in STAGES}
 
 
 def lines(count: int) -> Iterator[str]:

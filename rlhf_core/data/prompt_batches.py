@@ -46,7 +46,8 @@ def pair_sequences(pairs: Sequence[TokenisedPair], share: bool = True) -> PairSe
     if not share:
         return PairSequences(listed, list(range(len(pairs))), list(range(len(pairs), len(listed))))
     known: dict[bytes, int] = {}
-    numbers, distinct = [], []
+    numbers: list[int] = []
+    distinct: list[tuple[Sequence[int], Sequence[int]]] = []
     for sequence in listed:
         number = known.setdefault(b"".join(map(ids_hash, sequence)), len(known))
         if number == len(distinct):

@@ -90,7 +90,8 @@ def run(case: str, workspace: Path) -> dict[str, str]:
     validate.run(ValidateConfig(max_quarantined=0.9), Paths({"raw": raw}), outputs, context)
     folders = [raw, *(path for name, path in outputs.items() if name != "docs")]
     files = [file for path in folders for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    return {str(file.relative_to(workspace)): values_hash(file) for file in files if file.is_file()}
+    kept = [file for file in files if file.suffix in (".parquet", ".json")]
+    return {str(file.relative_to(workspace)): values_hash(file) for file in kept}
 
 
 def values_hash(path: Path) -> str:
