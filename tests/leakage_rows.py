@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pyarrow as pa
+from memory_rows import memory_rows
 from validation_rows import make_row
 
 from rlhf_core.config.validate import SplitConfig
-from rlhf_core.data.schema import ROW_TYPES, arrow_schema
+from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.splits import PairUser, pair_user_of, split_of
 from rlhf_core.data.validation.set_rules.set_rows import SetRows
 
@@ -32,11 +32,4 @@ def row(kind: str, i: int, split: str, *turns: str, user: PairUser = PairUser.RE
 
 
 def set_of(**rows: list[dict[str, Any]]) -> SetRows:
-    tables = {
-        kind: pa.Table.from_pylist(
-            [{name: r[name] for name in arrow_schema(kind).names} for r in rows.get(kind, [])],
-            schema=arrow_schema(kind),
-        )
-        for kind in ROW_TYPES
-    }
-    return SetRows(tables, 1, SPLIT)
+    return SetRows({kind: memory_rows(kind, rows.get(kind, [])) for kind in ROW_TYPES}, 1, SPLIT)

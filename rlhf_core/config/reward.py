@@ -15,12 +15,16 @@ class PairBatchConfig(Strict):
 
     ``group_prompts`` puts all pairs of a prompt into one batch, where sequences that they share are computed once; see
     :mod:`rlhf_core.data.prompt_batches`.
+
+    ``max_padding`` bounds the share of padding: the sequences of a batch over it are computed in micro-batches of
+    similar length, of which the loss is taken together. With 1 every batch is padded as a whole.
     """
 
     token_budget: PositiveInt = 4096
     min_pairs: PositiveInt = 4
     max_pairs: PositiveInt = 128
     group_prompts: bool = False
+    max_padding: float = Field(default=0.1, gt=0, le=1)
 
     @model_validator(mode="after")
     def _ordered(self) -> PairBatchConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from rlhf_core.data.formats import dialogue_text
@@ -18,30 +18,24 @@ DERIVED_FROM = {
 LABELS = ("category", "source", "group", "path", "position")
 
 
-def derive_missing(rows: Mapping[str, Sequence[dict[str, Any]]]) -> tuple[Rows, dict[str, str]]:
-    """Add the kinds that ``rows`` lacks.
+def derived_from(given: Collection[str]) -> dict[str, str]:
+    """Return by kind what it is derived from; empty for those that are ``given``.
 
-    Demonstrations come from chosen replies, prompts from all prompts, pretraining text from demonstrations. Derived
-    rows are distinct, and keep the group of the row that they come from. A kind that was given but has no usable row
-    stays empty: the data gate reports it. So do preferences, which nothing gives, and a kind whose parents are empty.
-
-    Returns:
-        The rows of all kinds, and by kind what it was derived from (empty if it was given).
+    Demonstrations come from chosen replies, prompts from all prompts, pretraining text from demonstrations. Preferences
+    are derived from nothing, and a kind that was given but has no usable row stays empty: the data gate reports it.
     """
-    derived = dict.fromkeys(ROW_TYPES, "")
-    full = {"preferences": [], **{kind: list(listed) for kind, listed in rows.items()}}
-    for kind, parents in DERIVED_FROM.items():
-        if kind not in full:
-            derived[kind] = ", ".join(parents)
-            full[kind] = derive(kind, [row for parent in parents for row in full[parent]])
-    return full, derived
+    return {kind: "" if kind in given else ", ".join(DERIVED_FROM.get(kind, ())) for kind in ROW_TYPES}
 
 
-def derive(kind: str, parents: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def derive(kind: str, parents: Iterable[Mapping[str, Any]], seen: set[str]) -> list[dict[str, Any]]:
     """Return the distinct rows of ``kind`` that come from ``parents``, with ids; of equal rows the first.
 
     They have the labels of their parent, and its file and line where these are given. Of a ranking, which gives several
     pairs, only the best reply is imitated: not one that another pair of the same record rejects.
+
+    Args:
+        parents: Rows, with all rows of a record that one of them is of.
+        seen: Ids of rows that were derived before; those of the new rows are added.
     """
     kept: dict[str, dict[str, Any]] = {}
     listed = list(parents)
@@ -58,7 +52,9 @@ def derive(kind: str, parents: Iterable[Mapping[str, Any]]) -> list[dict[str, An
         else:
             row |= {"text": dialogue_text(parent["prompt"], parent["reply"])}
         key = content_id(kind, row)
-        kept.setdefault(key, row | {"id": key})
+        if key not in seen:
+            kept.setdefault(key, row | {"id": key})
+    seen.update(kept)
     return list(kept.values())
 
 

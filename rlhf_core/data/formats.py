@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from rlhf_core.config.collect import ReadOptions
-from rlhf_core.data.readers.columns import with_columns
+from rlhf_core.data.readers.columns import mapped_records, with_columns
 from rlhf_core.data.readers.containers import Record
 from rlhf_core.data.readers.format import Format, Parsed, Undecided, number_of, system_turns
 from rlhf_core.data.readers.record_shape import printable, record_shape
@@ -20,6 +21,7 @@ from rlhf_core.data.schema import content_id
 from rlhf_core.errors import DataError
 
 MARGIN_EXCERPT = 40
+CHUNK_RECORDS = 2048  # no fewer than the formats and columns of a file are recognised by
 # Columns of the scores of a pair's replies, whose difference is the margin: UltraFeedback binarized and its relatives.
 SCORE_COLUMNS = (
     ("score_chosen", "score_rejected"),
@@ -58,15 +60,6 @@ class FileRows:
     weight: float = 1.0
     cap: int | None = None
     licence: str | None = None
-
-
-def cut_to_limit(files: Sequence[FileRows], limit: int | None) -> None:
-    """Cut the rows of ``files`` to ``limit`` in all: every file keeps its first rows, up to its cap and fair share."""
-    sizes = [min(len(file.rows), file.cap or len(file.rows)) for file in files]
-    shares = fair_shares(sizes, limit, [file.weight for file in files])
-    for file, share in zip(files, shares, strict=True):
-        file.cut = len(file.rows) - share
-        del file.rows[share:], file.positions[share:]
 
 
 def fair_shares(sizes: Sequence[int], limit: int | None, weights: Sequence[float] | None = None) -> list[int]:
@@ -108,6 +101,7 @@ def read_records(
     sha256: str,
     where: str = "",
     options: ReadOptions | None = None,
+    detected: Format | None = None,
 ) -> FileRows:
     """Turn records into rows of ``kind``.
 
@@ -118,14 +112,15 @@ def read_records(
         sha256: The file's hash.
         where: What messages call the file; by default ``source``.
         options: How the records are read, where that is not recognised.
+        detected: The format of earlier records of the same file, which has all columns that ``options`` names.
 
     Raises:
         DataError: No known format fits, or several do, or the format carries nothing of this kind, or a column or
             dimension that ``options`` names does not exist.
     """
     where, options = where or source, options or ReadOptions()
-    mapped = with_columns(records, options, where)
-    shape = format_named(options.format) if options.format else detect(mapped, where)
+    mapped = with_columns(records, options, where) if detected is None else mapped_records(records, options)
+    shape = detected or (format_named(options.format) if options.format else detect(mapped, where))
     first = next((record.value for record in mapped if not record.problem), None)
     _require_kind(shape, kind, options, where, record_shape(first))
     name = shape.name
@@ -148,6 +143,26 @@ def read_records(
             result.expanded += len(rows) - 1
             result.unused.update(map(printable, unused_columns(record.value, shape.name)))
     return result
+
+
+def row_chunks(
+    records: Iterable[Record], kind: str, source: str, sha256: str, where: str, options: ReadOptions
+) -> Iterator[FileRows]:
+    """Yield the rows of a file some thousand records at a time, as :func:`read_records` reads them all together.
+
+    All rows of a record are in one chunk. The format is that of the first chunk. Messages that are joined into trees
+    are read all together: those of one tree may be anywhere in the file.
+    """
+    remaining = iter(records)
+    chunk = list(islice(remaining, CHUNK_RECORDS))
+    shape = format_named(options.format) if options.format else detect(with_columns(chunk, options, where), where)
+    if shape.join is not None:
+        chunk += remaining
+    detected: Format | None = None
+    while chunk:
+        yield read_records(chunk, kind, source, sha256, where, options, detected)
+        detected = shape
+        chunk = list(islice(remaining, CHUNK_RECORDS))
 
 
 def _require_kind(shape: Format, kind: str, options: ReadOptions, where: str, first_row: str) -> None:

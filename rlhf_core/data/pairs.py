@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -11,14 +12,14 @@ from rlhf_core.data.chat import encode_prompt, encode_reply
 from rlhf_core.data.schema import Preference
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TokenisedPair:
     """Token ids of a pair; the replies end with the token that closes a turn. ``row`` is its position in the input."""
 
     row: int
-    prompt: list[int]
-    chosen: list[int]
-    rejected: list[int]
+    prompt: Sequence[int]
+    chosen: Sequence[int]
+    rejected: Sequence[int]
 
     @property
     def length(self) -> int:
@@ -40,6 +41,8 @@ def tokenised_pairs(
     token that the reward is read at. A pair is identical when both replies have the same tokens (their texts may
     differ, for example in characters that the tokenizer normalises): its loss is log 2 for every model.
 
+    Ids are held as 32-bit integers: a list of Python's own takes ten times the memory.
+
     Returns:
         The usable pairs, and how many were dropped: ``{"over_long": …, "identical": …}``. Of the over-long ones
         ``identical_if_cut`` counts those that would be identical if they were cut at ``max_tokens``.
@@ -49,9 +52,9 @@ def tokenised_pairs(
     for row, preference in enumerate(preferences):
         pair = TokenisedPair(
             row,
-            encode_prompt(tokenizer, preference.prompt),
-            encode_reply(tokenizer, preference.chosen),
-            encode_reply(tokenizer, preference.rejected),
+            array("i", encode_prompt(tokenizer, preference.prompt)),
+            array("i", encode_reply(tokenizer, preference.chosen)),
+            array("i", encode_reply(tokenizer, preference.rejected)),
         )
         if pair.chosen == pair.rejected:
             dropped["identical"] += 1

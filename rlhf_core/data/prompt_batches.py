@@ -6,8 +6,10 @@ With K ranked replies to a prompt there are up to K(K-1)/2 pairs, but only K seq
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 
@@ -17,14 +19,46 @@ from rlhf_core.data.pairs import TokenisedPair
 
 WINDOW = 16  # prompts whose batches are made together, longest first
 
-SequenceKey = tuple[tuple[int, ...], tuple[int, ...]]
+
+@dataclass(frozen=True)
+class PairSequences:
+    """The sequences of B pairs.
+
+    Attributes:
+        distinct: Prompt and reply of each sequence, in the order of first occurrence: chosen ones come first.
+        chosen: Number of each pair's chosen sequence (B,).
+        rejected: Number of each pair's rejected sequence (B,).
+    """
+
+    distinct: list[tuple[Sequence[int], Sequence[int]]]
+    chosen: list[int]
+    rejected: list[int]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each distinct sequence."""
+        return [len(prompt) + len(reply) for prompt, reply in self.distinct]
 
 
-def sequence_keys(pairs: Sequence[TokenisedPair]) -> list[SequenceKey]:
-    """Prompt and reply of each pair's chosen sequence, then of each pair's rejected one: (2B,)."""
-    prompts = [tuple(pair.prompt) for pair in pairs]
-    replies = [tuple(pair.chosen) for pair in pairs] + [tuple(pair.rejected) for pair in pairs]
-    return list(zip(prompts + prompts, replies, strict=True))
+def pair_sequences(pairs: Sequence[TokenisedPair], share: bool = True) -> PairSequences:
+    """Number the sequences of pairs; with ``share`` one that several pairs have gets one number."""
+    listed = [(pair.prompt, pair.chosen) for pair in pairs] + [(pair.prompt, pair.rejected) for pair in pairs]
+    if not share:
+        return PairSequences(listed, list(range(len(pairs))), list(range(len(pairs), len(listed))))
+    known: dict[bytes, int] = {}
+    numbers: list[int] = []
+    distinct: list[tuple[Sequence[int], Sequence[int]]] = []
+    for sequence in listed:
+        number = known.setdefault(b"".join(map(ids_hash, sequence)), len(known))
+        if number == len(distinct):
+            distinct.append(sequence)
+        numbers.append(number)
+    return PairSequences(distinct, numbers[: len(pairs)], numbers[len(pairs) :])
+
+
+def ids_hash(ids: Sequence[int]) -> bytes:
+    """Return a 128-bit hash of token ids."""
+    return blake2b(array("i", ids).tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
@@ -42,11 +76,10 @@ class PromptBatches:
     def __init__(self, pairs: Sequence[TokenisedPair], limits: PairBatchConfig, seed: int) -> None:
         self.limits, self.seed = limits, seed
         self.widths = [pair.length for pair in pairs]
-        numbers: dict[SequenceKey, int] = {}
-        of_sequence = [numbers.setdefault(key, len(numbers)) for key in sequence_keys(pairs)]
-        self.sequences = list(zip(of_sequence[: len(pairs)], of_sequence[len(pairs) :], strict=True))
-        prompts: dict[tuple[int, ...], int] = {}
-        self.prompt = [prompts.setdefault(tuple(pair.prompt), len(prompts)) for pair in pairs]
+        sequences = pair_sequences(pairs)
+        self.sequences = list(zip(sequences.chosen, sequences.rejected, strict=True))
+        prompts: dict[bytes, int] = {}
+        self.prompt = [prompts.setdefault(ids_hash(pair.prompt), len(prompts)) for pair in pairs]
 
     def epoch(self, epoch: int, rows: Sequence[int] | None = None) -> list[list[int]]:
         """Every pair once, or every pair of ``rows``, batch by batch."""

@@ -108,9 +108,14 @@ def content_id(kind: str, row: dict[str, Any]) -> str:
 
 def write_dicts(path: Path, kind: str, rows: Sequence[dict[str, Any]]) -> None:
     """Write rows given as dictionaries (messages too) to a parquet file of ``kind``, atomically."""
-    schema = arrow_schema(kind)
-    tables = [pa.Table.from_pylist(chunk, schema=schema) for chunk in _chunks(kind, rows)]
-    write_table(path, pa.concat_tables(tables) if tables else schema.empty_table())
+    tables = list(tables_of(kind, rows))
+    write_table(path, pa.concat_tables(tables) if tables else arrow_schema(kind).empty_table())
+
+
+def tables_of(kind: str, rows: Sequence[dict[str, Any]], schema: pa.Schema | None = None) -> Iterator[pa.Table]:
+    """Yield rows given as dictionaries as arrow tables, of the schema of ``kind`` or one with further columns."""
+    for chunk in _chunks(kind, rows):
+        yield pa.Table.from_pylist(chunk, schema=schema or arrow_schema(kind))
 
 
 def _chunks(kind: str, rows: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rlhf_core.config.collect import DataSource, FileSources, ReadOptions, SourceOptions
-from rlhf_core.data.formats import FileRows, read_records
+from rlhf_core.data.formats import FileRows, read_records, row_chunks
 from rlhf_core.data.hub import PREFIX, load_hub_records
 from rlhf_core.data.readers.columns import with_columns
 from rlhf_core.data.readers.containers import Record, load_records, records_of
+from rlhf_core.data.readers.record_stream import OnRead, stream_records
 from rlhf_core.data.readers.registry import PROBE, detect, format_named
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.errors import DataError
@@ -139,6 +140,24 @@ def _records(file: SourceFile) -> list[Record]:
     if is_url(file.name):
         return records_of(file.name, read_url(file.name))
     return load_hub_records(file.name, PROBE).records
+
+
+def source_chunks(file: SourceFile, kind: str, limit: int | None, on_read: OnRead) -> Iterator[FileRows]:
+    """Yield the rows of a file, URL or hub id in parts; see :func:`~rlhf_core.data.formats.row_chunks`.
+
+    Args:
+        limit: Bounds the rows taken from the hub.
+        on_read: Told how many more bytes of a file on this machine were read.
+    """
+    if file.path is None:
+        yield read_source(file, kind, limit)
+        return
+    try:
+        digest = sha256_file(file.path)
+    except OSError as error:
+        raise DataError(f"cannot read {file.path}: {error.strerror}") from error
+    records = stream_records(file.path, on_read)
+    yield from row_chunks(records, kind, file.name, digest, str(file.path), file.options)
 
 
 def _read(file: SourceFile, kind: str, limit: int | None) -> FileRows:

@@ -44,13 +44,3 @@ def assign(groups: Iterable[str], seed: int, config: SplitConfig) -> list[str]:
     """Return the split of each group in order; each distinct group is hashed once."""
     known: dict[str, str] = {}
     return [known.get(group) or known.setdefault(group, split_of(group, seed, config)) for group in groups]
-
-
-def overlap(sets: Iterable[set[str]]) -> int:
-    """Return how many groups occur in more than one of the sets; 0 for splits without leakage."""
-    seen: set[str] = set()
-    twice: set[str] = set()
-    for groups in sets:
-        twice |= seen & groups
-        seen |= groups
-    return len(twice)

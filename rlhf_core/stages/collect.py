@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.collect import CollectConfig
-from rlhf_core.data.derived import Rows, derive_missing
-from rlhf_core.data.formats import FileRows, cut_to_limit
+from rlhf_core.data.derived import derived_from
+from rlhf_core.data.raw_folder import RawFolder, SourceCounts, SourceWriter
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
-from rlhf_core.data.sources import read_source, source_files
-from rlhf_core.data.validation.provenance import write_provenance
-from rlhf_core.data.validation.quarantine import write_refused
+from rlhf_core.data.sources import source_chunks, source_files
+from rlhf_core.data.table_stream import TableWriter
+from rlhf_core.data.validation.quarantine import REFUSED_SCHEMA, write_refused
 from rlhf_core.errors import DataError
 from rlhf_core.files import atomic_dir, atomic_write_json, sha256_file
 from rlhf_core.progress import progress
@@ -40,6 +40,7 @@ def collect(config: CollectConfig, base: Path, raw: Path) -> dict[str, float]:
     """Write ``KIND/data.parquet``, the rows that readers refused, and a manifest of all sources into ``raw``.
 
     Rows of files have their file and line in ``provenance.parquet``. A kind that is neither given nor derived is empty.
+    Files are read and written in parts, so that they may be larger than the memory.
 
     Args:
         base: The folder that relative paths of sources start at.
@@ -47,40 +48,35 @@ def collect(config: CollectConfig, base: Path, raw: Path) -> dict[str, float]:
     Raises:
         DataError: A file is missing or of an unknown format.
     """
-    files: dict[str, list[FileRows]] = {kind: [] for kind in KINDS}
-    if config.source == "world":
-        rows, derived = _from_world(config), dict.fromkeys(KINDS, "")
-    else:
-        files = _read_files(config, base)
-        for kind in KINDS:
-            cut_to_limit(files[kind], config.limit)
-        rows, derived = derive_missing({kind: _with_origin(files[kind]) for kind in KINDS if files[kind]})
-    kept = {kind: listed[: config.limit] for kind, listed in rows.items()}
-    cut = {kind: sum(file.cut for file in files[kind]) + len(rows[kind]) - len(kept[kind]) for kind in KINDS}
-    rows = kept
     with atomic_dir(raw) as folder:
-        for kind in KINDS:
-            write_dicts(folder / kind / "data.parquet", kind, rows[kind])
-        if config.source == "files":
-            write_provenance(folder / "provenance.parquet", rows)
-        refused = [{"kind": kind, **row} for kind in KINDS for file in files[kind] for row in file.refused]
-        write_refused(folder / "refused.parquet", refused)
-        atomic_write_json(folder / "manifest.json", _manifest(config, rows, derived, files, cut, folder))
-    metrics = {f"{kind}_rows": float(len(rows[kind])) for kind in KINDS} | {"refused_rows": float(len(refused))}
-    return metrics if config.source == "world" else metrics | {"cut_rows": float(sum(cut.values()))}
+        collected = _from_world(config, folder) if config.source == "world" else _from_files(config, base, folder)
+        atomic_write_json(folder / "manifest.json", _manifest(config, collected, folder))
+    metrics = {f"{kind}_rows": float(collected.rows[kind]) for kind in KINDS}
+    metrics["refused_rows"] = float(sum(source.refused for listed in collected.sources.values() for source in listed))
+    return metrics if config.source == "world" else metrics | {"cut_rows": float(sum(collected.cut.values()))}
 
 
 STAGE = Stage(name="collect", section="collect", config=CollectConfig, run=run, outputs={"raw": "data/raw"})
 
 
-def _from_world(config: CollectConfig) -> Rows:
+@dataclass(frozen=True)
+class Collected:
+    """What was written: rows by kind, those that a limit cut, what kinds are derived from, and the sources."""
+
+    rows: dict[str, int]
+    cut: dict[str, int]
+    derived: dict[str, str]
+    sources: dict[str, list[SourceCounts]]
+
+
+def _from_world(config: CollectConfig, folder: Path) -> Collected:
     """Generate all kinds from the synthetic world, with ids by the schema's rule."""
     world, seed = config.world, config.seed
 
     def size(n: int) -> int:
         return min(n, config.limit) if config.limit else n
 
-    rows: Rows = {}
+    rows: dict[str, list[dict[str, Any]]] = {}
     with progress(len(KINDS), "generating data of the synthetic world") as bar:
         rows["preferences"] = corpus.preferences(
             seed,
@@ -96,68 +92,50 @@ def _from_world(config: CollectConfig) -> Rows:
         bar.advance()
         rows["pretrain"] = corpus.pretrain(seed, size(world.pretrain))
         bar.advance()
-    return {kind: [row | {"id": content_id(kind, row)} for row in listed] for kind, listed in rows.items()}
+    for kind in KINDS:
+        listed = [row | {"id": content_id(kind, row)} for row in rows[kind][: config.limit]]
+        write_dicts(folder / kind / "data.parquet", kind, listed)
+    write_refused(folder / "refused.parquet", [])
+    counts = {kind: len(rows[kind][: config.limit]) for kind in KINDS}
+    return Collected(counts, dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, ""), {kind: [] for kind in KINDS})
 
 
-def _read_files(config: CollectConfig, base: Path) -> dict[str, list[FileRows]]:
-    sources = {kind: source_files(config.files.of(kind), base) for kind in KINDS}
-    read: dict[str, list[FileRows]] = {}
-    with progress(sum(map(len, sources.values())), "reading data files") as bar:
+def _from_files(config: CollectConfig, base: Path, folder: Path) -> Collected:
+    files = {kind: source_files(config.files.of(kind), base) for kind in KINDS}
+    derived = derived_from([kind for kind in KINDS if files[kind]])
+    sizes = [file.path.stat().st_size if file.path else 0 for listed in files.values() for file in listed]
+    sources: dict[str, list[SourceCounts]] = {kind: [] for kind in KINDS}
+    with (
+        progress(max(sum(sizes), 1), "reading data files (bytes)") as bar,
+        RawFolder(folder, derived, config.limit) as raw,
+        TableWriter(folder / "refused.parquet", REFUSED_SCHEMA) as refused,
+    ):
         for kind in KINDS:
-            read[kind] = []
-            for source in sources[kind]:
-                read[kind].append(read_source(source, kind, config.limit))
-                bar.advance()
-    return read
+            writer = SourceWriter(kind, raw, refused)
+            for file in files[kind]:
+                writer.add(source_chunks(file, kind, config.limit, bar.advance), file.options)
+            sources[kind] = writer.finish()
+    cut = {kind: raw.cut[kind] + sum(source.cut for source in sources[kind]) for kind in KINDS}
+    return Collected(raw.rows, cut, derived, sources)
 
 
-def _with_origin(files: Sequence[FileRows]) -> list[dict[str, Any]]:
-    """Return the rows of all files, each with the path and position that it was read from."""
-    return [
-        row | {"path": file.source, "position": position}
-        for file in files
-        for row, position in zip(file.rows, file.positions, strict=True)
-    ]
-
-
-def _manifest(
-    config: CollectConfig,
-    rows: Rows,
-    derived: dict[str, str],
-    files: dict[str, list[FileRows]],
-    cut: dict[str, int],
-    folder: Path,
-) -> dict[str, Any]:
+def _manifest(config: CollectConfig, collected: Collected, folder: Path) -> dict[str, Any]:
     """Return where each kind comes from: source files with hashes, formats and counts, or the kinds it derives from."""
     kinds = {}
     for kind in KINDS:
-        listed = [
-            {
-                "source": file.source,
-                "sha256": file.sha256,
-                "format": file.format,
-                "records": file.records,
-                "rows": len(file.rows),
-                "refused": len(file.refused),
-                "dropped": dict(file.dropped),
-                "unused": dict(file.unused),
-                "expanded": file.expanded,
-                "cut": file.cut,
-                "unread": file.unread,
-                "revision": file.revision,
-                "weight": file.weight,
-                "cap": file.cap,
-                "share": len(file.rows) / len(rows[kind]) if rows[kind] else 0.0,
-            }
-            | ({"licence": licence} if (licence := file.licence or config.licence) else {})
-            for file in files[kind]
-        ]
+        rows = collected.rows[kind]
         kinds[kind] = {
-            "rows": len(rows[kind]),
+            "rows": rows,
             "sha256": sha256_file(folder / kind / "data.parquet"),
-            "derived_from": derived[kind],
-            "files": listed,
+            "derived_from": collected.derived[kind],
+            "files": [_about(source, rows, config.licence) for source in collected.sources[kind]],
         }
         if config.source == "files":
-            kinds[kind]["cut"] = cut[kind]
+            kinds[kind]["cut"] = collected.cut[kind]
     return {"source": config.source, "seed": config.seed, "limit": config.limit, "kinds": kinds}
+
+
+def _about(source: SourceCounts, rows: int, licence: str | None) -> dict[str, Any]:
+    """Return what the manifest says of a source: its share of the ``rows`` of its kind, and a licence if it has one."""
+    about = vars(source) | {"share": source.rows / rows if rows else 0.0, "licence": source.licence or licence}
+    return about if about["licence"] else {name: value for name, value in about.items() if name != "licence"}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.config.validation_rules import RULES
-from rlhf_core.data.dataset import Numbers, Tables, data_metrics, rows_metric, split_tables, write_splits
+from rlhf_core.data.dataset import Numbers, data_metrics, file_names, rows_metric, write_clean
 from rlhf_core.data.sources import read_sources
 from rlhf_core.data.validation.quarantine import write_quarantine
 from rlhf_core.data.validation.set_rules.check_set import apply_set_rules, check_set
@@ -38,29 +38,28 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
         read_sources(config.evaluation_files, "prompts", workspace, parameter="validate.evaluation_files")
     )
     findings = check_set(validated.clean, config, raw.derived, evaluation)
-    named = named_findings(findings.breaches, validated.clean, validated.origins, config)
+    named = named_findings(findings.breaches, validated, config)
     apply_set_rules(validated, findings, config)
-    pairs = pair_metrics(raw.tables["preferences"], validated.clean["preferences"])
+    pairs = pair_metrics(raw.rows["preferences"], validated.clean["preferences"])
     findings.counts["preferences"] = findings.counts.get("preferences", {}) | pairs
-    files = split_tables(validated.clean, config.seed, config.split)
-    metrics = data_metrics(validated, files, findings.counts)
-    write_quarantine(outputs.quarantine, validated.quarantined)
-    atomic_write_json(outputs.metrics, metrics)
-    conditions = gate_conditions(config, files) + rule_conditions(config, metrics)
-    decision = decide("data", conditions, metrics, evidence={"metrics/data.json": sha256_file(outputs.metrics)})
-    decision.save(outputs.gate)
-    manifest = inputs.raw / "manifest.json"
-    failed = [condition.metric for condition in decision.conditions if not condition.passed]
-    sources = CardSources(
-        read_json(manifest) if manifest.is_file() else {}, validated, findings, named, metrics, failed
-    )
-    write_card(outputs.card, build_card(sources, config), named)
-    if not decision.passed:
-        # Clean data of an earlier run must not be mistaken for this one's.
-        shutil.rmtree(outputs.clean, ignore_errors=True)
-        raise DataError(_failure(decision, metrics))
+    write_quarantine(outputs.quarantine, validated.quarantine())
     with atomic_dir(outputs.clean) as folder:
-        write_splits(folder, files)
+        statistics = write_clean(folder, validated.clean, config.seed, config.split)
+        metrics = data_metrics(validated, statistics, findings.counts)
+        atomic_write_json(outputs.metrics, metrics)
+        conditions = gate_conditions(config) + rule_conditions(config, metrics)
+        decision = decide("data", conditions, metrics, evidence={"metrics/data.json": sha256_file(outputs.metrics)})
+        decision.save(outputs.gate)
+        manifest = inputs.raw / "manifest.json"
+        failed = [condition.metric for condition in decision.conditions if not condition.passed]
+        sources = CardSources(
+            read_json(manifest) if manifest.is_file() else {}, validated, findings, named, metrics, failed
+        )
+        write_card(outputs.card, build_card(sources, config), named)
+        if not decision.passed:
+            # Clean data of an earlier run must not be mistaken for this one's.
+            shutil.rmtree(outputs.clean, ignore_errors=True)
+            raise DataError(_failure(decision, metrics))
     return metrics
 
 
@@ -81,7 +80,7 @@ STAGE = Stage(
 )
 
 
-def gate_conditions(config: ValidateConfig, files: Tables) -> list[Condition]:
+def gate_conditions(config: ValidateConfig) -> list[Condition]:
     """Return the data gate's conditions: enough rows, few in quarantine, no empty split, no group in two splits."""
     conditions = [
         Condition(
@@ -98,7 +97,7 @@ def gate_conditions(config: ValidateConfig, files: Tables) -> list[Condition]:
                 why="so many bad rows mean that the source, or how it is read, is wrong",
             ),
         ]
-    for name in files:
+    for name in file_names():
         metric = rows_metric(*name.split("/"))
         conditions.append(Condition(metric=metric, at_least=1, why="a stage reads this split"))
     return conditions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,12 +19,12 @@ from rlhf_core.data.schema import Demonstration
 WINDOW = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Example:
     """Token ids of a prompt and its reply; the reply ends with the token that closes a turn."""
 
-    prompt: list[int]
-    reply: list[int]
+    prompt: Sequence[int]
+    reply: Sequence[int]
 
     @property
     def length(self) -> int:
@@ -60,8 +61,12 @@ class ReplyBatch:
 def tokenised_examples(
     tokenizer: PreTrainedTokenizerBase, demonstrations: Iterable[Demonstration], max_tokens: int
 ) -> tuple[list[Example], int]:
-    """Tokenise demonstrations; those over ``max_tokens`` are dropped and counted, since a reply is never cut."""
-    examples = [Example(*encode_dialogue(tokenizer, row.prompt, row.reply)) for row in demonstrations]
+    """Tokenise demonstrations; those over ``max_tokens`` are dropped and counted, since a reply is never cut.
+
+    Ids are held as 32-bit integers: a list of Python's own takes ten times the memory.
+    """
+    dialogues = (encode_dialogue(tokenizer, row.prompt, row.reply) for row in demonstrations)
+    examples = [Example(array("i", prompt), array("i", reply)) for prompt, reply in dialogues]
     kept = [example for example in examples if example.length <= max_tokens]
     return kept, len(examples) - len(kept)
 

@@ -25,10 +25,18 @@ RECORD_EVERY = 10
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a task reports of one step: ``metrics`` to average over a block, and the tokens it trained on."""
+    """What a task reports of one step.
+
+    Attributes:
+        metrics: What is averaged over a block of steps.
+        tokens: Tokens it trained on.
+        padding_share: Share of padding in the positions that all ranks computed. Unlike the metrics it depends on
+            their number. None where it is not measured.
+    """
 
     metrics: dict[str, float]
     tokens: int
+    padding_share: float | None = None
 
 
 class Task(Protocol):
@@ -70,6 +78,16 @@ class LoopResult:
     def tokens_per_second(self) -> float:
         """Tokens trained on per second, evaluations and checkpoints not counted."""
         return self.tokens / max(self.seconds, 1e-9)
+
+    def mean(self, metric: str) -> float | None:
+        """The mean of a training metric over all steps; None where no record has it."""
+        total, steps, last = 0.0, 0, 0
+        for record in self.history:
+            if metric in record:
+                total += (record["step"] - last) * record[metric]
+                steps += record["step"] - last
+            last = record["step"]
+        return total / steps if steps else None
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The records with metrics on held-out data, first to last."""
@@ -121,6 +139,8 @@ class Loop:
             raise TrainingPaused(f"{paused} ({self.history.path})") from paused
         # Loss and norm belong to the same weights: both were taken before the update.
         self.block.add(report.metrics | {"grad_norm": result.grad_norm})
+        if report.padding_share is not None:
+            self.block.add({"padding_share": report.padding_share})
         self.done += 1
         self.tokens += report.tokens
         self.seconds += time.perf_counter() - started

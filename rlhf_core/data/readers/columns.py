@@ -27,6 +27,13 @@ def with_columns(records: Sequence[Record], options: ReadOptions, where: str) ->
         return records
     columns = [*options.columns.values(), *(template_columns(options.template) if options.template else ())]
     _require_columns(records, columns, where)
+    return mapped_records(records, options)
+
+
+def mapped_records(records: Sequence[Record], options: ReadOptions) -> Sequence[Record]:
+    """Return what :func:`with_columns` does for records of a file whose columns are known to exist."""
+    if not options.columns and options.template is None:
+        return records
     return [record if record.problem else _mapped(record, options) for record in records]
 
 

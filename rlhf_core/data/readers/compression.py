@@ -27,21 +27,31 @@ def decompressed(name: str, content: bytes, suffix: str) -> bytes:
     """
     if not suffix or not content:
         return content
-    limit = max(ALWAYS_ALLOWED, MAX_EXPANSION * len(content))
+    limit = expansion_limit(len(content))
     result = bytearray()
     try:
         for part in STREAMS[suffix](content):
             result += part
             if len(result) > limit:
-                raise DataError(
-                    f"{name} expands to more than {MAX_EXPANSION} times its size, which text does not; decompress it "
-                    "yourself if that is meant"
-                )
+                raise too_large(name)
     except (EOFError, OSError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
         raise DataError(
             f"{name} is not a whole {COMPRESSIONS[suffix]} file ({error}); copy or download it again"
         ) from error
     return bytes(result)
+
+
+def expansion_limit(size: int) -> int:
+    """Return how many bytes a compressed file of this size may expand to."""
+    return max(ALWAYS_ALLOWED, MAX_EXPANSION * size)
+
+
+def too_large(name: str) -> DataError:
+    """Return the error for a file that expands to more than its limit."""
+    return DataError(
+        f"{name} expands to more than {MAX_EXPANSION} times its size, which text does not; decompress it yourself if "
+        "that is meant"
+    )
 
 
 def _gzip(content: bytes) -> Iterator[bytes]:

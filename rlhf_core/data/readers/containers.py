@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -44,7 +44,7 @@ class Record:
 
 def load_records(path: Path) -> list[Record]:
     """Read every record; ``DataError`` when the file is missing, empty, not what its name says, or of no known kind."""
-    _kind_of(str(path))
+    kind_of(str(path))
     try:
         content = path.read_bytes()
     except FileNotFoundError as error:
@@ -60,30 +60,35 @@ def records_of(name: str, content: bytes) -> list[Record]:
     Raises:
         DataError: It is empty, not what its name says, or of no known kind.
     """
-    kind, compression = _kind_of(name)
+    kind, compression = kind_of(name)
     content = decompressed(name, content, compression)
     records: list[Record] = []
     if content and not content.isspace():
         require_content(name, content)
         if kind in (".parquet", ".arrow"):
-            records = _table_records(_parquet(name, content) if kind == ".parquet" else _arrow(name, content))
+            records = table_records(_parquet(name, content) if kind == ".parquet" else _arrow(name, content))
         else:
             require_text(name, content, allow_utf16=kind == ".json")
             records = list(_text_records(name, content, kind))
     if not records:
-        raise DataError(
-            f"{name} is empty: there are no rows in it; give a file that has some, or take it out of the sources"
-        )
+        raise no_rows(name)
     return records
+
+
+def no_rows(name: str) -> DataError:
+    """Return the error for a file without rows."""
+    return DataError(
+        f"{name} is empty: there are no rows in it; give a file that has some, or take it out of the sources"
+    )
 
 
 def _text_records(name: str, content: bytes, kind: str) -> Iterator[Record]:
     if kind in (".csv", ".tsv"):
-        return _csv(name, content, "," if kind == ".csv" else "\t")
-    return _json(name, content) if kind == ".json" else _json_lines(name, content)
+        return csv_records(name, io.BytesIO(content), "," if kind == ".csv" else "\t")
+    return _json(name, content) if kind == ".json" else json_line_records(name, io.BytesIO(content))
 
 
-def _kind_of(name: str) -> tuple[str, str]:
+def kind_of(name: str) -> tuple[str, str]:
     """Return the suffixes that tell what a file is and how it is compressed ("" where it is not)."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
     compression = suffixes.pop() if suffixes[-1:] and suffixes[-1] in COMPRESSIONS else ""
@@ -103,7 +108,7 @@ def _json(name: str, content: bytes) -> Iterator[Record]:
         raise DataError(f"{name} is not UTF-8 ({error}); save it as UTF-8") from error
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
-            yield from _json_lines(name, content)
+            yield from json_line_records(name, io.BytesIO(content))
             return
         raise DataError(f"{name} is not valid JSON: {error}") from error
     except RecursionError as error:
@@ -125,16 +130,23 @@ def _is_list_of_objects(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
-def _json_lines(name: str, content: bytes) -> Iterator[Record]:
+def json_line_records(name: str, stream: BinaryIO) -> Iterator[Record]:
+    """Yield the record of every line that is not empty; ``DataError`` for one JSON value over several lines."""
     parser = JsonParser()
-    if content.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0].rstrip() in (b"[", b"{"):
-        raise DataError(
-            f"{name} holds JSON over several lines, but JSON lines has a row in each; name it .json if it is one list"
-        )
-    # Split on \n only: other line separators of Unicode are legal inside JSON strings.
-    for position, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+    is_first = True
+    # Lines of bytes end with \n only: other line separators of Unicode are legal inside JSON strings.
+    for position, line in enumerate(stream, 1):
+        line = line.removesuffix(b"\n")
+        if position == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
         if not line.strip():
             continue
+        if is_first and line.strip() in (b"[", b"{"):
+            raise DataError(
+                f"{name} holds JSON over several lines, but JSON lines has a row in each; name it .json if it is one "
+                "list"
+            )
+        is_first = False
         try:
             value, marked = parser.parse(line, "utf-8-sig")
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -143,14 +155,11 @@ def _json_lines(name: str, content: bytes) -> Iterator[Record]:
             yield Record(position, value, problem_in(value) if marked else "")
 
 
-def _csv(name: str, content: bytes, delimiter: str) -> Iterator[Record]:
+def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]:
     """Read rows below a header; a quote that is opened and not closed makes every later row uncertain."""
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{name} is not UTF-8 ({error}); save it as UTF-8") from error
     csv.field_size_limit(CSV_FIELD_LIMIT)
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    rows = csv.reader(text, delimiter=delimiter, strict=True)
     header: list[str] = []
     while True:
         line = rows.line_num + 1
@@ -158,6 +167,8 @@ def _csv(name: str, content: bytes, delimiter: str) -> Iterator[Record]:
             fields = next(rows)
         except StopIteration:
             return
+        except UnicodeDecodeError as error:
+            raise DataError(f"{name} is not UTF-8 ({error}); save it as UTF-8") from error
         except csv.Error as error:
             raise DataError(
                 f"{name}, line {line}: not readable CSV ({error}); a quote that is opened there is not closed, or a "
@@ -167,7 +178,7 @@ def _csv(name: str, content: bytes, delimiter: str) -> Iterator[Record]:
             continue
         if not header:
             header = fields
-            _require_distinct(name, header)
+            require_distinct(name, header)
             continue
         problem = ""
         if [field.removeprefix("\ufeff") for field in fields] == header:
@@ -178,7 +189,7 @@ def _csv(name: str, content: bytes, delimiter: str) -> Iterator[Record]:
         yield Record(line, value, problem)
 
 
-def _require_distinct(name: str, columns: Sequence[str]) -> None:
+def require_distinct(name: str, columns: Sequence[str]) -> None:
     """Refuse a table with two columns of one name: a row could hold only one of them."""
     repeated = [column for column, count in Counter(columns).items() if count > 1 and column]
     if repeated:
@@ -187,9 +198,9 @@ def _require_distinct(name: str, columns: Sequence[str]) -> None:
 
 def _parquet(name: str, content: bytes) -> pa.Table:
     try:
-        _require_distinct(name, pq.read_schema(pa.BufferReader(content)).names)
+        require_distinct(name, pq.read_schema(pa.BufferReader(content)).names)
         table = pq.read_table(pa.BufferReader(content), page_checksum_verification=True)
-        _require_consistent(table)
+        require_consistent(table)
         return table
     except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: names that are not UTF-8
         raise DataError(f"{name} is not a readable parquet file ({error})") from error
@@ -204,14 +215,14 @@ def _arrow(name: str, content: bytes) -> pa.Table:
             table = pa.ipc.open_stream(pa.BufferReader(content)).read_all()
             if not content.endswith(END_OF_STREAM):
                 raise pa.ArrowInvalid("the mark of its end is missing: it was cut off, or never closed")
-        _require_consistent(table)
+        require_consistent(table)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{name} is not a readable arrow file ({error})") from error
-    _require_distinct(name, table.column_names)
+    require_distinct(name, table.column_names)
     return table
 
 
-def _require_consistent(table: pa.Table) -> None:
+def require_consistent(table: pa.Table) -> None:
     """Raise ``ArrowInvalid`` where an offset or index leads out of a column: reading it would crash the process.
 
     Texts that are not UTF-8 stay, in columns that hold nothing but text: only their rows are refused.
@@ -224,14 +235,15 @@ def _require_consistent(table: pa.Table) -> None:
                 raise
 
 
-def _table_records(table: pa.Table) -> list[Record]:
+def table_records(table: pa.Table, first: int = 1) -> list[Record]:
+    """Return the rows of a table, or of a part of it whose first row has the number ``first``."""
     try:
-        return [Record(position, row) for position, row in enumerate(table.to_pylist(), 1)]
+        return [Record(position, row) for position, row in enumerate(table.to_pylist(), first)]
     except CONVERSION_ERRORS:
-        return _rows_with_bad_values(table)
+        return _rows_with_bad_values(table, first)
 
 
-def _rows_with_bad_values(table: pa.Table) -> list[Record]:
+def _rows_with_bad_values(table: pa.Table, first: int) -> list[Record]:
     """Read a table one value at a time: some cannot become Python values (bad UTF-8, a timestamp out of range)."""
     rows: list[dict[str, Any]] = [{} for _ in range(table.num_rows)]
     problems = [""] * table.num_rows
@@ -241,4 +253,4 @@ def _rows_with_bad_values(table: pa.Table) -> list[Record]:
                 rows[index][name] = value.as_py()
             except CONVERSION_ERRORS as error:
                 problems[index] = f"the column {name} cannot be read ({error})"
-    return [Record(n, row, problem) for n, (row, problem) in enumerate(zip(rows, problems, strict=True), 1)]
+    return [Record(n, row, problem) for n, (row, problem) in enumerate(zip(rows, problems, strict=True), first)]

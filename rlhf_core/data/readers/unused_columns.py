@@ -26,6 +26,7 @@ BY_FORMAT = {
     "prompt": "prompt",
     "text": "text",
     "pku-saferlhf": "prompt response_0 response_1 better_response_id safer_response_id",
+    "pku-saferlhf-single": "prompt response_0 response_1 better_response_id",
     "helpsteer2-preference": "prompt response_1 response_2 preference_strength",
     "helpsteer3-preference": "context response1 response2 overall_preference domain",
     "helpsteer-ratings": "prompt",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ from rlhf_core.data.schema import ROLES
 from rlhf_core.data.visible_text import has_visible_text
 
 REPLIES = {"preferences": ("chosen", "rejected"), "demonstrations": ("reply",), "prompts": (), "pretrain": ("text",)}
+FLAG = np.int8
+DIGEST_BYTES = 16
 SOURCE_PASSED = "source_passed"  # a column that check_frame does not fill: see validate
 # Control characters other than tab, newlines and form feed, the C1 block (UTF-8 read as Latin-1), and the replacement
 # character.
@@ -104,27 +106,66 @@ def checks_for(kind: str, config: ValidateConfig, derived: bool = False) -> list
     return [replace(check, severity=config.severity(check.column)) for check in checks]
 
 
-def check_frame(kind: str, table: pa.Table, config: ValidateConfig) -> pd.DataFrame:
-    """Return a frame with ``row_id`` (position in ``table``), ``id`` and every column that :func:`checks_for` names."""
-    frame = pd.DataFrame({"row_id": np.arange(table.num_rows), "id": table.column("id").to_pylist()})
-    required = [name for name in table.column_names if name != "margin"]
-    complete = np.ones(table.num_rows, dtype=bool)
-    for name in required:
-        complete &= ~table.column(name).is_null().to_numpy()
-    frame["complete"] = complete.astype(int)
-    texts = {name: pc.fill_null(table.column(name), "") for name in REPLIES[kind]}
-    keys: list[list[Any]] = [text.to_pylist() for text in texts.values()]
-    if kind != "pretrain":
-        prompts = table.column("prompt").to_pylist()
-        texts["prompt"] = pa.chunked_array([_prompt_columns(frame, prompts)])
-        keys.insert(0, texts["prompt"].to_pylist())
-    for name in REPLIES[kind]:
-        frame[f"{name}_not_empty"] = [int(has_visible_text(text)) for text in texts[name].to_pylist()]
-        frame[f"{name}_chars"] = pc.utf8_length(texts[name]).to_numpy()
-    _text_flags(frame, texts, config)
-    frame["not_duplicate"] = (~pd.DataFrame(dict(enumerate(keys))).duplicated()).astype(int).to_numpy()
+def check_frame(kind: str, tables: Iterable[pa.Table], config: ValidateConfig) -> pd.DataFrame:
+    """Return a frame with ``row_id`` (a row's number), ``id`` and every column that :func:`checks_for` names.
+
+    Rows are compared with each other by hashes of their texts, so that a part is not needed after it was read.
+
+    Args:
+        tables: The rows of the kind, in parts.
+    """
+    frames, digests = [], []
+    for table in tables:
+        texts = row_texts(kind, table)
+        frames.append(_row_columns(kind, table, texts, config))
+        digests.append(row_digests(kind, texts))
+    frame = pd.concat(frames, ignore_index=True)
+    frame.insert(0, "row_id", np.arange(len(frame)))
+    hashed = pa.concat_tables(digests)
+    frame["not_duplicate"] = (~hashed.column("content").to_pandas().duplicated()).astype(FLAG).to_numpy()
     if kind == "preferences":
-        _pair_flags(frame, table, keys)
+        swapped = pc.is_in(hashed.column("swapped"), value_set=hashed.column("labelled").combine_chunks())
+        # Of a pair with equal replies the swapped one is the pair itself.
+        equal = frame["replies_differ"].to_numpy() == 0
+        frame["not_contradicted"] = (equal | ~swapped.to_numpy()).astype(FLAG)
+    return frame
+
+
+def row_texts(kind: str, table: pa.Table) -> dict[str, pa.ChunkedArray]:
+    """Return the texts of rows, which checks and hashes are of: the prompt as one, replies, or the text."""
+    texts = {name: pc.fill_null(table.column(name), "") for name in REPLIES[kind]}
+    if kind != "pretrain":
+        texts["prompt"] = pa.chunked_array([_prompt_texts(prompt_turns(table))])
+    return texts
+
+
+def prompt_turns(table: pa.Table) -> list[list[tuple[str, str]]]:
+    """Return the role and text of each turn of each prompt."""
+    prompts: list[list[dict[str, str | None]] | None] = table.column("prompt").to_pylist()
+    return [[(turn["role"] or "", turn["content"] or "") for turn in prompt or [] if turn] for prompt in prompts]
+
+
+def _row_columns(
+    kind: str, table: pa.Table, texts: Mapping[str, pa.ChunkedArray], config: ValidateConfig
+) -> pd.DataFrame:
+    """Return the columns that say something of each row by itself."""
+    frame = pd.DataFrame({"id": table.column("id").to_pylist()})
+    complete = np.ones(table.num_rows, dtype=bool)
+    for name in table.column_names:
+        if name != "margin":
+            complete &= ~table.column(name).is_null().to_numpy()
+    frame["complete"] = complete.astype(FLAG)
+    if kind != "pretrain":
+        _prompt_columns(frame, prompt_turns(table))
+    for name in REPLIES[kind]:
+        frame[f"{name}_not_empty"] = _flags(has_visible_text(text) for text in texts[name].to_pylist())
+        frame[f"{name}_chars"] = pc.utf8_length(texts[name]).to_numpy()
+    if kind == "preferences":
+        chosen, rejected = (texts[name].to_pylist() for name in REPLIES[kind])
+        frame["replies_differ"] = _flags(one_spaced(a) != one_spaced(b) for a, b in zip(chosen, rejected, strict=True))
+        margin = table.column("margin").to_pandas().astype(float).to_numpy()
+        frame["margin_finite"] = (table.column("margin").is_null().to_numpy() | np.isfinite(margin)).astype(FLAG)
+    _text_flags(frame, texts, config)
     return frame
 
 
@@ -139,21 +180,24 @@ def passing(frame: pd.DataFrame, checks: Sequence[RowCheck]) -> npt.NDArray[np.b
     return passed
 
 
-def _prompt_columns(frame: pd.DataFrame, prompts: list[list[dict[str, str | None]] | None]) -> pa.Array:
-    """Add the prompt's columns to ``frame``; return each prompt as one text, the key of equal prompts.
-
-    Together they may exceed 2 GiB, which an array of ordinary strings cannot hold.
-    """
-    turns = [[(turn["role"] or "", turn["content"] or "") for turn in prompt or [] if turn] for prompt in prompts]
-    frame["turns"] = [len(prompt) for prompt in turns]
-    frame["prompt_chars"] = [sum(len(content) for _, content in prompt) for prompt in turns]
-    frame["prompt_not_empty"] = [
-        int(bool(p) and all(role == "system" or has_visible_text(content) for role, content in p)) for p in turns
-    ]
-    frame["roles"] = [int(roles_in_order([role for role, _ in prompt])) for prompt in turns]
-    return pa.array(
-        ["\n\n".join(f"{role}: {content}" for role, content in prompt) for prompt in turns], pa.large_string()
+def _prompt_columns(frame: pd.DataFrame, prompts: list[list[tuple[str, str]]]) -> None:
+    """Add the prompt's columns to ``frame``."""
+    frame["turns"] = [len(prompt) for prompt in prompts]
+    frame["prompt_chars"] = [sum(len(content) for _, content in prompt) for prompt in prompts]
+    frame["prompt_not_empty"] = _flags(
+        bool(p) and all(role == "system" or has_visible_text(content) for role, content in p) for p in prompts
     )
+    frame["roles"] = _flags(roles_in_order([role for role, _ in prompt]) for prompt in prompts)
+
+
+def _prompt_texts(prompts: list[list[tuple[str, str]]]) -> pa.Array:
+    """Return each prompt as one text. An array of ordinary strings can hold only 2 GiB, which they may exceed."""
+    joined = ["\n\n".join(f"{role}: {content}" for role, content in prompt) for prompt in prompts]
+    return pa.array(joined, pa.large_string())
+
+
+def _flags(passed: Iterable[bool]) -> npt.NDArray[np.int8]:
+    return np.fromiter(passed, FLAG)
 
 
 def roles_in_order(roles: list[str]) -> bool:
@@ -164,7 +208,7 @@ def roles_in_order(roles: list[str]) -> bool:
     return known and alternating and dialogue[:1] == ["user"] and dialogue[-1:] == ["user"]
 
 
-def _text_flags(frame: pd.DataFrame, texts: dict[str, pa.ChunkedArray], config: ValidateConfig) -> None:
+def _text_flags(frame: pd.DataFrame, texts: Mapping[str, pa.ChunkedArray], config: ValidateConfig) -> None:
     """Add flags for the patterns that no text of a row may match."""
     patterns = {"no_control_characters": CONTROL, "no_mojibake": MOJIBAKE}
     if config.secrets:
@@ -173,19 +217,32 @@ def _text_flags(frame: pd.DataFrame, texts: dict[str, pa.ChunkedArray], config: 
         matches = np.zeros(len(frame), dtype=bool)
         for text in texts.values():
             matches |= pc.match_substring_regex(text, pattern).to_numpy().astype(bool)
-        frame[column] = (~matches).astype(int)
+        frame[column] = (~matches).astype(FLAG)
 
 
-def _pair_flags(frame: pd.DataFrame, table: pa.Table, keys: list[list[Any]]) -> None:
-    """Add flags on the two replies of a pair together; a pair labelled both ways is refused on both sides.
+def row_digests(kind: str, texts: Mapping[str, pa.ChunkedArray]) -> pa.Table:
+    """Return 128-bit hashes of the content of rows; of pairs also as they are labelled, and the other way round.
 
-    Texts that differ in white space alone count as equal.
+    For the label, texts that differ in white space alone count as equal. Two of a billion contents have the same hash
+    with a probability of about 1e-21.
     """
-    prompts, chosen, rejected = ([" ".join(text.split()) for text in texts] for texts in keys)
-    frame["replies_differ"] = [int(a != b) for a, b in zip(chosen, rejected, strict=True)]
-    labelled = set(zip(prompts, chosen, rejected, strict=True))
-    swapped = zip(prompts, rejected, chosen, strict=True)
-    same = (a == b for a, b in zip(chosen, rejected, strict=True))
-    frame["not_contradicted"] = [int(equal or pair not in labelled) for equal, pair in zip(same, swapped, strict=True)]
-    margin = table.column("margin").to_pandas().astype(float)
-    frame["margin_finite"] = (table.column("margin").is_null().to_numpy() | np.isfinite(margin.to_numpy())).astype(int)
+    names = REPLIES[kind] if kind == "pretrain" else ("prompt", *REPLIES[kind])
+    contents = list(zip(*(texts[name].to_pylist() for name in names), strict=True))
+    columns = {"content": [_digest(map(str.encode, content)) for content in contents]}
+    if kind == "preferences":
+        parts = [[_digest([one_spaced(text).encode()]) for text in content] for content in contents]
+        columns["labelled"] = [_digest((prompt, chosen, rejected)) for prompt, chosen, rejected in parts]
+        columns["swapped"] = [_digest((prompt, rejected, chosen)) for prompt, chosen, rejected in parts]
+    return pa.table({name: pa.array(hashes, pa.binary(DIGEST_BYTES)) for name, hashes in columns.items()})
+
+
+def one_spaced(text: str) -> str:
+    """Return a text with single spaces for all white space, and none at its ends."""
+    return " ".join(text.split())
+
+
+def _digest(parts: Iterable[bytes]) -> bytes:
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from rlhf_core.data.schema import read_table, write_table
+from rlhf_core.data.table_stream import table_chunks
 
 PROVENANCE_SCHEMA = pa.schema(
     [("kind", pa.string()), ("id", pa.string()), ("source", pa.string()), ("position", pa.int64())]
@@ -24,19 +26,45 @@ class Origin:
     position: int
 
 
-def write_provenance(path: Path, rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
-    """Write the ``path`` and ``position`` of every row, by kind."""
-    listed = [
-        {"kind": kind, "id": row["id"], "source": row["path"], "position": row["position"]}
-        for kind, of_kind in rows.items()
-        for row in of_kind
-    ]
-    write_table(path, pa.Table.from_pylist(listed, schema=PROVENANCE_SCHEMA))
+@dataclass(frozen=True)
+class Origins:
+    """The origins of the rows of a kind, in their order.
+
+    Attributes:
+        sources: The files.
+        source: By row, the number of its file (N,).
+        position: By row, its position there (N,).
+    """
+
+    sources: Sequence[str]
+    source: npt.NDArray[np.int32]
+    position: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    def __getitem__(self, row: int) -> Origin:
+        return Origin(self.sources[self.source[row]], int(self.position[row]))
 
 
-def read_provenance(path: Path) -> dict[str, list[Origin]]:
-    """Return the origins of the rows of each kind, in their order; none where the rows are from no file."""
-    origins: dict[str, list[Origin]] = {}
-    for row in read_table(path).to_pylist() if path.exists() else ():
-        origins.setdefault(row["kind"], []).append(Origin(row["source"], row["position"]))
-    return origins
+def provenance_table(kind: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Return the ``path`` and ``position`` of rows of a kind as they are stored."""
+    listed = [{"kind": kind, "id": row["id"], "source": row["path"], "position": row["position"]} for row in rows]
+    return pa.Table.from_pylist(listed, schema=PROVENANCE_SCHEMA)
+
+
+def read_provenance(path: Path) -> dict[str, Origins]:
+    """Return the origins of the rows of each kind; none where the rows are from no file."""
+    numbers: dict[str, int] = {}
+    parts: dict[str, list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]] = {}
+    for chunk in table_chunks(path, ["kind", "source", "position"]) if path.exists() else ():
+        kinds = chunk.column("kind").to_numpy()
+        source = np.array([numbers.setdefault(s, len(numbers)) for s in chunk.column("source").to_pylist()], np.int32)
+        position = chunk.column("position").to_numpy()
+        for kind in dict.fromkeys(kinds):
+            parts.setdefault(kind, []).append((source[kinds == kind], position[kinds == kind]))
+    names = list(numbers)
+    return {
+        kind: Origins(names, np.concatenate([s for s, _ in listed]), np.concatenate([p for _, p in listed]))
+        for kind, listed in parts.items()
+    }

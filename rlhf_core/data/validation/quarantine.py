@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from rlhf_core.data.schema import read_table, write_table
-from rlhf_core.data.validation.provenance import Origin
+from rlhf_core.data.schema import write_table
+from rlhf_core.data.table_stream import TableWriter, table_chunks
+from rlhf_core.data.validation.provenance import Origins
 
 REFUSED_SCHEMA = pa.schema(
     [
@@ -49,44 +51,59 @@ class Quarantined:
     position: int | None = None
 
 
+def refused_table(refused: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Return rows that readers refused (``kind, source, position, reason, row``) as they are stored."""
+    return pa.Table.from_pylist([dict(row) for row in refused], schema=REFUSED_SCHEMA)
+
+
 def write_refused(path: Path, refused: Sequence[Mapping[str, Any]]) -> None:
-    """Write the rows that readers refused (``kind, source, position, reason, row``)."""
-    write_table(path, pa.Table.from_pylist([dict(row) for row in refused], schema=REFUSED_SCHEMA))
+    """Write the rows that readers refused."""
+    write_table(path, refused_table(refused))
 
 
-def read_refused(path: Path) -> list[Quarantined]:
-    """Read the rows that readers refused, as quarantined rows; a missing file means that there are none."""
-    if not path.exists():
-        return []
-    return [
-        Quarantined(
-            row["kind"],
-            f"{row['source']}:{row['position']}",
-            [row["reason"]],
-            row["row"],
-            row["source"],
-            row["position"],
-        )
-        for row in read_table(path).to_pylist()
-    ]
+def read_refused(path: Path) -> Iterator[list[Quarantined]]:
+    """Yield the rows that readers refused in parts, as quarantined rows; a missing file means that there are none."""
+    for table in table_chunks(path) if path.exists() else ():
+        yield [
+            Quarantined(
+                row["kind"],
+                f"{row['source']}:{row['position']}",
+                [row["reason"]],
+                row["row"],
+                row["source"],
+                row["position"],
+            )
+            for row in table.to_pylist()
+        ]
+
+
+def count_refused(path: Path) -> Counter[str]:
+    """Return how many rows of each kind readers refused."""
+    chunks = table_chunks(path, ["kind"]) if path.exists() else ()
+    return Counter(kind for table in chunks for kind in table.column("kind").to_pylist())
 
 
 def quarantine_rows(
-    kind: str, table: pa.Table, reasons: Mapping[int, Sequence[str]], origins: Sequence[Origin]
+    kind: str, table: pa.Table, numbers: Sequence[int], reasons: Mapping[int, Sequence[str]], origins: Origins | None
 ) -> list[Quarantined]:
-    """Return the rows of ``table`` at the numbers in ``reasons``, with their reasons and where they come from.
+    """Return rows of a kind with their reasons and where they come from.
 
-    ``origins`` are those of all rows of the table, or none.
+    Args:
+        table: The rows to return.
+        numbers: Their numbers among all rows of the kind.
+        reasons: By number of a row, why it is refused.
+        origins: Those of all rows of the kind; None for rows of no file.
     """
-    numbers = sorted(reasons)
     quarantined = []
-    for number, row in zip(numbers, table.take(pa.array(numbers, pa.int64())).to_pylist(), strict=True):
+    for number, row in zip(numbers, table.to_pylist(), strict=True):
         text = json.dumps(row, ensure_ascii=False, default=str)
-        origin = vars(origins[number]) if origins else {}
+        origin = vars(origins[number]) if origins is not None else {}
         quarantined.append(Quarantined(kind, str(row.get("id")), list(reasons[number]), text, **origin))
     return quarantined
 
 
-def write_quarantine(path: Path, rows: Sequence[Quarantined]) -> None:
+def write_quarantine(path: Path, parts: Iterable[Sequence[Quarantined]]) -> None:
     """Write ``data/quarantine.parquet`` (see :class:`Quarantined`); an empty file when nothing was refused."""
-    write_table(path, pa.Table.from_pylist([vars(row) for row in rows], schema=QUARANTINE_SCHEMA))
+    with TableWriter(path, QUARANTINE_SCHEMA) as writer:
+        for rows in parts:
+            writer.write(pa.Table.from_pylist([vars(row) for row in rows], schema=QUARANTINE_SCHEMA))

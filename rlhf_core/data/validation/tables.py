@@ -1,13 +1,11 @@
-"""Validate raw tables: clean tables, quarantined rows and counts."""
+"""Validate raw rows: which are clean, which are quarantined and why, and counts."""
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,39 +13,69 @@ import pyarrow as pa
 
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.derived import DERIVED_FROM, derive
-from rlhf_core.data.schema import ROW_TYPES, arrow_schema, read_table
-from rlhf_core.data.validation.checks import SOURCE_PASSED, check_frame, checks_for, passing
+from rlhf_core.data.schema import ROW_TYPES
+from rlhf_core.data.validation.checks import SOURCE_PASSED, RowCheck, check_frame, checks_for, passing
 from rlhf_core.data.validation.expectations import run_suites
-from rlhf_core.data.validation.provenance import Origin, read_provenance
-from rlhf_core.data.validation.quarantine import Quarantined, quarantine_rows, read_refused
+from rlhf_core.data.validation.provenance import Origins, read_provenance
+from rlhf_core.data.validation.quarantine import Quarantined, count_refused, quarantine_rows, read_refused
 from rlhf_core.data.validation.severity import split_by_severity
+from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.errors import DataError
 from rlhf_core.files import read_json
+from rlhf_core.progress import Progress, progress
+
+
+@dataclass(frozen=True)
+class RawData:
+    """What the collect stage wrote.
+
+    Attributes:
+        rows: The rows, by kind.
+        refused: The file of rows that readers refused.
+        derived: Kinds that were derived from others.
+        cut: How many rows of a kind ``collect.limit`` left out.
+        origins: The file and line of every row, by kind; empty for rows of no file.
+    """
+
+    rows: Mapping[str, StoredRows]
+    refused: Path
+    derived: Collection[str] = ()
+    cut: Mapping[str, int] = field(default_factory=dict)
+    origins: Mapping[str, Origins] = field(default_factory=dict)
 
 
 @dataclass
 class Validated:
-    """Clean tables, all quarantined rows, and counts by kind.
+    """Clean rows, the quarantine, and counts by kind. Texts stay in the files of ``raw``.
 
     Attributes:
+        clean: The rows that passed.
+        reasons: By kind and number of a raw row, why it is quarantined.
         raw_rows: Rows that were checked or refused by readers.
         refused_rows: Those that readers refused.
         left_out: Rows without a fault: over a limit of lengths, or derived from rows that were refused.
-        cut_rows: Rows that ``collect.limit`` left out; nothing was checked of them but that readers can read them.
         failed_checks: Rows that each check refused; 0 is there for checks that fail the set.
-        origins: The file and line of every clean row, by kind; empty for rows of no file.
         warned_checks: Rows that stay although they fail a check that only warns.
     """
 
-    clean: dict[str, pa.Table]
-    quarantined: list[Quarantined]
-    raw_rows: dict[str, int]
+    raw: RawData
+    clean: dict[str, StoredRows] = field(default_factory=dict)
+    reasons: dict[str, dict[int, list[str]]] = field(default_factory=dict)
+    raw_rows: dict[str, int] = field(default_factory=dict)
+    refused_rows: Mapping[str, int] = field(default_factory=dict)
+    left_out: Counter[str] = field(default_factory=Counter)
     failed_checks: dict[str, Counter[str]] = field(default_factory=dict)
     warned_checks: dict[str, Counter[str]] = field(default_factory=dict)
-    origins: dict[str, list[Origin]] = field(default_factory=dict)
-    refused_rows: Mapping[str, int] = field(default_factory=dict)
-    cut_rows: Mapping[str, int] = field(default_factory=dict)
-    left_out: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def cut_rows(self) -> Mapping[str, int]:
+        """Rows that ``collect.limit`` left out; nothing was checked of them but that readers can read them."""
+        return self.raw.cut
+
+    @property
+    def quarantined_rows(self) -> dict[str, int]:
+        """Rows in the quarantine, by kind."""
+        return {kind: self.refused_rows.get(kind, 0) + len(self.reasons.get(kind, ())) for kind in self.raw_rows}
 
     def quarantined_share(self, kind: str) -> float:
         """Return the share of bad rows among all that were read: a cut row counts as bad as often as a checked one.
@@ -56,54 +84,36 @@ class Validated:
         """
         refused, cut = self.refused_rows.get(kind, 0), self.cut_rows.get(kind, 0)
         checked = self.raw_rows[kind] - refused
-        failed = sum(row.kind == kind for row in self.quarantined) - refused - self.left_out[kind]
+        failed = self.quarantined_rows[kind] - refused - self.left_out[kind]
         read = self.raw_rows[kind] + cut
         return (refused + (failed * (checked + cut) / checked if checked else 0)) / read if read else 0.0
 
-
-@dataclass(frozen=True)
-class RawData:
-    """What the collect stage wrote.
-
-    Attributes:
-        tables: The rows, by kind.
-        refused: Rows that readers refused.
-        derived: Kinds that were derived from others.
-        cut: How many rows of a kind ``collect.limit`` left out.
-        origins: The file and line of every row, by kind; empty for rows of no file.
-    """
-
-    tables: Mapping[str, pa.Table]
-    refused: Sequence[Quarantined] = ()
-    derived: Collection[str] = ()
-    cut: Mapping[str, int] = field(default_factory=dict)
-    origins: Mapping[str, Sequence[Origin]] = field(default_factory=dict)
+    def quarantine(self) -> Iterator[list[Quarantined]]:
+        """Yield all quarantined rows in parts: those that readers refused, then those that failed, kind by kind."""
+        yield from read_refused(self.raw.refused)
+        for kind, reasons in self.reasons.items():
+            numbers = sorted(reasons)
+            failed = np.zeros(self.raw.rows[kind].stored, dtype=bool)
+            failed[numbers] = True
+            first = 0
+            for table in self.raw.rows[kind].where(failed).parts() if numbers else ():
+                part = numbers[first : first + table.num_rows]
+                yield quarantine_rows(kind, table, part, reasons, self.raw.origins.get(kind))
+                first += table.num_rows
 
 
 def read_raw(raw: Path) -> RawData:
-    """Read the folder ``data/raw``; ``DataError`` when a file is missing or has other columns or another length."""
-    tables = {}
-    for kind in ROW_TYPES:
-        path = raw / kind / "data.parquet"
-        table, schema = read_table(path), arrow_schema(kind)
-        missing = [name for name in schema.names if name not in table.column_names]
-        if missing:
-            raise DataError(f"{path} lacks the column {', '.join(missing)}; collect the data again")
-        try:
-            tables[kind] = table.select(schema.names).cast(schema)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
-            raise DataError(f"{path} has columns of other types than the schema's: {error}") from error
-        with contextlib.suppress(pa.ArrowInvalid):  # a column of over 2 GiB stays in chunks
-            tables[kind] = tables[kind].combine_chunks()
+    """Open the folder ``data/raw``; ``DataError`` when a file is missing or has other columns or another length."""
+    rows = {kind: StoredRows.of_file(kind, raw / kind / "data.parquet") for kind in ROW_TYPES}
     origins = read_provenance(raw / "provenance.parquet")
     for kind, listed in origins.items():
-        if len(listed) != tables[kind].num_rows:
+        if len(listed) != rows[kind].num_rows:
             raise DataError(f"{raw}/provenance.parquet does not fit the rows of {kind}; collect the data again")
     manifest = raw / "manifest.json"
     kinds = read_json(manifest)["kinds"] if manifest.is_file() else {}
     return RawData(
-        tables,
-        read_refused(raw / "refused.parquet"),
+        rows,
+        raw / "refused.parquet",
         derived=[kind for kind, about in kinds.items() if about["derived_from"]],
         cut={kind: about["cut"] for kind, about in kinds.items() if about.get("cut")},
         origins=origins,
@@ -116,35 +126,52 @@ def validate(raw: RawData, config: ValidateConfig, docs: Path) -> Validated:
     A row that fails any check goes to the quarantine with all its reasons, after the rows that readers refused. So does
     a row of a derived kind of which no row that passed is the source. Checks that only warn are counted.
     """
-    filled = {kind: table for kind, table in raw.tables.items() if table.num_rows}
+    filled = {kind: rows for kind, rows in raw.rows.items() if rows.num_rows}
     checks = {kind: checks_for(kind, config, kind in raw.derived) for kind in filled}
     frames: dict[str, pd.DataFrame] = {}
-    passed: dict[str, list[dict[str, Any]]] = {}
-    for kind, table in filled.items():
-        frames[kind] = check_frame(kind, table, config)
-        if kind in raw.derived:
-            sources = [row for parent in DERIVED_FROM[kind] for row in passed.get(parent, [])]
-            ids = {row["id"] for row in derive(kind, sources)}
-            frames[kind][SOURCE_PASSED] = frames[kind]["id"].isin(ids).astype(int)
-        if any(kind in DERIVED_FROM[child] for child in raw.derived):
-            passed[kind] = table.filter(pa.array(passing(frames[kind], checks[kind]))).to_pylist()
+    derivable: dict[str, set[str]] = {kind: set() for kind in raw.derived}
+    with progress(sum(rows.num_rows for rows in filled.values()), "checking rows") as bar:
+        for kind, rows in filled.items():
+            frames[kind] = check_frame(kind, _advancing(rows, bar), config)
+            if kind in raw.derived:
+                frames[kind][SOURCE_PASSED] = frames[kind]["id"].isin(derivable.pop(kind)).astype(int)
+            _derive_ids(rows.where(passing(frames[kind], checks[kind])), derivable)
     failures = run_suites(frames, checks, docs) if frames else {}
-    refused_rows = Counter(row.kind for row in raw.refused)
-    raw_rows = {kind: table.num_rows + refused_rows[kind] for kind, table in raw.tables.items()}
-    result = Validated({}, list(raw.refused), raw_rows, refused_rows=refused_rows, cut_rows=raw.cut)
-    for kind, table in raw.tables.items():
-        failed, result.warned_checks[kind] = split_by_severity(failures.get(kind, {}), checks.get(kind, ()))
-        reason = {check.column: check.reason for check in checks.get(kind, [])}
-        named = {row: [reason[column] for column in columns] for row, columns in failed.items()}
-        result.quarantined += quarantine_rows(kind, table, named, raw.origins.get(kind, ()))
-        faults = {check.column for check in checks.get(kind, []) if check.is_fault}
-        result.left_out[kind] = sum(faults.isdisjoint(columns) for columns in failed.values())
-        result.failed_checks[kind] = Counter(
-            {check.column: 0 for check in checks.get(kind, ()) if check.severity == "fail"}
-        )
-        result.failed_checks[kind].update(column for columns in failed.values() for column in columns)
-        keep = np.ones(table.num_rows, dtype=bool)
-        keep[list(failed)] = False
-        result.clean[kind] = table.filter(pa.array(keep, pa.bool_()))
-        result.origins[kind] = [origin for origin, kept in zip(raw.origins.get(kind, ()), keep, strict=False) if kept]
+    refused_rows = count_refused(raw.refused)
+    result = Validated(raw, refused_rows=refused_rows)
+    for kind, rows in raw.rows.items():
+        result.raw_rows[kind] = rows.num_rows + refused_rows[kind]
+        _take_failures(result, kind, failures.get(kind, {}), checks.get(kind, []))
     return result
+
+
+def _advancing(rows: StoredRows, bar: Progress) -> Iterator[pa.Table]:
+    for table in rows.parts():
+        yield table
+        bar.advance(table.num_rows)
+
+
+def _derive_ids(passed: StoredRows, ids: Mapping[str, set[str]]) -> None:
+    """Add the ids of the rows of each derived kind that come from rows that passed."""
+    children = [kind for kind in ids if passed.kind in DERIVED_FROM[kind]]
+    for table in passed.parts() if children else ():
+        rows = table.to_pylist()
+        for kind in children:
+            derive(kind, rows, ids[kind])
+
+
+def _take_failures(
+    result: Validated, kind: str, failures: Mapping[int, Sequence[str]], checks: Sequence[RowCheck]
+) -> None:
+    """Quarantine the rows of a kind that failed, by their numbers with the columns of the checks."""
+    failed, result.warned_checks[kind] = split_by_severity(failures, checks)
+    reason = {check.column: check.reason for check in checks}
+    faults = {check.column for check in checks if check.is_fault}
+    rows = result.raw.rows[kind]
+    result.reasons[kind] = {row: [reason[column] for column in columns] for row, columns in failed.items()}
+    result.left_out[kind] = sum(faults.isdisjoint(columns) for columns in failed.values())
+    result.failed_checks[kind] = Counter({check.column: 0 for check in checks if check.severity == "fail"})
+    result.failed_checks[kind].update(column for columns in failed.values() for column in columns)
+    keep = np.ones(rows.stored, dtype=bool)
+    keep[list(failed)] = False
+    result.clean[kind] = rows.where(keep)

@@ -43,7 +43,7 @@ class CardSources:
 def build_card(sources: CardSources, config: ValidateConfig) -> DataCard:
     """Return the card; its text depends on the data and the parameters alone."""
     verdict = f"The data gate failed: {', '.join(sources.failed)}" if sources.failed else "The data passed its gate"
-    kinds = [kind for kind, table in sources.validated.clean.items() if isinstance(sources.metrics.get(kind), Mapping)]
+    kinds = [kind for kind in sources.validated.clean if isinstance(sources.metrics.get(kind), Mapping)]
     return DataCard(
         not sources.failed,
         verdict,
@@ -54,7 +54,7 @@ def build_card(sources: CardSources, config: ValidateConfig) -> DataCard:
             _balance(sources),
             _rules(sources.metrics, kinds, config),
             _leakage(sources),
-            refused_section(sources.validated.quarantined),
+            refused_section(row for rows in sources.validated.quarantine() for row in rows),
         ],
     )
 
@@ -103,11 +103,11 @@ def _balance(sources: CardSources) -> CardSection:
         notes.append("No pair has more than one label, so the agreement of annotators is unknown.")
     # Kinds that are derived have the categories and languages of what they come from.
     derived = {kind for kind, about in sources.manifest.get("kinds", {}).items() if about.get("derived_from")}
-    for kind, table in sources.validated.clean.items():
-        counts = category_counts(table)
+    for kind, clean in sources.validated.clean.items():
+        counts = category_counts(clean)
         if len(counts) > 1 and kind not in derived:
             evenness = balance(counts) or 0.0
-            rows = [(name, count, count / table.num_rows) for name, count in counts.most_common(CATEGORIES)]
+            rows = [(name, count, count / clean.num_rows) for name, count in counts.most_common(CATEGORIES)]
             tables.append(CardTable((f"category of {kind}", "rows", "share"), rows))
             notes.append(f"{kind}: {len(counts)} categories, evenness {evenness:.2f} (1: all equally frequent).")
     for kind, languages in sources.set_findings.languages.items():

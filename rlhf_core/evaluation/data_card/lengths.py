@@ -1,4 +1,4 @@
-"""Lengths of the texts of a table in characters: histograms and percentiles."""
+"""Lengths of texts in characters: histograms and percentiles."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import pyarrow.compute as pc
 
 from rlhf_core.data.lengths import PERCENTILES, LengthPercentiles
 from rlhf_core.data.schema import CONTENT_FIELDS
+from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.evaluation.data_card.card import CardSection, CardTable, Histogram
 
 
-def length_section(clean: Mapping[str, pa.Table]) -> CardSection:
+def length_section(clean: Mapping[str, StoredRows]) -> CardSection:
     """Return the section on the lengths of every text column of every kind."""
     histograms: list[Histogram] = []
     rows: list[tuple[str | int, ...]] = []
-    for kind, table in clean.items():
-        for name, lengths in _lengths(kind, table) if table.num_rows else ():
+    for kind, stored in clean.items():
+        for name, lengths in _lengths(stored) if stored.num_rows else ():
             title = f"{kind}: {name}"
             histograms.append(Histogram.of(title, lengths))
             rows.append((title, *LengthPercentiles.of(name, lengths.tolist()).values))
@@ -28,14 +29,15 @@ def length_section(clean: Mapping[str, pa.Table]) -> CardSection:
     return CardSection("Lengths", notes, [CardTable(header, rows)], histograms)
 
 
-def _lengths(kind: str, table: pa.Table) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-    for name in CONTENT_FIELDS[kind]:
-        column = table.column(name)
-        if name == "prompt":
-            parts = [_prompt_lengths(chunk) for chunk in column.chunks]
-            yield name, np.concatenate(parts)
-        else:
-            yield name, pc.utf8_length(column).to_numpy().astype(np.int64)
+def _lengths(rows: StoredRows) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+    for name in CONTENT_FIELDS[rows.kind]:
+        lengths_of = _prompt_lengths if name == "prompt" else _text_lengths
+        chunks = (chunk for part in rows.parts([name]) for chunk in part.column(name).chunks)
+        yield name, np.concatenate([lengths_of(chunk) for chunk in chunks])
+
+
+def _text_lengths(texts: pa.StringArray) -> npt.NDArray[np.int64]:
+    return pc.utf8_length(texts).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def _prompt_lengths(prompts: pa.ListArray) -> npt.NDArray[np.int64]:

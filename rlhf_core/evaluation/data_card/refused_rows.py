@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
 
 from rlhf_core.data.validation.checks import SECRETS
 from rlhf_core.data.validation.quarantine import Quarantined
@@ -14,25 +16,37 @@ EXCERPT = 160
 _SECRET = re.compile(SECRETS)
 
 
-def refused_section(quarantined: Sequence[Quarantined]) -> CardSection:
+def refused_section(quarantined: Iterable[Quarantined]) -> CardSection:
     """Return ten refused rows, as many different reasons as possible first."""
+    spread = spread_over_reasons(quarantined, EXAMPLES)
     rows = [
         (row.kind, f"{row.source}:{row.position}" if row.source else row.id, "; ".join(row.reasons), excerpt(row.row))
-        for row in spread_over_reasons(quarantined, EXAMPLES)
+        for row in spread.rows
     ]
-    note = f"Rows in the quarantine: {len(quarantined)}. All are in data/quarantine.parquet, with every reason."
+    note = f"Rows in the quarantine: {spread.total}. All are in data/quarantine.parquet, with every reason."
     tables = [CardTable(("kind", "row", "reasons", "content"), rows)] if rows else []
     return CardSection("Refused rows", [note], tables, quotes_rows=True)
 
 
-def spread_over_reasons(quarantined: Sequence[Quarantined], count: int) -> list[Quarantined]:
-    """Choose the first row of each kind and reason, then the second of each, and so on."""
+@dataclass(frozen=True)
+class SpreadRows:
+    """Rows chosen from a quarantine, and how many there are in all."""
+
+    rows: list[Quarantined]
+    total: int
+
+
+def spread_over_reasons(quarantined: Iterable[Quarantined], count: int) -> SpreadRows:
+    """Choose the first row of each kind and reason, then the second of each, and so on, until there are ``count``."""
+    total = 0
     groups: dict[tuple[str, str], list[Quarantined]] = {}
     for row in quarantined:
-        groups.setdefault((row.kind, row.reasons[0] if row.reasons else ""), []).append(row)
-    rounds = max(map(len, groups.values()), default=0)
-    chosen = (group[rank] for rank in range(min(rounds, count)) for group in groups.values() if rank < len(group))
-    return [row for row, _ in zip(chosen, range(count), strict=False)]
+        total += 1
+        group = groups.setdefault((row.kind, row.reasons[0] if row.reasons else ""), [])
+        if len(group) < count:
+            group.append(row)
+    chosen = (group[rank] for rank in range(count) for group in groups.values() if rank < len(group))
+    return SpreadRows(list(islice(chosen, count)), total)
 
 
 def excerpt(content: str) -> str:

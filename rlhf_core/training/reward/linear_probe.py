@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhf_core import distributed
 from rlhf_core.data.pairs import TokenisedPair
-from rlhf_core.data.prompt_batches import sequence_keys
+from rlhf_core.data.prompt_batches import pair_sequences
 from rlhf_core.data.sharding import passes
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.progress import progress
@@ -69,24 +69,21 @@ def logistic_weights(differences: Floats, offsets: Floats, strength: float) -> F
 def pooled_features(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int, name: str) -> tuple[Floats, Floats]:
     """What the head reads of the chosen and of the rejected replies, twice (B, H). Ranks share the sequences."""
     model.eval()
-    keys = sequence_keys(pairs)
-    sequences = list(dict.fromkeys(keys))
-    lengths = [len(prompt) + len(reply) for prompt, reply in sequences]
+    sequences = pair_sequences(pairs)
+    lengths = sequences.lengths
     size = max(1, min(FEATURE_ROWS, FEATURE_TOKENS // max(lengths)))
     head = model.model.get_submodule("score")
     device = head.get_parameter("weight").device
-    features: Tensor = torch.zeros(len(sequences), head.get_parameter("weight").shape[1], dtype=torch.float64)
+    features: Tensor = torch.zeros(len(lengths), head.get_parameter("weight").shape[1], dtype=torch.float64)
     micro_batches = list(passes(by_length(lengths), size))
     with progress(len(micro_batches), name) as bar:
         for rows, weight in micro_batches:
-            batch = collate([sequences[row][0] for row in rows], [sequences[row][1] for row in rows], pad).to(device)
+            prompts, replies = zip(*(sequences.distinct[row] for row in rows), strict=True)
+            batch = collate(prompts, replies, pad).to(device)
             hidden = model.hidden(batch.input_ids, batch.attention_mask)
             if weight:
                 features[rows] = model.pool(hidden, batch.attention_mask, batch.reply_mask).double().cpu()
             bar.advance()
     # Each rank has read its own sequences and left zeros at the others.
-    of_sequence = distributed.all_reduce_sum(features).numpy()
-    number = {key: row for row, key in enumerate(sequences)}
-    both: Floats = of_sequence[[number[key] for key in keys]]
-    chosen, rejected = np.split(both, 2)
-    return chosen, rejected
+    of_sequence: Floats = distributed.all_reduce_sum(features).numpy()
+    return of_sequence[sequences.chosen], of_sequence[sequences.rejected]

@@ -238,7 +238,8 @@ def reply_lengths(pairs: Sequence[TokenisedPair]) -> tuple[np.ndarray, np.ndarra
 
 
 def training_metrics(trained: TrainedScalar, train: Split) -> dict[str, float]:
-    """Size and speed of a training run, and how many pairs it could not use."""
+    """Size and speed of a training run, its padding, and how many pairs it could not use."""
+    padding = trained.result.mean("padding_share")
     return {
         "train_pairs": float(len(train.pairs)),
         "train_length_balanced_pairs": float(pairs_of_balanced_epoch(train)),
@@ -247,7 +248,7 @@ def training_metrics(trained: TrainedScalar, train: Split) -> dict[str, float]:
         "over_long_identical_if_cut": float(train.dropped["identical_if_cut"]),
         "tokens_per_second": trained.result.tokens_per_second,
         "skipped_steps": float(trained.skipped_steps),
-    }
+    } | ({"padding_share": padding} if padding is not None else {})
 
 
 def write_scores(path: Path, scores: PairScores, split: Split) -> None:

@@ -1,7 +1,7 @@
 """The reward model's objective: pairwise ranking, imitation and centering, in dynamic batches (algorithms.md §2).
 
-Shapes: B pairs, L positions, H hidden. Chosen and rejected replies go through the backbone together, as 2B rows, or
-fewer where pairs of one prompt share them.
+Shapes: B pairs, L positions, H hidden. Chosen and rejected replies go through the backbone as 2B rows, or fewer where
+pairs of one prompt share them: all together, or in micro-batches of similar length where padding would be too much.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from rlhf_core import distributed
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.batching import token_budget_batches
 from rlhf_core.data.length_balance import length_balanced_epoch
+from rlhf_core.data.padding import least_padded, padding_share
 from rlhf_core.data.pairs import TokenisedPair
-from rlhf_core.data.prompt_batches import PromptBatches, sequence_keys
+from rlhf_core.data.prompt_batches import PromptBatches, pair_sequences
 from rlhf_core.data.sharding import passes
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lazy_logits import LOGITS_BYTES
@@ -130,17 +131,31 @@ class RewardTask:
         rows = self.batches.at(step)
         pairs = [self.train[row] for row in rows]
         totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
-        # Each rank takes its share of the batch in one pass.
+        # Each rank takes its share of the batch.
         ((part, weight),) = passes(rows, len(rows))
-        loss, metrics = self.engine.forward(lambda: self._loss(part, totals))
+        shards = self._sequence_lengths(rows)
+        micro_batches = least_padded(shards, self.config.batch.max_padding)
+        margins = torch.tensor([self.margins[row] for row in part]) if self.margins is not None else None
+        own, own_micro_batches = [self.train[row] for row in part], micro_batches[distributed.rank()].micro_batches
+        loss, metrics = self.engine.forward(
+            lambda: pair_loss(
+                self.model, own, margins, self.config, self.pad, totals, own_micro_batches, self.logits_bytes
+            )
+        )
         self.engine.backward(weight * loss)
         metrics = distributed.reduce_metrics({name: weight * value for name, value in metrics.items()})
-        return StepReport(metrics | {"pairs": float(len(pairs))}, sum(real_tokens(pair) for pair in pairs))
+        computed = sum(part.computed for part in micro_batches)
+        padding = padding_share(sum(map(sum, shards)), computed)
+        tokens = sum(real_tokens(pair) for pair in pairs)
+        return StepReport(metrics | {"pairs": float(len(pairs))}, tokens, padding)
 
-    def _loss(self, rows: Sequence[int], totals: StepTotals) -> tuple[Tensor, dict[str, float]]:
-        margins = torch.tensor([self.margins[row] for row in rows]) if self.margins is not None else None
-        pairs = [self.train[row] for row in rows]
-        return pair_loss(self.model, pairs, margins, self.config, self.pad, totals, self.logits_bytes)
+    def _sequence_lengths(self, rows: list[int]) -> list[list[int]]:
+        """Tokens of each sequence that a rank computes, rank by rank."""
+        count = distributed.world_size()
+        # A rank without rows of its own repeats the first one, see passes.
+        shards = [rows[rank::count] or rows[:1] for rank in range(count)]
+        share = self.config.batch.group_prompts
+        return [pair_sequences([self.train[row] for row in shard], share).lengths for shard in shards]
 
     def evaluate(self) -> dict[str, float]:
         """Ranking ``loss``, ``accuracy`` and mean ``margin`` on held-out pairs (at most 512, for the curve)."""
@@ -156,27 +171,41 @@ def real_tokens(pair: TokenisedPair) -> int:
 
 @dataclass(frozen=True)
 class PairBatch:
-    """The sequences of B pairs, right-padded together, and where each pair has its own.
+    """The sequences of B pairs in micro-batches, and where each pair has its own.
 
     Attributes:
-        sequences: First the chosen sequences, then the rejected ones; shared ones once, where they first occur.
-        chosen: Row of each pair's chosen sequence (B,).
+        micro_batches: Sequences that are right-padded together.
+        chosen: Row of each pair's chosen sequence among those of all micro-batches (B,).
         rejected: Row of each pair's rejected sequence (B,).
     """
 
-    sequences: ReplyBatch
+    micro_batches: list[ReplyBatch]
     chosen: Tensor
     rejected: Tensor
 
 
-def pair_batch(pairs: Sequence[TokenisedPair], pad: int, device: torch.device, share: bool) -> PairBatch:
-    """Collate pairs on ``device``; with ``share`` a sequence that several have takes one row."""
-    keys = sequence_keys(pairs)
-    row_of = {key: row for row, key in enumerate(dict.fromkeys(keys))} if share else {}
-    sequences = list(row_of) if share else keys
-    rows = torch.tensor([row_of[key] for key in keys] if share else range(len(keys)), device=device)
-    batch = collate([prompt for prompt, _ in sequences], [reply for _, reply in sequences], pad)
-    return PairBatch(batch.to(device), *rows.chunk(2))
+def pair_batch(
+    pairs: Sequence[TokenisedPair],
+    pad: int,
+    device: torch.device,
+    share: bool,
+    micro_batches: Sequence[Sequence[int]] | None = None,
+) -> PairBatch:
+    """Collate pairs on ``device``; with ``share`` a sequence that several have takes one row.
+
+    Args:
+        micro_batches: Numbers of :func:`pair_sequences` that are padded together; None for one micro-batch of all.
+    """
+    sequences = pair_sequences(pairs, share)
+    micro_batches = micro_batches or [range(len(sequences.distinct))]
+    row_of = {number: row for row, number in enumerate(number for part in micro_batches for number in part)}
+    batches = []
+    for part in micro_batches:
+        prompts, replies = zip(*(sequences.distinct[number] for number in part), strict=True)
+        batches.append(collate(prompts, replies, pad).to(device))
+    chosen = torch.tensor([row_of[number] for number in sequences.chosen], device=device)
+    rejected = torch.tensor([row_of[number] for number in sequences.rejected], device=device)
+    return PairBatch(batches, chosen, rejected)
 
 
 def pair_loss(
@@ -186,6 +215,7 @@ def pair_loss(
     config: RewardConfig,
     pad: int,
     totals: StepTotals,
+    micro_batches: Sequence[Sequence[int]] | None = None,
     logits_bytes: int = LOGITS_BYTES,
 ) -> tuple[Tensor, dict[str, float]]:
     """Ranking loss + ``imitation`` * CE(y_w) + ``centering`` * mean((r_w + r_l)^2).
@@ -193,15 +223,17 @@ def pair_loss(
     Args:
         pairs: All pairs of the optimiser step, or a rank's shard of them.
         totals: Sizes of the whole step.
+        micro_batches: Which sequences pass the backbone together, see :func:`pair_batch`. The loss joins them again.
         logits_bytes: Bytes of float32 logits that may exist at a time.
 
     Returns:
         The shard's part of the step's loss, and its part of each metric.
     """
-    batch = pair_batch(pairs, pad, next(model.parameters()).device, config.batch.group_prompts)
-    sequences = batch.sequences
-    hidden = model.hidden(sequences.input_ids, sequences.attention_mask)
-    scores = model.scores(model.pool(hidden, sequences.attention_mask, sequences.reply_mask))
+    device = next(model.parameters()).device
+    batch = pair_batch(pairs, pad, device, config.batch.group_prompts, micro_batches)
+    hidden = [model.hidden(part.input_ids, part.attention_mask) for part in batch.micro_batches]
+    parts = list(zip(hidden, batch.micro_batches, strict=True))
+    scores = torch.cat([model.scores(model.pool(h, part.attention_mask, part.reply_mask)) for h, part in parts])
     chosen, rejected = scores[batch.chosen], scores[batch.rejected]
     loss = pairwise_loss(chosen, rejected, margins.to(chosen) if margins is not None else None, totals.pairs)
     share = len(pairs) / totals.pairs
@@ -211,8 +243,7 @@ def pair_loss(
         "margin": share * float((chosen - rejected).detach().mean()),
     }
     if config.imitation > 0:
-        targets = torch.tensor([token for pair in pairs for token in pair.chosen], device=hidden.device)
-        imitation = imitation_loss(model, hidden, batch, targets, totals.tokens, logits_bytes)
+        imitation = imitation_loss(model, hidden, batch, pairs, totals.tokens, logits_bytes)
         loss = loss + config.imitation * imitation
         metrics["imitation_loss"] = float(imitation.detach())
     if config.centering > 0:
@@ -222,22 +253,32 @@ def pair_loss(
 
 def imitation_loss(
     model: ScalarModel,
-    hidden: Tensor,
+    hidden: Sequence[Tensor],
     batch: PairBatch,
-    targets: Tensor,
+    pairs: Sequence[TokenisedPair],
     total: int,
     logits_bytes: int = LOGITS_BYTES,
 ) -> Tensor:
-    """Language-model loss on the *chosen* replies alone, from the hidden states of all: (rows, L, H) -> ().
+    """Language-model loss on the *chosen* replies alone, from the hidden states of all: (rows, L, H) each -> ().
 
     Args:
-        targets: Tokens of each pair's chosen reply, one pair after the other.
-        total: Their number in the whole optimiser step.
+        hidden: Those of each micro-batch of ``batch``.
+        total: Tokens of chosen replies in the whole optimiser step.
         logits_bytes: Bytes of float32 logits that may exist at a time.
     """
-    pair, column = batch.sequences.select[batch.chosen].nonzero(as_tuple=True)
-    logits = model.lm_logits(hidden[batch.chosen[pair], column])
-    return chunked_cross_entropy(logits, targets, total, logits_bytes)
+    predicting: list[Tensor] = []
+    targets: list[int] = []
+    first = 0
+    for states, part in zip(hidden, batch.micro_batches, strict=True):
+        own = ((batch.chosen >= first) & (batch.chosen < first + len(states))).nonzero().squeeze(1)
+        rows = batch.chosen[own] - first
+        pair, column = part.select[rows].nonzero(as_tuple=True)
+        predicting.append(states[rows[pair], column])
+        targets += [token for i in own.tolist() for token in pairs[i].chosen]
+        first += len(states)
+    # Joined before the unembedding: every rank gathers it once, also one with a micro-batch of rejected replies alone.
+    logits = model.lm_logits(torch.cat(predicting))
+    return chunked_cross_entropy(logits, torch.tensor(targets, device=hidden[0].device), total, logits_bytes)
 
 
 @torch.no_grad()
@@ -249,19 +290,18 @@ def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int) ->
     """
     was_training = model.training
     model.eval()
-    keys = sequence_keys(pairs)
-    sequences = list(dict.fromkeys(keys))
-    lengths = [len(prompt) + len(reply) for prompt, reply in sequences]
+    sequences = pair_sequences(pairs)
+    lengths = sequences.lengths
     size = max(1, min(SCORING_ROWS, SCORING_TOKENS // max(lengths)))
-    scores = torch.zeros(len(sequences), dtype=torch.float64)
+    scores = torch.zeros(len(lengths), dtype=torch.float64)
     device = next(model.parameters()).device
     for rows, weight in passes(by_length(lengths), size):
-        batch = collate([sequences[row][0] for row in rows], [sequences[row][1] for row in rows], pad).to(device)
+        prompts, replies = zip(*(sequences.distinct[row] for row in rows), strict=True)
+        batch = collate(prompts, replies, pad).to(device)
         values = model.reply_scores(batch.input_ids, batch.attention_mask, batch.reply_mask)
         if weight:
             scores[rows] = values.double().cpu()
     model.train(was_training)
     # Each rank has scored its own sequences and left zeros at the others.
-    of_sequence = dict(zip(sequences, distributed.all_reduce_sum(scores).tolist(), strict=True))
-    both = np.array([of_sequence[key] for key in keys])
-    return PairScores(*np.split(both, 2))
+    of_sequence = distributed.all_reduce_sum(scores).numpy()
+    return PairScores(of_sequence[sequences.chosen], of_sequence[sequences.rejected])

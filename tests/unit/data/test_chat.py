@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -147,8 +149,8 @@ def test_pairs_over_long_or_identical_are_dropped_and_counted() -> None:
     kept, dropped = tokenised_pairs(word_tokenizer(), rows, max_tokens=8)
     # prompt 3 tokens; row 1 differs in spaces only, row 2 needs 3 + 6, row 3 is unknown on both sides.
     assert [p.row for p in kept] == [0]
-    assert kept[0].prompt == [USER, HELLO, ASSISTANT]
-    assert (kept[0].chosen, kept[0].rejected, kept[0].length) == ([RED, END], [BLUE, END], 5)
+    assert list(kept[0].prompt) == [USER, HELLO, ASSISTANT]
+    assert (list(kept[0].chosen), list(kept[0].rejected), kept[0].length) == ([RED, END], [BLUE, END], 5)
     assert dropped == {"over_long": 1, "identical": 2, "identical_if_cut": 0}
 
 
@@ -162,5 +164,12 @@ def test_over_long_pairs_that_would_be_identical_if_they_were_cut_are_counted() 
 
 def test_a_reply_is_never_cut() -> None:
     kept, _ = tokenised_pairs(word_tokenizer(), [pair("red blue there", "blue")], max_tokens=7)
-    assert kept[0].chosen == [RED, BLUE, THERE, END]
+    assert list(kept[0].chosen) == [RED, BLUE, THERE, END]
     assert tokenised_pairs(word_tokenizer(), [pair("red blue there", "blue")], max_tokens=6)[0] == []
+
+
+def test_tokens_of_pairs_take_four_bytes() -> None:
+    (words,), _ = tokenised_pairs(word_tokenizer(), [pair("red " * 200, "blue " * 200)], max_tokens=1000)
+    ids = words.prompt, words.chosen, words.rejected
+    assert sum(map(len, ids)) > 400
+    assert sum(map(sys.getsizeof, (words, *ids))) < 4 * sum(map(len, ids)) + 500

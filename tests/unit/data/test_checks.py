@@ -6,6 +6,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.schema import arrow_schema
@@ -25,7 +27,7 @@ def pair(**changes: Any) -> dict[str, Any]:
 
 def failed(*rows: dict[str, Any], kind: str = "preferences", config: ValidateConfig = CONFIG) -> list[set[str]]:
     """The columns that each row fails, read as the suites read them."""
-    frame = check_frame(kind, pa.Table.from_pylist(list(rows), schema=arrow_schema(kind)), config)
+    frame = check_frame(kind, [pa.Table.from_pylist(list(rows), schema=arrow_schema(kind))], config)
     failed: list[set[str]] = [set() for _ in rows]
     for check in checks_for(kind, config):
         for position, value in enumerate(frame[check.column]):
@@ -185,5 +187,26 @@ def test_prompts_together_may_be_larger_than_an_array_of_strings(monkeypatch: py
 
     table = pa.Table.from_pylist([BASE | {"prompt": [user("a")]}], arrow_schema("prompts"))
     monkeypatch.setattr(pa, "array", recorded)
-    check_frame("prompts", table, CONFIG)
+    check_frame("prompts", [table], CONFIG)
     assert pa.large_string() in made and pa.string() not in made
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(*[st.sampled_from(["a", "b", " a", "a\n", ""])] * 3), min_size=1, max_size=12),
+    st.integers(1, 5),
+)
+def test_copies_and_contradictions_are_found_in_whatever_parts_rows_arrive(
+    rows: list[tuple[str, str, str]], size: int
+) -> None:
+    table = pa.Table.from_pylist(
+        [pair(prompt=[user(prompt)], chosen=chosen, rejected=rejected) for prompt, chosen, rejected in rows],
+        schema=arrow_schema("preferences"),
+    )
+    frame = check_frame("preferences", (table.slice(i, size) for i in range(0, len(rows), size)), CONFIG)
+    assert frame["row_id"].tolist() == list(range(len(rows)))
+    assert frame["not_duplicate"].tolist() == [int(row not in rows[:i]) for i, row in enumerate(rows)]
+    spaced = [tuple(" ".join(text.split()) for text in row) for row in rows]
+    contradicted = [(p, rejected, chosen) in spaced and chosen != rejected for p, chosen, rejected in spaced]
+    assert frame["not_contradicted"].tolist() == [int(not found) for found in contradicted]
+    assert frame["replies_differ"].tolist() == [int(chosen != rejected) for _, chosen, rejected in spaced]

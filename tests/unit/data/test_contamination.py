@@ -64,7 +64,7 @@ def test_rows_of_training_that_overlap_are_named(tmp_path: Path) -> None:
 
 
 def test_without_evaluation_files_the_rule_is_not_checked() -> None:
-    findings = check_set(set_of(prompts=[row("prompts", 0, "train", TIDES)]).tables, ValidateConfig())
+    findings = check_set(set_of(prompts=[row("prompts", 0, "train", TIDES)]).clean, ValidateConfig())
     assert "no_contamination" not in findings.checked["prompts"] and not findings.evaluation
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
+from memory_rows import memory_rows, origins_of
 from validation_rows import make_row
 
 from rlhf_core.config.validate import NearDuplicatesConfig, ValidateConfig
-from rlhf_core.data.schema import arrow_schema
-from rlhf_core.data.validation.provenance import Origin
 from rlhf_core.data.validation.set_rules.check_set import SetFindings, apply_set_rules, check_set
 from rlhf_core.data.validation.set_rules.minhash import CROWDED, SimilarTexts, shingle_hashes
-from rlhf_core.data.validation.tables import Validated
+from rlhf_core.data.validation.tables import RawData, Validated
 
 CONFIG = NearDuplicatesConfig(search=True, permutations=256)
 WORDS = [f"w{i}" for i in range(1000)]
@@ -73,11 +72,15 @@ def found(**settings: object) -> tuple[Validated, SetFindings]:
         make_row("preferences", 900, chosen=f"{STORY} The crow sang about sixty songs.", rejected="No."),
         make_row("preferences", 901, chosen=f"{STORY[::-1]}.", rejected="No."),
     ]
-    table = pa.Table.from_pylist(rows).select(arrow_schema("preferences").names).cast(arrow_schema("preferences"))
-    origins = {"preferences": [Origin("pairs.jsonl", line) for line in (1, 2, 3)]}
-    failed: dict[str, Counter[str]] = {"preferences": Counter()}
+    stored = {"preferences": memory_rows("preferences", rows)}
+    raw = RawData(stored, Path("none"), origins={"preferences": origins_of("pairs.jsonl", (1, 2, 3))})
     validated = Validated(
-        {"preferences": table}, [], {"preferences": 3}, failed, {"preferences": Counter()}, origins=origins
+        raw,
+        clean=dict(stored),
+        reasons={"preferences": {}},
+        raw_rows={"preferences": 3},
+        failed_checks={"preferences": Counter()},
+        warned_checks={"preferences": Counter()},
     )
     config = ValidateConfig.model_validate(settings)
     findings = check_set(validated.clean, config)
@@ -94,16 +97,16 @@ def test_rows_that_are_nearly_copies_are_counted_and_stay() -> None:
     validated, findings = found(near_duplicates={"search": True})
     assert validated.warned_checks["preferences"]["no_near_duplicates"] == 1
     assert findings.counts["preferences"]["near_duplicates_compared"] == 3 == validated.clean["preferences"].num_rows
-    assert [b.row for b in findings.breaches] == [1] and not validated.quarantined
+    assert [b.row for b in findings.breaches] == [1] and not list(validated.quarantine())
 
 
 @pytest.mark.parametrize("severity", ["refuse", "fail"])
 def test_rows_that_are_nearly_copies_are_refused_where_the_rule_says_so(severity: str) -> None:
     validated, _ = found(near_duplicates={"search": True}, rules={"no_near_duplicates": severity})
-    (row,) = validated.quarantined
-    first, third = validated.clean["preferences"].column("id").to_pylist()
+    ((row,),) = validated.quarantine()
+    first, third = (i for part in validated.clean["preferences"].parts() for i in part.column("id").to_pylist())
     assert row.reasons == [f"nearly a copy of an earlier row ({first})"]
     assert (row.source, row.position) == ("pairs.jsonl", 2) and row.id not in (first, third)
-    assert [origin.position for origin in validated.origins["preferences"]] == [1, 3]
+    assert validated.clean["preferences"].numbers.tolist() == [0, 2]
     assert validated.failed_checks["preferences"]["no_near_duplicates"] == 1
     assert validated.quarantined_share("preferences") == 0, "it is left out, but no bad row"

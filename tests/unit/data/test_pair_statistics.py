@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from leakage_rows import row, set_of
+from memory_rows import memory_rows
 from validation_rows import make_row
 
 from rlhf_core.config.validate import ValidateConfig
-from rlhf_core.data.schema import arrow_schema
 from rlhf_core.data.validation.set_rules.check_set import check_set
 from rlhf_core.data.validation.set_rules.pair_statistics import (
     balance,
@@ -20,12 +19,12 @@ from rlhf_core.data.validation.set_rules.pair_statistics import (
     length_bias,
     pair_metrics,
 )
+from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.errors import ConfigError
 
 
-def table(*rows: dict[str, Any]) -> pa.Table:
-    schema = arrow_schema("preferences")
-    return pa.Table.from_pylist([{name: r[name] for name in schema.names} for r in rows], schema=schema)
+def table(*rows: dict[str, Any]) -> StoredRows:
+    return memory_rows("preferences", rows)
 
 
 def pair(i: int, chosen: str, rejected: str, **changes: Any) -> dict[str, Any]:
@@ -72,8 +71,8 @@ def test_rows_in_another_language_are_named() -> None:
             row("demonstrations", 2, "train", "Oui"),
         ]
     )
-    findings = check_set(rows.tables, ValidateConfig(languages=("en",)))
+    findings = check_set(rows.clean, ValidateConfig(languages=("en",)))
     assert [(b.row, b.reason) for b in findings.breaches] == [(1, "looks like language zh")]
     assert findings.languages["demonstrations"] == Counter({"en": 1, "zh": 1, "unknown": 1})
     with pytest.raises(ConfigError, match=r"validate\.languages: english is no language"):
-        check_set(rows.tables, ValidateConfig(languages=("english",)))
+        check_set(rows.clean, ValidateConfig(languages=("english",)))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.config.reward import PairBatchConfig
 from rlhf_core.data.pairs import TokenisedPair
-from rlhf_core.data.prompt_batches import PromptBatches, sequence_keys
+from rlhf_core.data.prompt_batches import PromptBatches, pair_sequences
 
 LENGTHS = st.lists(st.lists(st.integers(2, 30), min_size=2, max_size=6), min_size=1, max_size=12)
 
@@ -32,7 +32,7 @@ def test_an_epoch_has_every_pair_once_within_the_limits(
     assert sorted(row for batch in batches for row in batch) == list(range(len(pairs)))
     for batch in batches:
         of_batch = [pairs[row] for row in batch]
-        tokens = len(set(sequence_keys(of_batch))) * max(pair.length for pair in of_batch)
+        tokens = len(pair_sequences(of_batch).distinct) * max(pair.length for pair in of_batch)
         assert len(batch) == 1 or (tokens <= budget and len(batch) <= most)
     assert batches == PromptBatches(pairs, limits, seed=5).epoch(epoch)
 
@@ -53,3 +53,16 @@ def test_a_prompt_with_more_pairs_than_a_batch_holds_is_cut() -> None:
     limits = PairBatchConfig(token_budget=60, min_pairs=2, max_pairs=64)
     # Five sequences of 12 tokens fit: the common one and four others.
     assert sorted(len(batch) for batch in PromptBatches(pairs, limits, seed=1).epoch(0)) == [4, 4]
+
+
+@given(st.lists(st.tuples(*[st.lists(st.integers(1, 3), max_size=2)] * 3), max_size=8), st.booleans())
+def test_sequences_are_numbered_by_first_occurrence(
+    rows: list[tuple[list[int], list[int], list[int]]], share: bool
+) -> None:
+    pairs = [TokenisedPair(i, *ids) for i, ids in enumerate(rows)]
+    listed = [(p, c) for p, c, _ in rows] + [(p, r) for p, _, r in rows]
+    expected = [item for i, item in enumerate(listed) if item not in listed[:i]] if share else listed
+    sequences = pair_sequences(pairs, share)
+    assert sequences.distinct == expected
+    assert [sequences.distinct[number] for number in (*sequences.chosen, *sequences.rejected)] == listed
+    assert sequences.lengths == [len(prompt) + len(reply) for prompt, reply in expected]

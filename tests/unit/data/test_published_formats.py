@@ -334,7 +334,11 @@ WRITERS: dict[str, Callable[[str, str, str], Any]] = {
 }
 
 
-@given(st.text(), st.text(), st.text(), st.sampled_from(sorted(WRITERS)))
+# A text with these marks is a transcript.
+TEXTS = st.text().filter(lambda text: "Human:" not in text and "Assistant:" not in text)
+
+
+@given(TEXTS, TEXTS, TEXTS, st.sampled_from(sorted(WRITERS)))
 def test_texts_are_read_as_they_were_written(prompt: str, better: str, worse: str, name: str) -> None:
     options = {"dimension": "safe"} if name == "pku-saferlhf" else {}
     (row,) = parse(WRITERS[name](prompt, better, worse), **options).rows

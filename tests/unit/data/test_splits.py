@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.config.validate import SplitConfig
-from rlhf_core.data.dataset import group_overlap, split_tables
+from rlhf_core.data.dataset import group_overlap, split_parts
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema
-from rlhf_core.data.splits import PairUser, assign, overlap, pair_user_of, split_of, unit_hash
+from rlhf_core.data.splits import PairUser, assign, pair_user_of, split_of, unit_hash
 
 
 def test_hash_by_hand() -> None:
@@ -41,9 +43,20 @@ def test_shares_are_near_what_was_asked() -> None:
     )
 
 
-def test_overlap_counts_groups_in_more_than_one_set() -> None:
-    assert overlap([{"a", "b"}, {"b", "c"}, {"b", "c", "d"}]) == 2
-    assert overlap([{"a"}, {"b"}]) == 0
+def overlap(sets: Iterable[set[str]]) -> int:
+    """How many values are in more than one of the sets."""
+    return sum(count > 1 for count in Counter(value for values in sets for value in values).values())
+
+
+def split_tables(clean: Mapping[str, pa.Table], seed: int, config: SplitConfig) -> dict[str, pa.Table]:
+    """All kinds by the files that they go into."""
+    return {
+        name: part for kind, table in clean.items() for name, part in split_parts(kind, table, seed, config).items()
+    }
+
+
+def overlap_of(files: Mapping[str, pa.Table]) -> int:
+    return group_overlap({name: table.column("group").chunks for name, table in files.items()})
 
 
 def tables(n: int) -> dict[str, pa.Table]:
@@ -64,7 +77,7 @@ def tables(n: int) -> dict[str, pa.Table]:
 
 def test_no_group_spans_two_splits_in_any_kind() -> None:
     files = split_tables(tables(400), 3, SplitConfig())
-    assert group_overlap(files) == 0
+    assert overlap_of(files) == 0
     split_by_group: dict[str, set[str]] = {}
     for name, table in files.items():
         for group in table.column("group").to_pylist():
@@ -86,7 +99,7 @@ def test_each_pair_is_seen_by_one_of_three_models(n: int, seed: int, judge: floa
         {group for split in ("train", "validation") for group in files[f"{user}/{split}"]["group"].to_pylist()}
         for user in PairUser
     ]
-    assert overlap(groups) == group_overlap(files) == 0
+    assert overlap(groups) == overlap_of(files) == 0
     kept = [row for name, table in files.items() if name.startswith("preferences") for row in table["id"].to_pylist()]
     assert sorted(kept) == sorted(clean["preferences"]["id"].to_pylist())
 
@@ -103,8 +116,8 @@ def test_the_judge_takes_its_pairs_before_the_others_are_divided(group: str, see
 def test_overlap_is_seen_when_it_is_there() -> None:
     files = split_tables(tables(50), 3, SplitConfig())
     files["prompts/test"] = files["demonstrations/train"]
-    assert group_overlap(files) == len(set(files["demonstrations/train"].column("group").to_pylist()))
+    assert overlap_of(files) == len(set(files["demonstrations/train"].column("group").to_pylist()))
     files = split_tables(tables(50), 3, SplitConfig())
     files["preferences_judge/train"] = files["preferences_referee/train"]
     shared = set(files["preferences_referee/train"].column("group").to_pylist())
-    assert group_overlap(files) == len(shared) > 0
+    assert overlap_of(files) == len(shared) > 0

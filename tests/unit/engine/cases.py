@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,7 @@ from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.config.sft import SftConfig
+from rlhf_core.data import padding
 from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.actor_critic_pair import ActorCriticPair, SeparateActorCritic
@@ -29,7 +31,7 @@ from rlhf_core.training.examples import Example
 from rlhf_core.training.reward.trainer import RewardTask
 from rlhf_core.training.sft import SftTask
 
-CASES = ("sft", "reward", "critic", "ppo")
+CASES = ("sft", "reward", "reward_in_micro_batches", "critic", "ppo")
 MakeEngine = Callable[[nn.Module, OptimizerConfig, str], Engine]
 
 FEW_LOGITS = 4 * 23 * 5  # bytes of five positions: every pass is made in several chunks, unequal over ranks
@@ -91,7 +93,10 @@ def load_experience(path: Path) -> Experience:
 def train(case: str, make: MakeEngine, lr: float, steps: int, stored: Path) -> tuple[list[Engine], dict[str, float]]:
     """``steps`` optimiser steps of a case; its engines, and the figures of the last step."""
     tiny = make_tiny()
-    runners: dict[str, Callable[..., Any]] = {"sft": _sft, "reward": _reward, "critic": _critic, "ppo": _ppo}
+    runners: dict[str, Callable[..., Any]] = {
+        "sft": _sft, "reward": _reward, "reward_in_micro_batches": _reward_in_micro_batches, "critic": _critic,
+        "ppo": _ppo,
+    }  # fmt: skip
     engines, figures = runners[case](tiny, make, lr, steps, stored)
     return engines, figures
 
@@ -106,7 +111,8 @@ def start(case: str) -> dict[str, Tensor]:
     """The weights that every case begins with."""
     tiny = make_tiny()
     models = {"sft": {"policy": tiny.policy}, "reward": {"reward": with_unembedding(tiny)}}.get(
-        case, {"critic": tiny.critic} if case == "critic" else {"policy": tiny.policy, "critic": tiny.critic}
+        case.removesuffix("_in_micro_batches"),
+        {"critic": tiny.critic} if case == "critic" else {"policy": tiny.policy, "critic": tiny.critic},
     )
     return {f"{k}.{n}": p.detach().clone() for k, model in models.items() for n, p in model.named_parameters()}
 
@@ -148,6 +154,19 @@ def _reward(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -
     engine = make(model, config.optimizer, "reward")
     task = RewardTask(engine, model, pairs(23), pairs(9), config, PAD, "reward", [0.1 * i for i in range(23)])
     return [engine], _steps(engine, task, steps)
+
+
+def _reward_in_micro_batches(
+    tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path
+) -> tuple[list[Engine], dict[str, float]]:
+    """Batches that every rank cuts into several micro-batches of its own sequences."""
+    model = with_unembedding(tiny)
+    batch = PairBatchConfig(token_budget=300, min_pairs=1, max_padding=0.01)
+    config = RewardConfig(batch=batch, centering=0.1, optimizer=optimizer(lr))
+    engine = make(model, config.optimizer, "reward")
+    task = RewardTask(engine, model, pairs(23), pairs(9), config, PAD, "reward")
+    with mock.patch.object(padding, "SMALLEST_MICRO_BATCH", 1):
+        return [engine], _steps(engine, task, steps)
 
 
 def _critic(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -> tuple[list[Engine], dict[str, float]]:

@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 from leakage_rows import row, set_of
+from memory_rows import origins_of
 
 from rlhf_core.config.collect import CollectConfig, FileSources
 from rlhf_core.config.validate import ValidateConfig
-from rlhf_core.data.dataset import data_metrics, split_tables
-from rlhf_core.data.validation.provenance import Origin
-from rlhf_core.data.validation.quarantine import Quarantined
+from rlhf_core.data.dataset import data_metrics, write_clean
+from rlhf_core.data.validation.quarantine import Quarantined, write_refused
 from rlhf_core.data.validation.set_rules.check_set import apply_set_rules, check_set
 from rlhf_core.data.validation.set_rules.findings_file import named_findings
 from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
-from rlhf_core.data.validation.tables import Validated
+from rlhf_core.data.validation.tables import RawData, Validated
 from rlhf_core.evaluation.data_card.bar_chart import bar_chart
 from rlhf_core.evaluation.data_card.build import CardSources, build_card, source_section
 from rlhf_core.evaluation.data_card.card import Histogram
@@ -55,31 +54,42 @@ KINDS: dict[str, Any] = {
 
 def written(folder: Path) -> tuple[str, str, str]:
     """Write the card of four pairs, one of which begins as a test prompt does, and of two refused rows."""
-    tables = set_of(
+    stored = set_of(
         preferences=[
             row("preferences", 0, "train", "Hello?") | {"category": "x"},
             row("preferences", 1, "test", "Hello?", "Hi.", "And?") | {"category": "x"},
             row("preferences", 2, "train", MARKUP) | {"category": "<b>y</b>"},
             row("preferences", 3, "validation", "Bye?") | {"category": "x"},
         ]
-    ).tables
+    ).clean
     refused = [
-        Quarantined("preferences", "i", ["looks like an access key"], json.dumps({"reply": KEY}), "a|b.jsonl", 5),
-        Quarantined("preferences", "j", ["chosen is empty"], MARKUP, "a|b.jsonl", 6),
+        ("looks like an access key", json.dumps({"reply": KEY})),
+        ("chosen is empty", MARKUP),
     ]
-    counts: dict[str, Counter[str]] = {kind: Counter() for kind in tables}
-    origins = {"preferences": [Origin("a|b.jsonl", line) for line in (1, 2, 3, 4)]}
-    rows = {kind: table.num_rows for kind, table in tables.items()} | {"preferences": 6}
+    write_refused(
+        folder / "refused.parquet",
+        [
+            {"kind": "preferences", "source": "a|b.jsonl", "position": line, "reason": reason, "row": content}
+            for line, (reason, content) in enumerate(refused, 5)
+        ],
+    )
+    raw = RawData(stored, folder / "refused.parquet", origins={"preferences": origins_of("a|b.jsonl", (1, 2, 3, 4))})
     validated = Validated(
-        dict(tables), refused, rows, counts, {k: Counter() for k in tables}, origins, {"preferences": 2}
+        raw,
+        clean=dict(stored),
+        reasons={kind: {} for kind in stored},
+        raw_rows={kind: rows.num_rows for kind, rows in stored.items()} | {"preferences": 6},
+        refused_rows={"preferences": 2},
+        failed_checks={kind: Counter() for kind in stored},
+        warned_checks={kind: Counter() for kind in stored},
     )
     config = ValidateConfig()
-    findings = check_set(tables, config)
-    named = named_findings(findings.breaches, tables, origins, config)
+    findings = check_set(stored, config)
+    named = named_findings(findings.breaches, validated, config)
     apply_set_rules(validated, findings, config)
-    pairs = pair_metrics(tables["preferences"], tables["preferences"])
-    findings.counts["preferences"] |= pairs
-    metrics = data_metrics(validated, split_tables(validated.clean, 1, config.split), findings.counts)
+    findings.counts["preferences"] |= pair_metrics(stored["preferences"], stored["preferences"])
+    statistics = write_clean(folder / "clean", validated.clean, 1, config.split)
+    metrics = data_metrics(validated, statistics, findings.counts)
     manifest = {"source": "files", "kinds": KINDS}
     write_card(
         folder,
@@ -127,7 +137,8 @@ def test_the_card_of_the_same_data_is_the_same(tmp_path: Path) -> None:
 def test_examples_of_refused_rows_cover_all_reasons_first() -> None:
     rows = [Quarantined("prompts", str(i), ["often" if i < 20 else f"rare {i}"], "{}") for i in range(23)]
     chosen = spread_over_reasons(rows, 10)
-    assert [row.id for row in chosen[:5]] == ["0", "20", "21", "22", "1"] and len(chosen) == 10
+    assert [row.id for row in chosen.rows[:5]] == ["0", "20", "21", "22", "1"]
+    assert (len(chosen.rows), chosen.total) == (10, 23)
     assert not refused_section([]).tables
 
 
@@ -138,8 +149,8 @@ def test_histograms_count_in_powers_of_two() -> None:
 
 
 def test_the_turns_of_a_prompt_count_together_in_every_chunk() -> None:
-    part = set_of(prompts=[row("prompts", 0, "train", "ab", "c", "defg"), row("prompts", 1, "train", "x")]).tables
-    section = length_section({"prompts": pa.concat_tables([part["prompts"], part["prompts"].slice(1)])})
+    prompts = [row("prompts", 0, "train", "ab", "c", "defg"), *[row("prompts", 1, "train", "x")] * 2]
+    section = length_section({"prompts": set_of(prompts=prompts).clean["prompts"]})
     assert section.histograms[0].counts == (2, 0, 0, 1)  # of 1, 1 and 7 characters: up to 1, 2, 4, 8
     assert section.tables[0].rows == [("prompts: prompt", 1, 7, 7, 7)]
 

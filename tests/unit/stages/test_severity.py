@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from memory_rows import memory_rows
 from validation_rows import good_rows, make_row, run_validate
 
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.config.validation_rules import ROW_RULES, SET_RULES
-from rlhf_core.data.schema import ROW_TYPES, arrow_schema
+from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.validation.checks import checks_for
 from rlhf_core.data.validation.tables import RawData, Validated, validate
 from rlhf_core.errors import ConfigError, DataError
@@ -33,17 +33,14 @@ def validated(folder: Path, derived: bool = False, **settings: Any) -> Validated
     rows = {"preferences": pairs}
     if derived:
         rows["demonstrations"] = [make_row("demonstrations", 2, reply=row["chosen"]) for row in pairs[4:]]
-    tables = {
-        kind: pa.Table.from_pylist(listed).select(arrow_schema(kind).names).cast(arrow_schema(kind))
-        for kind, listed in rows.items()
-    }
-    raw = RawData(tables, derived=["demonstrations"] if derived else [])
+    stored = {kind: memory_rows(kind, listed) for kind, listed in rows.items()}
+    raw = RawData(stored, folder / "none", derived=["demonstrations"] if derived else [])
     return validate(raw, ValidateConfig(**settings), folder)
 
 
 def test_by_default_every_rule_of_rows_refuses(tmp_path: Path) -> None:
     result = validated(tmp_path)
-    assert result.clean["preferences"].num_rows == 1 and len(result.quarantined) == 5
+    assert result.clean["preferences"].num_rows == 1 and result.quarantined_rows == {"preferences": 5}
     assert result.failed_checks["preferences"] == {"not_duplicate": 2, "no_secrets": 2, "not_contradicted": 2}
     assert not result.warned_checks["preferences"]
 
@@ -54,7 +51,9 @@ def test_a_warning_keeps_the_row_unless_another_rule_refuses_it(tmp_path: Path) 
     assert result.clean["preferences"].num_rows == 4
     # The copy of the first pair stays; both rows with a key are refused, for the key alone.
     assert result.warned_checks["preferences"] == {"not_duplicate": 1, "not_contradicted": 2}
-    assert [row.reasons for row in result.quarantined] == [["looks like an access key or a private key"]] * 2
+    assert [row.reasons for rows in result.quarantine() for row in rows] == [
+        ["looks like an access key or a private key"]
+    ] * 2
     assert result.clean["demonstrations"].num_rows == 2, "their sources stay, so they do too"
 
 

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core.config.validate import ValidateConfig
-from rlhf_core.data.dataset import data_metrics, split_tables
+from rlhf_core.data.dataset import KindStatistics, data_metrics, split_parts
 from rlhf_core.data.formats import prompt_group
 from rlhf_core.data.schema import ROW_TYPES, Preference, arrow_schema, content_id, read_rows, write_dicts
 from rlhf_core.data.validation.quarantine import write_refused
-from rlhf_core.data.validation.tables import Validated
+from rlhf_core.data.validation.tables import RawData, Validated
 from rlhf_core.errors import DataError
 from rlhf_core.gates import decide
 from rlhf_core.stages import validate
@@ -149,11 +149,17 @@ def test_no_rows_at_all_shut_the_gate(tmp_path: Path) -> None:
 def test_gate_conditions(changes: Rows, settings: dict[str, Any], failed: set[str]) -> None:
     config = ValidateConfig(**settings)
     rows = good_rows() | changes
-    clean = {kind: pa.Table.from_pylist(listed, schema=arrow_schema(kind)) for kind, listed in rows.items()}
-    files = split_tables(clean, config.seed, config.split)
-    counts = {kind: table.num_rows for kind, table in clean.items()}
-    metrics = data_metrics(Validated(clean, [], counts, {kind: Counter() for kind in clean}), files)
-    decision = decide("data", validate.gate_conditions(config, files), metrics)
+    statistics = {kind: KindStatistics() for kind in rows}
+    for kind, listed in rows.items():
+        table = pa.Table.from_pylist(listed, schema=arrow_schema(kind))
+        statistics[kind].add(table, split_parts(kind, table, config.seed, config.split))
+    validated = Validated(
+        RawData({}, Path("none")),
+        raw_rows={kind: len(listed) for kind, listed in rows.items()},
+        failed_checks={kind: Counter() for kind in rows},
+    )
+    metrics = data_metrics(validated, statistics)
+    decision = decide("data", validate.gate_conditions(config), metrics)
     assert {c.metric for c in decision.conditions if not c.passed} == failed
     assert decision.passed is (not failed)
 

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.chat import left_pad, right_pad
+from rlhf_core.data.padding import partitions
 from rlhf_core.data.pairs import TokenisedPair
+from rlhf_core.data.prompt_batches import pair_sequences
 from rlhf_core.models.base import new_model, train_tokenizer
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.heads import ScalarModel
@@ -127,7 +129,7 @@ def test_the_loss_of_pairs_that_share_a_sequence_is_that_of_each_alone(scalar) -
     totals = StepTotals(3, 3 + 3 + 2)
     config = RewardConfig(centering=0.3, imitation=0.7, batch=PairBatchConfig(group_prompts=True))
     batch = pair_batch(pairs, 0, torch.device("cpu"), share=True)
-    assert batch.sequences.input_ids.shape[0] == 3
+    assert [part.input_ids.shape[0] for part in batch.micro_batches] == [3]
     assert (batch.chosen.tolist(), batch.rejected.tolist()) == ([0, 0, 1], [1, 2, 0])
     scalar.zero_grad()
     whole, _ = pair_loss(scalar, pairs, None, config, 0, totals)
@@ -140,6 +142,28 @@ def test_the_loss_of_pairs_that_share_a_sequence_is_that_of_each_alone(scalar) -
     for grad, parameter in zip(together, (p for p in scalar.parameters() if p.grad is not None), strict=True):
         torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-6)
     scalar.zero_grad()
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.tuples(sequence, sequence, sequence), min_size=2, max_size=6), st.integers(2, 4), st.booleans())
+def test_micro_batches_of_sequences_change_neither_loss_nor_gradient(scalar, rows, count, share) -> None:  # type: ignore[no-untyped-def]
+    pairs = [TokenisedPair(i, *row) for i, row in enumerate([*rows, rows[0]])]
+    totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
+    config = RewardConfig(centering=0.3, imitation=0.7, batch=PairBatchConfig(group_prompts=share))
+    lengths = pair_sequences(pairs, share).lengths
+    parts = partitions(lengths, min(count, len(lengths)))[-1].micro_batches
+    measured = []
+    for micro_batches in (None, [list(range(len(lengths)))], parts):
+        scalar.zero_grad()
+        loss, metrics = pair_loss(scalar, pairs, None, config, 0, totals, micro_batches)
+        loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in scalar.parameters() if p.grad is not None])
+        measured.append((loss.detach(), gradient, metrics))
+    scalar.zero_grad()
+    assert torch.equal(measured[0][0], measured[1][0]) and torch.equal(measured[0][1], measured[1][1])
+    torch.testing.assert_close(measured[2][0], measured[0][0], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(measured[2][1], measured[0][1], rtol=1e-4, atol=1e-6)
+    assert measured[2][2] == pytest.approx(measured[0][2], rel=1e-5, abs=1e-6)
 
 
 def test_a_sequence_that_pairs_share_is_scored_once_and_rewards_keep_their_order(scalar, monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -7,12 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import pyarrow as pa
 
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.formats import FileRows
 from rlhf_core.data.schema import CONTENT_FIELDS
-from rlhf_core.data.validation.quarantine import quarantine_rows
 from rlhf_core.data.validation.set_rules.contamination import RULE as CONTAMINATION
 from rlhf_core.data.validation.set_rules.contamination import EvaluationOverlap, contamination
 from rlhf_core.data.validation.set_rules.language import RULE as LANGUAGE
@@ -23,6 +21,7 @@ from rlhf_core.data.validation.set_rules.prefix_leakage import FIRST_TURN_RULE, 
 from rlhf_core.data.validation.set_rules.set_rows import SetBreach, SetRows
 from rlhf_core.data.validation.set_rules.similar_prompts import RULE as SIMILAR_PROMPTS
 from rlhf_core.data.validation.set_rules.similar_prompts import similar_prompts
+from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.data.validation.tables import Validated
 
 
@@ -52,7 +51,7 @@ class SetFindings:
 
 
 def check_set(
-    clean: Mapping[str, pa.Table],
+    clean: Mapping[str, StoredRows],
     config: ValidateConfig,
     derived: Collection[str] = (),
     evaluation: Sequence[FileRows] = (),
@@ -64,7 +63,7 @@ def check_set(
         evaluation: The evaluation files, read as prompts.
     """
     rows, findings = SetRows(clean, config.seed, config.split), SetFindings()
-    filled = [kind for kind, table in clean.items() if table.num_rows]
+    filled = [kind for kind, stored in clean.items() if stored.num_rows]
     prompted = [kind for kind in filled if "prompt" in CONTENT_FIELDS[kind]]
     leakage = prefix_leakage(rows)
     findings.add(leakage.breaches, prompted, PREFIX_RULE, FIRST_TURN_RULE)
@@ -92,7 +91,7 @@ def check_set(
 
 
 def apply_set_rules(validated: Validated, findings: SetFindings, config: ValidateConfig) -> None:
-    """Count the findings in ``validated``, and move the rows that they refuse from its clean tables to the quarantine.
+    """Count the findings in ``validated``, and move the rows that they refuse from its clean ones to the quarantine.
 
     Such rows are no bad data: they are ``left_out``, and do not count towards ``max_quarantined``.
     """
@@ -111,9 +110,9 @@ def apply_set_rules(validated: Validated, findings: SetFindings, config: Validat
         validated.failed_checks[kind].update(counts["refuse"])
         validated.warned_checks[kind].update(counts["warn"])
         validated.left_out[kind] += len(reasons)
-        table, origins = validated.clean[kind], validated.origins.get(kind, [])
-        validated.quarantined += quarantine_rows(kind, table, reasons, origins)
-        keep = np.ones(table.num_rows, dtype=bool)
+        clean = validated.clean[kind]
+        numbers = clean.numbers
+        validated.reasons[kind] |= {int(numbers[row]): listed for row, listed in reasons.items()}
+        keep = np.ones(clean.num_rows, dtype=bool)
         keep[list(reasons)] = False
-        validated.clean[kind] = table.filter(pa.array(keep))
-        validated.origins[kind] = [origin for origin, kept in zip(origins, keep, strict=False) if kept]
+        validated.clean[kind] = clean.where(keep)

@@ -120,7 +120,7 @@ def contamination(rows: SetRows, files: Sequence[FileRows], config: NearDuplicat
     overlaps = {file.source: EvaluationOverlap(file.source, len(file.rows), len(file.refused)) for file in files}
     overlap_of: dict[int, Overlap | None] = {}  # by the hash of the turns: most prompts occur in several rows
     breaches = []
-    for kind in rows.tables:
+    for kind in rows.clean:
         for row in rows.of(kind):
             if row.split == TEST:
                 continue

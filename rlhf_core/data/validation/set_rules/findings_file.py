@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
 
 from rlhf_core.config.validate import ValidateConfig
-from rlhf_core.data.validation.provenance import Origin
 from rlhf_core.data.validation.set_rules.set_rows import SetBreach
+from rlhf_core.data.validation.stored_rows import StoredRows
+from rlhf_core.data.validation.tables import Validated
 
 FINDINGS_SCHEMA = pa.schema(
     [
@@ -37,23 +39,23 @@ class Finding:
     similarity: float | None
 
 
-def named_findings(
-    breaches: Sequence[SetBreach],
-    clean: Mapping[str, pa.Table],
-    origins: Mapping[str, Sequence[Origin]],
-    config: ValidateConfig,
-) -> list[Finding]:
-    """Name the rows of ``breaches``, which are positions in the tables of ``clean``."""
-    ids = {kind: table.column("id") for kind, table in clean.items()}
-    findings = []
+def named_findings(breaches: Sequence[SetBreach], validated: Validated, config: ValidateConfig) -> list[Finding]:
+    """Name the rows of ``breaches``, which are positions among the clean rows of their kinds."""
+    findings: list[Finding] = []
+    named = {
+        kind: (clean.numbers, _ids(clean, {breach.row for breach in breaches if breach.kind == kind}))
+        for kind, clean in validated.clean.items()
+    }
     for breach in breaches:
-        origin = origins[breach.kind][breach.row] if origins.get(breach.kind) else None
+        numbers, ids = named[breach.kind]
+        origins = validated.raw.origins.get(breach.kind)
+        origin = origins[int(numbers[breach.row])] if origins is not None else None
         findings.append(
             Finding(
                 breach.rule,
                 config.severity(breach.rule),
                 breach.kind,
-                str(ids[breach.kind][breach.row]),
+                ids[breach.row],
                 origin.source if origin else None,
                 origin.position if origin else None,
                 breach.reason,
@@ -62,6 +64,14 @@ def named_findings(
             )
         )
     return findings
+
+
+def _ids(clean: StoredRows, rows: Collection[int]) -> dict[int, str]:
+    """Return the ids of the rows at these positions."""
+    chosen = np.zeros(clean.num_rows, dtype=bool)
+    chosen[list(rows)] = True
+    ids = (str(row_id) for part in clean.where(chosen).parts(["id"]) for row_id in part.column("id").to_pylist())
+    return dict(zip(sorted(rows), ids, strict=True)) if rows else {}
 
 
 def findings_table(findings: Sequence[Finding]) -> pa.Table:

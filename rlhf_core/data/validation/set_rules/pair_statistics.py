@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 from scipy import stats
 
-from rlhf_core.data.validation.set_rules.set_rows import BATCH_ROWS
+from rlhf_core.data.validation.stored_rows import StoredRows
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,11 @@ class LengthBias:
     high95: float
 
 
-def label_agreement(preferences: pa.Table) -> LabelAgreement:
+def label_agreement(preferences: StoredRows) -> LabelAgreement:
     """Count the labels of every pair among all rows that were read, refused ones too; white space does not count."""
     labels: dict[int, list[int]] = {}
-    for batch in preferences.select(["prompt", "chosen", "rejected"]).to_batches(max_chunksize=BATCH_ROWS):
-        for row in batch.to_pylist():
+    for part in preferences.parts(["prompt", "chosen", "rejected"]):
+        for row in part.to_pylist():
             prompt = tuple((turn["role"], _collapsed(turn["content"])) for turn in row["prompt"] or [] if turn)
             chosen, rejected = _collapsed(row["chosen"]), _collapsed(row["rejected"])
             if chosen != rejected:
@@ -67,18 +66,21 @@ def label_agreement(preferences: pa.Table) -> LabelAgreement:
     )
 
 
-def length_bias(preferences: pa.Table) -> LengthBias | None:
+def length_bias(preferences: StoredRows) -> LengthBias | None:
     """Return the share of pairs whose longer reply is preferred, with Wilson's interval; None without such pairs."""
-    chosen, rejected = (pc.utf8_length(preferences.column(name)).to_numpy() for name in ("chosen", "rejected"))
-    unequal = int(np.count_nonzero(chosen != rejected))
+    unequal = longer = 0
+    for part in preferences.parts(["chosen", "rejected"]):
+        chosen, rejected = (pc.utf8_length(part.column(name)).to_numpy() for name in ("chosen", "rejected"))
+        unequal += int(np.count_nonzero(chosen != rejected))
+        longer += int(np.count_nonzero(chosen > rejected))
     if not unequal:
         return None
-    longer = stats.binomtest(int(np.count_nonzero(chosen > rejected)), unequal)
-    interval = longer.proportion_ci(0.95, method="wilson")
-    return LengthBias(unequal, float(longer.statistic), float(interval.low), float(interval.high))
+    test = stats.binomtest(longer, unequal)
+    interval = test.proportion_ci(0.95, method="wilson")
+    return LengthBias(unequal, float(test.statistic), float(interval.low), float(interval.high))
 
 
-def pair_metrics(raw: pa.Table, clean: pa.Table) -> dict[str, float]:
+def pair_metrics(raw: StoredRows, clean: StoredRows) -> dict[str, float]:
     """Return statistics of pairs for ``metrics/data.json``: agreement of ``raw`` rows, bias of ``clean`` ones."""
     agreement, bias = label_agreement(raw), length_bias(clean)
     metrics = {
@@ -96,10 +98,12 @@ def pair_metrics(raw: pa.Table, clean: pa.Table) -> dict[str, float]:
     return metrics
 
 
-def category_counts(table: pa.Table) -> Counter[str]:
+def category_counts(rows: StoredRows) -> Counter[str]:
     """Return how many rows each category has, the largest first."""
-    counts = pc.value_counts(table.column("category")).to_pylist()
-    return Counter(dict(sorted(((c["values"], c["counts"]) for c in counts), key=lambda item: (-item[1], item[0]))))
+    counts: Counter[str] = Counter()
+    for part in rows.parts(["category"]):
+        counts.update(part.column("category").to_pylist())
+    return Counter(dict(sorted(counts.items(), key=lambda item: (-item[1], item[0]))))
 
 
 def balance(counts: Mapping[str, int]) -> float | None:

@@ -16,7 +16,7 @@ from rlhf_core.data.validation.set_rules.set_rows import SPLIT_PARTS, USER_PARTS
 PREFIX_RULE, FIRST_TURN_RULE = "no_prefix_leakage", "no_shared_first_turn"
 
 
-@dataclass
+@dataclass(slots=True)
 class Range:
     """Which parts have a dialogue, as positions in their order; ``id`` is a row of the most held-out one."""
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import pyarrow as pa
-
 from rlhf_core.config.validate import SplitConfig
 from rlhf_core.data.schema import CONTENT_FIELDS
 from rlhf_core.data.splits import SPLITS, PairUser, assign, pair_user_of
+from rlhf_core.data.validation.stored_rows import StoredRows
 
-BATCH_ROWS = 10_000
 # The most held-out part first. A row is at fault if it resembles one of an earlier part.
 SPLIT_ORDER = tuple(reversed(SPLITS))
 USER_ORDER = (PairUser.JUDGE, PairUser.REFEREE, PairUser.REWARD)
@@ -24,7 +22,7 @@ class SetRow:
     """A clean row.
 
     Attributes:
-        number: Its position in the table of its kind.
+        number: Its position among the clean rows of its kind.
         split: Position of its split in ``SPLIT_ORDER``.
         user: Position in ``USER_ORDER`` of the model that the pair belongs to; None for test pairs and other kinds.
         turns: The prompt's turns without system turns, casefolded, with white space collapsed.
@@ -45,7 +43,7 @@ class SetBreach:
     """A row that breaks a rule about the set.
 
     Attributes:
-        row: Its position in the clean table of its kind.
+        row: Its position among the clean rows of its kind.
         reason: What is wrong, as the quarantine says it.
         other: What it resembles: the id of another row, or file and line of an evaluation prompt.
         similarity: The estimated Jaccard similarity, where the rule goes by it.
@@ -61,17 +59,17 @@ class SetBreach:
 
 @dataclass(frozen=True)
 class SetRows:
-    """The clean rows of all kinds, which can be read again and again in batches."""
+    """The clean rows of all kinds, which can be read again and again in parts."""
 
-    tables: Mapping[str, pa.Table]
+    clean: Mapping[str, StoredRows]
     seed: int
     split: SplitConfig
 
     def of(self, kind: str) -> Iterator[SetRow]:
         """Yield the rows of a kind in order."""
-        table, number = self.tables[kind], 0
-        for batch in table.select(["id", "group", *CONTENT_FIELDS[kind]]).to_batches(max_chunksize=BATCH_ROWS):
-            rows = batch.to_pylist()
+        number = 0
+        for part in self.clean[kind].parts(["id", "group", *CONTENT_FIELDS[kind]]):
+            rows = part.to_pylist()
             groups = [row["group"] for row in rows]
             for row, group, split in zip(rows, groups, assign(groups, self.seed, self.split), strict=True):
                 prompt = row.get("prompt") or []
@@ -90,7 +88,7 @@ class SetRows:
 
     def with_prompts(self) -> Iterator[SetRow]:
         """Yield the rows of all kinds that have prompts."""
-        for kind in self.tables:
+        for kind in self.clean:
             if "prompt" in CONTENT_FIELDS[kind]:
                 yield from self.of(kind)
 

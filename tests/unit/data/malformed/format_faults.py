@@ -164,7 +164,7 @@ FILES = [
         ".jsonl",
         lines({"message_id": "a", "parent_id": None, "role": "prompter", "text": "a?"}),
         1,
-        WholeRefusal("give the file of trees beside it"),
+        RowsRead(0, dropped={"the tree has no two ranked replies": 1}),
     ),
     OddFile(
         "mixed-formats",

@@ -1,0 +1,214 @@
+"""The folder ``data/raw`` while it is written: rows arrive in parts, and derived rows follow those they come from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+
+from rlhf_core.config.collect import SourceOptions
+from rlhf_core.data.derived import DERIVED_FROM, derive
+from rlhf_core.data.formats import FileRows, fair_shares
+from rlhf_core.data.schema import ROW_TYPES, arrow_schema, tables_of
+from rlhf_core.data.table_stream import TableWriter, table_chunks
+from rlhf_core.data.validation.provenance import PROVENANCE_SCHEMA, provenance_table
+from rlhf_core.data.validation.quarantine import refused_table
+
+SPOOLED = (("path", pa.string()), ("position", pa.int64()))
+
+
+class RawFolder:
+    """Writes ``KIND/data.parquet`` and ``provenance.parquet``; they are there once the block ends.
+
+    Attributes:
+        rows: Rows of each kind.
+        cut: Rows of each kind that were left out because of ``limit``.
+    """
+
+    def __init__(self, folder: Path, derived: Mapping[str, str], limit: int | None) -> None:
+        """Begin with empty tables.
+
+        Args:
+            derived: By kind, what it is derived from; empty for kinds whose rows are appended.
+            limit: Most rows of a kind.
+        """
+        self.folder, self.limit = folder, limit
+        self.rows, self.cut = dict.fromkeys(ROW_TYPES, 0), dict.fromkeys(ROW_TYPES, 0)
+        # What also comes from other children is derived first, so that its rows keep the labels of their first parent.
+        self._children = {
+            kind: [child for child, parents in reversed(DERIVED_FROM.items()) if kind in parents and derived[child]]
+            for kind in ROW_TYPES
+        }
+        self._seen: dict[str, set[str]] = {kind: set() for kind in ROW_TYPES}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> RawFolder:
+        enter = self._stack.enter_context
+        self._tables = {
+            kind: enter(TableWriter(self.folder / kind / "data.parquet", arrow_schema(kind))) for kind in ROW_TYPES
+        }
+        self._origins = {kind: enter(TableWriter(self._origin_path(kind), PROVENANCE_SCHEMA)) for kind in ROW_TYPES}
+        return self
+
+    def append(self, kind: str, rows: Sequence[dict[str, Any]]) -> None:
+        """Append rows with their ``path`` and ``position``, and what derives from them. Records are not torn apart."""
+        kept = rows if self.limit is None else rows[: max(self.limit - self.rows[kind], 0)]
+        for table in tables_of(kind, kept):
+            self._tables[kind].write(table)
+        self._origins[kind].write(provenance_table(kind, kept))
+        self.rows[kind] += len(kept)
+        self.cut[kind] += len(rows) - len(kept)
+        for child in self._children[kind]:
+            self.append(child, derive(child, rows, self._seen[child]))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, traceback)
+        if error is not None:
+            return
+        with TableWriter(self.folder / "provenance.parquet", PROVENANCE_SCHEMA) as provenance:
+            for name in ROW_TYPES:
+                for table in table_chunks(self._origin_path(name)):
+                    provenance.write(table)
+                self._origin_path(name).unlink()
+
+    def _origin_path(self, kind: str) -> Path:
+        return self.folder / kind / "provenance.parquet"
+
+
+@dataclass
+class SourceCounts:
+    """What the manifest says of a source; see :class:`~rlhf_core.data.formats.FileRows`."""
+
+    source: str
+    sha256: str
+    format: str
+    records: int = 0
+    rows: int = 0
+    refused: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    unused: dict[str, int] = field(default_factory=dict)
+    expanded: int = 0
+    cut: int = 0
+    unread: int | None = 0
+    revision: str = ""
+    weight: float = 1.0
+    cap: int | None = None
+    licence: str | None = None
+
+    def take(self, part: FileRows) -> list[dict[str, Any]]:
+        """Count a part of the source; return its rows within the cap, with their ``path`` and ``position``."""
+        room = None if self.cap is None else max(self.cap - self.rows, 0)
+        rows = [
+            row | {"path": part.source, "position": position}
+            for row, position in zip(part.rows[:room], part.positions[:room], strict=True)
+        ]
+        self.rows += len(rows)
+        self.cut += len(part.rows) - len(rows)
+        self.records += part.records
+        self.refused += len(part.refused)
+        self.dropped = dict(Counter(self.dropped) + part.dropped)
+        self.unused = dict(Counter(self.unused) + part.unused)
+        self.expanded += part.expanded
+        self.unread = None if self.unread is None or part.unread is None else self.unread + part.unread
+        self.revision = part.revision
+        return rows
+
+
+class SourceWriter:
+    """Writes the rows of the sources of a kind, up to their caps.
+
+    With a limit, rows wait in a file for each source until all are read: the share of each depends on the sizes of all.
+    """
+
+    def __init__(self, kind: str, raw: RawFolder, refused: TableWriter) -> None:
+        self.kind, self.raw, self.refused = kind, raw, refused
+        self.sources: list[SourceCounts] = []
+        self._spools: list[Spool] = []
+
+    def add(self, parts: Iterable[FileRows], options: SourceOptions) -> None:
+        """Write the rows of one source, which come in parts."""
+        counts: SourceCounts | None = None
+        with ExitStack() as stack:
+            append: Callable[[Sequence[dict[str, Any]]], None] = partial(self.raw.append, self.kind)
+            if self.raw.limit is not None:
+                path = self.raw.folder / self.kind / f"source-{len(self._spools)}.parquet"
+                spool = stack.enter_context(Spool(path, self.kind, self.raw.limit))
+                self._spools.append(spool)
+                append = spool.append
+            for part in parts:
+                if counts is None:
+                    counts = SourceCounts(
+                        part.source,
+                        part.sha256,
+                        part.format,
+                        weight=options.weight,
+                        cap=options.cap,
+                        licence=options.licence,
+                    )
+                    self.sources.append(counts)
+                append(counts.take(part))
+                self.refused.write(refused_table([{"kind": self.kind, **row} for row in part.refused]))
+
+    def finish(self) -> list[SourceCounts]:
+        """Write each source's share of the limit, where there is one, and return the counts of all sources."""
+        sizes, weights = [source.rows for source in self.sources], [source.weight for source in self.sources]
+        shares = fair_shares(sizes, self.raw.limit, weights)
+        for source, share, spool in zip(self.sources, shares, self._spools, strict=False):
+            for rows in spool.first(share):
+                self.raw.append(self.kind, rows)
+            source.cut += source.rows - share
+            source.rows = share
+            spool.path.unlink()
+        return self.sources
+
+
+class Spool:
+    """The first ``limit`` rows of a source in a file of their own, until it is known how many of them are taken."""
+
+    def __init__(self, path: Path, kind: str, limit: int) -> None:
+        self.path, self.kind, self.limit = path, kind, limit
+        self.rows = 0
+        self._schema = arrow_schema(kind)
+        for name, kind_of_column in SPOOLED:
+            self._schema = self._schema.append(pa.field(name, kind_of_column))
+
+    def __enter__(self) -> Spool:
+        self._table = TableWriter(self.path, self._schema).__enter__()
+        return self
+
+    def append(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Append rows with their ``path`` and ``position``, as far as they are within the limit."""
+        kept = rows[: max(self.limit - self.rows, 0)]
+        for table in tables_of(self.kind, kept, self._schema):
+            self._table.write(table)
+        self.rows += len(kept)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._table.__exit__(kind, error, traceback)
+
+    def first(self, count: int) -> Iterator[list[dict[str, Any]]]:
+        """Yield the first rows in parts; all of one record that are among them are in one part."""
+        waiting: list[dict[str, Any]] = []
+        left = count
+        for table in table_chunks(self.path) if count else ():
+            rows = table.slice(0, left).to_pylist()
+            left -= len(rows)
+            waiting += rows
+            begin = next((i for i, row in enumerate(waiting) if row["position"] == waiting[-1]["position"]), 0)
+            if begin and left:
+                yield waiting[:begin]
+                waiting = waiting[begin:]
+            if not left:
+                break
+        yield waiting

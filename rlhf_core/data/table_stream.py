@@ -1,0 +1,91 @@
+"""Parquet files that are written and read in parts, so that a table need not fit the memory."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlhf_core.errors import DataError
+
+# A row group is written when so many rows or bytes wait for it.
+ROW_GROUP_ROWS = 65_536
+ROW_GROUP_BYTES = 32 * 2**20
+CHUNK_ROWS = 4096
+
+
+class TableWriter:
+    """Writes a parquet file from tables that arrive one after the other; it is there once the block ends.
+
+    A file of one row group has the same bytes however its rows arrived.
+    """
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self.path, self.schema = Path(path), schema
+        self._waiting: list[pa.Table] = []
+        self._waiting_rows = self._waiting_bytes = 0
+        self._groups = 0
+
+    def __enter__(self) -> TableWriter:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.", suffix=".part")
+        except OSError as error:
+            raise DataError(
+                f"cannot write {self.path}: {error.strerror}; make the folder writable or choose another"
+            ) from error
+        os.close(descriptor)
+        self._temporary = Path(name)
+        self._parquet = pq.ParquetWriter(name, self.schema, compression="zstd")
+        return self
+
+    def write(self, table: pa.Table) -> None:
+        """Append rows."""
+        self._waiting.append(table)
+        self._waiting_rows += table.num_rows
+        self._waiting_bytes += table.nbytes
+        if self._waiting_rows >= ROW_GROUP_ROWS or self._waiting_bytes >= ROW_GROUP_BYTES:
+            self._write_group()
+
+    def _write_group(self) -> None:
+        # The pages of a row group depend on the chunks of its columns.
+        group = pa.concat_tables([self.schema.empty_table(), *self._waiting]).combine_chunks()
+        self._parquet.write_table(group, row_group_size=max(group.num_rows, 1))
+        self._waiting, self._waiting_rows, self._waiting_bytes = [], 0, 0
+        self._groups += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None and (self._waiting_rows or not self._groups):
+                self._write_group()
+            self._parquet.close()
+            if error is None:
+                self._temporary.chmod(0o644)
+                self._temporary.replace(self.path)
+        finally:
+            self._temporary.unlink(missing_ok=True)
+
+
+def table_chunks(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    """Yield the rows of a parquet file in order, some thousand at a time.
+
+    Raises:
+        DataError: It is missing, unreadable or lacks a column.
+    """
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; run the stage that writes it")
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(CHUNK_ROWS, columns=list(columns) if columns else None):
+                yield pa.Table.from_batches([batch])
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"{path} is not a readable parquet file ({error}); run the stage that writes it again"
+        ) from error

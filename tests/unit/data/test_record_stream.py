@@ -1,0 +1,160 @@
+"""A file that is read record by record gives what it gives as a whole; what is refused is refused either way."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from unit.data.malformed.case import OddFile, WholeRefusal
+from unit.data.malformed.corpus import ODD_FILES
+
+from rlhf_core.config.collect import DataSource
+from rlhf_core.data import formats
+from rlhf_core.data.readers.containers import Record, load_records
+from rlhf_core.data.readers.record_stream import stream_records
+from rlhf_core.data.sources import read_sources, source_chunks, source_files
+from rlhf_core.errors import DataError
+
+LINES = st.lists(
+    st.one_of(
+        st.binary(max_size=12),
+        st.sampled_from(
+            [b'{"a": 1}', b'{"a": "\xe2\x80\xa8"}', b"\xef\xbb\xbf", b'"x', b'a,"b', b'c"",d', b"e,f", b"\r"]
+        ),
+    ),
+    max_size=8,
+).map(b"\n".join)
+
+
+def outcome(read: Any, path: Path) -> list[Record] | type[DataError]:
+    try:
+        return list(read(path))
+    except DataError:
+        return DataError
+
+
+def streamed(path: Path) -> list[Record]:
+    return list(stream_records(path, lambda count: None))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(LINES, st.sampled_from([".jsonl", ".csv", ".tsv"]), st.sampled_from(["", ".gz", ".zst", ".xz"]))
+def test_text_files(tmp_path: Path, content: bytes, kind: str, compression: str) -> None:
+    path = tmp_path / f"x{kind}{compression}"
+    compress = {".gz": gzip.compress, ".zst": lambda c: bytes(pa.compress(c, "zstd"))}.get(compression, lambda c: c)
+    path.write_bytes(compress(content))
+    whole = outcome(load_records, path)
+    # A file without a record is refused at once when it is streamed, otherwise when its format is looked for.
+    assert outcome(streamed, path) == (whole if whole != [] else DataError)
+
+
+@pytest.mark.parametrize("compression", [".gz", ".zst"])
+def test_half_a_compressed_file_is_refused(tmp_path: Path, compression: str) -> None:
+    text = "\n".join(json.dumps({"prompt": f"{i * 7919}"}) for i in range(5000)).encode()
+    whole = gzip.compress(text) if compression == ".gz" else bytes(pa.compress(text, "zstd"))
+    path = tmp_path / f"x.jsonl{compression}"
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match="is not a whole"):
+        streamed(path)
+
+
+def test_parquet_files_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.data.readers.record_stream.PARQUET_ROWS", 3)
+    dates = pa.array([0, 2**62, 1, None] * 4, pa.timestamp("ms"))  # the second is beyond Python's
+    table = pa.table({"n": list(range(16)), "at": dates, "turns": [[{"role": "user"}] * (i % 3) for i in range(16)]})
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=5)
+    records = streamed(tmp_path / "x.parquet")
+    assert records == load_records(tmp_path / "x.parquet")
+    assert [record.position for record in records] == list(range(1, 17))
+    assert [bool(record.problem) for record in records] == [False, True, False, False] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.parquet", b"PAR1 and no more", "not a readable parquet file"),
+        ("x.jsonl", b"", "is empty"),
+        ("x.jsonl", b" \n\n ", "is empty"),
+        ("x.csv.gz", b"", "is empty"),
+        ("x.csv", b"a,b\n\xff,1\n", "not UTF-8"),
+        ("x.csv", b'a,b\n1,"2\n3,4\n', "not readable CSV"),
+        ("x.txt", b"a", "unknown kind of file"),
+    ],
+)
+def test_refused_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        streamed(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.parquet", "x.json", "x.csv"])
+def test_the_bytes_that_were_read_add_up_to_the_file(tmp_path: Path, name: str) -> None:
+    rows = [{"prompt": f"{i}?", "chosen": "a", "rejected": "b"} for i in range(9000)]
+    path = tmp_path / name
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif name.endswith(".csv"):
+        path.write_text("prompt,chosen,rejected\n" + "".join(f"{i}?,a,b\n" for i in range(9000)))
+    else:
+        text = json.dumps(rows) if name.endswith(".json") else "\n".join(map(json.dumps, rows))
+        path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    counts: list[int] = []
+    assert len(list(stream_records(path, counts.append))) == 9000
+    assert sum(counts) == path.stat().st_size
+
+
+def test_rows_in_chunks_are_the_rows_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The format and the columns are those of the first chunk; later ones need not have all of them."""
+    monkeypatch.setattr(formats, "CHUNK_RECORDS", 1000)
+    rows = [{"q": f"{i}?", "good": "a", "bad": "b", "margin": 1} for i in range(1500)]
+    rows += [{"q": f"{i}?", "good": "a"} for i in range(1500, 2600)]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    columns = {"prompt": "q", "chosen": "good", "rejected": "bad"}
+    source = DataSource(path="x.jsonl", columns=columns)
+    (whole,) = read_sources([source], "preferences", tmp_path)
+    (file,) = source_files([source], tmp_path)
+    chunks = list(source_chunks(file, "preferences", None, lambda count: None))
+    assert len(chunks) == math.ceil(2600 / 1000) and {chunk.format for chunk in chunks} == {whole.format}
+    assert [row for chunk in chunks for row in chunk.rows] == whole.rows and len(whole.rows) == 1500
+    assert [position for chunk in chunks for position in chunk.positions] == whole.positions
+    assert [row for chunk in chunks for row in chunk.refused] == whole.refused
+    assert sum(chunk.records for chunk in chunks) == whole.records
+
+
+@pytest.mark.parametrize("odd", ODD_FILES, ids=lambda odd: odd.label)
+def test_odd_files_are_refused_in_parts_as_they_are_as_a_whole(odd: OddFile, tmp_path: Path) -> None:
+    odd.write(tmp_path)
+    source = DataSource(path=odd.file, **odd.options)
+    if isinstance(odd.expected, WholeRefusal):
+        with pytest.raises(DataError) as refused:
+            (file,) = source_files([source], tmp_path)
+            list(source_chunks(file, odd.kind, None, lambda count: None))
+        assert odd.expected.message in str(refused.value) and odd.label in str(refused.value)
+        return
+    (whole,) = read_sources([source], odd.kind, tmp_path)
+    (file,) = source_files([source], tmp_path)
+    (chunk,) = source_chunks(file, odd.kind, None, lambda count: None)
+    assert repr(chunk.rows) == repr(whole.rows), "compared as text: a margin may be NaN"
+    assert (chunk.positions, chunk.refused) == (whole.positions, whole.refused)
+    assert (chunk.dropped, chunk.unused) == (whole.dropped, whole.unused)
+
+
+def test_messages_of_a_tree_may_be_in_different_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "CHUNK_RECORDS", 2)
+    question = {"message_id": "q", "parent_id": None, "role": "prompter", "text": "Why?"}
+    replies = [
+        {"message_id": f"a{rank}", "parent_id": "q", "role": "assistant", "text": f"reply {rank}", "rank": rank}
+        for rank in range(4)
+    ]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, [*replies, question])))
+    (file,) = source_files(["x.jsonl"], tmp_path)
+    (chunk,) = source_chunks(file, "preferences", None, lambda count: None)
+    assert (chunk.format, chunk.records, len(chunk.rows)) == ("oasst-messages", 1, 6) and not chunk.refused
