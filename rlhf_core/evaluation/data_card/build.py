@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.config.validation_rules import RULES
 from rlhf_core.data.validation.set_rules.check_set import SetFindings
-from rlhf_core.data.validation.set_rules.findings_file import Finding
+from rlhf_core.data.validation.set_rules.findings_file import RuleFinding
 from rlhf_core.data.validation.set_rules.pair_statistics import balance, category_counts
 from rlhf_core.data.validation.tables import Validated
 from rlhf_core.evaluation.data_card.card import CardSection, CardTable, DataCard
@@ -35,7 +35,7 @@ class CardSources:
     manifest: Mapping[str, Any]
     validated: Validated
     set_findings: SetFindings
-    findings: Sequence[Finding]
+    findings: Sequence[RuleFinding]
     metrics: Mapping[str, Any]
     failed: Sequence[str]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_core.data.schema import write_table
-from rlhf_core.data.validation.set_rules.findings_file import Finding, findings_table
+from rlhf_core.data.validation.set_rules.findings_file import RuleFinding, findings_table
 from rlhf_core.evaluation.data_card.card import DataCard
 from rlhf_core.evaluation.data_card.markdown import markdown
 from rlhf_core.evaluation.data_card.page import page
@@ -15,7 +15,7 @@ from rlhf_core.files import atomic_dir
 TITLE = "Data card"
 
 
-def write_card(folder: Path, card: DataCard, findings: Sequence[Finding]) -> None:
+def write_card(folder: Path, card: DataCard, findings: Sequence[RuleFinding]) -> None:
     """Write ``card.html``, ``card.md``, ``release.md`` (without texts of the data) and ``findings.parquet``."""
     with atomic_dir(folder) as target:
         (target / "card.html").write_text(page(card, TITLE), encoding="utf-8")

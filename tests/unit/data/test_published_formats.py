@@ -301,12 +301,7 @@ def test_content_parts_are_text_and_nothing_else() -> None:
 
 WRITERS: dict[str, Callable[[str, str, str], Any]] = {
     "pku-saferlhf": lambda q, a, b: PKU | {"prompt": q, "response_0": a, "response_1": b},
-    "helpsteer2-preference": lambda q, a, b: {
-        "prompt": q,
-        "response_1": b,
-        "response_2": a,
-        "preference_strength": 2,
-    },
+    "helpsteer2-preference": lambda q, a, b: {"prompt": q, "response_1": b, "response_2": a, "preference_strength": 2},
     "helpsteer3-preference": lambda q, a, b: {
         "context": [{"role": "user", "content": q}],
         "response1": a,

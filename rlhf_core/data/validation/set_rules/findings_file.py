@@ -25,7 +25,7 @@ FINDINGS_SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True)
-class Finding:
+class RuleFinding:
     """A row that breaks a rule about the set; ``source`` and ``position`` are None for rows of no file."""
 
     rule: str
@@ -39,9 +39,9 @@ class Finding:
     similarity: float | None
 
 
-def named_findings(breaches: Sequence[SetBreach], validated: Validated, config: ValidateConfig) -> list[Finding]:
+def named_findings(breaches: Sequence[SetBreach], validated: Validated, config: ValidateConfig) -> list[RuleFinding]:
     """Name the rows of ``breaches``, which are positions among the clean rows of their kinds."""
-    findings: list[Finding] = []
+    findings: list[RuleFinding] = []
     named = {
         kind: (clean.numbers, _ids(clean, {breach.row for breach in breaches if breach.kind == kind}))
         for kind, clean in validated.clean.items()
@@ -51,7 +51,7 @@ def named_findings(breaches: Sequence[SetBreach], validated: Validated, config: 
         origins = validated.raw.origins.get(breach.kind)
         origin = origins[int(numbers[breach.row])] if origins is not None else None
         findings.append(
-            Finding(
+            RuleFinding(
                 breach.rule,
                 config.severity(breach.rule),
                 breach.kind,
@@ -74,6 +74,6 @@ def _ids(clean: StoredRows, rows: Collection[int]) -> dict[int, str]:
     return dict(zip(sorted(rows), ids, strict=True)) if rows else {}
 
 
-def findings_table(findings: Sequence[Finding]) -> pa.Table:
+def findings_table(findings: Sequence[RuleFinding]) -> pa.Table:
     """Return the findings as they are stored."""
     return pa.Table.from_pylist([vars(finding) for finding in findings], schema=FINDINGS_SCHEMA)
