@@ -6,51 +6,20 @@ import copy
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerBase
-from unit.training.tiny import SHAPE, demonstrations, preferences, prompts, text
+from unit.api.recipe import CRITIC_FREE, PPO, QUESTIONS, by_length
+from unit.training.tiny import demonstrations, preferences, prompts
 
 import rlhf_core as rlhf
-from rlhf_core.config.model import CheckpointConfig
-from rlhf_core.config.ppo import SelectionConfig
-from rlhf_core.errors import ConfigError, DataError, ModelError
-from rlhf_core.models.base import new_model, save_policy, train_tokenizer
+from rlhf_core.models.base import save_policy
 from rlhf_core.tracking import NullTracker
 
 ROOT = Path(__file__).resolve().parents[3]
-RATE = rlhf.OptimizerConfig(lr=1e-3, schedule="constant", warmup=0.0)
-PPO: dict[str, Any] = {
-    "iterations": 3,
-    "warmup_iterations": 1,
-    "batch_size": 4,
-    "max_new_tokens": 6,
-    "policy_optimizer": RATE,
-    "critic_optimizer": RATE,
-    "ptx": rlhf.PtxConfig(weight=0.0),
-    "selection": SelectionConfig(every=1),
-    "checkpoint": CheckpointConfig(every=1),
-    "health": rlhf.HealthConfig(mode="report"),
-}
-CRITIC_FREE = {"advantage": {"estimator": "rloo"}, "replies_per_prompt": 2, "critic_optimizer": None}
-QUESTIONS = [text(i, 3) for i in range(12)]
-
-
-def by_length(prompts: list[list[dict[str, str]]], replies: list[str]) -> list[float]:
-    """A reward for tests: the number of characters."""
-    assert all(prompt[-1]["content"] in QUESTIONS for prompt in prompts)
-    return [float(len(reply)) for reply in replies]
-
-
-@pytest.fixture(scope="module")
-def llama() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A Llama whose tokenizer has a chat template."""
-    tokenizer = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
-    return new_model(SHAPE, tokenizer, seed=1), tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -231,137 +200,6 @@ def test_adapters_alone_may_be_trained(llama: tuple[PreTrainedModel, PreTrainedT
     assert policy.history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
     moved = dict(policy.model.named_parameters())
     assert any(not torch.equal(parameter, moved[name]) for name, parameter in model.named_parameters())
-
-
-Refused = tuple[Callable[[Any, Any, Any], Any], type[Exception], str]
-REFUSED: dict[str, Refused] = {
-    "no records": (lambda m, t, c: rlhf.train_sft(m, t, []), DataError, "demonstrations is empty"),
-    "one record": (
-        lambda m, t, c: rlhf.train_sft(m, t, [{"prompt": "a", "completion": "b"}]),
-        DataError,
-        "none can be held out",
-    ),
-    "an unknown format": (lambda m, t, c: rlhf.train_sft(m, t, [{"a": 1}] * 3), DataError, "no known format"),
-    "a record that differs": (
-        lambda m, t, c: rlhf.train_reward_model(
-            m, t, [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b"}]
-        ),
-        DataError,
-        "preferences, record 2",
-    ),
-    "no critic": (
-        lambda m, t, c: rlhf.train_ppo(m, t, QUESTIONS, by_length, config=rlhf.PpoConfig(**PPO)),
-        ConfigError,
-        "advantage.estimator gae needs a critic",
-    ),
-    "a critic that nothing reads": (
-        lambda m, t, c: rlhf.train_ppo(m, t, QUESTIONS, by_length, c, config=rlhf.PpoConfig(**PPO | CRITIC_FREE)),
-        ConfigError,
-        "needs no critic, but there is one",
-    ),
-    "a critic to pre-train that nothing reads": (
-        lambda m, t, c: rlhf.train_critic(
-            m, t, QUESTIONS, by_length, rollout=rlhf.PpoConfig(**PPO | CRITIC_FREE).rollout
-        ),
-        ConfigError,
-        "call train_ppo without",
-    ),
-    "too few rewards": (
-        lambda m, t, c: rlhf.train_ppo(m, t, QUESTIONS, lambda p, r: [1.0], c, config=rlhf.PpoConfig(**PPO)),
-        DataError,
-        "gave 1 scores for",
-    ),
-    "other units than the critic's": (
-        lambda m, t, c: rlhf.train_ppo(
-            m, t, QUESTIONS, by_length, c, config=rlhf.PpoConfig(**PPO | {"temperature": 0.5})
-        ),
-        ConfigError,
-        "temperature",
-    ),
-    "ptx without texts": (
-        lambda m, t, c: rlhf.train_ppo(
-            m, t, QUESTIONS, by_length, c, config=rlhf.PpoConfig(**PPO | {"ptx": rlhf.PtxConfig()})
-        ),
-        ConfigError,
-        "no demonstrations",
-    ),
-    "one string": (
-        lambda m, t, c: rlhf.train_critic(m, t, "Name a colour", by_length),
-        DataError,
-        "prompts is one str",
-    ),
-    "a table of columns": (
-        lambda m, t, c: rlhf.train_critic(m, t, {"prompt": QUESTIONS}, by_length),
-        DataError,
-        "prompts is one dict",
-    ),
-    "an empty prompt": (
-        lambda m, t, c: rlhf.train_critic(m, t, ["a", " "], by_length),
-        DataError,
-        "prompts, record 2: the prompt is empty",
-    ),
-    "an empty reply": (
-        lambda m, t, c: rlhf.train_sft(m, t, [{"prompt": "a", "completion": ""}] * 3),
-        DataError,
-        "record 1: the reply is empty",
-    ),
-    "a prompt that ends with a reply": (
-        lambda m, t, c: rlhf.train_critic(m, t, [{"prompt": [{"role": "assistant", "content": "a"}]}], by_length),
-        DataError,
-        "record 1: the prompt must end with a turn of the user",
-    ),
-    "no function": (lambda m, t, c: rlhf.train_critic(m, t, QUESTIONS, 3), ConfigError, "reward is a int"),
-    "another stage's settings": (
-        lambda m, t, c: rlhf.train_sft(m, t, [{"prompt": "a", "completion": "b"}] * 3, config=rlhf.PpoConfig(**PPO)),
-        ConfigError,
-        "config is a PpoConfig; a SftConfig is needed",
-    ),
-    "a shared critic": (
-        lambda m, t, c: rlhf.train_critic(m, t, QUESTIONS, by_length, rollout=rlhf.RolloutConfig(critic_mode="shared")),
-        ConfigError,
-        "leave it at separate",
-    ),
-    "a start other than the model": (
-        lambda m, t, c: rlhf.train_ppo(
-            m, t, QUESTIONS, by_length, c, config=rlhf.PpoConfig(**PPO | {"policy_init": "base"})
-        ),
-        ConfigError,
-        "policy_init is for the pipeline's stages",
-    ),
-    "prompts for no referee": (
-        lambda m, t, c: rlhf.train_ppo(
-            m, t, QUESTIONS, by_length, c, validation_prompts=QUESTIONS, config=rlhf.PpoConfig(**PPO)
-        ),
-        ConfigError,
-        "judged by a referee",
-    ),
-    "a referee without prompts": (
-        lambda m, t, c: rlhf.train_ppo(m, t, QUESTIONS, by_length, c, referee=c.model, config=rlhf.PpoConfig(**PPO)),
-        DataError,
-        "validation_prompts is empty",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_refused_in_one_line(
-    case: str, llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]
-) -> None:
-    call, error, message = REFUSED[case]
-    model, tokenizer = llama
-    critic = rlhf.train_critic(
-        model, tokenizer, QUESTIONS, by_length, rollout=rlhf.PpoConfig(**PPO).rollout,
-        config=rlhf.CriticConfig(max_rollouts=0),
-    )  # fmt: skip
-    with pytest.raises(error, match=message):
-        call(model, tokenizer, critic)
-
-
-def test_a_tokenizer_without_an_end_marker_is_refused(llama: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
-    tokenizer = copy.deepcopy(llama[1])
-    tokenizer.eos_token = None
-    with pytest.raises(ModelError, match="no end-of-sequence token"):
-        rlhf.train_sft(llama[0], tokenizer, [{"prompt": "a", "completion": "b"}] * 3)
 
 
 def test_the_import_is_cheap_and_the_names_exist() -> None:
