@@ -37,16 +37,16 @@ class StoredRows:
             raise DataError(f"{path} does not exist; run the stage that writes it")
         try:
             with pq.ParquetFile(path) as file:
-                found, rows = file.schema_arrow, file.metadata.num_rows
+                stored_schema, rows = file.schema_arrow, file.metadata.num_rows
         except (pa.ArrowException, OSError) as error:
             raise DataError(
                 f"{path} is not a readable parquet file ({error}); run the stage that writes it again"
             ) from error
-        missing = [name for name in arrow_schema(kind).names if name not in found.names]
+        missing = [name for name in arrow_schema(kind).names if name not in stored_schema.names]
         if missing:
             raise DataError(f"{path} lacks the column {', '.join(missing)}; collect the data again")
         stored = cls(kind, path, rows)
-        stored._as_schema(found.empty_table(), arrow_schema(kind).names)
+        stored._as_schema(stored_schema.empty_table(), arrow_schema(kind).names)
         return stored
 
     @property

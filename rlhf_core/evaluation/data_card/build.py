@@ -152,8 +152,8 @@ def _leakage(sources: CardSources) -> CardSection:
     for rule in dict.fromkeys(finding.rule for finding in sources.findings):
         listed = [finding for finding in sources.findings if finding.rule == rule][:EXAMPLES_OF_A_RULE]
         for finding in listed:
-            place = f"{finding.source}:{finding.position}" if finding.source else finding.id
-            examples.append((rule, finding.kind, place, finding.reason, finding.other, finding.similarity))
+            origin = f"{finding.source}:{finding.position}" if finding.source else finding.id
+            examples.append((rule, finding.kind, origin, finding.reason, finding.other, finding.similarity))
     if examples:
         notes.append("Examples are below; data/card/findings.parquet has all findings.")
         tables.append(CardTable(("rule", "kind", "row", "finding", "other", "similarity"), examples))

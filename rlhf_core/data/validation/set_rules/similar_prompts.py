@@ -36,9 +36,9 @@ def similar_prompts(rows: SetRows, config: NearDuplicatesConfig) -> list[SetBrea
             if len(prompts) == config.max_rows:
                 continue
             prompts[row.turns] = PromptUses(row.id, signer.signature("\n".join(row.turns)))
-        places = [("split", row.split)] if row.user is None else [("split", row.split), ("user", row.user)]
-        for place in places:
-            prompts[row.turns].rows.setdefault(place, []).append((row.kind, row.number))
+        uses = [("split", row.split)] if row.user is None else [("split", row.split), ("user", row.user)]
+        for use in uses:
+            prompts[row.turns].rows.setdefault(use, []).append((row.kind, row.number))
     listed = list(prompts.values())
     return [
         *_between_parts("split", SPLIT_PARTS, listed, config),
