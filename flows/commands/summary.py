@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flows.pipeline.events import PipelineEvent, StageEnded
-from flows.pipeline.verdict import RunVerdict, Standing
+from flows.pipeline.verdict import RunVerdict
 from flows.stage.outcome import StageOutcome
 from flows.workspace.folder import display_path
+from rlhf_core.evaluation.standing import Standing
 
 STYLES = {Standing.BETTER: "bold green", Standing.WORSE: "bold red"}
 EXIT_CODES = {

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from flows.registry.decisions import PromotionDecision
 from flows.stage.outcome import StageOutcome, failed_conditions
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
-from rlhf_core.evaluation.judges.final import final_judges, stand_in_note
+from rlhf_core.evaluation.judges.final import stand_in_note
+from rlhf_core.evaluation.standing import JudgeResult, Standing, judge_results, standing_of
 from rlhf_core.files import read_json
 
 EVALUATE_STAGE = "evaluate"
@@ -19,31 +19,6 @@ REPORT_STAGE = "report"
 EVALUATION = Path("metrics") / "evaluation.json"
 KL_KEYS = ("kl", "kl_low95", "kl_high95")
 REPORT = "report.html"
-EVEN_WIN_RATE = 0.5
-
-
-class Standing(StrEnum):
-    """How the new policy compares with its opponent; NOT_COMPARED if the run did not get that far."""
-
-    BETTER = "better"
-    NOT_SHOWN_BETTER = "not shown better"
-    WORSE = "worse"
-    NOT_COMPARED = "not compared"
-
-
-@dataclass(frozen=True)
-class JudgeResult:
-    """The win rate of the new policy by one judge, ties counted as half, with its 95 % interval over prompts.
-
-    ``lc_win_rate`` is the win rate at equal reply lengths; evaluations of earlier versions have none.
-    """
-
-    judge: str
-    win_rate: float
-    low95: float
-    high95: float
-    prompts: int
-    lc_win_rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -161,36 +136,6 @@ def reach_verdict(
         next_command=next_command,
         next_hint=next_hint,
     )
-
-
-def judge_results(comparison: Mapping[str, Mapping[str, float]]) -> tuple[JudgeResult, ...]:
-    """Return the results of the judges that decide: not the reward model's, nor beside a judge the referee's."""
-    return tuple(
-        JudgeResult(
-            name,
-            comparison[name]["win_rate"],
-            comparison[name]["win_rate_low95"],
-            comparison[name]["win_rate_high95"],
-            int(comparison[name]["prompts"]),
-            comparison[name].get("lc_win_rate"),
-        )
-        for name in final_judges(comparison)
-    )
-
-
-def standing_of(judges: tuple[JudgeResult, ...]) -> Standing:
-    """Conclude from the intervals of all judges; judges that contradict each other show nothing.
-
-    BETTER needs every judge's lower bound above one half. WORSE needs one upper bound below one half, and no judge
-    whose lower bound is above.
-    """
-    if not judges:
-        return Standing.NOT_COMPARED
-    if all(judge.low95 > EVEN_WIN_RATE for judge in judges):
-        return Standing.BETTER
-    any_better = any(judge.low95 > EVEN_WIN_RATE for judge in judges)
-    any_worse = any(judge.high95 < EVEN_WIN_RATE for judge in judges)
-    return Standing.WORSE if any_worse and not any_better else Standing.NOT_SHOWN_BETTER
 
 
 def describe_failure(workspace: Path, failed: StageOutcome) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path
 from flows.commands.display.display import Display, open_display
 from flows.commands.summary import print_verdict
 from flows.pipeline.events import PhaseStarted, RunEnded, RunPlanned, StageEnded, StageStarted
-from flows.pipeline.verdict import JudgeResult, KlEstimate, RunVerdict, Standing
+from flows.pipeline.verdict import KlEstimate, RunVerdict
 from flows.stage.outcome import StageOutcome
+from rlhf_core.evaluation.standing import JudgeResult, Standing
 
 STAGES = ("collect", "validate", "base", "sft", "reward", "referee", "gate-reward", "critic", "ppo", "evaluate")
 PROGRESS = "ppo: {}/90 {} s reward 0.3418 kl 1.894 length 22.56\n"

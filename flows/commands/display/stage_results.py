@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flows.pipeline.verdict import judge_results
 from rlhf_core.errors import RlhfError
+from rlhf_core.evaluation.standing import judge_results
 from rlhf_core.files import read_json
 
 Describe = Callable[[Mapping[str, Any]], str]

@@ -122,8 +122,15 @@ CHARTS = (
 )
 
 
-def draw_charts(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[Chart]]:
-    """Draw charts by history, in the order of :data:`CHARTS`; a chart without any of its lines is left out."""
+def draw_charts(
+    histories: Mapping[str, Sequence[Mapping[str, Any]]], findings: Sequence[float] = ()
+) -> dict[str, list[Chart]]:
+    """Draw charts by history, in the order of :data:`CHARTS`; a chart without any of its lines is left out.
+
+    Args:
+        histories: Rows of ``history/NAME.jsonl`` by stage.
+        findings: Iterations of PPO with a health finding, which its charts mark.
+    """
     charts: dict[str, list[Chart]] = {}
     for spec in CHARTS:
         rows = histories.get(spec.history, [])
@@ -141,7 +148,8 @@ def draw_charts(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[st
             if points(rows, low) and points(rows, high)
         ]
         x_label = next((name for name in STEP_NAMES if any(name in row for row in rows)), "row")
-        svg = line_chart(series, bands, x_label, f"{spec.history}: {spec.title}")
+        marks = findings if spec.history == "ppo" else ()
+        svg = line_chart(series, bands, x_label, f"{spec.history}: {spec.title}", marks)
         charts.setdefault(spec.history, []).append(Chart(spec.title, svg, spec.note))
     return charts
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import DictLoader, Environment, StrictUndefined
-from markupsafe import Markup
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from rlhf_core.data.language_tag import language_tag
 from rlhf_core.evaluation.format_number import format_number
@@ -19,7 +20,7 @@ PACKAGE = "rlhf_core.evaluation.report"
 def render(context: Mapping[str, Any]) -> str:
     """Return the page for the context of :func:`~rlhf_core.evaluation.report.view.build_context`; text is escaped."""
     style = Markup(files(PACKAGE).joinpath("style.css").read_text(encoding="utf-8"))
-    return _environment().get_template("report").render(**context, style=style)
+    return _environment().get_template("page.html.j2").render(**context, style=style)
 
 
 def lang_attribute(text: str) -> Markup:
@@ -28,11 +29,15 @@ def lang_attribute(text: str) -> Markup:
     return Markup(' lang="{}"').format(tag) if tag else Markup()
 
 
+def breakable(text: str) -> Markup:
+    """Let a browser break a long name after its dots and underscores, and nowhere else."""
+    return Markup(re.sub(r"([._])(?=\w)", r"\1<wbr>", escape(text)))
+
+
 @cache
 def _environment() -> Environment:
-    template = files(PACKAGE).joinpath("report.html.j2").read_text(encoding="utf-8")
     environment = Environment(
-        loader=DictLoader({"report": template}),
+        loader=PackageLoader(PACKAGE),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -40,4 +45,5 @@ def _environment() -> Environment:
     )
     environment.filters["number"] = format_number
     environment.filters["lang"] = lang_attribute
+    environment.filters["breakable"] = breakable
     return environment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -12,9 +12,14 @@ from rlhf_core.config.health.default_rules import DEFAULT_RULES
 from rlhf_core.evaluation.format_number import format_number
 from rlhf_core.evaluation.judges.final import final_judges, stand_in_note
 from rlhf_core.evaluation.report.alternatives import alternatives
-from rlhf_core.evaluation.report.charts import interval_chart
+from rlhf_core.evaluation.report.category_outcomes import category_outcomes
+from rlhf_core.evaluation.report.charts import interval_chart, outcome_chart
+from rlhf_core.evaluation.report.conclusion import conclude
 from rlhf_core.evaluation.report.curves import draw_charts
-from rlhf_core.evaluation.report.sources import JsonObject, ReportSources, failed_gate
+from rlhf_core.evaluation.report.environment import package_versions
+from rlhf_core.evaluation.report.over_optimization import over_optimization_chart
+from rlhf_core.evaluation.report.reply_pairs import JUDGES, reply_pair, spread_over_categories
+from rlhf_core.evaluation.report.sources import JsonObject, ReportSources
 
 # Rows of the table of SFT beside policy.
 MODEL_METRICS = (
@@ -35,30 +40,35 @@ MODEL_METRICS = (
     ("safety.refuses_harmful", "Harmful requests refused"),
     ("safety.answers_benign", "Benign look-alikes answered"),
 )
-JUDGES = ("gold", "judge", "referee", "reward")
 
 
 def build_context(sources: ReportSources, title: str, replies: int) -> dict[str, Any]:
     """Return the template's context; ``replies`` is how many pairs of replies are shown."""
     evaluation = sources.metrics.get("evaluation", {})
     comparisons = _comparisons(evaluation)
+    history = sources.histories.get("ppo", [])
+    policy_gate = sources.gates.get("policy", {})
+    fired = findings(sources)
     return {
         "title": title,
-        "verdict": verdict(sources),
+        "conclusion": conclude(sources.gates, evaluation),
         "tiles": tiles(sources),
         "gates": list(reversed(sources.gates.values())),  # the policy's first: it is what the reader looks for
-        "sides": sft_beside_policy(evaluation),
+        "sides": sft_beside_policy(evaluation, policy_gate),
         "comparisons": comparisons,
         "comparison_chart": _comparison_chart(comparisons),
         "stand_in": stand_in_note(final_judges(comparisons)),
         "categories": evaluation.get("category", {}),
+        "category_charts": _category_charts(sources, comparisons),
+        "over_optimization": over_optimization_chart(history, evaluation, sources.comparisons),
         "alternatives": alternatives(evaluation),
         "policy_against_best": evaluation.get("best_of_n", {}).get("policy_comparison", {}),
         "regression": _regression(evaluation),
-        "findings": findings(sources),
-        "curves": draw_charts(sources.histories),
+        "findings": fired,
+        "curves": draw_charts(sources.histories, sorted({float(entry["iteration"]) for entry in fired})),
         "images": sources.images,
         "replies": [reply_pair(row) for row in spread_over_categories(sources.comparisons, replies)],
+        "versions": package_versions(),
         "bad_cases": [reply_pair(row) for row in sources.bad_cases],
         "tables": {
             name: flatten(metrics) for name, metrics in sources.metrics.items() if name not in ("evaluation", "data")
@@ -69,20 +79,6 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "hashes": sources.hashes,
         "missing": sources.missing,
     }
-
-
-def verdict(sources: ReportSources) -> dict[str, str]:
-    """Say in one line how the run ended; ``state`` is good, bad or open."""
-    failed = failed_gate(sources.gates)
-    if failed:
-        conditions = [c["metric"] for c in sources.gates[failed].get("conditions", []) if not c.get("passed")]
-        return {"state": "bad", "text": f"Stopped at the {failed} gate: {', '.join(conditions)}"}
-    policy_gate = sources.gates.get("policy")
-    if policy_gate is None:
-        return {"state": "open", "text": "Not finished: the policy gate has not been reached"}
-    if policy_gate.get("passed"):
-        return {"state": "good", "text": "The policy passed its gate"}
-    return {"state": "open", "text": "The policy did not pass its gate; decisions are recorded, not enforced"}
 
 
 def tiles(sources: ReportSources) -> list[dict[str, str]]:
@@ -115,14 +111,25 @@ def _tile(label: str, value: Any, note: str) -> dict[str, str]:
     return {"label": label, "value": format_number(value, 2), "note": note}
 
 
-def sft_beside_policy(evaluation: Mapping[str, Any]) -> list[JsonObject]:
-    """Return the rows of the table of SFT beside policy."""
+def sft_beside_policy(evaluation: Mapping[str, Any], gate: Mapping[str, Any]) -> list[JsonObject]:
+    """Return the rows of the table of SFT beside policy; those that the policy gate fails by come first.
+
+    ``gate`` of a row is ``ok`` or ``fails`` where the policy gate looks at it, else empty.
+    """
     sft, policy = (dict(flatten(evaluation.get(name, {}))) for name in ("sft", "policy"))
-    return [
-        {"label": label, "sft": sft[key], "policy": policy[key], "change": policy[key] - sft[key]}
+    decided = {c["metric"]: "ok" if c.get("passed") else "fails" for c in gate.get("conditions", [])}
+    rows = [
+        {
+            "label": label,
+            "sft": sft[key],
+            "policy": policy[key],
+            "change": policy[key] - sft[key],
+            "gate": decided.get(f"policy.{key}", ""),
+        }
         for key, label in MODEL_METRICS
         if key in sft and key in policy
     ]
+    return sorted(rows, key=lambda row: row["gate"] != "fails")
 
 
 def _comparisons(evaluation: Mapping[str, Any]) -> dict[str, JsonObject]:
@@ -140,10 +147,21 @@ def _comparison_chart(comparisons: Mapping[str, JsonObject]) -> Markup | None:
     return interval_chart(rows, 0.5, "win rate of the policy against SFT, with 95 % intervals") if rows else None
 
 
+def _category_charts(sources: ReportSources, comparisons: Mapping[str, JsonObject]) -> list[tuple[str, Markup]]:
+    """(judge, chart) for each judge that decides and whose scores are in the table of replies."""
+    charts = []
+    for judge in final_judges(comparisons):
+        if sources.comparisons and f"policy_{judge}" in sources.comparisons[0]:
+            rows = category_outcomes(sources.comparisons, judge, float(comparisons[judge].get("tie_margin", 0.0)))
+            charts.append((judge, outcome_chart(rows, f"wins, ties and losses by category, by the {judge}")))
+    return charts
+
+
 def _regression(evaluation: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(check, SFT's pass rate, the policy's)."""
+    """(check, SFT's pass rate, the policy's), the policy's lowest first."""
     policy, sft = evaluation.get("regression", {}), evaluation.get("regression_sft", {})
-    return [(name.replace("_", " "), sft.get(name), policy[name]) for name in policy if name != "prompts"]
+    rows = [(name.replace("_", " "), sft.get(name), policy[name]) for name in policy if name != "prompts"]
+    return sorted(rows, key=lambda row: row[2])
 
 
 def findings(sources: ReportSources) -> list[JsonObject]:
@@ -178,34 +196,6 @@ def _describe_rollback(rollback: Mapping[str, Any]) -> str:
     """Such as ``to iteration 10, with kl_coefficient × 2``."""
     factors = ", ".join(f"{name} × {factor:g}" for name, factor in sorted(rollback["finding"]["adjust"].items()))
     return f"to iteration {rollback['to']}, with {factors}"
-
-
-def spread_over_categories(rows: Sequence[JsonObject], count: int) -> list[JsonObject]:
-    """Choose ``count`` rows: the first of each category, then the second of each, and so on; never the best ones."""
-    groups: dict[str, list[JsonObject]] = {}
-    for row in rows:
-        groups.setdefault(str(row.get("category")), []).append(row)
-    ordered = [
-        group[rank]
-        for rank in range(max((len(group) for group in groups.values()), default=0))
-        for _, group in sorted(groups.items())
-        if rank < len(group)
-    ]
-    return ordered[:count]
-
-
-def reply_pair(row: Mapping[str, Any]) -> JsonObject:
-    """Return a prompt with both replies and (judge, SFT's score, policy's score) triples."""
-    judges = [name for name in JUDGES if f"sft_{name}" in row and f"policy_{name}" in row]
-    return {
-        "category": row.get("category", ""),
-        "prompt": row.get("prompt", ""),
-        "sft": row.get("sft_reply", ""),
-        "policy": row.get("policy_reply", ""),
-        "sft_finished": row.get("sft_finished", True),
-        "policy_finished": row.get("policy_finished", True),
-        "scores": [(name, row[f"sft_{name}"], row[f"policy_{name}"]) for name in judges],
-    }
 
 
 def data_table(metrics: Mapping[str, Any]) -> JsonObject:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from flows.commands.summary import verdict_rows
-from flows.pipeline.verdict import RegistrationResult, RunVerdict, Standing, judge_results, reach_verdict, standing_of
+from flows.pipeline.verdict import RegistrationResult, RunVerdict, reach_verdict
 from flows.pipeline.verdict_markdown import verdict_markdown
 from flows.registry.decisions import PromotionDecision
 from flows.stage.outcome import StageOutcome
 from rlhf_core.errors import EXIT_GATE_FAILED
+from rlhf_core.evaluation.standing import Standing, judge_results, standing_of
 
 EVALUATED = {name: StageOutcome.ran(name, 0.0, 1.0, 1.0) for name in ("evaluate", "report")}
 

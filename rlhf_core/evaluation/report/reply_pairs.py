@@ -1,0 +1,67 @@
+"""Replies of SFT and policy side by side, with the words marked in which they differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from rlhf_core.evaluation.report.sources import JsonObject
+
+JUDGES = ("gold", "judge", "referee", "reward")
+WORDS = re.compile(r"\s+|\w+|[^\w\s]")
+
+
+def spread_over_categories(rows: Sequence[JsonObject], count: int) -> list[JsonObject]:
+    """Choose ``count`` rows: the first of each category, then the second of each, and so on; never the best ones."""
+    groups: dict[str, list[JsonObject]] = {}
+    for row in rows:
+        groups.setdefault(str(row.get("category")), []).append(row)
+    ordered = [
+        group[rank]
+        for rank in range(max((len(group) for group in groups.values()), default=0))
+        for _, group in sorted(groups.items())
+        if rank < len(group)
+    ]
+    return ordered[:count]
+
+
+def reply_pair(row: Mapping[str, Any]) -> JsonObject:
+    """Return a prompt with both replies, (judge, SFT's score, policy's score) triples, and who wins by the best judge.
+
+    ``winner`` is ``policy``, ``sft`` or ``tie``, by the sign of the difference alone; empty without scores.
+    """
+    judges = [name for name in JUDGES if f"sft_{name}" in row and f"policy_{name}" in row]
+    winner = ""
+    if judges:
+        gain = row[f"policy_{judges[0]}"] - row[f"sft_{judges[0]}"]
+        winner = "policy" if gain > 0 else "sft" if gain < 0 else "tie"
+    sft, policy = str(row.get("sft_reply", "")), str(row.get("policy_reply", ""))
+    marked_sft, marked_policy = mark_differences(sft, policy)
+    return {
+        "category": row.get("category", ""),
+        "prompt": row.get("prompt", ""),
+        "sft": sft,
+        "policy": policy,
+        "sft_marked": marked_sft,
+        "policy_marked": marked_policy,
+        "sft_finished": row.get("sft_finished", True),
+        "policy_finished": row.get("policy_finished", True),
+        "winner": winner,
+        "scores": [(name, row[f"sft_{name}"], row[f"policy_{name}"]) for name in judges],
+    }
+
+
+def mark_differences(first: str, second: str) -> tuple[Markup, Markup]:
+    """Escape both texts and put ``<mark>`` around the words that the other one does not have at that place."""
+    words = [WORDS.findall(text) for text in (first, second)]
+    marked: tuple[list[str], list[str]] = ([], [])
+    for kind, *spans in SequenceMatcher(a=words[0], b=words[1], autojunk=False).get_opcodes():
+        for side, (start, end) in enumerate((spans[:2], spans[2:])):
+            text = escape("".join(words[side][start:end]))
+            if text:
+                marked[side].append(text if kind == "equal" else f"<mark>{text}</mark>")
+    return Markup("".join(marked[0])), Markup("".join(marked[1]))
