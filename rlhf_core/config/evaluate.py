@@ -33,11 +33,15 @@ class EvaluateConfig(StageConfig):
     ``max_new_tokens`` limits the unfiltered ones that KL and perplexity are measured on. ``batch_size`` replies are
     sampled and judged together: it bounds memory, and every reply keeps its own random numbers.
 
+    Each of the ``prompts`` gets ``replies_per_prompt`` replies of each model, which narrows every interval where
+    held-out prompts are few; bounds and tests still count prompts.
+
     With ``best_of_n`` the reward model also picks the best of so many replies of SFT to each prompt, for the judges to
     compare with the policy's and SFT's (0: off).
     """
 
     prompts: PositiveInt = 256
+    replies_per_prompt: PositiveInt = 1
     best_of_n: NonNegativeInt = 0
     sampling: SamplingConfig = SamplingConfig()
     kl_samples: PositiveInt = 256

@@ -81,7 +81,7 @@ class BestOfN:
         }
 
     def columns(self) -> list[dict[str, Any]]:
-        """Return this side's columns of ``samples/comparisons.parquet``, one row per prompt."""
+        """Return this side's columns of ``samples/comparisons.parquet``, for the first row of each prompt."""
         return [
             {
                 "best_of_n_reply": reply.text,

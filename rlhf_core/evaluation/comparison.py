@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy import stats
 
 from rlhf_core.errors import DataError
@@ -19,11 +20,14 @@ BATCH = 256  # resamples drawn at once, to bound memory for many prompts
 class Comparison:
     """Shares of prompts that the candidate wins, ties and loses, in [0, 1], and the mean difference of scores.
 
+    Where each prompt has several pairs of replies, it is won if more of its pairs are won than lost.
+
     Attributes:
-        win_rate: ``win + tie / 2``.
+        win_rate: Mean over prompts of the share of pairs won, ties as half a win; ``win + tie / 2`` where each prompt
+            has one pair.
         mean_difference: Paired mean of candidate - baseline, in the judge's unit.
         tie_margin: The largest difference that was still a tie, in the judge's unit.
-        prompts: Number of pairs.
+        prompts: Number of prompts.
         lc_win_rate: ``win_rate`` at equal reply lengths; None where lengths were not given. See
             :mod:`~rlhf_core.evaluation.length_control`.
 
@@ -51,48 +55,53 @@ class Comparison:
 
 
 def compare(
-    candidate: Sequence[float],
-    baseline: Sequence[float],
+    candidate: ArrayLike,
+    baseline: ArrayLike,
     tie_margin: float,
     bootstrap: int = 2000,
     seed: int = 0,
-    length_difference: np.ndarray | None = None,
+    length_difference: ArrayLike | None = None,
 ) -> Comparison:
     """Compare paired scores ``candidate[i]`` and ``baseline[i]`` of the same prompt.
 
+    Several replies to a prompt are not independent of each other: bounds resample prompts, each with all its replies.
+
     Args:
-        candidate: Scores of one side (n,).
-        baseline: Scores of the other side (n,).
+        candidate: Scores of one side, (prompts,) or (prompts, replies).
+        baseline: Scores of the other side, of the same shape.
         tie_margin: Largest difference that is a tie, in the judge's unit; see :func:`tie_margin_of`.
         bootstrap: Number of resamples.
         seed: Seed of the resamples.
-        length_difference: Length of the candidate's minus that of the baseline's reply (n,), for the length-controlled
-            win rate; None leaves it out.
+        length_difference: Length of the candidate's minus that of the baseline's reply, of the same shape, for the
+            length-controlled win rate; None leaves it out.
 
     Raises:
         DataError: The scores are empty, unequal in number or not finite.
     """
     first, second = np.asarray(candidate, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
-    if first.shape != second.shape or first.ndim != 1:
+    if first.shape != second.shape or first.ndim not in (1, 2):
         raise DataError(f"a comparison needs one score per prompt on both sides, got {first.shape} and {second.shape}")
     if first.size == 0:
         raise DataError("a comparison needs at least one prompt; the test split is empty")
     if not (np.isfinite(first).all() and np.isfinite(second).all()):
         raise DataError("a judge gave a score that is not finite; its model folder is probably damaged")
-    difference = first - second
+    # One row per prompt, one column per reply to it.
+    difference = (first - second).reshape(len(first), -1)
     outcome = outcomes(difference, tie_margin)
-    low, high = bootstrap_bounds(np.stack([outcome, difference]), bootstrap, seed)
+    share_won, mean_difference = outcome.mean(axis=1), difference.mean(axis=1)
+    low, high = bootstrap_bounds(np.stack([share_won, mean_difference]), bootstrap, seed)
     controlled = {}
     if length_difference is not None:
-        controlled = asdict(length_controlled_win_rate(outcome, length_difference, bootstrap, seed))
+        longer_by = np.asarray(length_difference, dtype=np.float64).reshape(outcome.shape)
+        controlled = asdict(length_controlled_win_rate(outcome, longer_by, bootstrap, seed))
     return Comparison(
-        win=float((outcome == 1.0).mean()),
-        tie=float((outcome == 0.5).mean()),
-        lose=float((outcome == 0.0).mean()),
-        win_rate=float(outcome.mean()),
+        win=float((share_won > 0.5).mean()),
+        tie=float((share_won == 0.5).mean()),
+        lose=float((share_won < 0.5).mean()),
+        win_rate=float(share_won.mean()),
         win_rate_low95=float(low[0]),
         win_rate_high95=float(high[0]),
-        mean_difference=float(difference.mean()),
+        mean_difference=float(mean_difference.mean()),
         mean_difference_low95=float(low[1]),
         mean_difference_high95=float(high[1]),
         tie_margin=tie_margin,
@@ -111,7 +120,7 @@ def tie_margin_of(judge: Judge, share: float, baseline: Sequence[float]) -> floa
 
 
 def outcomes(difference: np.ndarray, margin: float) -> np.ndarray:
-    """1 for a win, ½ for a tie (``|difference| <= margin``), 0 for a loss; shape (n,)."""
+    """1 for a win, ½ for a tie (``|difference| <= margin``), 0 for a loss; in the shape of ``difference``."""
     return np.where(np.abs(difference) <= margin, 0.5, (difference > 0).astype(np.float64))
 
 

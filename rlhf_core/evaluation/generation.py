@@ -16,6 +16,7 @@ from rlhf_core.evaluation.reply import Reply, generated_replies
 from rlhf_core.sampling.decoding_layers import decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, philox_uniforms
 from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
+from rlhf_core.training.rng import derive_seed
 
 BATCH = 64
 
@@ -45,24 +46,30 @@ def evaluation_replies(
     seed: int,
     on_batch: Callable[[int], None] = lambda count: None,
     batch_size: int = BATCH,
+    replies_per_prompt: int = 1,
 ) -> list[Reply]:
-    """Sample one reply per prompt with the evaluation filters (top-p, repetition penalty).
+    """Sample replies with the evaluation filters (top-p, repetition penalty), those to one prompt in a row.
 
-    Prompt ``i`` uses random stream ``i`` of ``seed``, so two models get the same random numbers and the batch size
-    changes nothing. ``on_batch`` is called with the number of replies of each finished batch.
+    Prompt ``i`` uses random stream ``i`` of ``seed`` for its first reply, and of seeds derived from it for the others,
+    so two models get the same random numbers, and neither the batch size nor further replies change a reply.
+    ``on_batch`` is called with the number of replies of each finished batch.
     """
     sampling = EvaluationSampling.for_tokenizer(tokenizer, config)
-    sequences: list[list[int]] = []
+    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    draws: list[list[list[int]]] = []
     starts = range(0, len(prompts), batch_size)
-    with decoding_layers(model, min(batch_size, len(prompts)), len(starts) * config.max_new_tokens):
-        for start in starts:
-            rows = range(start, min(start + batch_size, len(prompts)))
-            ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
-            uniforms = philox_uniforms(seed, rows, config.max_new_tokens)
-            rollout = evaluation_generate(model, ids, uniforms, sampling)
-            sequences += rollout.replies()
-            on_batch(len(rows))
-    return generated_replies(tokenizer, sequences)
+    steps = replies_per_prompt * len(starts) * config.max_new_tokens
+    with decoding_layers(model, min(batch_size, len(prompts)), steps):
+        for number in range(replies_per_prompt):
+            draw_seed = derive_seed(seed, "evaluation replies", number) if number else seed
+            draws.append([])
+            for start in starts:
+                rows = range(start, min(start + batch_size, len(prompts)))
+                uniforms = philox_uniforms(draw_seed, rows, config.max_new_tokens)
+                rollout = evaluation_generate(model, encoded[start : rows.stop], uniforms, sampling)
+                draws[-1] += rollout.replies()
+                on_batch(len(rows))
+    return generated_replies(tokenizer, [reply for of_prompt in zip(*draws, strict=True) for reply in of_prompt])
 
 
 def on_policy_replies(

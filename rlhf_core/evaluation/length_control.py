@@ -43,8 +43,8 @@ def length_controlled_win_rate(
     """Control the win rate of a comparison for length.
 
     Args:
-        outcome: 1 for a win of the candidate, ½ for a tie, 0 for a loss, (n,).
-        length_difference: Length of the candidate's minus that of the baseline's reply, (n,).
+        outcome: 1 for a win of the candidate, ½ for a tie, 0 for a loss, (prompts, replies).
+        length_difference: Length of the candidate's minus that of the baseline's reply, (prompts, replies).
         bootstrap: Number of resamples; at most 500 are drawn.
         seed: Seed of the resamples. Those of the plain win rate with this seed begin with the same prompts.
     """
@@ -53,7 +53,7 @@ def length_controlled_win_rate(
     feature = np.tanh(length_difference / spread) if spread > 0 else np.zeros_like(outcome)
 
     def rate_of(rows: np.ndarray) -> float:
-        return rate_at_equal_length(outcome[rows], feature[rows])
+        return rate_at_equal_length(outcome[rows].ravel(), feature[rows].ravel())
 
     rows = np.arange(len(outcome))
     rate = rate_of(rows)

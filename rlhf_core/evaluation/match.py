@@ -58,35 +58,50 @@ def run_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, An
     judges: list[Judge] = [ModelJudge.load(workspace / MODELS / name, name, config.batch_size)]
     if world:
         judges.append(GoldJudge())
-    with progress(2 * data.count, "match") as bar:
-        old, new = _sample(champion, data, config, bar), _sample(challenger, data, config, bar)
-    champion_replies, challenger_replies = old.judged, new.judged
-    longer_by = length_differences(challenger_replies, champion_replies)
+    further = (config.replies_per_prompt - 1) * len(prompts)
+    with progress(2 * (data.count + further), "match") as bar:
+        champion_replies, old = _sample(champion, data, config, bar)
+        challenger_replies, new = _sample(challenger, data, config, bar)
+    by_prompt = (len(prompts), config.replies_per_prompt)
+    longer_by = length_differences(challenger_replies, champion_replies).reshape(by_prompt)
+    asked = [prompt for prompt in prompts for _ in range(config.replies_per_prompt)]
     comparison, outcome = {}, {}
     for judge in judges:
-        scores, baseline = judge.score(prompts, challenger_replies), judge.score(prompts, champion_replies)
-        margin = tie_margin_of(judge, config.tie_margin, baseline)
-        outcome[judge.name] = outcomes(np.subtract(scores, baseline), margin)
+        scores, baseline = (
+            np.reshape(judge.score(asked, replies), by_prompt) for replies in (challenger_replies, champion_replies)
+        )
+        margin = tie_margin_of(judge, config.tie_margin, baseline.ravel().tolist())
+        outcome[judge.name] = outcomes(scores - baseline, margin)[:, 0]
         comparison[judge.name] = compare(scores, baseline, margin, config.bootstrap, config.seed, longer_by).as_dict()
     folders = {"champion": champion, "challenger": challenger, name: workspace / MODELS / name}
     return {
         "comparison": comparison,
         "losses": as_measurements(paired_losses(data, old, new, outcome[name], world, config)),
-        "champion": measure_text(champion_replies).as_dict(),
-        "challenger": measure_text(challenger_replies).as_dict(),
+        "champion": measure_text(old.judged).as_dict(),
+        "challenger": measure_text(new.judged).as_dict(),
         "prompts": len(prompts),
         "content": {role: sha256_tree(folder) for role, folder in folders.items()},
     }
 
 
-def _sample(folder: Path, data: MatchPrompts, config: EvaluateConfig, bar: Progress) -> MatchReplies:
-    """Sample the replies of the model in ``folder``, which is in memory only meanwhile."""
+def _sample(
+    folder: Path, data: MatchPrompts, config: EvaluateConfig, bar: Progress
+) -> tuple[list[Reply], MatchReplies]:
+    """Sample from the model in ``folder``, which is in memory only meanwhile: all replies to be judged, and those that
+    paired losses are measured on, the first to each prompt.
+    """
     model, tokenizer = load_policy(folder)
     tokens = min(config.safety.max_new_tokens, config.sampling.max_new_tokens)
     shorter = config.sampling.model_copy(update={"max_new_tokens": tokens})
 
-    def sampled(rows: Sequence[Prompt], sampling: SamplingConfig = config.sampling) -> list[Reply]:
+    def sampled(
+        rows: Sequence[Prompt], sampling: SamplingConfig = config.sampling, replies_per_prompt: int = 1
+    ) -> list[Reply]:
         asked = [row.prompt for row in rows]
-        return evaluation_replies(model, tokenizer, asked, sampling, config.seed, bar.advance, config.batch_size)
+        return evaluation_replies(
+            model, tokenizer, asked, sampling, config.seed, bar.advance, config.batch_size, replies_per_prompt
+        )
 
-    return MatchReplies(sampled(data.judged), sampled(data.regression), sampled(data.safety, shorter))
+    judged = sampled(data.judged, replies_per_prompt=config.replies_per_prompt)
+    first = judged[:: config.replies_per_prompt]
+    return judged, MatchReplies(first, sampled(data.regression), sampled(data.safety, shorter))

@@ -23,7 +23,7 @@ class EvaluatedModel:
     """One model under evaluation.
 
     Attributes:
-        replies: Replies to the evaluation prompts.
+        replies: Replies to the evaluation prompts, one for each row of :class:`Evaluation`.
         regression_replies: Replies to the regression set.
         drift: Distance from SFT, on replies from the training distribution.
         scores: Scores of ``replies`` by judge.
@@ -43,14 +43,17 @@ class EvaluatedModel:
         scores = judge.score([row.prompt for row in prompts], self.replies)
         return replace(self, scores={**self.scores, judge.name: scores})
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self, replies_per_prompt: int) -> dict[str, Any]:
         """Mean score by each judge, text metrics, perplexities of the replies under SFT and of held-out text, and the
         rates on the safety prompts.
+
+        Text metrics are means over sets of one reply per prompt: variety is about different prompts.
         """
         safety = {"safety": self.refusals} if self.refusals else {}
+        sets = [measure_text(self.replies[draw::replies_per_prompt]).as_dict() for draw in range(replies_per_prompt)]
         return {
             **{judge: float(np.mean(scores)) for judge, scores in self.scores.items()},
-            **measure_text(self.replies).as_dict(),
+            **{name: sum(values[name] for values in sets) / len(sets) for name in sets[0]},
             "perplexity_reference": self.drift.perplexity,
             **{f"perplexity_{kind}": perplexity for kind, perplexity in self.perplexities.items()},
             **safety,
@@ -59,13 +62,23 @@ class EvaluatedModel:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """SFT and policy side by side on the same prompts, with one comparison per judge."""
+    """SFT and policy side by side on the same prompts, with one comparison per judge.
+
+    Attributes:
+        prompts: The prompt of each row: every prompt ``replies_per_prompt`` times in a row.
+        regression_prompts: The prompts of the regression set.
+        sft: The replies of SFT and what they were measured at.
+        policy: Those of the policy.
+        comparisons: The policy against SFT, by judge.
+        replies_per_prompt: Rows of a prompt.
+    """
 
     prompts: list[Prompt]
     regression_prompts: list[Prompt]
     sft: EvaluatedModel
     policy: EvaluatedModel
     comparisons: Mapping[str, Comparison]
+    replies_per_prompt: int = 1
 
     def metrics(self, world: bool) -> dict[str, Any]:
         """Return the content of ``metrics/evaluation.json``; see docs/metrics.md.
@@ -79,12 +92,12 @@ class Evaluation:
         drift = self.policy.drift
         languages = language_shares([row.prompt[-1].content for row in self.prompts])
         return {
-            "sft": {**self.sft.metrics(), "regression": sft_rates["passed"]},
-            "policy": {**self.policy.metrics(), "regression": policy_rates["passed"]},
+            "sft": {**self.sft.metrics(self.replies_per_prompt), "regression": sft_rates["passed"]},
+            "policy": {**self.policy.metrics(self.replies_per_prompt), "regression": policy_rates["passed"]},
             "kl": drift.kl,
             "kl_low95": drift.kl - 1.96 * drift.kl_error,
             "kl_high95": drift.kl + 1.96 * drift.kl_error,
-            "prompts": len(self.prompts),
+            "prompts": len(self.prompts) // self.replies_per_prompt,
             "comparison": {judge: comparison.as_dict() for judge, comparison in self.comparisons.items()},
             "category": self.by_category(),
             "regression": {**policy_rates, "prompts": len(self.regression_prompts)},
@@ -97,7 +110,7 @@ class Evaluation:
         table: dict[str, dict[str, float]] = {}
         for category in sorted({row.category for row in self.prompts}):
             rows = [i for i, row in enumerate(self.prompts) if row.category == category]
-            table[category] = {"prompts": len(rows)}
+            table[category] = {"prompts": len(rows) // self.replies_per_prompt}
             for judge, comparison in self.comparisons.items():
                 policy = np.asarray(self.policy.scores[judge])[rows]
                 sft = np.asarray(self.sft.scores[judge])[rows]
@@ -109,7 +122,7 @@ class Evaluation:
         return table
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row per prompt for ``samples/comparisons.parquet``."""
+        """Return the rows of ``samples/comparisons.parquet``: a prompt, a reply of each model, and their scores."""
         return [
             {
                 "id": prompt.id,
@@ -126,7 +139,7 @@ class Evaluation:
         ]
 
     def bad_cases(self, judge: str, limit: int) -> list[dict[str, Any]]:
-        """Return prompts where the reward model prefers the policy and ``judge`` prefers SFT, worst first.
+        """Return rows where the reward model prefers the policy and ``judge`` prefers SFT, worst first.
 
         Disagreement is the reward's gain minus the judge's, each in standard deviations of that judge's differences.
         Such prompts are what the next round of preference data should be about.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from rlhf_core.config.evaluate import EvaluateStageConfig
@@ -61,7 +62,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         safety_prompts(0 if world else config.safety.prompts),  # the world has harmful prompts of its own
         HeldOutText.read(inputs.clean, config.perplexity.rows),
     )
-    with progress(2 * data.replies + config.best_of_n * len(prompts), "evaluate") as bar:
+    with progress(2 * data.replies(config.replies_per_prompt) + config.best_of_n * len(prompts), "evaluate") as bar:
         sft_samples = sample_replies(config, inputs.sft, data, bar, best_of=config.best_of_n)
         policy_samples = sample_replies(config, inputs.policy, data, bar)
     reference, _ = load_policy(inputs.sft)
@@ -76,24 +77,28 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         for samples in (sft_samples, policy_samples)
     )
     del reference
+    asked = [row for row in prompts for _ in range(config.replies_per_prompt)]
     longer_by = length_differences(policy.replies, sft.replies)
+    by_prompt = (len(prompts), config.replies_per_prompt)
     comparisons = {}
     names = ("reward", "referee", "judge", "gold") if world else ("reward", "referee", "judge")
     for name in names:
         # One judge at a time: a large one needs the memory of the one before.
         judge: Judge = GoldJudge() if name == "gold" else ModelJudge.load(inputs[name], name, config.batch_size)
-        sft, policy = sft.scored_by(judge, prompts), policy.scored_by(judge, prompts)
+        sft, policy = sft.scored_by(judge, asked), policy.scored_by(judge, asked)
         margin = tie_margin_of(judge, config.tie_margin, sft.scores[name])
+        scores, baseline = (np.reshape(model.scores[name], by_prompt) for model in (policy, sft))
         comparisons[name] = compare(
-            policy.scores[name], sft.scores[name], margin, config.bootstrap, config.seed, longer_by
+            scores, baseline, margin, config.bootstrap, config.seed, longer_by.reshape(by_prompt)
         )
         del judge
-    evaluation = Evaluation(prompts, regression_prompts, sft, policy, comparisons)
+    evaluation = Evaluation(asked, regression_prompts, sft, policy, comparisons, config.replies_per_prompt)
     metrics, rows = evaluation.metrics(world), evaluation.rows()
     if config.best_of_n:
         best = judged_best_of_n(config, inputs, evaluation, sft_samples.candidates)
         metrics["best_of_n"] = best_of_n_metrics(config, evaluation, best)
-        rows = [row | columns for row, columns in zip(rows, best.columns(), strict=True)]
+        for row, columns in zip(rows[:: config.replies_per_prompt], best.columns(), strict=True):
+            row.update(columns)
     write_table(outputs.comparisons, pa.Table.from_pylist(rows))
     # The last judge is the best one there is: gold in the synthetic world, else the one that selected nothing.
     bad_cases = evaluation.bad_cases(names[-1], config.bad_cases)
@@ -152,10 +157,9 @@ class EvaluationData:
     safety_prompts: list[Prompt]
     held_out: HeldOutText
 
-    @property
-    def replies(self) -> int:
+    def replies(self, replies_per_prompt: int) -> int:
         """How many replies of the evaluation's sampling each model makes."""
-        return len(self.prompts) + len(self.regression_prompts) + len(self.safety_prompts)
+        return replies_per_prompt * len(self.prompts) + len(self.regression_prompts) + len(self.safety_prompts)
 
 
 @dataclass(frozen=True)
@@ -195,13 +199,18 @@ def sample_replies(
     )
 
     def sampled(
-        rows: Sequence[Prompt], settings: SamplingConfig = config.sampling, seed: int = config.seed
+        rows: Sequence[Prompt],
+        settings: SamplingConfig = config.sampling,
+        seed: int = config.seed,
+        replies_per_prompt: int = 1,
     ) -> list[Reply]:
         asked = [row.prompt for row in rows]
-        return evaluation_replies(model, tokenizer, asked, settings, seed, bar.advance, config.batch_size)
+        return evaluation_replies(
+            model, tokenizer, asked, settings, seed, bar.advance, config.batch_size, replies_per_prompt
+        )
 
     return EvaluationSamples(
-        replies=sampled(data.prompts),
+        replies=sampled(data.prompts, replies_per_prompt=config.replies_per_prompt),
         regression_replies=sampled(data.regression_prompts),
         safety_replies=sampled(data.safety_prompts, shorter),
         on_policy=on_policy_replies(
@@ -219,7 +228,7 @@ def judged_best_of_n(
     config: EvaluateStageConfig, inputs: Paths, evaluation: Evaluation, candidates: Sequence[Sequence[Reply]]
 ) -> BestOfN:
     """Let the reward model choose among SFT's replies, and every judge of the evaluation score what it chose."""
-    prompts = evaluation.prompts
+    prompts = evaluation.prompts[:: config.replies_per_prompt]
     reward = ModelJudge.load(inputs.reward, "reward", config.batch_size)
     best = BestOfN.chosen_by(reward, prompts, candidates).scored_by(reward, prompts)
     del reward
@@ -231,7 +240,10 @@ def judged_best_of_n(
 
 
 def best_of_n_metrics(config: EvaluateStageConfig, evaluation: Evaluation, best: BestOfN) -> dict[str, Any]:
-    """Compare best of n with SFT, and the policy with it, by every judge and with the tie margins of the evaluation."""
+    """Compare best of n with SFT, and the policy with it, by every judge and with the tie margins of the evaluation.
+
+    There is one best of n to a prompt, so it meets the first reply of SFT and of the policy.
+    """
 
     def compared(candidate: Mapping[str, list[float]], baseline: Mapping[str, list[float]]) -> dict[str, Comparison]:
         return {
@@ -239,5 +251,8 @@ def best_of_n_metrics(config: EvaluateStageConfig, evaluation: Evaluation, best:
             for name, comparison in evaluation.comparisons.items()
         }
 
-    sft, policy = evaluation.sft.scores, evaluation.policy.scores
+    sft, policy = (
+        {name: scores[:: config.replies_per_prompt] for name, scores in model.scores.items()}
+        for model in (evaluation.sft, evaluation.policy)
+    )
     return best.metrics(compared(best.scores, sft), compared(policy, best.scores))

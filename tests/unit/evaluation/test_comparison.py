@@ -97,3 +97,31 @@ def test_bounds_are_percentiles_of_resampled_means() -> None:
 def test_bad_input_is_refused_in_words(first: list[float], second: list[float], word: str) -> None:
     with pytest.raises(DataError, match=word):
         compare(first, second, 0.05)
+
+
+def test_several_replies_to_a_prompt_count_by_prompt() -> None:
+    # Pairs won: prompt 1 has 2 of 2, prompt 2 has 1 of 2, prompt 3 has none and a tie.
+    comparison = compare([[1.0, 1.0], [1.0, 0.0], [0.0, 0.5]], [[0.0, 0.0], [0.0, 1.0], [1.0, 0.5]], 0.1, bootstrap=20)
+    assert (comparison.win, comparison.tie, comparison.lose) == pytest.approx((1 / 3, 1 / 3, 1 / 3))
+    assert comparison.win_rate == pytest.approx((1.0 + 0.5 + 0.25) / 3)
+    assert comparison.mean_difference == pytest.approx((1.0 + 0.0 - 0.5) / 3)
+    assert comparison.prompts == 3
+
+
+def test_bounds_resample_prompts_and_not_replies() -> None:
+    scores, other = [1.0, 0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 0.5, 0.2, 0.3]
+    once = compare(scores, other, 0.1, seed=3, length_difference=np.array([3.0, -1.0, 2.0, 0.0, 5.0]))
+    copies = [np.repeat(np.reshape(column, (-1, 1)), 50, axis=1) for column in (scores, other, [3, -1, 2, 0, 5])]
+    fifty = compare(copies[0], copies[1], 0.1, seed=3, length_difference=copies[2])
+    for bound in ("low95", "high95"):
+        assert getattr(fifty, f"win_rate_{bound}") == pytest.approx(getattr(once, f"win_rate_{bound}"))
+        assert getattr(fifty, f"mean_difference_{bound}") == pytest.approx(getattr(once, f"mean_difference_{bound}"))
+    assert fifty.lc_win_rate_high95 - fifty.lc_win_rate_low95 > 0.3, "fifty copies of a reply are no evidence"
+
+
+def test_further_replies_narrow_the_interval() -> None:
+    rng = np.random.default_rng(0)
+    difference = rng.normal(0.2, 1.0, size=(100, 8))
+    one = compare(difference[:, :1], np.zeros((100, 1)), 0.0, seed=1)
+    eight = compare(difference, np.zeros((100, 8)), 0.0, seed=1)
+    assert eight.win_rate_high95 - eight.win_rate_low95 < 0.5 * (one.win_rate_high95 - one.win_rate_low95)

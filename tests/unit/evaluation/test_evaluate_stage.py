@@ -130,6 +130,29 @@ def test_kl_is_measured_on_the_distribution_that_ppo_trains_on(
     assert sharper["comparison"] == plain["comparison"], "judged replies keep the evaluation's own sampling"
 
 
+def test_each_prompt_may_get_several_replies(tmp_path: Path, models: Path, prompts: list[Prompt]) -> None:
+    once, outputs = run_stage(tmp_path / "once", models, prompts)
+    first = read_table(outputs.comparisons).to_pylist()
+    update = {"replies_per_prompt": 3, "best_of_n": 2}
+    thrice, outputs = run_stage(tmp_path / "thrice", models, prompts, CONFIG.model_copy(update=update))
+    rows = read_table(outputs.comparisons).to_pylist()
+    assert [row["id"] for row in rows] == [row["id"] for row in first for _ in range(3)]
+    assert [row["policy_reply"] for row in rows[::3]] == [row["policy_reply"] for row in first]
+    assert any(rows[i]["policy_reply"] != rows[i + 1]["policy_reply"] for i in range(0, len(rows), 3))
+    assert thrice["prompts"] == once["prompts"] == thrice["comparison"]["judge"]["prompts"]
+    assert sum(c["prompts"] for c in thrice["category"].values()) == once["prompts"]
+    lengths = sum(len(row["sft_reply"].split()) for row in rows)
+    assert lengths > sum(len(row["sft_reply"].split()) for row in first), "all three replies are there"
+    judge = [(row["policy_judge"] > row["sft_judge"]) for row in rows]
+    margin = thrice["comparison"]["judge"]["tie_margin"]
+    shares = [
+        0.5 if abs(row["policy_judge"] - row["sft_judge"]) <= margin else float(won)
+        for row, won in zip(rows, judge, strict=True)
+    ]
+    assert thrice["comparison"]["judge"]["win_rate"] == pytest.approx(sum(shares) / len(shares))
+    assert [row["best_of_n_reply"] is None for row in rows[:3]] == [False, True, True]
+
+
 def test_bad_cases_are_where_reward_and_judge_disagree() -> None:
     rows = [made_prompt(str(i), "c") for i in range(4)]
     replies, drift = [Reply("x", True)] * 4, Drift(0.0, 0.0, 1.0)
