@@ -21,10 +21,11 @@ BAND_OPACITY = (0.14, 0.24)
 
 @dataclass(frozen=True)
 class Series:
-    """A named line. Points whose y is not finite break it; a single point is a dot."""
+    """A named line. Points whose y is not finite break it; a single point is a dot. ``scattered`` has no line."""
 
     label: str
     points: list[Point]
+    scattered: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,10 @@ def line_chart(
             axes.fill_between(xs, low, high, color=SERIES[0], alpha=opacity, linewidth=0)
         for line, colour in zip(series, SERIES, strict=False):
             xs, ys = [x for x, _ in line.points], [y for _, y in line.points]
-            axes.plot(xs, ys, color=colour, linewidth=2, marker="o" if len(xs) == 1 else "", markersize=8)
+            if line.scattered:
+                axes.plot(xs, ys, color=colour, linestyle="", marker="o", markersize=4, alpha=0.5)
+            else:
+                axes.plot(xs, ys, color=colour, linewidth=2, marker="o" if len(xs) == 1 else "", markersize=9)
         for x in marks:
             axes.axvline(x, color=COLOURS["open"], linewidth=1.5, linestyle=":")
 

@@ -48,7 +48,7 @@ def _sentence(result: JudgeResult) -> str:
     low, high = (format_number(bound, 2) for bound in (result.low95, result.high95))
     at_equal_length = "" if result.lc_win_rate is None else f"; at equal length {format_number(result.lc_win_rate, 2)}"
     return (
-        f"By the {result.judge} it wins {format_number(result.win_rate, 2)} of {result.prompts} prompts, ties as half "
+        f"By {result.judge} it wins {format_number(result.win_rate, 2)} of {result.prompts} prompts, ties as half "
         f"(95 %: {low} to {high}){at_equal_length}."
     )
 

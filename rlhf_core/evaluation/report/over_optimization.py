@@ -40,7 +40,7 @@ def over_optimization_chart(
                 (math.sqrt(max(kl, 0.0)), (score - known[0][1]) / spread[name]) for kl, score in known
             ]
             label = {"reward": "reward model", "referee": "referee"}[name]
-            series.append(Series(f"{label}, in training", sorted(gains)))
+            series.append(Series(f"{label}, in training", gains, scattered=True))
     if not series:
         return None
     sft, policy = evaluation.get("sft", {}), evaluation.get("policy", {})

@@ -153,7 +153,7 @@ def _category_charts(sources: ReportSources, comparisons: Mapping[str, JsonObjec
     for judge in final_judges(comparisons):
         if sources.comparisons and f"policy_{judge}" in sources.comparisons[0]:
             rows = category_outcomes(sources.comparisons, judge, float(comparisons[judge].get("tie_margin", 0.0)))
-            charts.append((judge, outcome_chart(rows, f"wins, ties and losses by category, by the {judge}")))
+            charts.append((judge, outcome_chart(rows, f"wins, ties and losses by category, by {judge}")))
     return charts
 
 

@@ -16,16 +16,20 @@ from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.report import ReportConfig
 from rlhf_core.data.schema import read_table, write_table
 from rlhf_core.evaluation.comparison import compare
-from rlhf_core.evaluation.report.charts import Series, interval_chart, line_chart, nice_ticks
+from rlhf_core.evaluation.report.category_outcomes import category_outcomes
+from rlhf_core.evaluation.report.charts import Series, interval_chart, line_chart
+from rlhf_core.evaluation.report.conclusion import conclude
 from rlhf_core.evaluation.report.headline import CURVES, HEADLINE, headline_metrics
-from rlhf_core.evaluation.report.view import flatten, format_number, sft_beside_policy, spread_over_categories
+from rlhf_core.evaluation.report.over_optimization import over_optimization_chart
+from rlhf_core.evaluation.report.reply_pairs import mark_differences, spread_over_categories
+from rlhf_core.evaluation.report.view import flatten, format_number, sft_beside_policy
 from rlhf_core.gates import decide
 from rlhf_core.stages import report
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
 
 ATTACK = "<script>alert('x')</script>"
-VOID = {"meta", "img", "br", "path", "rect", "circle", "line"}
+VOID = {"meta", "img", "br", "wbr", "input", "path", "rect", "circle", "line"}
 
 
 class Balanced(HTMLParser):
@@ -108,7 +112,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert "The policy passed its gate" in page
     assert "kl_over_budget" in page and "further from the reference" in page
     assert "data:image/png;base64," in page and page.count("<svg") >= 3
-    assert "new &amp; &lt;b&gt;bold&lt;/b&gt;" in page and "no end" in page
+    assert "<mark>new &amp; &lt;b&gt;bold&lt;/b&gt;</mark>" in page and "no end" in page
     assert page.count("&lt;script&gt;") >= 4
     assert "0.654" in page and "0.543 to 0.765" in page and "; 0.65 at equal length" in page
     assert "held-out pairs; 0.60 on length-balanced ones" in page
@@ -135,7 +139,7 @@ def test_the_judge_has_a_tile_and_the_referee_beside_it_has_none(tmp_path: Path)
     fill(tmp_path)
     page = render(tmp_path)
     assert "win rate by judge" in page and "win rate by referee" not in page
-    assert "The judge had no part in" in page and "<td>referee</td>" in page
+    assert "The judge had no part in" in page and '<th scope="row">referee</th>' in page
     # An evaluation of an earlier version has no judge.
     path = tmp_path / "metrics/evaluation.json"
     evaluation = json.loads(path.read_text())
@@ -189,30 +193,96 @@ def test_replies_are_spread_over_categories() -> None:
     assert [row["n"] for row in spread_over_categories(rows, 4)] == [0, 3, 5, 1]
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"), [(0.0, 1.0, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]), (-3.0, 4.0, [-2.0, 0.0, 2.0, 4.0])]
-)
-def test_ticks_are_round(low: float, high: float, ticks: list[float]) -> None:
-    assert nice_ticks(low, high) == pytest.approx(ticks)
-
-
 def test_charts_survive_odd_values() -> None:
     nan = float("nan")
     assert "no finite values" in line_chart([Series("x", [(1.0, nan)])])
-    assert line_chart([Series("x", [(1.0, 2.0)])]).count("<path") == 1
-    broken = line_chart([Series("x", [(1.0, 1.0), (2.0, nan), (3.0, 2.0)])])
-    assert re.search(r'd="M[^L"]*M', broken)
-    assert "&lt;i&gt;" in interval_chart([("<i>", 0.1, 0.2, 0.3)], 0.5)
+    assert line_chart([Series("x", [(1.0, 2.0)])]).count("<use") == 1, "a single point is a dot"
+    broken = line_chart([Series("x", [(1.0, 1.0), (2.0, 2.0), (3.0, nan), (4.0, 2.0), (5.0, 3.0)])])
+    assert re.search(r'd="M[^M"]*L[^M"]*M[^M"]*L[^"]*"[^>]*stroke: var\(--s0\)', broken)
+    assert "&lt;i&gt;$x$" in interval_chart([("<i>$x$", 0.1, 0.2, 0.3)], 0.5)
+
+
+def test_charts_belong_to_their_page() -> None:
+    chart = line_chart([Series("a", [(0.0, 1.0), (1.0, 2.0)]), Series("b", [(0.0, 0.0), (1.0, 1.0)])], marks=[0.5])
+    assert "http" not in chart and "<style" not in chart and "<!" not in chart
+    names = re.findall(r' id="([^"]*)"', chart)
+    assert len(names) == len(set(names)) and all(f"#{name}" in chart for name in names)
+    assert "var(--s0)" in chart and "var(--s1)" in chart and "health finding" in chart
+    again = line_chart([Series("a", [(0.0, 1.0), (1.0, 2.0)]), Series("b", [(0.0, 0.0), (1.0, 1.0)])], marks=[0.5])
+    assert chart == again, "the same numbers give the same bytes"
+
+
+def judged(low: float, high: float) -> dict[str, float]:
+    return {"win_rate": (low + high) / 2, "win_rate_low95": low, "win_rate_high95": high, "prompts": 100}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "passed", "headline", "state"),
+    [
+        (0.52, 0.6, True, "Better than SFT", "good"),
+        (0.52, 0.6, False, "Better than SFT", "bad"),
+        (0.48, 0.6, True, "Not shown better than SFT", "open"),
+        (0.3, 0.45, False, "Worse than SFT", "bad"),
+    ],
+)
+def test_the_conclusion_is_the_judges_and_the_release_the_gates(
+    low: float, high: float, passed: bool, headline: str, state: str
+) -> None:
+    conditions = [{"metric": "kl", "passed": passed}, {"metric": "policy.length", "passed": True}]
+    gates = {"policy": {"gate": "policy", "mode": "enforce", "passed": passed, "conditions": conditions}}
+    evaluation = {"comparison": {"judge": judged(low, high), "reward": judged(0.9, 0.95)}}
+    conclusion = conclude(gates, evaluation)
+    assert (conclusion.headline, conclusion.state) == (headline, state)
+    (sentence,) = conclusion.judges
+    assert f"{low:.2f} to {high:.2f}" in sentence and "100 prompts" in sentence
+    assert ("may be registered and promoted" in conclusion.release) == passed
+    assert ("Stopped at the policy gate: kl. Nothing may be registered." in conclusion.release) == (not passed)
+
+
+def test_outcomes_by_category_count_prompts_and_begin_with_the_worst() -> None:
+    rows = [
+        {"id": "1", "category": "a", "sft_judge": 0.0, "policy_judge": 1.0},
+        {"id": "1", "category": "a", "sft_judge": 0.0, "policy_judge": 1.0},
+        {"id": "2", "category": "a", "sft_judge": 1.0, "policy_judge": 0.0},
+        {"id": "2", "category": "a", "sft_judge": 0.0, "policy_judge": 0.05},
+        {"id": "3", "category": "b", "sft_judge": 1.0, "policy_judge": 0.0},
+        {"id": "3", "category": "b", "sft_judge": 1.0, "policy_judge": 0.0},
+    ]
+    worst, best = category_outcomes(rows, "judge", 0.1)
+    assert (worst.label, worst.win_rate, worst.sft, worst.prompts) == ("b", 0.0, 1.0, 1)
+    # Prompt 1 is won twice; prompt 2 is lost once and tied once.
+    assert (best.label, best.win_rate, best.prompts) == ("a", pytest.approx((1 + 0.25) / 2), 2)
+    assert (best.policy, best.tie, best.sft) == (0.5, 0.0, 0.5)
+
+
+def test_over_optimization_needs_kl_and_scores() -> None:
+    rows = [{"sft_reward": 0.0, "sft_judge": 1.0}, {"sft_reward": 2.0, "sft_judge": 3.0}]
+    history = [{"kl": 0.0, "reward_mean": 1.0}, {"kl": 4.0, "reward_mean": 2.0}]
+    evaluation = {"kl": 4.0, "sft": {"judge": 2.0}, "policy": {"judge": 2.5}}
+    chart = over_optimization_chart(history, evaluation, rows)
+    assert chart is not None and "reward model, in training" in chart and "judge, selected policy" in chart
+    assert over_optimization_chart([], evaluation, rows) is None
+    assert over_optimization_chart(history, evaluation, []) is None
+
+
+def test_words_that_differ_are_marked_and_escaped() -> None:
+    first, second = mark_differences("the <b> cat sat", "the <b> dog sat")
+    assert first == "the &lt;b&gt; <mark>cat</mark> sat" and second == "the &lt;b&gt; <mark>dog</mark> sat"
+    assert mark_differences("", "x") == ("", "<mark>x</mark>")
+    assert mark_differences("same", "same") == ("same", "same")
 
 
 def test_tax_and_safety_stand_side_by_side_where_they_were_measured() -> None:
     sft = {"perplexity_preferred": 5.0, "safety": {"refuses_harmful": 0.5}, "length": 9.0}
     policy = {"perplexity_preferred": 5.5, "safety": {"refuses_harmful": 0.25}}
-    rows = sft_beside_policy({"sft": sft, "policy": policy})
-    assert [(row["label"], row["sft"], row["policy"], row["change"]) for row in rows] == [
-        ("Perplexity of held-out preferred replies", 5.0, 5.5, 0.5),
-        ("Harmful requests refused", 0.5, 0.25, -0.25),
+    rows = sft_beside_policy({"sft": sft, "policy": policy}, {})
+    assert [(row["label"], row["sft"], row["policy"], row["change"], row["gate"]) for row in rows] == [
+        ("Perplexity of held-out preferred replies", 5.0, 5.5, 0.5, ""),
+        ("Harmful requests refused", 0.5, 0.25, -0.25, ""),
     ]
+    gate = {"conditions": [{"metric": "policy.safety.refuses_harmful", "passed": False}]}
+    first = sft_beside_policy({"sft": sft, "policy": policy}, gate)[0]
+    assert (first["label"], first["gate"]) == ("Harmful requests refused", "fails")
 
 
 def test_numbers_for_people() -> None:
@@ -262,5 +332,6 @@ def test_a_chinese_reply_says_its_language_so_that_browsers_choose_its_glyphs(tm
     case = read_table(path).to_pylist()[0] | {"prompt": "怎样煮茶？", "sft_reply": "先烧水。", "policy_reply": "Tea."}
     write_table(path, pa.Table.from_pylist([case]))
     page = render(tmp_path)
-    assert '<p class="text" lang="zh">怎样煮茶？</p>' in page and '<p class="text" lang="zh">先烧水。</p>' in page
-    assert '<p class="text">Tea.</p>' in page and '<html lang="en">' in page
+    assert '<p class="text" lang="zh">怎样煮茶？</p>' in page
+    assert '<p class="text" lang="zh"><mark>先烧水。</mark></p>' in page
+    assert '<p class="text"><mark>Tea.</mark></p>' in page and '<html lang="en">' in page
