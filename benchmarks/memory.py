@@ -1,16 +1,20 @@
 """``python -m benchmarks.memory``: the memory that `rlhf plan` estimates beside what the trainers keep alive.
 
 On a CPU the bytes of live tensors are counted, on a GPU the allocator's own figure is taken. With ``--workspace DIR``
-the stages themselves run for a few steps on the models and data of a finished workspace, which stays as it is.
+the stages themselves run for a few steps on the models and data of a finished workspace, which stays as it is; with
+``--process`` each runs in a process of its own, whose largest resident size on Linux is compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,7 @@ from rlhf_core.memory.command import PlanRequest, estimate_of
 from rlhf_core.memory.stages import estimate_memory
 from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.stages.runtime.freed_memory import return_freed_memory
 from rlhf_core.stages.runtime.names import load_stage
 from rlhf_core.training.run_context import RunContext
 
@@ -73,9 +78,12 @@ def main() -> int:
     """Print one table per subject, or that of a workspace, and exit 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
     parser.add_argument("--workspace", type=Path, help="a workspace whose ppo stage has run")
-    workspace = parser.parse_args().workspace
-    if workspace is not None:
-        _compare(f"stages of {workspace}", _of_workspace(workspace))
+    parser.add_argument("--process", action="store_true", help="compare whole processes on a CPU")
+    parser.add_argument("--stage", action="append", choices=FEW, help="of the workspace; may be repeated")
+    options = parser.parse_args()
+    if options.workspace is not None:
+        rows = _of_workspace(options.workspace, options.stage or tuple(FEW), options.process)
+        _compare(f"{'processes' if options.process else 'stages'} of {options.workspace}", rows)
         return 0
     for subject in subjects():
         measured = measure(subject, STAGES)
@@ -89,28 +97,50 @@ def main() -> int:
     return 0
 
 
-def _of_workspace(workspace: Path) -> list[tuple[str, int, int]]:
-    plan = estimate_of(PlanRequest(workspace.resolve(), stages=tuple(FEW)))
-    return [(stage.stage, stage.peak.use.total, _run(stage.stage, workspace)) for stage in plan.stages]
+def _of_workspace(workspace: Path, names: Sequence[str], whole_process: bool) -> list[tuple[str, int, int]]:
+    rows = []
+    for stage in estimate_of(PlanRequest(workspace.resolve(), stages=names)).stages:
+        if whole_process:
+            assert stage.process is not None, f"{stage.stage} runs in several processes"
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                rows.append((stage.stage, stage.process, pool.submit(peak_of_process, stage.stage, workspace).result()))
+        else:
+            rows.append((stage.stage, stage.peak.use.total, _peak_of_tensors(stage.stage, workspace)))
+    return rows
 
 
-def _run(name: str, workspace: Path) -> int:
-    """The peak of a few steps of a stage, its outputs in a folder that is thrown away."""
+def peak_of_process(name: str, workspace: Path) -> int:
+    """The largest resident size of this process after a few steps of a stage."""
+    return_freed_memory()
+    run_few_steps(name, workspace)
+    largest = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert largest is not None
+    return int(largest[1]) << 10
+
+
+def _peak_of_tensors(name: str, workspace: Path) -> int:
+    meter: Any = CudaMemory() if torch.cuda.is_available() else TensorMemory()
+    with ExitStack() as stack:
+        if isinstance(meter, TensorMemory):
+            stack.enter_context(meter)
+        with meter.phase(name):
+            run_few_steps(name, workspace)
+    return int(meter.peaks[name])
+
+
+def run_few_steps(name: str, workspace: Path) -> None:
+    """Run a stage for at most a few steps, its outputs in a folder that is thrown away."""
     stage = load_stage(name)
-    config = load_section(workspace, name, stage.config).model_copy(update=FEW[name])
+    config = load_section(workspace, name, stage.config)
+    config = config.model_copy(update={key: min(steps, getattr(config, key)) for key, steps in FEW[name].items()})
     if name == "ppo":
         config = config.model_copy(update={"selection": config.selection.model_copy(update={"every": 3})})
-    meter: Any = CudaMemory() if torch.cuda.is_available() else TensorMemory()
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         inputs = Paths({key: workspace / path for key, path in stage.inputs.items()})
         outputs = {key: Path(folder) / path for key, path in stage.outputs.items()}
         for path in outputs.values():
             path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(meter, TensorMemory):
-            stack.enter_context(meter)
-        with meter.phase(name):
-            stage.run(config, inputs, Paths(outputs), RunContext(Path(folder) / "work"))
-    return int(meter.peaks[name])
+        stage.run(config, inputs, Paths(outputs), RunContext(Path(folder) / "work"))
 
 
 def _compare(title: str, rows: list[tuple[str, int, int]]) -> None:

@@ -64,12 +64,16 @@ class ComputeConfig(Strict):
     ``tf32`` lets a GPU multiply float32 matrices in TF32, several times faster and rounded to 11 significant bits; it
     changes nothing on CPUs.
 
+    ``return_freed_memory`` has stages that run models return freed tensors to the system on Linux, so that a process on
+    a CPU does not grow over batches of many shapes; what it computes stays the same.
+
     ``launch`` says, by stage, how many processes train and with which engine; without an entry it is one process in
     plain torch.
     """
 
     threads: PositiveInt | None = None
     tf32: bool = True
+    return_freed_memory: bool = True
     launch: dict[Trained, LaunchConfig] = {}
 
 

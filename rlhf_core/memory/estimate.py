@@ -8,6 +8,9 @@ from rlhf_core.memory.inputs import EstimateInputs, ModelRole
 from rlhf_core.memory.sharding import DeviceBudget, ParallelLayout
 from rlhf_core.memory.tensor_memory import MemoryUse
 
+# Of a stage's process on a CPU beside its tensors: Python and the libraries once all are imported. See docs/plan.md.
+PROCESS_BASE = 600 << 20
+
 
 @dataclass(frozen=True)
 class PhaseEstimate:
@@ -35,6 +38,13 @@ class StageEstimate:
     def host(self) -> int:
         """Bytes of host memory for offloaded models and optimiser state, for each GPU."""
         return sum(role.footprint.host for role in self.roles)
+
+    @property
+    def process(self) -> int | None:
+        """Bytes of the whole process where it runs on a CPU; None of a stage of several processes, or of DeepSpeed."""
+        if self.layout.engine != "local" or self.layout.gpus > 1:
+            return None
+        return PROCESS_BASE + self.peak.use.total + self.host
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from rlhf_core.memory.advice import MemoryAdvice
 from rlhf_core.memory.dry_run import ModelVariant, model_size
-from rlhf_core.memory.estimate import MemoryEstimate, StageEstimate
+from rlhf_core.memory.estimate import PROCESS_BASE, MemoryEstimate, StageEstimate
 from rlhf_core.memory.sharding import GIB, ParallelLayout, planned_precision
 from rlhf_core.memory.tensor_memory import MEMORY_KINDS, MemoryUse
 
@@ -22,7 +22,7 @@ COLUMNS = ("weights", "grads", "optim", "activ", "cache", "logits", "other", "to
 
 def estimate_text(estimate: MemoryEstimate, advice: Sequence[MemoryAdvice] = ()) -> str:
     """Roles and phases of every stage, the peak against the limit, and what to change."""
-    stages = [_stage_text(stage) for stage in estimate.stages]
+    stages = [_stage_text(stage, for_gpu=estimate.limit is not None) for stage in estimate.stages]
     blocks = [_heading(estimate), *stages, _verdict(estimate), *(_advice_text(one) for one in advice)]
     return "\n\n".join(blocks)
 
@@ -79,8 +79,9 @@ def _heading(estimate: MemoryEstimate) -> str:
     )
 
 
-def _stage_text(stage: StageEstimate) -> str:
-    """What the stage's models hold and what its phases need, in GiB, or in MiB where that is easier to read."""
+def _stage_text(stage: StageEstimate, *, for_gpu: bool) -> str:
+    """What the stage's models hold and what its phases need, in GiB, or in MiB where that is easier to read; and the
+    whole process on a CPU, unless the plan is for a GPU of known memory."""
     unit, name = (GIB, "GiB") if stage.peak.use.total >= GIB else (MIB, "MiB")
     table = Table(f"{name} per GPU", box=None, pad_edge=False)
     for column in COLUMNS:
@@ -98,6 +99,9 @@ def _stage_text(stage: StageEstimate) -> str:
     lines = [f"{stage.stage} on {_layout_text(stage.layout)}", *map(str.rstrip, capture.get().splitlines())]
     if stage.host:
         lines.append(f"and {gib(stage.host)} of host memory for each GPU")
+    if stage.process is not None and not for_gpu:
+        base = f"{gib(PROCESS_BASE)} of it Python and libraries"
+        lines.append(f"on a CPU the whole process: {gib(stage.process)}, {base}")
     return "\n".join(lines)
 
 
@@ -152,6 +156,7 @@ def _stage_json(stage: StageEstimate) -> dict[str, Any]:
         "placement": vars(stage.layout),
         "peak": stage.peak.use.total,
         "host": stage.host,
+        "process": stage.process,
         "roles": {
             role.name: _use_json(role.footprint.held) | {"parameters": role.footprint.parameters}
             for role in stage.roles

@@ -28,6 +28,7 @@ from rlhf_core.ppo.reward_sources import tracked_files
 from rlhf_core.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import launcher
 from rlhf_core.stages.runtime.contract import Paths, Stage
+from rlhf_core.stages.runtime.freed_memory import return_freed_memory
 from rlhf_core.stages.runtime.names import load_stage
 from rlhf_core.stages.runtime.outcome import OUTCOMES, StageExit, outcome_path
 from rlhf_core.tracking import Tracker, stage_tracker
@@ -115,6 +116,8 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
         from rlhf_core.models.precision import allow_tf32
 
         allow_tf32(params.compute.tf32)
+        if params.compute.return_freed_memory:
+            return_freed_memory()
     run = _StageRun(stage, config, inputs, workspace, params, launch, preemption)
     if name not in launches and not launcher.is_rank():
         return _run_on_rank_zero(run)

@@ -17,7 +17,8 @@ from rlhf_core.cli import app
 from rlhf_core.config.loading.recipe import recipe_folder
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 from rlhf_core.memory.command import MemoryExceeded, PlanRequest, check, estimate_of
-from rlhf_core.memory.report import estimate_text
+from rlhf_core.memory.estimate import PROCESS_BASE
+from rlhf_core.memory.report import estimate_json, estimate_text, gib
 
 ROOT = recipe_folder()
 
@@ -59,6 +60,21 @@ def test_the_command_prints_a_table_or_json_and_its_code_says_whether_it_fits(tm
     document = json.loads(large.output)
     layout = document["stages"]["ppo"]["placement"]
     assert (layout["gpus"], layout["zero"], layout["precision"]) == (8, 3, "bfloat16") and not document["fits"]
+
+
+def test_the_whole_process_on_a_cpu_is_stated_beside_the_tensors(tmp_path: Path) -> None:
+    estimate = estimate_of(PlanRequest(workspace(tmp_path, "seed: 1\n"), stages=["sft"]))
+    (sft,) = estimate.stages
+    assert sft.process == sft.peak.use.total + PROCESS_BASE and 5 * sft.peak.use.total < PROCESS_BASE
+    line = f"on a CPU the whole process: {gib(sft.process)}, {gib(PROCESS_BASE)} of it Python and libraries"
+    assert line in estimate_text(estimate).splitlines()
+    assert estimate_json(estimate, [])["stages"]["sft"]["process"] == sft.process
+    # A plan for GPUs of known memory, or for several processes, says nothing of it.
+    on_gpu = replace(estimate, inputs=estimate.inputs.with_changes({"plan.gpu_memory_gb": 16}))
+    assert "on a CPU" not in estimate_text(on_gpu)
+    several = replace(sft, layout=replace(sft.layout, gpus=2))
+    assert several.process is None and "on a CPU" not in estimate_text(replace(estimate, stages=(several,)))
+    assert replace(sft, layout=replace(sft.layout, engine="deepspeed")).process is None
 
 
 def test_a_folder_outside_of_a_workspace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
