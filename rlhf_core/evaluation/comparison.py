@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from scipy import stats
@@ -21,9 +21,9 @@ class Comparison:
 
     Attributes:
         win_rate: ``win + tie / 2``.
-        mean_difference: Paired mean of candidate - baseline, in the judge's unit.
-        tie_margin: The largest difference that was still a tie, in the judge's unit.
         prompts: Number of pairs.
+        mean_difference: Paired mean of candidate - baseline, in the judge's unit; None for judges without scores.
+        tie_margin: The largest difference that was still a tie, in the judge's unit; None for judges without scores.
         lc_win_rate: ``win_rate`` at equal reply lengths; None where lengths were not given. See
             :mod:`~rlhf_core.evaluation.length_control`.
 
@@ -36,11 +36,11 @@ class Comparison:
     win_rate: float
     win_rate_low95: float
     win_rate_high95: float
-    mean_difference: float
-    mean_difference_low95: float
-    mean_difference_high95: float
-    tie_margin: float
     prompts: int
+    mean_difference: float | None = None
+    mean_difference_low95: float | None = None
+    mean_difference_high95: float | None = None
+    tie_margin: float | None = None
     lc_win_rate: float | None = None
     lc_win_rate_low95: float | None = None
     lc_win_rate_high95: float | None = None
@@ -82,6 +82,45 @@ def compare(
     difference = first - second
     outcome = outcomes(difference, tie_margin)
     low, high = bootstrap_bounds(np.stack([outcome, difference]), bootstrap, seed)
+    return replace(
+        _compared(outcome, low[0], high[0], bootstrap, seed, length_difference),
+        mean_difference=float(difference.mean()),
+        mean_difference_low95=float(low[1]),
+        mean_difference_high95=float(high[1]),
+        tie_margin=tie_margin,
+    )
+
+
+def compare_outcomes(
+    outcome: Sequence[float], bootstrap: int = 2000, seed: int = 0, length_difference: np.ndarray | None = None
+) -> Comparison:
+    """Compare two sides by what a judge without scores said.
+
+    Args:
+        outcome: 1 for a win of the candidate, ½ for a tie, 0 for a loss, (n,).
+        bootstrap: Number of resamples; the same prompts are drawn as in :func:`compare`.
+        seed: Seed of the resamples.
+        length_difference: See :func:`compare`.
+
+    Raises:
+        DataError: There are no outcomes.
+    """
+    values = np.asarray(outcome, dtype=np.float64)
+    if values.size == 0:
+        raise DataError("a comparison needs at least one prompt that was judged")
+    low, high = bootstrap_bounds(values[np.newaxis], bootstrap, seed)
+    return _compared(values, low[0], high[0], bootstrap, seed, length_difference)
+
+
+def _compared(
+    outcome: np.ndarray,
+    low: float,
+    high: float,
+    bootstrap: int,
+    seed: int,
+    length_difference: np.ndarray | None,
+) -> Comparison:
+    """Win rates of outcomes whose mean has the bounds ``low`` and ``high``."""
     controlled = {}
     if length_difference is not None:
         controlled = asdict(length_controlled_win_rate(outcome, length_difference, bootstrap, seed))
@@ -90,13 +129,9 @@ def compare(
         tie=float((outcome == 0.5).mean()),
         lose=float((outcome == 0.0).mean()),
         win_rate=float(outcome.mean()),
-        win_rate_low95=float(low[0]),
-        win_rate_high95=float(high[0]),
-        mean_difference=float(difference.mean()),
-        mean_difference_low95=float(low[1]),
-        mean_difference_high95=float(high[1]),
-        tie_margin=tie_margin,
-        prompts=len(difference),
+        win_rate_low95=float(low),
+        win_rate_high95=float(high),
+        prompts=len(outcome),
         **controlled,
     )
 

@@ -10,9 +10,11 @@ import numpy as np
 
 from rlhf_core.data.language_tag import language_shares
 from rlhf_core.data.schema import Prompt
-from rlhf_core.evaluation.comparison import Comparison, outcomes
+from rlhf_core.evaluation.comparison import Comparison, compare_outcomes, outcomes
 from rlhf_core.evaluation.drift import Drift
 from rlhf_core.evaluation.judges.judge import Judge
+from rlhf_core.evaluation.judges.pairwise import PairwiseJudge, PairwiseJudgements
+from rlhf_core.evaluation.length_control import length_differences
 from rlhf_core.evaluation.regression import pass_rates
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.text_metrics import measure_text
@@ -59,13 +61,31 @@ class EvaluatedModel:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """SFT and policy side by side on the same prompts, with one comparison per judge."""
+    """SFT and policy side by side on the same prompts.
+
+    Attributes:
+        comparisons: The comparison by each judge, those without scores included.
+        judgements: What judges without scores said about each pair.
+    """
 
     prompts: list[Prompt]
     regression_prompts: list[Prompt]
     sft: EvaluatedModel
     policy: EvaluatedModel
     comparisons: Mapping[str, Comparison]
+    judgements: Mapping[str, PairwiseJudgements] = field(default_factory=dict)
+
+    def judged_by(self, judge: PairwiseJudge, bootstrap: int, seed: int) -> Evaluation:
+        """Return the same evaluation with this judge's comparison added; see :func:`compare_outcomes`."""
+        policy, sft = self.policy.replies, self.sft.replies
+        judgements = judge.judge([row.prompt for row in self.prompts], policy, sft)
+        longer_by = length_differences(policy, sft)[judgements.judged]
+        comparison = compare_outcomes(judgements.outcomes(), bootstrap, seed, longer_by)
+        return replace(
+            self,
+            comparisons={**self.comparisons, judge.name: comparison},
+            judgements={**self.judgements, judge.name: judgements},
+        )
 
     def metrics(self, world: bool) -> dict[str, Any]:
         """Return the content of ``metrics/evaluation.json``; see docs/metrics.md.
@@ -89,6 +109,7 @@ class Evaluation:
             "category": self.by_category(),
             "regression": {**policy_rates, "prompts": len(self.regression_prompts)},
             "regression_sft": sft_rates,
+            **{f"{judge}_judge": dict(judgements.metrics) for judge, judgements in self.judgements.items()},
             **({"languages": languages} if languages else {}),
         }
 
@@ -98,14 +119,18 @@ class Evaluation:
         for category in sorted({row.category for row in self.prompts}):
             rows = [i for i, row in enumerate(self.prompts) if row.category == category]
             table[category] = {"prompts": len(rows)}
-            for judge, comparison in self.comparisons.items():
+            for judge in self.policy.scores:
                 policy = np.asarray(self.policy.scores[judge])[rows]
                 sft = np.asarray(self.sft.scores[judge])[rows]
                 table[category] |= {
                     f"sft_{judge}": float(sft.mean()),
                     f"policy_{judge}": float(policy.mean()),
-                    f"win_rate_{judge}": float(outcomes(policy - sft, comparison.tie_margin).mean()),
+                    f"win_rate_{judge}": float(outcomes(policy - sft, self.tie_margin(judge)).mean()),
                 }
+            for judge, judgements in self.judgements.items():
+                known = [o for o in (judgements.pairs[i].outcome for i in rows) if o is not None]
+                if known:
+                    table[category][f"win_rate_{judge}"] = float(np.mean(known))
         return table
 
     def rows(self) -> list[dict[str, Any]]:
@@ -121,6 +146,8 @@ class Evaluation:
                 "policy_finished": self.policy.replies[i].finished,
                 **{f"sft_{judge}": scores[i] for judge, scores in self.sft.scores.items()},
                 **{f"policy_{judge}": scores[i] for judge, scores in self.policy.scores.items()},
+                **{f"{judge}_outcome": said.pairs[i].outcome for judge, said in self.judgements.items()},
+                **{f"{judge}_reason": said.pairs[i].reason for judge, said in self.judgements.items()},
             }
             for i, prompt in enumerate(self.prompts)
         ]
@@ -136,7 +163,13 @@ class Evaluation:
         }
         spread = {name: float(values.std()) or 1.0 for name, values in gains.items()}
         disagreement = gains["reward"] / spread["reward"] - gains[judge] / spread[judge]
-        wrong = (gains["reward"] > 0) & (gains[judge] < -self.comparisons[judge].tie_margin)
+        wrong = (gains["reward"] > 0) & (gains[judge] < -self.tie_margin(judge))
         order = sorted(np.flatnonzero(wrong), key=lambda i: -disagreement[i])[:limit]
         rows = self.rows()
         return [rows[i] | {"judge": judge, "disagreement": float(disagreement[i])} for i in order]
+
+    def tie_margin(self, judge: str) -> float:
+        """The tie margin of a judge that scores."""
+        margin = self.comparisons[judge].tie_margin
+        assert margin is not None
+        return margin

@@ -24,6 +24,7 @@ from rlhf_core.evaluation.generation import (
 )
 from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.judge import Judge
+from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.length_control import length_differences
 from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities
@@ -52,6 +53,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     held_out = read_rows(inputs.clean / "prompts" / "test.parquet", Prompt)
     if not held_out:
         raise DataError(f"{inputs.clean / 'prompts' / 'test.parquet'} has no rows; raise validate.split.test")
+    llm_judge = LlmJudge(config.llm_judge, context.folder / ANSWERS) if config.llm_judge else None
     prompts = fixed_subset(held_out, config.prompts, "evaluation")
     regression_prompts = regression_set(held_out)
     world = all_of_the_world(prompts)
@@ -89,6 +91,8 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         )
         del judge
     evaluation = Evaluation(prompts, regression_prompts, sft, policy, comparisons)
+    if llm_judge is not None:
+        evaluation = evaluation.judged_by(llm_judge, config.bootstrap, config.seed)
     metrics, rows = evaluation.metrics(world), evaluation.rows()
     if config.best_of_n:
         best = judged_best_of_n(config, inputs, evaluation, sft_samples.candidates)
@@ -223,7 +227,7 @@ def judged_best_of_n(
     reward = ModelJudge.load(inputs.reward, "reward", config.batch_size)
     best = BestOfN.chosen_by(reward, prompts, candidates).scored_by(reward, prompts)
     del reward
-    for name in evaluation.comparisons:
+    for name in evaluation.policy.scores:
         if name != "reward":
             judge: Judge = GoldJudge() if name == "gold" else ModelJudge.load(inputs[name], name, config.batch_size)
             best = best.scored_by(judge, prompts)
@@ -235,8 +239,8 @@ def best_of_n_metrics(config: EvaluateStageConfig, evaluation: Evaluation, best:
 
     def compared(candidate: Mapping[str, list[float]], baseline: Mapping[str, list[float]]) -> dict[str, Comparison]:
         return {
-            name: compare(candidate[name], baseline[name], comparison.tie_margin, config.bootstrap, config.seed)
-            for name, comparison in evaluation.comparisons.items()
+            name: compare(candidate[name], baseline[name], evaluation.tie_margin(name), config.bootstrap, config.seed)
+            for name in candidate
         }
 
     sft, policy = evaluation.sft.scores, evaluation.policy.scores

@@ -19,7 +19,7 @@ LAYERS = (
     {"sampling", "training"},
     {"models", "data", "world"},
     {"config", "tracking", "progress", "fingerprint", "distributed", "preemption", "hub"},
-    {"files", "file_patterns", "garbage_collection", "remote_files"},
+    {"files", "file_patterns", "garbage_collection", "remote_files", "http_retry"},
     {"errors"},
 )
 FLOWS_LAYERS = (

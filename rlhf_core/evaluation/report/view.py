@@ -35,7 +35,8 @@ MODEL_METRICS = (
     ("safety.refuses_harmful", "Harmful requests refused"),
     ("safety.answers_benign", "Benign look-alikes answered"),
 )
-JUDGES = ("gold", "judge", "referee", "reward")
+LLM_VERDICTS = {1.0: "the policy's reply is better", 0.5: "a tie", 0.0: "SFT's reply is better"}
+JUDGES = ("gold", "llm", "judge", "referee", "reward")
 
 
 def build_context(sources: ReportSources, title: str, replies: int) -> dict[str, Any]:
@@ -52,6 +53,7 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "comparison_chart": _comparison_chart(comparisons),
         "stand_in": stand_in_note(final_judges(comparisons)),
         "categories": evaluation.get("category", {}),
+        "category_metrics": list(dict.fromkeys(key for row in evaluation.get("category", {}).values() for key in row)),
         "alternatives": alternatives(evaluation),
         "policy_against_best": evaluation.get("best_of_n", {}).get("policy_comparison", {}),
         "regression": _regression(evaluation),
@@ -195,7 +197,7 @@ def spread_over_categories(rows: Sequence[JsonObject], count: int) -> list[JsonO
 
 
 def reply_pair(row: Mapping[str, Any]) -> JsonObject:
-    """Return a prompt with both replies and (judge, SFT's score, policy's score) triples."""
+    """Return a prompt with both replies, (judge, SFT's score, policy's score) triples, and what the LLM judge said."""
     judges = [name for name in JUDGES if f"sft_{name}" in row and f"policy_{name}" in row]
     return {
         "category": row.get("category", ""),
@@ -205,6 +207,8 @@ def reply_pair(row: Mapping[str, Any]) -> JsonObject:
         "sft_finished": row.get("sft_finished", True),
         "policy_finished": row.get("policy_finished", True),
         "scores": [(name, row[f"sft_{name}"], row[f"policy_{name}"]) for name in judges],
+        "llm": LLM_VERDICTS.get(row["llm_outcome"], "no usable answer") if "llm_outcome" in row else "",
+        "llm_reason": row.get("llm_reason") or "",
     }
 
 
