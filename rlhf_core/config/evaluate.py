@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from rlhf_core.config.llm_judge import LlmJudgeConfig
 from rlhf_core.config.model import SamplingConfig, StageConfig, Strict
 from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.verifiable import VerifiableConfig
 
 
 class HeldOutPerplexityConfig(Strict):
@@ -35,7 +36,8 @@ class EvaluateConfig(StageConfig):
     sampled and judged together: it bounds memory, and every reply keeps its own random numbers.
 
     With ``best_of_n`` the reward model also picks the best of so many replies of SFT to each prompt, for the judges to
-    compare with the policy's and SFT's (0: off). ``llm_judge`` lets a language model compare the replies too.
+    compare with the policy's and SFT's (0: off). ``llm_judge`` lets a language model compare the replies too,
+    ``verifiable`` adds prompts whose replies are checked.
     """
 
     prompts: PositiveInt = 256
@@ -50,6 +52,7 @@ class EvaluateConfig(StageConfig):
     perplexity: HeldOutPerplexityConfig = HeldOutPerplexityConfig()
     safety: SafetyConfig = SafetyConfig()
     llm_judge: LlmJudgeConfig | None = None
+    verifiable: VerifiableConfig | None = None
 
     @model_validator(mode="after")
     def _more_than_one_to_choose_from(self) -> EvaluateConfig:

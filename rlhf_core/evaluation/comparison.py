@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from scipy import stats
@@ -15,15 +15,13 @@ from rlhf_core.evaluation.length_control import length_controlled_win_rate
 BATCH = 256  # resamples drawn at once, to bound memory for many prompts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Shares of prompts that the candidate wins, ties and loses, in [0, 1], and the mean difference of scores.
+    """Shares of prompts that the candidate wins, ties and loses, in [0, 1].
 
     Attributes:
         win_rate: ``win + tie / 2``.
         prompts: Number of pairs.
-        mean_difference: Paired mean of candidate - baseline, in the judge's unit; None for judges without scores.
-        tie_margin: The largest difference that was still a tie, in the judge's unit; None for judges without scores.
         lc_win_rate: ``win_rate`` at equal reply lengths; None where lengths were not given. See
             :mod:`~rlhf_core.evaluation.length_control`.
 
@@ -37,10 +35,6 @@ class Comparison:
     win_rate_low95: float
     win_rate_high95: float
     prompts: int
-    mean_difference: float | None = None
-    mean_difference_low95: float | None = None
-    mean_difference_high95: float | None = None
-    tie_margin: float | None = None
     lc_win_rate: float | None = None
     lc_win_rate_low95: float | None = None
     lc_win_rate_high95: float | None = None
@@ -50,6 +44,21 @@ class Comparison:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScoreComparison(Comparison):
+    """A comparison by a judge with scores, and the mean difference of scores.
+
+    Attributes:
+        mean_difference: Paired mean of candidate - baseline, in the judge's unit.
+        tie_margin: The largest difference that was still a tie, in the judge's unit.
+    """
+
+    mean_difference: float
+    mean_difference_low95: float
+    mean_difference_high95: float
+    tie_margin: float
+
+
 def compare(
     candidate: Sequence[float],
     baseline: Sequence[float],
@@ -57,7 +66,7 @@ def compare(
     bootstrap: int = 2000,
     seed: int = 0,
     length_difference: np.ndarray | None = None,
-) -> Comparison:
+) -> ScoreComparison:
     """Compare paired scores ``candidate[i]`` and ``baseline[i]`` of the same prompt.
 
     Args:
@@ -82,8 +91,8 @@ def compare(
     difference = first - second
     outcome = outcomes(difference, tie_margin)
     low, high = bootstrap_bounds(np.stack([outcome, difference]), bootstrap, seed)
-    return replace(
-        _compared(outcome, low[0], high[0], bootstrap, seed, length_difference),
+    return ScoreComparison(
+        **asdict(_compared(outcome, low[0], high[0], bootstrap, seed, length_difference)),
         mean_difference=float(difference.mean()),
         mean_difference_low95=float(low[1]),
         mean_difference_high95=float(high[1]),

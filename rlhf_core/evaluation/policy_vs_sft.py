@@ -10,8 +10,9 @@ import numpy as np
 
 from rlhf_core.data.language_tag import language_shares
 from rlhf_core.data.schema import Prompt
-from rlhf_core.evaluation.comparison import Comparison, compare_outcomes, outcomes
+from rlhf_core.evaluation.comparison import Comparison, ScoreComparison, compare_outcomes, outcomes
 from rlhf_core.evaluation.drift import Drift
+from rlhf_core.evaluation.judges.disagreement import worst_disagreements
 from rlhf_core.evaluation.judges.judge import Judge
 from rlhf_core.evaluation.judges.pairwise import PairwiseJudge, PairwiseJudgements
 from rlhf_core.evaluation.length_control import length_differences
@@ -60,20 +61,28 @@ class EvaluatedModel:
 
 
 @dataclass(frozen=True)
+class PairwiseEvaluation:
+    """What a judge without scores said about each pair, and the comparison that it makes."""
+
+    judgements: PairwiseJudgements
+    comparison: Comparison
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """SFT and policy side by side on the same prompts.
 
     Attributes:
-        comparisons: The comparison by each judge, those without scores included.
-        judgements: What judges without scores said about each pair.
+        comparisons: The comparison by each judge with scores.
+        pairwise: The same of each judge without scores.
     """
 
     prompts: list[Prompt]
     regression_prompts: list[Prompt]
     sft: EvaluatedModel
     policy: EvaluatedModel
-    comparisons: Mapping[str, Comparison]
-    judgements: Mapping[str, PairwiseJudgements] = field(default_factory=dict)
+    comparisons: Mapping[str, ScoreComparison]
+    pairwise: Mapping[str, PairwiseEvaluation] = field(default_factory=dict)
 
     def judged_by(self, judge: PairwiseJudge, bootstrap: int, seed: int) -> Evaluation:
         """Return the same evaluation with this judge's comparison added; see :func:`compare_outcomes`."""
@@ -81,11 +90,7 @@ class Evaluation:
         judgements = judge.judge([row.prompt for row in self.prompts], policy, sft)
         longer_by = length_differences(policy, sft)[judgements.judged]
         comparison = compare_outcomes(judgements.outcomes(), bootstrap, seed, longer_by)
-        return replace(
-            self,
-            comparisons={**self.comparisons, judge.name: comparison},
-            judgements={**self.judgements, judge.name: judgements},
-        )
+        return replace(self, pairwise={**self.pairwise, judge.name: PairwiseEvaluation(judgements, comparison)})
 
     def metrics(self, world: bool) -> dict[str, Any]:
         """Return the content of ``metrics/evaluation.json``; see docs/metrics.md.
@@ -105,11 +110,14 @@ class Evaluation:
             "kl_low95": drift.kl - 1.96 * drift.kl_error,
             "kl_high95": drift.kl + 1.96 * drift.kl_error,
             "prompts": len(self.prompts),
-            "comparison": {judge: comparison.as_dict() for judge, comparison in self.comparisons.items()},
+            "comparison": {
+                **{judge: comparison.as_dict() for judge, comparison in self.comparisons.items()},
+                **{judge: pairwise.comparison.as_dict() for judge, pairwise in self.pairwise.items()},
+            },
             "category": self.by_category(),
             "regression": {**policy_rates, "prompts": len(self.regression_prompts)},
             "regression_sft": sft_rates,
-            **{f"{judge}_judge": dict(judgements.metrics) for judge, judgements in self.judgements.items()},
+            **{f"{judge}_judge": dict(pairwise.judgements.metrics) for judge, pairwise in self.pairwise.items()},
             **({"languages": languages} if languages else {}),
         }
 
@@ -119,16 +127,16 @@ class Evaluation:
         for category in sorted({row.category for row in self.prompts}):
             rows = [i for i, row in enumerate(self.prompts) if row.category == category]
             table[category] = {"prompts": len(rows)}
-            for judge in self.policy.scores:
+            for judge, comparison in self.comparisons.items():
                 policy = np.asarray(self.policy.scores[judge])[rows]
                 sft = np.asarray(self.sft.scores[judge])[rows]
                 table[category] |= {
                     f"sft_{judge}": float(sft.mean()),
                     f"policy_{judge}": float(policy.mean()),
-                    f"win_rate_{judge}": float(outcomes(policy - sft, self.tie_margin(judge)).mean()),
+                    f"win_rate_{judge}": float(outcomes(policy - sft, comparison.tie_margin).mean()),
                 }
-            for judge, judgements in self.judgements.items():
-                known = [o for o in (judgements.pairs[i].outcome for i in rows) if o is not None]
+            for judge, pairwise in self.pairwise.items():
+                known = [o for o in (pairwise.judgements.pairs[i].outcome for i in rows) if o is not None]
                 if known:
                     table[category][f"win_rate_{judge}"] = float(np.mean(known))
         return table
@@ -146,8 +154,8 @@ class Evaluation:
                 "policy_finished": self.policy.replies[i].finished,
                 **{f"sft_{judge}": scores[i] for judge, scores in self.sft.scores.items()},
                 **{f"policy_{judge}": scores[i] for judge, scores in self.policy.scores.items()},
-                **{f"{judge}_outcome": said.pairs[i].outcome for judge, said in self.judgements.items()},
-                **{f"{judge}_reason": said.pairs[i].reason for judge, said in self.judgements.items()},
+                **{f"{judge}_outcome": said.judgements.pairs[i].outcome for judge, said in self.pairwise.items()},
+                **{f"{judge}_reason": said.judgements.pairs[i].reason for judge, said in self.pairwise.items()},
             }
             for i, prompt in enumerate(self.prompts)
         ]
@@ -155,21 +163,12 @@ class Evaluation:
     def bad_cases(self, judge: str, limit: int) -> list[dict[str, Any]]:
         """Return prompts where the reward model prefers the policy and ``judge`` prefers SFT, worst first.
 
-        Disagreement is the reward's gain minus the judge's, each in standard deviations of that judge's differences.
-        Such prompts are what the next round of preference data should be about.
+        Such prompts are what the next round of preference data should be about; see
+        :func:`~rlhf_core.evaluation.judges.disagreement.worst_disagreements`.
         """
         gains = {
             name: np.asarray(self.policy.scores[name]) - np.asarray(self.sft.scores[name]) for name in ("reward", judge)
         }
-        spread = {name: float(values.std()) or 1.0 for name, values in gains.items()}
-        disagreement = gains["reward"] / spread["reward"] - gains[judge] / spread[judge]
-        wrong = (gains["reward"] > 0) & (gains[judge] < -self.tie_margin(judge))
-        order = sorted(np.flatnonzero(wrong), key=lambda i: -disagreement[i])[:limit]
+        worst = worst_disagreements(gains["reward"], gains[judge], self.comparisons[judge].tie_margin)[:limit]
         rows = self.rows()
-        return [rows[i] | {"judge": judge, "disagreement": float(disagreement[i])} for i in order]
-
-    def tie_margin(self, judge: str) -> float:
-        """The tie margin of a judge that scores."""
-        margin = self.comparisons[judge].tie_margin
-        assert margin is not None
-        return margin
+        return [rows[i] | {"judge": judge, "disagreement": disagreement} for i, disagreement in worst]

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from rlhf_core.config.evaluate import EvaluateStageConfig
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.schema import Prompt, read_rows, write_table
+from rlhf_core.data.schema import Message, Prompt, read_rows, write_table
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.best_of_n import BestOfN
 from rlhf_core.evaluation.comparison import Comparison, compare, tie_margin_of
@@ -32,7 +32,8 @@ from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.regression import fixed_subset, regression_set
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.safety.refusals import refusal_rates, safety_prompts
-from rlhf_core.files import atomic_write_json, atomic_write_text
+from rlhf_core.evaluation.verifiable.prompts import VerifiablePrompts
+from rlhf_core.files import atomic_write_json, atomic_write_lines, atomic_write_text
 from rlhf_core.models.base import load_policy
 from rlhf_core.progress import Progress, progress
 from rlhf_core.sampling.distribution import Sampling
@@ -42,6 +43,7 @@ from rlhf_core.training.run_context import RunContext
 from rlhf_core.world.grammar import is_world
 
 WORLD_SOURCE = "world"
+VERIFIABLE_REPLIES = Path(".rlhf") / "verifiable.jsonl"
 
 
 def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
@@ -61,6 +63,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         prompts,
         regression_prompts,
         safety_prompts(0 if world else config.safety.prompts),  # the world has harmful prompts of its own
+        VerifiablePrompts.load(config.verifiable, context.folder),
         HeldOutText.read(inputs.clean, config.perplexity.rows),
     )
     with progress(2 * data.replies + config.best_of_n * len(prompts), "evaluate") as bar:
@@ -78,19 +81,8 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         for samples in (sft_samples, policy_samples)
     )
     del reference
-    longer_by = length_differences(policy.replies, sft.replies)
-    comparisons = {}
     names = ("reward", "referee", "judge", "gold") if world else ("reward", "referee", "judge")
-    for name in names:
-        # One judge at a time: a large one needs the memory of the one before.
-        judge: Judge = GoldJudge() if name == "gold" else ModelJudge.load(inputs[name], name, config.batch_size)
-        sft, policy = sft.scored_by(judge, prompts), policy.scored_by(judge, prompts)
-        margin = tie_margin_of(judge, config.tie_margin, sft.scores[name])
-        comparisons[name] = compare(
-            policy.scores[name], sft.scores[name], margin, config.bootstrap, config.seed, longer_by
-        )
-        del judge
-    evaluation = Evaluation(prompts, regression_prompts, sft, policy, comparisons)
+    evaluation = scored_evaluation(config, inputs, data, sft, policy, names)
     if llm_judge is not None:
         evaluation = evaluation.judged_by(llm_judge, config.bootstrap, config.seed)
     metrics, rows = evaluation.metrics(world), evaluation.rows()
@@ -98,6 +90,8 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         best = judged_best_of_n(config, inputs, evaluation, sft_samples.candidates)
         metrics["best_of_n"] = best_of_n_metrics(config, evaluation, best)
         rows = [row | columns for row, columns in zip(rows, best.columns(), strict=True)]
+    if config.verifiable is not None:
+        metrics["verifiable"] = verifiable_metrics(config, data.verifiable, sft_samples, policy_samples, context)
     write_table(outputs.comparisons, pa.Table.from_pylist(rows))
     # The last judge is the best one there is: gold in the synthetic world, else the one that selected nothing.
     bad_cases = evaluation.bad_cases(names[-1], config.bad_cases)
@@ -149,29 +143,32 @@ def all_of_the_world(prompts: Sequence[Prompt]) -> bool:
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """What every model is evaluated on: prompts to be judged, three further sets, each for one kind of metric."""
+    """What every model is evaluated on: prompts to be judged, and further sets, each for one kind of metric."""
 
     prompts: list[Prompt]
     regression_prompts: list[Prompt]
     safety_prompts: list[Prompt]
+    verifiable: VerifiablePrompts
     held_out: HeldOutText
 
     @property
     def replies(self) -> int:
         """How many replies of the evaluation's sampling each model makes."""
-        return len(self.prompts) + len(self.regression_prompts) + len(self.safety_prompts)
+        others = (self.regression_prompts, self.safety_prompts, self.verifiable.lines)
+        return len(self.prompts) + sum(map(len, others))
 
 
 @dataclass(frozen=True)
 class EvaluationSamples:
-    """What one model generated: replies to be judged, to the regression set, to the safety prompts, and from the
-    training distribution; its perplexity of held-out text by kind; and further lists of replies to be judged, of which
-    the best may be chosen.
+    """What one model generated: replies to be judged, to the regression set, to the safety and the verifiable prompts,
+    and from the training distribution; its perplexity of held-out text by kind; and further lists of replies to be
+    judged, of which the best may be chosen.
     """
 
     replies: list[Reply]
     regression_replies: list[Reply]
     safety_replies: list[Reply]
+    verifiable_replies: list[Reply]
     on_policy: OnPolicyReplies
     perplexities: dict[str, float]
     candidates: list[list[Reply]]
@@ -199,24 +196,62 @@ def sample_replies(
     )
 
     def sampled(
-        rows: Sequence[Prompt], settings: SamplingConfig = config.sampling, seed: int = config.seed
+        asked: Sequence[Sequence[Message]], settings: SamplingConfig = config.sampling, seed: int = config.seed
     ) -> list[Reply]:
-        asked = [row.prompt for row in rows]
         return evaluation_replies(model, tokenizer, asked, settings, seed, bar.advance, config.batch_size)
 
     return EvaluationSamples(
-        replies=sampled(data.prompts),
-        regression_replies=sampled(data.regression_prompts),
-        safety_replies=sampled(data.safety_prompts, shorter),
+        replies=sampled(messages),
+        regression_replies=sampled([row.prompt for row in data.regression_prompts]),
+        safety_replies=sampled([row.prompt for row in data.safety_prompts], shorter),
+        verifiable_replies=sampled(data.verifiable.prompts),
         on_policy=on_policy_replies(
             model, tokenizer, messages[: config.kl_samples], sampling, config.seed + 1, config.batch_size
         ),
         perplexities=held_out_perplexities(model, tokenizer, data.held_out, config.perplexity),
         candidates=[
-            sampled(data.prompts, seed=derive_seed(config.seed, "evaluate", "best_of_n", number))
+            sampled(messages, seed=derive_seed(config.seed, "evaluate", "best_of_n", number))
             for number in range(best_of)
         ],
     )
+
+
+def scored_evaluation(
+    config: EvaluateStageConfig,
+    inputs: Paths,
+    data: EvaluationData,
+    sft: EvaluatedModel,
+    policy: EvaluatedModel,
+    names: Sequence[str],
+) -> Evaluation:
+    """Let the judges ``names`` score the replies of both models, one after another, and compare them by each."""
+    longer_by = length_differences(policy.replies, sft.replies)
+    comparisons = {}
+    for name in names:
+        # One judge at a time: a large one needs the memory of the one before.
+        judge: Judge = GoldJudge() if name == "gold" else ModelJudge.load(inputs[name], name, config.batch_size)
+        sft, policy = sft.scored_by(judge, data.prompts), policy.scored_by(judge, data.prompts)
+        margin = tie_margin_of(judge, config.tie_margin, sft.scores[name])
+        comparisons[name] = compare(
+            policy.scores[name], sft.scores[name], margin, config.bootstrap, config.seed, longer_by
+        )
+        del judge
+    return Evaluation(data.prompts, data.regression_prompts, sft, policy, comparisons)
+
+
+def verifiable_metrics(
+    config: EvaluateStageConfig,
+    prompts: VerifiablePrompts,
+    sft_samples: EvaluationSamples,
+    policy_samples: EvaluationSamples,
+    context: RunContext,
+) -> dict[str, Any]:
+    """Check the replies to the verifiable prompts; all of them go to ``.rlhf/verifiable.jsonl`` and the tracker."""
+    sft, policy = (prompts.check(samples.verifiable_replies) for samples in (sft_samples, policy_samples))
+    path = context.folder / VERIFIABLE_REPLIES
+    atomic_write_lines(path, prompts.rows(sft, policy))
+    context.tracker.log_artifact(path, "samples")
+    return prompts.metrics(sft, policy, config.bootstrap, config.seed)
 
 
 def judged_best_of_n(
@@ -227,7 +262,7 @@ def judged_best_of_n(
     reward = ModelJudge.load(inputs.reward, "reward", config.batch_size)
     best = BestOfN.chosen_by(reward, prompts, candidates).scored_by(reward, prompts)
     del reward
-    for name in evaluation.policy.scores:
+    for name in evaluation.comparisons:
         if name != "reward":
             judge: Judge = GoldJudge() if name == "gold" else ModelJudge.load(inputs[name], name, config.batch_size)
             best = best.scored_by(judge, prompts)
@@ -239,8 +274,8 @@ def best_of_n_metrics(config: EvaluateStageConfig, evaluation: Evaluation, best:
 
     def compared(candidate: Mapping[str, list[float]], baseline: Mapping[str, list[float]]) -> dict[str, Comparison]:
         return {
-            name: compare(candidate[name], baseline[name], evaluation.tie_margin(name), config.bootstrap, config.seed)
-            for name in candidate
+            name: compare(candidate[name], baseline[name], comparison.tie_margin, config.bootstrap, config.seed)
+            for name, comparison in evaluation.comparisons.items()
         }
 
     sft, policy = evaluation.sft.scores, evaluation.policy.scores

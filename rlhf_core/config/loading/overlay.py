@@ -94,9 +94,13 @@ def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
 
 
 def rebase_sources(text: str, origin: Path, target: Path) -> str:
-    """``text`` with the relative paths of data and evaluation files, of the starting model and of reward sources,
-    written for ``origin``, made right for ``target``. A workspace's own ``models/`` stay its own."""
+    """``text`` with the relative paths of data and evaluation files, annotations, the starting model and reward
+    sources, written for ``origin``, made right for ``target``. A workspace's own ``models/`` stay its own."""
     document = yaml_text.parse(text, "params.yaml")
+    verifiable = (document.get("evaluate") or {}).get("verifiable")
+    for section, key in ((document.get("collect"), "annotations"), (verifiable, "path")):
+        if section and section.get(key) and not os.path.isabs(section[key]):
+            section[key] = os.path.relpath(origin / section[key], target)
     files = (document.get("collect") or {}).get("files") or {}
     for sources in [*files.values(), (document.get("validate") or {}).get("evaluation_files")]:
         for position, source in enumerate(sources or []):
