@@ -147,3 +147,37 @@ def match(
     skip_last_collection()
     atomic_write_json(output, run_match(workspace_root(workspace), champion=champion, challenger=challenger))
     typer.echo(output)
+
+
+@app.command(no_args_is_help=True)
+def benchmark(
+    file: Annotated[Path, typer.Argument(help="Rows with prompt, chosen, rejected and subset, as in RewardBench 2.")],
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a reward model; default: models/reward of the workspace.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Replies scored at once.")] = 16,
+    workspace: WorkspaceOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Measure how often a reward model scores the right reply above all wrong ones, by subset.
+
+    Examples:
+    $ rlhf benchmark reward-bench-2.parquet
+    $ rlhf benchmark questions.jsonl --model models/judge --json
+    """
+    from rlhf_core.garbage_collection import skip_last_collection
+    from rlhf_core.stages.runtime.runner import workspace_root
+
+    skip_last_collection()
+    folder = model or workspace_root(workspace) / "models" / "reward"
+    from rlhf_core.evaluation.judges.model import ModelJudge
+    from rlhf_core.evaluation.reward_benchmark import as_text, read_benchmark, run_benchmark
+
+    rows = read_benchmark(file)
+    result = run_benchmark(ModelJudge.load(folder, "reward", batch_size), rows)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(result.as_dict(), indent=2))
+    else:
+        typer.echo(as_text(result))

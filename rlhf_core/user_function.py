@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rlhf_core.errors import ConfigError
 
@@ -39,7 +39,7 @@ def load_function(target: str, workspace: Path, who: str, signature: str) -> Use
     if not callable(function):
         what = "nothing" if function is None else f"a {type(function).__name__}"
         raise ConfigError(f"{who}: {name} is {what} in {module}; a function {signature} is needed")
-    return function
+    return cast(UserFunction, function)
 
 
 def describe_failure(error: Exception) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from rlhf_core.config.model import Strict
 from rlhf_core.config.verifiable import VerifiableConfig
@@ -28,20 +28,23 @@ class Turn(Strict):
     """One turn of a prompt that is given as messages."""
 
     role: str = Field(pattern="^(system|user|assistant)$")
-    content: str
+    content: str = Field(min_length=1)
 
 
 class VerifiableLine(Strict):
     """One line of the file: a text or messages, what the reply must be, and a category for the metrics."""
 
-    prompt: str | tuple[Turn, ...] = Field(strict=False, min_length=1)
+    prompt: tuple[Turn, ...] = Field(strict=False, min_length=1)
     require: Requirements
     category: str = Field(default="", pattern=r"^[\w -]*$")
 
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _text_is_the_users(cls, prompt: Any) -> Any:
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
     def messages(self) -> list[Message]:
         """The prompt as messages."""
-        if isinstance(self.prompt, str):
-            return [Message("user", self.prompt)]
         return [Message(turn.role, turn.content) for turn in self.prompt]
 
 

@@ -93,8 +93,8 @@ def written(folder: Path, *lines: Any, functions: dict[str, str] | None = None) 
         ("{", r"checks.jsonl, line 2 is not JSON"),
         ({"prompt": "x"}, r"line 2: require: Field required"),
         ({"prompt": "x", "require": {}}, r"line 2: require: nothing is required of the reply"),
-        ({"prompt": "", "require": {"equals": "x"}}, r"line 2: prompt"),
-        ({"prompt": [{"role": "bot", "content": "x"}], "require": {"equals": "x"}}, r"line 2: prompt"),
+        ({"prompt": "", "require": {"equals": "x"}}, r"line 2: prompt\.0\.content: String should have"),
+        ({"prompt": [{"role": "bot", "content": "x"}], "require": {"equals": "x"}}, r"line 2: prompt\.0\.role: "),
         (
             {"prompt": "x", "require": {"function": "f"}},
             r"the function 'f' is not named in evaluate.verifiable.functions",
