@@ -154,8 +154,8 @@ class Evaluation:
                 "policy_finished": self.policy.replies[i].finished,
                 **{f"sft_{judge}": scores[i] for judge, scores in self.sft.scores.items()},
                 **{f"policy_{judge}": scores[i] for judge, scores in self.policy.scores.items()},
-                **{f"{judge}_outcome": said.judgements.pairs[i].outcome for judge, said in self.pairwise.items()},
-                **{f"{judge}_reason": said.judgements.pairs[i].reason for judge, said in self.pairwise.items()},
+                **{f"{judge}_outcome": by.judgements.pairs[i].outcome for judge, by in self.pairwise.items()},
+                **{f"{judge}_reason": by.judgements.pairs[i].reason for judge, by in self.pairwise.items()},
             }
             for i, prompt in enumerate(self.prompts)
         ]

@@ -81,9 +81,10 @@ def _row(record: Record, path: Path) -> BenchmarkRow:
     replies: dict[str, list[str]] = {}
     for name in ("chosen", "rejected"):
         given = value.get(name)
-        texts = replies[name] = [given] if isinstance(given, str) else given
+        texts = [given] if isinstance(given, str) else given
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
             raise DataError(f"{where}: {name} is no list of texts")
+        replies[name] = texts
     prompt, subset = value.get("prompt"), value.get("subset") or "all"
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(turns, list) or not turns or not all(_is_turn(turn) for turn in turns):

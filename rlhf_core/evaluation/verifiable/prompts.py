@@ -165,8 +165,8 @@ def read_lines(path: Path, functions: Mapping[str, CheckFunction]) -> list[Verif
             line = VerifiableLine.model_validate(json.loads(text))
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise DataError(f"{where}: {place}: {first['msg'].removeprefix('Value error, ')}") from error
+            field = ".".join(map(str, first["loc"]))
+            raise DataError(f"{where}: {field}: {first['msg'].removeprefix('Value error, ')}") from error
         except ValueError as error:
             raise DataError(f"{where} is not JSON ({error})") from error
         if line.require.function is not None and line.require.function not in functions:

@@ -10,8 +10,8 @@ from flows.commands.checks import FAIL, OK, WARN
 from flows.commands.checks.workspace import workspace_checks
 
 
-def found(workspace: Path) -> dict[str, str]:
-    return {check.name: check.state for check in workspace_checks(workspace)}
+def levels(workspace: Path) -> dict[str, str]:
+    return {check.name: check.level for check in workspace_checks(workspace)}
 
 
 def test_a_missing_key_and_a_missing_file_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +19,7 @@ def test_a_missing_key_and_a_missing_file_are_said(tmp_path: Path, monkeypatch: 
         "evaluate:\n  llm_judge: {base_url: 'http://127.0.0.1:9/v1', model: m, token_env: JUDGE_KEY_OF_TEST}\n"
         "  verifiable: {path: checks.jsonl}\n"
     )
-    assert found(tmp_path)["llm judge"] == WARN and found(tmp_path)["verifiable prompts"] == FAIL
+    assert levels(tmp_path)["llm judge"] == WARN and levels(tmp_path)["verifiable prompts"] == FAIL
     monkeypatch.setenv("JUDGE_KEY_OF_TEST", "x")
     (tmp_path / "checks.jsonl").touch()
-    assert found(tmp_path)["llm judge"] == found(tmp_path)["verifiable prompts"] == OK
+    assert levels(tmp_path)["llm judge"] == levels(tmp_path)["verifiable prompts"] == OK

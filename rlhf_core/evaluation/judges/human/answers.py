@@ -47,8 +47,8 @@ class FilledForm:
         elif text not in CHOICES:
             self.unusable.setdefault("a choice other than 1, 2 or tie", []).append(line)
         else:
-            said = comment.strip() if isinstance(comment, str) else ""
-            self.answers.append(Answer(pair.strip(), annotator, CHOICES[text], said))
+            note = comment.strip() if isinstance(comment, str) else ""
+            self.answers.append(Answer(pair.strip(), annotator, CHOICES[text], note))
 
     def problems(self) -> list[str]:
         """One line for each reason for which lines are left out."""

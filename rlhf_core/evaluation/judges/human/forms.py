@@ -52,8 +52,8 @@ def write_forms(pairs: Sequence[AnnotationPair], folder: Path) -> list[Path]:
     writer.writeheader()
     writer.writerows({name: _no_formula(value) for name, value in row.items()} for row in rows)
     atomic_write_text(table, "\ufeff" + text.getvalue())  # with the mark, spreadsheets read it as UTF-8
-    shown = ("prompt", "reply_1", "reply_2")
-    data = [{"pair_id": row["id"], **{name: row[name] for name in shown}} for row in rows]
+    texts = ("prompt", "reply_1", "reply_2")
+    data = [{"pair_id": row["id"], **{name: row[name] for name in texts}} for row in rows]
     atomic_write_json(tasks, [{"data": values} for values in data])
     atomic_write_text(config, LABEL_STUDIO_CONFIG)
     return [jsonl, table, tasks, config]

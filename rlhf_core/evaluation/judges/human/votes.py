@@ -46,14 +46,14 @@ class Votes:
 
 def count_votes(answers: Sequence[Answer]) -> Votes:
     """Sort answers by annotator and pair."""
-    said: dict[tuple[str, str], set[str]] = defaultdict(set)
+    options_of: dict[tuple[str, str], set[str]] = defaultdict(set)
     for answer in answers:
-        said[answer.annotator, answer.pair].add(answer.choice)
+        options_of[answer.annotator, answer.pair].add(answer.choice)
     choices: dict[str, dict[str, str]] = defaultdict(dict)
-    for (annotator, pair), options in said.items():
+    for (annotator, pair), options in options_of.items():
         if len(options) == 1:
             choices[annotator][pair] = next(iter(options))
-    return Votes(dict(choices), sorted(key for key, options in said.items() if len(options) > 1))
+    return Votes(dict(choices), sorted(key for key, options in options_of.items() if len(options) > 1))
 
 
 def without_repeats(answers: Sequence[Answer]) -> list[Answer]:

@@ -183,11 +183,11 @@ class LlmJudge:
         pool.shutdown(wait=True, cancel_futures=True)
 
     def _too_much_junk(self, junk: int, pairs: int, example: Completion) -> str:
-        shown = example.refused or repr(" ".join(example.text.split())[:JUNK_CHARACTERS])
+        excerpt = example.refused or repr(" ".join(example.text.split())[:JUNK_CHARACTERS])
         return (
             f"llm judge: {junk} of {pairs} pairs have no usable answer, more than evaluate.llm_judge.max_junk "
-            f"({self.config.max_junk:.0%}) allows, so nothing is compared; the first one: {shown}; try another model, "
-            "template or response_format"
+            f"({self.config.max_junk:.0%}) allows, so nothing is compared; the first one: {excerpt}; try another "
+            "model, template or response_format"
         )
 
     def _metrics(

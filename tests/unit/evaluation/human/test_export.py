@@ -67,10 +67,10 @@ def test_the_forms_hold_nothing_about_who_wrote_what(tmp_path: Path) -> None:
     assert tuple(row) == COLUMNS and {row["reply_1"], row["reply_2"]} == {"'=SUM(A1)", '好的，\n"是"'}
     (task,) = json.loads((tmp_path / "out/label_studio_tasks.json").read_text())
     config = ElementTree.parse(tmp_path / "out/label_studio_config.xml")
-    shown = {node.attrib["value"].removeprefix("$") for node in config.iter("Text")}
+    fields = {node.attrib["value"].removeprefix("$") for node in config.iter("Text")}
     (pairwise,) = config.iter("Pairwise")
     names = {node.attrib["name"] for node in config.iter("Text")}
-    assert shown < set(task["data"]) and set(pairwise.attrib["toName"].split(",")) < names
+    assert fields < set(task["data"]) and set(pairwise.attrib["toName"].split(",")) < names
 
 
 def test_the_key_comes_back_as_it_was_and_others_are_refused(tmp_path: Path) -> None:
@@ -89,11 +89,11 @@ def evaluated(root: Path) -> Path:
     """A workspace with an evaluation of four prompts, one of them a bad case."""
     rows = [made_prompt(f"question {i}?", "sums", "a file") for i in range(4)]
     write_rows(root / "data/clean/prompts/test.parquet", rows)
-    shown = [
+    pairs = [
         {"id": row.id, "category": row.category, "sft_reply": f"sft {i}", "policy_reply": f"policy {i}"}
         for i, row in enumerate(rows)
     ]
-    write_table(root / "samples/comparisons.parquet", pa.Table.from_pylist(shown))
+    write_table(root / "samples/comparisons.parquet", pa.Table.from_pylist(pairs))
     (root / "samples/bad_cases.jsonl").write_text(json.dumps({"id": rows[2].id}) + "\n")
     (root / "params.yaml").write_text("seed: 1\n")
     return root
