@@ -1,4 +1,4 @@
-"""The core's commands: stage, fingerprint, plan, report, data, match. Heavy imports wait until a command runs."""
+"""The core's commands: stage, plan, report, data, annotate, match … Heavy imports wait until a command runs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from rlhf_core import data_commands
+from rlhf_core import annotate_commands, data_commands
 from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(data_commands.app, name="data")
+app.add_typer(annotate_commands.app, name="annotate")
 WorkspaceOption = Annotated[
     Path | None, typer.Option("--workspace", "-w", help="Folder with params.yaml; default: the current one.")
 ]
@@ -41,17 +42,20 @@ def stage(
 def fingerprint(workspace: WorkspaceOption = None) -> None:
     """Refresh the code fingerprints that dvc.yaml's stages depend on."""
     from rlhf_core.config.loading.load import load_params
+    from rlhf_core.data.sources import annotation_sources
     from rlhf_core.fingerprint import write_fingerprints, write_sources
     from rlhf_core.fingerprint.starting_model import write_starting_model
-    from rlhf_core.ppo.reward_sources.tracked_files import write_tracked_files
+    from rlhf_core.ppo.reward_sources.tracked_files import write_tracked_files, write_verifiable
     from rlhf_core.stages.runtime.names import STAGES
     from rlhf_core.stages.runtime.runner import workspace_root
 
     root = workspace_root(workspace)
     params = load_params(root)
     write_fingerprints(root, list(STAGES))
-    write_sources(root, params.collect.files.paths())
+    annotations = annotation_sources(params.collect.annotations, root)
+    write_sources(root, [*params.collect.files.paths(), *(source.path for source in annotations)])
     write_sources(root, [source.path for source in params.validate_.evaluation_files], "evaluation_files")
+    write_verifiable(root, params.evaluate.verifiable)
     write_starting_model(root, params.base.source)
     write_tracked_files(root, params.ppo.reward.sources)
 
@@ -143,3 +147,37 @@ def match(
     skip_last_collection()
     atomic_write_json(output, run_match(workspace_root(workspace), champion=champion, challenger=challenger))
     typer.echo(output)
+
+
+@app.command(no_args_is_help=True)
+def benchmark(
+    file: Annotated[Path, typer.Argument(help="Rows with prompt, chosen, rejected and subset, as in RewardBench 2.")],
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a reward model; default: models/reward of the workspace.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Replies scored at once.")] = 16,
+    workspace: WorkspaceOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Measure how often a reward model scores the right reply above all wrong ones, by subset.
+
+    Examples:
+    $ rlhf benchmark reward-bench-2.parquet
+    $ rlhf benchmark questions.jsonl --model models/judge --json
+    """
+    from rlhf_core.garbage_collection import skip_last_collection
+    from rlhf_core.stages.runtime.runner import workspace_root
+
+    skip_last_collection()
+    folder = model or workspace_root(workspace) / "models" / "reward"
+    from rlhf_core.evaluation.judges.model import ModelJudge
+    from rlhf_core.evaluation.reward_benchmark import as_text, read_benchmark, run_benchmark
+
+    rows = read_benchmark(file)
+    result = run_benchmark(ModelJudge.load(folder, "reward", batch_size), rows)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(result.as_dict(), indent=2))
+    else:
+        typer.echo(as_text(result))

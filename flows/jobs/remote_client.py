@@ -28,7 +28,7 @@ from flows.workspace.git import git_revision
 from rlhf_core.config.loading.load import PARAMS_FILE, Params, load_params
 from rlhf_core.errors import EXIT_USER_ERROR, ConfigError
 from rlhf_core.files import atomic_write_text
-from rlhf_core.ppo.reward_sources.tracked_files import function_files
+from rlhf_core.ppo.reward_sources.tracked_files import function_files, verifiable_functions
 
 RECIPE_FILES = (PARAMS_FILE, "dvc.yaml", "dvc.lock", ".dvcignore")
 CARRIED_BYTES = 400_000
@@ -86,12 +86,15 @@ def prepare_remote_job(job: Job, node: StageNode) -> Job | None:
 
 
 def _untracked_inputs(workspace: Path, stage: str) -> list[str]:
-    """List files that the stage reads although DVC does not track them: DeepSpeed settings and reward functions."""
+    """List files that the stage reads and DVC does not track: DeepSpeed settings, functions, verifiable prompts."""
     params = load_params(workspace)
     launch = {str(name): config for name, config in params.compute.launch.items()}.get(stage)
     files = [launch.deepspeed] if launch and launch.deepspeed and not Path(launch.deepspeed).is_absolute() else []
     if stage in STAGES_WITH_REWARD_SOURCES:
         files += function_files(workspace, params.ppo.reward.sources)
+    verifiable = params.evaluate.verifiable
+    if stage == "evaluate" and verifiable is not None:
+        files += [verifiable.path, *function_files(workspace, verifiable_functions(verifiable))]
     return files
 
 

@@ -39,7 +39,7 @@ def match_question(workspace: Path, challenger: ModelVersion, champion: ModelVer
         "champion": champion.tags[CONTENT_TAG],
         "prompts": recorded_hash(workspace, "data/clean"),
         judge: recorded_hash(workspace, f"models/{judge}"),
-        "settings": load_section(workspace, "evaluate", EvaluateConfig).model_dump(mode="json"),
+        "settings": load_section(workspace, "evaluate", EvaluateConfig).model_dump(mode="json", exclude_none=True),
         "measured": MEASURED,
     }
 

@@ -177,9 +177,14 @@ class FileSources(Strict):
 
 
 class CollectConfig(StageConfig):
+    """``annotations`` is a path or glob of preference pairs that people made of the workspace's own replies
+    (``rlhf annotate import``). They join the preferences of either source; no file need match.
+    """
+
     source: Literal["world", "files"] = "world"
     world: WorldConfig = WorldConfig()
     files: FileSources = FileSources()
+    annotations: str | None = "data/annotations/*.jsonl"
     limit: PositiveInt | None = None
     licence: str | None = None
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from rlhf_core.config.llm_judge import LlmJudgeConfig
 from rlhf_core.config.model import SamplingConfig, StageConfig, Strict
 from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.verifiable import VerifiableConfig
 
 
 class HeldOutPerplexityConfig(Strict):
@@ -37,7 +39,8 @@ class EvaluateConfig(StageConfig):
     held-out prompts are few; bounds and tests still count prompts.
 
     With ``best_of_n`` the reward model also picks the best of so many replies of SFT to each prompt, for the judges to
-    compare with the policy's and SFT's (0: off).
+    compare with the policy's and SFT's (0: off). ``llm_judge`` lets a language model compare the replies too,
+    ``verifiable`` adds prompts whose replies are checked.
     """
 
     prompts: PositiveInt = 256
@@ -52,6 +55,8 @@ class EvaluateConfig(StageConfig):
     bootstrap: PositiveInt = 2000
     perplexity: HeldOutPerplexityConfig = HeldOutPerplexityConfig()
     safety: SafetyConfig = SafetyConfig()
+    llm_judge: LlmJudgeConfig | None = None
+    verifiable: VerifiableConfig | None = None
 
     @model_validator(mode="after")
     def _more_than_one_to_choose_from(self) -> EvaluateConfig:

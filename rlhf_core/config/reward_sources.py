@@ -10,7 +10,6 @@ import math
 import re
 from collections import Counter
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -22,11 +21,11 @@ from pydantic import (
     model_validator,
 )
 
+from rlhf_core.config.endpoint import check_endpoint
 from rlhf_core.config.model import Strict
 
 OWN_MODEL = "models/reward"
 TEMPLATES = ("chat", "pair", "reply")
-SECRET_PARAMETER = re.compile(r"(^|&)[^=&]*(key|token|secret|passw|signature|auth)[^=&]*=", re.IGNORECASE)
 
 
 class SourceConfig(Strict):
@@ -134,20 +133,9 @@ class HttpSource(SourceConfig):
     retries: NonNegativeInt = 5
     token_env: str | None = None
 
-    # Checked on the whole source, so that what may be a secret is not repeated in the error.
     @model_validator(mode="after")
     def _no_secrets(self) -> HttpSource:
-        try:
-            parts = urlsplit(self.url)
-            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:
-            usable = False
-        if not usable:
-            raise ValueError("url must be an absolute http:// or https:// address")
-        if parts.username is not None or parts.password is not None or SECRET_PARAMETER.search(parts.query):
-            raise ValueError("url carries credentials; put them in an environment variable and name it in token_env")
-        if self.token_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.token_env):
-            raise ValueError("token_env is the name of an environment variable, never the token itself")
+        check_endpoint(self.url, self.token_env)
         return self
 
 

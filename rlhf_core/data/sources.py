@@ -54,6 +54,14 @@ def source_files(sources: Sequence[str | DataSource], base: Path, parameter: str
     return list(files.values())
 
 
+def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
+    """Return the files of annotations that there are, none where ``pattern`` (``collect.annotations``) matches none."""
+    if pattern is None:
+        return []
+    files = (Path(path) for path in sorted(glob.glob(pattern, root_dir=base)))
+    return [DataSource(path=str(file)) for file in files if (base / file).is_file()]
+
+
 def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFile]]:
     """Yield every file of a source with a key that is the same however the file is named."""
     if spec.startswith(PREFIX):

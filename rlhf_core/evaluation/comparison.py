@@ -16,17 +16,15 @@ from rlhf_core.evaluation.length_control import length_controlled_win_rate
 BATCH = 256  # resamples drawn at once, to bound memory for many prompts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Shares of prompts that the candidate wins, ties and loses, in [0, 1], and the mean difference of scores.
+    """Shares of prompts that the candidate wins, ties and loses, in [0, 1].
 
     Where each prompt has several pairs of replies, it is won if more of its pairs are won than lost.
 
     Attributes:
         win_rate: Mean over prompts of the share of pairs won, ties as half a win; ``win + tie / 2`` where each prompt
             has one pair.
-        mean_difference: Paired mean of candidate - baseline, in the judge's unit.
-        tie_margin: The largest difference that was still a tie, in the judge's unit.
         prompts: Number of prompts.
         lc_win_rate: ``win_rate`` at equal reply lengths; None where lengths were not given. See
             :mod:`~rlhf_core.evaluation.length_control`.
@@ -40,10 +38,6 @@ class Comparison:
     win_rate: float
     win_rate_low95: float
     win_rate_high95: float
-    mean_difference: float
-    mean_difference_low95: float
-    mean_difference_high95: float
-    tie_margin: float
     prompts: int
     lc_win_rate: float | None = None
     lc_win_rate_low95: float | None = None
@@ -54,6 +48,21 @@ class Comparison:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScoreComparison(Comparison):
+    """A comparison by a judge with scores, and the mean difference of scores.
+
+    Attributes:
+        mean_difference: Paired mean of candidate - baseline, in the judge's unit.
+        tie_margin: The largest difference that was still a tie, in the judge's unit.
+    """
+
+    mean_difference: float
+    mean_difference_low95: float
+    mean_difference_high95: float
+    tie_margin: float
+
+
 def compare(
     candidate: ArrayLike,
     baseline: ArrayLike,
@@ -61,7 +70,7 @@ def compare(
     bootstrap: int = 2000,
     seed: int = 0,
     length_difference: ArrayLike | None = None,
-) -> Comparison:
+) -> ScoreComparison:
     """Compare paired scores ``candidate[i]`` and ``baseline[i]`` of the same prompt.
 
     Several replies to a prompt are not independent of each other: bounds resample prompts, each with all its replies.
@@ -88,8 +97,51 @@ def compare(
     # One row per prompt, one column per reply to it.
     difference = (first - second).reshape(len(first), -1)
     outcome = outcomes(difference, tie_margin)
-    share_won, mean_difference = outcome.mean(axis=1), difference.mean(axis=1)
-    low, high = bootstrap_bounds(np.stack([share_won, mean_difference]), bootstrap, seed)
+    # One row per prompt, one column per reply to it.
+    difference = (first - second).reshape(len(first), -1)
+    outcome = outcomes(difference, tie_margin)
+    mean_difference = difference.mean(axis=1)
+    low, high = bootstrap_bounds(np.stack([outcome.mean(axis=1), mean_difference]), bootstrap, seed)
+    return ScoreComparison(
+        **asdict(_compared(outcome, low[0], high[0], bootstrap, seed, length_difference)),
+        mean_difference=float(mean_difference.mean()),
+        mean_difference_low95=float(low[1]),
+        mean_difference_high95=float(high[1]),
+        tie_margin=tie_margin,
+    )
+
+
+def compare_outcomes(
+    outcome: Sequence[float], bootstrap: int = 2000, seed: int = 0, length_difference: ArrayLike | None = None
+) -> Comparison:
+    """Compare two sides by what a judge without scores said.
+
+    Args:
+        outcome: 1 for a win of the candidate, ½ for a tie, 0 for a loss, (prompts,).
+        bootstrap: Number of resamples; the same prompts are drawn as in :func:`compare`.
+        seed: Seed of the resamples.
+        length_difference: See :func:`compare`.
+
+    Raises:
+        DataError: There are no outcomes.
+    """
+    values = np.asarray(outcome, dtype=np.float64)
+    if values.size == 0:
+        raise DataError("a comparison needs at least one prompt that was judged")
+    low, high = bootstrap_bounds(values[np.newaxis], bootstrap, seed)
+    return _compared(values[:, np.newaxis], low[0], high[0], bootstrap, seed, length_difference)
+
+
+def _compared(
+    outcome: np.ndarray,
+    low: float,
+    high: float,
+    bootstrap: int,
+    seed: int,
+    length_difference: ArrayLike | None,
+) -> Comparison:
+    """Win rates of outcomes (prompts, replies), of which the mean over prompts has the bounds ``low`` and ``high``."""
+    share_won = outcome.mean(axis=1)
     controlled = {}
     if length_difference is not None:
         longer_by = np.asarray(length_difference, dtype=np.float64).reshape(outcome.shape)
@@ -99,13 +151,9 @@ def compare(
         tie=float((share_won == 0.5).mean()),
         lose=float((share_won < 0.5).mean()),
         win_rate=float(share_won.mean()),
-        win_rate_low95=float(low[0]),
-        win_rate_high95=float(high[0]),
-        mean_difference=float(mean_difference.mean()),
-        mean_difference_low95=float(low[1]),
-        mean_difference_high95=float(high[1]),
-        tie_margin=tie_margin,
-        prompts=len(difference),
+        win_rate_low95=float(low),
+        win_rate_high95=float(high),
+        prompts=len(share_won),
         **controlled,
     )
 

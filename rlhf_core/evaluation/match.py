@@ -13,11 +13,12 @@ from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Prompt, read_rows
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparison import compare, outcomes, tie_margin_of
+from rlhf_core.evaluation.comparison import compare, compare_outcomes, outcomes, tie_margin_of
 from rlhf_core.evaluation.generation import evaluation_replies
 from rlhf_core.evaluation.judges.final import MODELS, judging_model
 from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.judge import Judge
+from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.length_control import length_differences
 from rlhf_core.evaluation.promotion.measure import MatchPrompts, MatchReplies, paired_losses
@@ -37,9 +38,10 @@ PROMPTS = Path("data") / "clean" / "prompts" / "test.parquet"
 def run_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, Any]:
     """Compare the model folders ``challenger`` and ``champion`` on the workspace's fixed test prompts.
 
-    The judges are the workspace's judge and, when every prompt is of the synthetic world, the gold judge; never the
-    reward model, which the policy was optimised against, nor the referee, which selected its checkpoint, unless the
-    workspace has no judge. Both models get the evaluation's sampling and the same random numbers.
+    The judges are the workspace's judge; when every prompt is of the synthetic world, the gold judge; and where
+    ``evaluate.llm_judge`` is set, the LLM judge. Never the reward model, which the policy was optimised against, nor
+    the referee, which selected its checkpoint, unless the workspace has no judge. Both models get the evaluation's
+    sampling and the same random numbers.
 
     Returns:
         ``comparison`` (of the challenger, by judge: win, tie, lose, win_rate, …), ``losses`` (by how much the
@@ -54,6 +56,7 @@ def run_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, An
     prompts = [row.prompt for row in rows]
     world = all(is_world(prompt[-1].content) for prompt in prompts)
     data = MatchPrompts(rows, regression_set(held_out), safety_prompts(0 if world else config.safety.prompts))
+    llm_judge = LlmJudge(config.llm_judge, workspace / ANSWERS) if config.llm_judge else None
     name = judging_model(workspace)
     judges: list[Judge] = [ModelJudge.load(workspace / MODELS / name, name, config.batch_size)]
     if world:
@@ -73,6 +76,11 @@ def run_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, An
         margin = tie_margin_of(judge, config.tie_margin, baseline.ravel().tolist())
         outcome[judge.name] = outcomes(scores - baseline, margin)[:, 0]
         comparison[judge.name] = compare(scores, baseline, margin, config.bootstrap, config.seed, longer_by).as_dict()
+    if llm_judge is not None:
+        judgements = llm_judge.judge(prompts, new.judged, old.judged)
+        comparison[llm_judge.name] = compare_outcomes(
+            judgements.outcomes(), config.bootstrap, config.seed, longer_by[judgements.judged, 0]
+        ).as_dict()
     folders = {"champion": champion, "challenger": challenger, name: workspace / MODELS / name}
     return {
         "comparison": comparison,

@@ -10,9 +10,12 @@ import numpy as np
 
 from rlhf_core.data.language_tag import language_shares
 from rlhf_core.data.schema import Prompt
-from rlhf_core.evaluation.comparison import Comparison, outcomes
+from rlhf_core.evaluation.comparison import Comparison, ScoreComparison, compare_outcomes, outcomes
 from rlhf_core.evaluation.drift import Drift
+from rlhf_core.evaluation.judges.disagreement import worst_disagreements
 from rlhf_core.evaluation.judges.judge import Judge
+from rlhf_core.evaluation.judges.pairwise import PairwiseJudge, PairwiseJudgements
+from rlhf_core.evaluation.length_control import length_differences
 from rlhf_core.evaluation.regression import pass_rates
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.text_metrics import measure_text
@@ -61,15 +64,24 @@ class EvaluatedModel:
 
 
 @dataclass(frozen=True)
+class PairwiseEvaluation:
+    """What a judge without scores said about each pair, and the comparison that it makes."""
+
+    judgements: PairwiseJudgements
+    comparison: Comparison
+
+
+@dataclass(frozen=True)
 class Evaluation:
-    """SFT and policy side by side on the same prompts, with one comparison per judge.
+    """SFT and policy side by side on the same prompts.
 
     Attributes:
         prompts: The prompt of each row: every prompt ``replies_per_prompt`` times in a row.
         regression_prompts: The prompts of the regression set.
         sft: The replies of SFT and what they were measured at.
         policy: Those of the policy.
-        comparisons: The policy against SFT, by judge.
+        comparisons: The policy against SFT, by each judge with scores.
+        pairwise: The same by each judge without scores, on the first reply to each prompt.
         replies_per_prompt: Rows of a prompt.
     """
 
@@ -77,8 +89,19 @@ class Evaluation:
     regression_prompts: list[Prompt]
     sft: EvaluatedModel
     policy: EvaluatedModel
-    comparisons: Mapping[str, Comparison]
+    comparisons: Mapping[str, ScoreComparison]
+    pairwise: Mapping[str, PairwiseEvaluation] = field(default_factory=dict)
     replies_per_prompt: int = 1
+
+    def judged_by(self, judge: PairwiseJudge, bootstrap: int, seed: int) -> Evaluation:
+        """Return the same evaluation with this judge's comparison added; see :func:`compare_outcomes`."""
+        prompts, policy, sft = (
+            rows[:: self.replies_per_prompt] for rows in (self.prompts, self.policy.replies, self.sft.replies)
+        )
+        judgements = judge.judge([row.prompt for row in prompts], policy, sft)
+        longer_by = length_differences(policy, sft)[judgements.judged]
+        comparison = compare_outcomes(judgements.outcomes(), bootstrap, seed, longer_by)
+        return replace(self, pairwise={**self.pairwise, judge.name: PairwiseEvaluation(judgements, comparison)})
 
     def metrics(self, world: bool) -> dict[str, Any]:
         """Return the content of ``metrics/evaluation.json``; see docs/metrics.md.
@@ -98,10 +121,14 @@ class Evaluation:
             "kl_low95": drift.kl - 1.96 * drift.kl_error,
             "kl_high95": drift.kl + 1.96 * drift.kl_error,
             "prompts": len(self.prompts) // self.replies_per_prompt,
-            "comparison": {judge: comparison.as_dict() for judge, comparison in self.comparisons.items()},
+            "comparison": {
+                **{judge: comparison.as_dict() for judge, comparison in self.comparisons.items()},
+                **{judge: pairwise.comparison.as_dict() for judge, pairwise in self.pairwise.items()},
+            },
             "category": self.by_category(),
             "regression": {**policy_rates, "prompts": len(self.regression_prompts)},
             "regression_sft": sft_rates,
+            **{f"{judge}_judge": dict(pairwise.judgements.metrics) for judge, pairwise in self.pairwise.items()},
             **({"languages": languages} if languages else {}),
         }
 
@@ -119,6 +146,11 @@ class Evaluation:
                     f"policy_{judge}": float(policy.mean()),
                     f"win_rate_{judge}": float(outcomes(policy - sft, comparison.tie_margin).mean()),
                 }
+            for judge, pairwise in self.pairwise.items():
+                pairs = [pairwise.judgements.pairs[i // self.replies_per_prompt] for i in rows]
+                known = [pair.outcome for pair in pairs if pair.outcome is not None]
+                if known:
+                    table[category][f"win_rate_{judge}"] = float(np.mean(known))
         return table
 
     def rows(self) -> list[dict[str, Any]]:
@@ -134,22 +166,29 @@ class Evaluation:
                 "policy_finished": self.policy.replies[i].finished,
                 **{f"sft_{judge}": scores[i] for judge, scores in self.sft.scores.items()},
                 **{f"policy_{judge}": scores[i] for judge, scores in self.policy.scores.items()},
+                **self._said_of(i),
             }
             for i, prompt in enumerate(self.prompts)
         ]
 
+    def _said_of(self, row: int) -> dict[str, float | str | None]:
+        """Outcome and reason by each judge without scores; None beside further replies to a prompt."""
+        prompt, further = divmod(row, self.replies_per_prompt)
+        columns: dict[str, float | str | None] = {}
+        for judge, pairwise in self.pairwise.items():
+            pair = None if further else pairwise.judgements.pairs[prompt]
+            columns |= {f"{judge}_outcome": pair and pair.outcome, f"{judge}_reason": pair and pair.reason}
+        return columns
+
     def bad_cases(self, judge: str, limit: int) -> list[dict[str, Any]]:
         """Return rows where the reward model prefers the policy and ``judge`` prefers SFT, worst first.
 
-        Disagreement is the reward's gain minus the judge's, each in standard deviations of that judge's differences.
-        Such prompts are what the next round of preference data should be about.
+        Such prompts are what the next round of preference data should be about; see
+        :func:`~rlhf_core.evaluation.judges.disagreement.worst_disagreements`.
         """
         gains = {
             name: np.asarray(self.policy.scores[name]) - np.asarray(self.sft.scores[name]) for name in ("reward", judge)
         }
-        spread = {name: float(values.std()) or 1.0 for name, values in gains.items()}
-        disagreement = gains["reward"] / spread["reward"] - gains[judge] / spread[judge]
-        wrong = (gains["reward"] > 0) & (gains[judge] < -self.comparisons[judge].tie_margin)
-        order = sorted(np.flatnonzero(wrong), key=lambda i: -disagreement[i])[:limit]
+        worst = worst_disagreements(gains["reward"], gains[judge], self.comparisons[judge].tie_margin)[:limit]
         rows = self.rows()
-        return [rows[i] | {"judge": judge, "disagreement": float(disagreement[i])} for i in order]
+        return [rows[i] | {"judge": judge, "disagreement": disagreement} for i, disagreement in worst]

@@ -91,7 +91,7 @@ def check_files(sources: FileSources, base: Path, config: ValidateConfig, folder
         DataError: A file is missing or of an unknown format.
     """
     raw = folder / collect.STAGE.outputs["raw"]
-    collect.collect(CollectConfig(source="files", files=sources, seed=config.seed), base, raw)
+    collect.collect(CollectConfig(source="files", files=sources, annotations=None, seed=config.seed), base, raw)
     outputs = Paths({name: folder / path for name, path in validate.STAGE.outputs.items()})
     try:
         validate.run(config, Paths({"raw": raw}), outputs, RunContext(folder / "work"))

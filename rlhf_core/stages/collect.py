@@ -10,7 +10,7 @@ from rlhf_core.config.collect import CollectConfig
 from rlhf_core.data.derived import derived_from
 from rlhf_core.data.raw_folder import RawFolder, SourceCounts, SourceWriter
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
-from rlhf_core.data.sources import source_chunks, source_files
+from rlhf_core.data.sources import annotation_sources, read_source, source_chunks, source_files
 from rlhf_core.data.table_stream import TableWriter
 from rlhf_core.data.validation.quarantine import REFUSED_SCHEMA, write_refused
 from rlhf_core.errors import DataError
@@ -49,7 +49,7 @@ def collect(config: CollectConfig, base: Path, raw: Path) -> dict[str, float]:
         DataError: A file is missing or of an unknown format.
     """
     with atomic_dir(raw) as folder:
-        collected = _from_world(config, folder) if config.source == "world" else _from_files(config, base, folder)
+        collected = _from_world(config, base, folder) if config.source == "world" else _from_files(config, base, folder)
         atomic_write_json(folder / "manifest.json", _manifest(config, collected, folder))
     metrics = {f"{kind}_rows": float(collected.rows[kind]) for kind in KINDS}
     metrics["refused_rows"] = float(sum(source.refused for listed in collected.sources.values() for source in listed))
@@ -69,8 +69,8 @@ class Collected:
     sources: dict[str, list[SourceCounts]]
 
 
-def _from_world(config: CollectConfig, folder: Path) -> Collected:
-    """Generate all kinds from the synthetic world, with ids by the schema's rule."""
+def _from_world(config: CollectConfig, base: Path, folder: Path) -> Collected:
+    """Generate all kinds from the synthetic world, with ids by the schema's rule; annotated pairs come first."""
     world, seed = config.world, config.seed
 
     def size(n: int) -> int:
@@ -92,16 +92,26 @@ def _from_world(config: CollectConfig, folder: Path) -> Collected:
         bar.advance()
         rows["pretrain"] = corpus.pretrain(seed, size(world.pretrain))
         bar.advance()
+    annotations = source_files(annotation_sources(config.annotations, base), base)
+    annotated = [read_source(file, "preferences", None) for file in annotations]
+    rows["preferences"] = [*(row for part in annotated for row in part.rows), *rows["preferences"]]
     for kind in KINDS:
         listed = [row | {"id": content_id(kind, row)} for row in rows[kind][: config.limit]]
         write_dicts(folder / kind / "data.parquet", kind, listed)
-    write_refused(folder / "refused.parquet", [])
+    write_refused(folder / "refused.parquet", [{"kind": "preferences", **row} for p in annotated for row in p.refused])
     counts = {kind: len(rows[kind][: config.limit]) for kind in KINDS}
-    return Collected(counts, dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, ""), {kind: [] for kind in KINDS})
+    sources: dict[str, list[SourceCounts]] = {kind: [] for kind in KINDS}
+    for part in annotated:
+        counted = SourceCounts(part.source, part.sha256, part.format)
+        counted.take(part)
+        sources["preferences"].append(counted)
+    return Collected(counts, dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, ""), sources)
 
 
 def _from_files(config: CollectConfig, base: Path, folder: Path) -> Collected:
-    files = {kind: source_files(config.files.of(kind), base) for kind in KINDS}
+    sources_of = {kind: list(config.files.of(kind)) for kind in KINDS}
+    sources_of["preferences"] += annotation_sources(config.annotations, base)
+    files = {kind: source_files(sources_of[kind], base) for kind in KINDS}
     derived = derived_from([kind for kind in KINDS if files[kind]])
     sizes = [file.path.stat().st_size if file.path else 0 for listed in files.values() for file in listed]
     sources: dict[str, list[SourceCounts]] = {kind: [] for kind in KINDS}

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from rlhf_core.config.evaluate import EvaluateStageConfig
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.schema import Prompt, read_rows, write_table
+from rlhf_core.data.schema import Message, Prompt, read_rows, write_table
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.best_of_n import BestOfN
 from rlhf_core.evaluation.comparison import Comparison, compare, tie_margin_of
@@ -25,6 +25,7 @@ from rlhf_core.evaluation.generation import (
 )
 from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.judge import Judge
+from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.length_control import length_differences
 from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities
@@ -32,7 +33,8 @@ from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.regression import fixed_subset, regression_set
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.safety.refusals import refusal_rates, safety_prompts
-from rlhf_core.files import atomic_write_json, atomic_write_text
+from rlhf_core.evaluation.verifiable.prompts import VerifiablePrompts
+from rlhf_core.files import atomic_write_json, atomic_write_lines, atomic_write_text
 from rlhf_core.models.base import load_policy
 from rlhf_core.progress import Progress, progress
 from rlhf_core.sampling.distribution import Sampling
@@ -42,6 +44,7 @@ from rlhf_core.training.run_context import RunContext
 from rlhf_core.world.grammar import is_world
 
 WORLD_SOURCE = "world"
+VERIFIABLE_REPLIES = Path(".rlhf") / "verifiable.jsonl"
 
 
 def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
@@ -53,6 +56,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     held_out = read_rows(inputs.clean / "prompts" / "test.parquet", Prompt)
     if not held_out:
         raise DataError(f"{inputs.clean / 'prompts' / 'test.parquet'} has no rows; raise validate.split.test")
+    llm_judge = LlmJudge(config.llm_judge, context.folder / ANSWERS) if config.llm_judge else None
     prompts = fixed_subset(held_out, config.prompts, "evaluation")
     regression_prompts = regression_set(held_out)
     world = all_of_the_world(prompts)
@@ -60,6 +64,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         prompts,
         regression_prompts,
         safety_prompts(0 if world else config.safety.prompts),  # the world has harmful prompts of its own
+        VerifiablePrompts.load(config.verifiable, context.folder),
         HeldOutText.read(inputs.clean, config.perplexity.rows),
     )
     with progress(2 * data.replies(config.replies_per_prompt) + config.best_of_n * len(prompts), "evaluate") as bar:
@@ -77,28 +82,18 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         for samples in (sft_samples, policy_samples)
     )
     del reference
-    asked = [row for row in prompts for _ in range(config.replies_per_prompt)]
-    longer_by = length_differences(policy.replies, sft.replies)
-    by_prompt = (len(prompts), config.replies_per_prompt)
-    comparisons = {}
     names = ("reward", "referee", "judge", "gold") if world else ("reward", "referee", "judge")
-    for name in names:
-        # One judge at a time: a large one needs the memory of the one before.
-        judge: Judge = GoldJudge() if name == "gold" else ModelJudge.load(inputs[name], name, config.batch_size)
-        sft, policy = sft.scored_by(judge, asked), policy.scored_by(judge, asked)
-        margin = tie_margin_of(judge, config.tie_margin, sft.scores[name])
-        scores, baseline = (np.reshape(model.scores[name], by_prompt) for model in (policy, sft))
-        comparisons[name] = compare(
-            scores, baseline, margin, config.bootstrap, config.seed, longer_by.reshape(by_prompt)
-        )
-        del judge
-    evaluation = Evaluation(asked, regression_prompts, sft, policy, comparisons, config.replies_per_prompt)
+    evaluation = scored_evaluation(config, inputs, data, sft, policy, names)
+    if llm_judge is not None:
+        evaluation = evaluation.judged_by(llm_judge, config.bootstrap, config.seed)
     metrics, rows = evaluation.metrics(world), evaluation.rows()
     if config.best_of_n:
         best = judged_best_of_n(config, inputs, evaluation, sft_samples.candidates)
         metrics["best_of_n"] = best_of_n_metrics(config, evaluation, best)
         for row, columns in zip(rows[:: config.replies_per_prompt], best.columns(), strict=True):
             row.update(columns)
+    if config.verifiable is not None:
+        metrics["verifiable"] = verifiable_metrics(config, data.verifiable, sft_samples, policy_samples, context)
     write_table(outputs.comparisons, pa.Table.from_pylist(rows))
     # The last judge is the best one there is: gold in the synthetic world, else the one that selected nothing.
     bad_cases = evaluation.bad_cases(names[-1], config.bad_cases)
@@ -150,28 +145,31 @@ def all_of_the_world(prompts: Sequence[Prompt]) -> bool:
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """What every model is evaluated on: prompts to be judged, three further sets, each for one kind of metric."""
+    """What every model is evaluated on: prompts to be judged, and further sets, each for one kind of metric."""
 
     prompts: list[Prompt]
     regression_prompts: list[Prompt]
     safety_prompts: list[Prompt]
+    verifiable: VerifiablePrompts
     held_out: HeldOutText
 
     def replies(self, replies_per_prompt: int) -> int:
         """How many replies of the evaluation's sampling each model makes."""
-        return replies_per_prompt * len(self.prompts) + len(self.regression_prompts) + len(self.safety_prompts)
+        others = (self.regression_prompts, self.safety_prompts, self.verifiable.lines)
+        return replies_per_prompt * len(self.prompts) + sum(map(len, others))
 
 
 @dataclass(frozen=True)
 class EvaluationSamples:
-    """What one model generated: replies to be judged, to the regression set, to the safety prompts, and from the
-    training distribution; its perplexity of held-out text by kind; and further lists of replies to be judged, of which
-    the best may be chosen.
+    """What one model generated: replies to be judged, to the regression set, to the safety and the verifiable prompts,
+    and from the training distribution; its perplexity of held-out text by kind; and further lists of replies to be
+    judged, of which the best may be chosen.
     """
 
     replies: list[Reply]
     regression_replies: list[Reply]
     safety_replies: list[Reply]
+    verifiable_replies: list[Reply]
     on_policy: OnPolicyReplies
     perplexities: dict[str, float]
     candidates: list[list[Reply]]
@@ -199,29 +197,70 @@ def sample_replies(
     )
 
     def sampled(
-        rows: Sequence[Prompt],
+        asked: Sequence[Sequence[Message]],
         settings: SamplingConfig = config.sampling,
         seed: int = config.seed,
         replies_per_prompt: int = 1,
     ) -> list[Reply]:
-        asked = [row.prompt for row in rows]
         return evaluation_replies(
             model, tokenizer, asked, settings, seed, bar.advance, config.batch_size, replies_per_prompt
         )
 
     return EvaluationSamples(
-        replies=sampled(data.prompts, replies_per_prompt=config.replies_per_prompt),
-        regression_replies=sampled(data.regression_prompts),
-        safety_replies=sampled(data.safety_prompts, shorter),
+        replies=sampled(messages, replies_per_prompt=config.replies_per_prompt),
+        regression_replies=sampled([row.prompt for row in data.regression_prompts]),
+        safety_replies=sampled([row.prompt for row in data.safety_prompts], shorter),
+        verifiable_replies=sampled(data.verifiable.prompts),
         on_policy=on_policy_replies(
             model, tokenizer, messages[: config.kl_samples], sampling, config.seed + 1, config.batch_size
         ),
         perplexities=held_out_perplexities(model, tokenizer, data.held_out, config.perplexity),
         candidates=[
-            sampled(data.prompts, seed=derive_seed(config.seed, "evaluate", "best_of_n", number))
+            sampled(messages, seed=derive_seed(config.seed, "evaluate", "best_of_n", number))
             for number in range(best_of)
         ],
     )
+
+
+def scored_evaluation(
+    config: EvaluateStageConfig,
+    inputs: Paths,
+    data: EvaluationData,
+    sft: EvaluatedModel,
+    policy: EvaluatedModel,
+    names: Sequence[str],
+) -> Evaluation:
+    """Let the judges ``names`` score the replies of both models, one after another, and compare them by each."""
+    asked = [row for row in data.prompts for _ in range(config.replies_per_prompt)]
+    by_prompt = (len(data.prompts), config.replies_per_prompt)
+    longer_by = length_differences(policy.replies, sft.replies).reshape(by_prompt)
+    comparisons = {}
+    for name in names:
+        # One judge at a time: a large one needs the memory of the one before.
+        judge: Judge = GoldJudge() if name == "gold" else ModelJudge.load(inputs[name], name, config.batch_size)
+        sft, policy = sft.scored_by(judge, asked), policy.scored_by(judge, asked)
+        margin = tie_margin_of(judge, config.tie_margin, sft.scores[name])
+        scores, baseline = (np.reshape(model.scores[name], by_prompt) for model in (policy, sft))
+        comparisons[name] = compare(scores, baseline, margin, config.bootstrap, config.seed, longer_by)
+        del judge
+    return Evaluation(
+        asked, data.regression_prompts, sft, policy, comparisons, replies_per_prompt=config.replies_per_prompt
+    )
+
+
+def verifiable_metrics(
+    config: EvaluateStageConfig,
+    prompts: VerifiablePrompts,
+    sft_samples: EvaluationSamples,
+    policy_samples: EvaluationSamples,
+    context: RunContext,
+) -> dict[str, Any]:
+    """Check the replies to the verifiable prompts; all of them go to ``.rlhf/verifiable.jsonl`` and the tracker."""
+    sft, policy = (prompts.check(samples.verifiable_replies) for samples in (sft_samples, policy_samples))
+    path = context.folder / VERIFIABLE_REPLIES
+    atomic_write_lines(path, prompts.rows(sft, policy))
+    context.tracker.log_artifact(path, "samples")
+    return prompts.metrics(sft, policy, config.bootstrap, config.seed)
 
 
 def judged_best_of_n(

@@ -77,7 +77,7 @@ def command_of(words: list[str]) -> Any:
     """The command that the words run: of a group the one that is named next, or that of its short form."""
     command = COMMANDS[words[0]]
     members: dict[str, Any] = getattr(command, "commands", {})
-    return members.get(words[1], members[SHORT_FORM]) if members and len(words) > 1 else command
+    return members.get(words[1]) or members[SHORT_FORM] if members and len(words) > 1 else command
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

@@ -42,7 +42,7 @@ def test_files_and_parameters_agree(name: str) -> None:
 
 def test_the_fingerprint_of_every_stage_is_an_out_of_the_first() -> None:
     outs = names(stages()["fingerprint"]["outs"])
-    others = ("sources", "evaluation_files", "reward_sources", "starting_model")
+    others = ("sources", "evaluation_files", "reward_sources", "verifiable", "starting_model")
     assert outs == {f".fingerprints/{name}.txt" for name in (*STAGES, *others)}
 
 

@@ -14,8 +14,8 @@ from rlhf_core.fingerprint.stages import NEUTRAL, PACKAGE, ROOTS, reached, stage
 from rlhf_core.stages.runtime.names import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
-# Modules whose imports are computed: the stages themselves, and a user's reward function.
-COMPUTED_IMPORTS = {"__init__.py", "stages/runtime/names.py", "ppo/reward_sources/python_function.py"}
+# Modules whose imports are computed: the stages themselves, and a user's functions.
+COMPUTED_IMPORTS = {"__init__.py", "stages/runtime/names.py", "user_function.py"}
 
 
 def digests(root: Path) -> dict[str, str]:

@@ -12,14 +12,14 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"memory", "data_commands"},
+    {"memory", "data_commands", "annotate_commands"},
     {"stages"},
     {"api", "chat_terminal"},
     {"evaluation", "ppo", "gates", "chat_session"},
     {"sampling", "training"},
     {"models", "data", "world"},
     {"config", "tracking", "progress", "fingerprint", "distributed", "preemption", "hub"},
-    {"files", "file_patterns", "garbage_collection", "remote_files"},
+    {"files", "file_patterns", "garbage_collection", "remote_files", "http_retry", "user_function"},
     {"errors"},
 )
 FLOWS_LAYERS = (
@@ -60,7 +60,10 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.judges.final.TRAINED_ON",
         "evaluation.judges.final.stand_in_note",
     },
-    "flows.jobs.remote_client": {"ppo.reward_sources.tracked_files.function_files"},
+    "flows.jobs.remote_client": {
+        "ppo.reward_sources.tracked_files.function_files",
+        "ppo.reward_sources.tracked_files.verifiable_functions",
+    },
     "flows.ablation.command": {
         "evaluation.ablation.page.insert",
         "evaluation.ablation.results.AblationRun",

@@ -1,7 +1,8 @@
-"""The workspace: its parameters, its data sources, its disk."""
+"""The workspace: its parameters, its data sources, what its judges need, its disk."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ def workspace_checks(workspace: Path | None) -> Iterator[DoctorCheck]:
         return
     yield DoctorCheck(OK, "params.yaml", "every parameter is known and in range, and DVC finds those it tracks")
     yield from _sources(workspace, params)
+    yield from _judges(workspace, params)
 
 
 def _writable(workspace: Path) -> DoctorCheck:
@@ -86,6 +88,24 @@ def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
     for evaluation in params.validate_.evaluation_files:
         yield _source(workspace, evaluation.path)
     yield base_model_check(workspace, params.base.source, params.base.revision)
+
+
+def _judges(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
+    """Check what the evaluation needs besides models: the LLM judge's key, the file of verifiable prompts."""
+    llm_judge, verifiable = params.evaluate.llm_judge, params.evaluate.verifiable
+    if llm_judge is not None and llm_judge.token_env is not None:
+        name = llm_judge.token_env
+        if os.environ.get(name, "").strip():
+            yield DoctorCheck(OK, "llm judge", f"{name} is set; {llm_judge.base_url} is asked when the evaluation runs")
+        else:
+            remedy = f"export {name}=… wherever evaluate runs; without it the stage stops before it samples"
+            yield DoctorCheck(WARN, "llm judge", f"the environment variable {name} is not set", remedy)
+    if verifiable is not None:
+        if (workspace / verifiable.path).is_file():
+            yield DoctorCheck(OK, "verifiable prompts", verifiable.path)
+        else:
+            remedy = "correct evaluate.verifiable.path; relative ones start at the workspace"
+            yield DoctorCheck(FAIL, "verifiable prompts", f"{workspace / verifiable.path} is no file", remedy)
 
 
 def base_model_check(workspace: Path, source: str, revision: str | None) -> DoctorCheck:

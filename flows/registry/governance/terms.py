@@ -122,7 +122,7 @@ def read_conditions(gates: Mapping[str, Any]) -> dict[str, tuple[Condition, ...]
 def terms_of(workspace: Path, config: RegistryConfig) -> PromotionTerms:
     """The terms that the settings and files of ``workspace`` make, with itself as the owner."""
     gates = load_section(workspace, "gates", GatesConfig)
-    evaluation = load_section(workspace, "evaluate", EvaluateConfig).model_dump(mode="json")
+    evaluation = load_section(workspace, "evaluate", EvaluateConfig).model_dump(mode="json", exclude_none=True)
     prompts = workspace / TEST_PROMPTS
     return PromotionTerms(
         owner=workspace_id(workspace),

@@ -18,6 +18,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.file_patterns import is_url
 
 DEFAULT_PROFILE = "demo"
+OWN_ANNOTATIONS = "data/annotations/"
 
 
 def profiles(folder: Path) -> dict[str, Path]:
@@ -94,16 +95,20 @@ def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
 
 
 def rebase_sources(text: str, origin: Path, target: Path) -> str:
-    """``text`` with the relative paths of data and evaluation files, of the starting model and of reward sources,
-    written for ``origin``, made right for ``target``. A workspace's own ``models/`` stay its own."""
+    """``text`` with the relative paths of data, evaluation and verifiable files, of the starting model and of reward
+    sources, written for ``origin``, made right for ``target``. A workspace's own ``models/`` and ``data/annotations/``
+    stay its own."""
     document = yaml_text.parse(text, "params.yaml")
-    files = (document.get("collect") or {}).get("files") or {}
+    collect, verifiable = document.get("collect") or {}, (document.get("evaluate") or {}).get("verifiable") or {}
+    if collect.get("annotations") and not collect["annotations"].startswith(OWN_ANNOTATIONS):
+        collect["annotations"] = _rebase_file(collect["annotations"], origin, target)
+    if verifiable:
+        verifiable["path"] = _rebase_file(str(verifiable.get("path")), origin, target)
+    files = collect.get("files") or {}
     for sources in [*files.values(), (document.get("validate") or {}).get("evaluation_files")]:
         for position, source in enumerate(sources or []):
             entries, key = (source, "path") if isinstance(source, dict) else (sources, position)
-            path = str(entries[key])
-            if not path.startswith(("hub:", "~")) and not is_url(path) and not os.path.isabs(path):
-                entries[key] = os.path.relpath(origin / path, target)
+            entries[key] = _rebase_file(str(entries[key]), origin, target)
     base = document.get("base") or {}
     if is_pretrained(str(base.get("source", SCRATCH))):
         base["source"] = _rebase_model(base["source"], origin, target)
@@ -113,6 +118,13 @@ def rebase_sources(text: str, origin: Path, target: Path) -> str:
         if "paths" in reward_source:
             reward_source["paths"] = [_rebase_model(path, origin, target) for path in reward_source["paths"]]
     return yaml_text.dump(document)
+
+
+def _rebase_file(path: str, origin: Path, target: Path) -> str:
+    """A relative path or glob, seen from ``target``; hub ids, URLs and absolute paths stay."""
+    if path.startswith(("hub:", "~")) or is_url(path) or os.path.isabs(path):
+        return path
+    return os.path.relpath(origin / path, target)
 
 
 def _rebase_model(path: str, origin: Path, target: Path) -> str:

@@ -11,7 +11,8 @@ from markupsafe import Markup, escape
 
 from rlhf_core.evaluation.report.sources import JsonObject
 
-JUDGES = ("gold", "judge", "referee", "reward")
+JUDGES = ("gold", "llm", "judge", "referee", "reward")
+LLM_VERDICTS = {1.0: "the policy's reply is better", 0.5: "a tie", 0.0: "SFT's reply is better"}
 WORDS = re.compile(r"\s+|\w+|[^\w\s]")
 
 
@@ -30,7 +31,8 @@ def spread_over_categories(rows: Sequence[JsonObject], count: int) -> list[JsonO
 
 
 def reply_pair(row: Mapping[str, Any]) -> JsonObject:
-    """Return a prompt with both replies, (judge, SFT's score, policy's score) triples, and who wins by the best judge.
+    """Return a prompt with both replies, (judge, SFT's score, policy's score) triples, what the LLM judge said, and who
+    wins by the best judge with scores.
 
     ``winner`` is ``policy``, ``sft`` or ``tie``, by the sign of the difference alone; empty without scores.
     """
@@ -52,6 +54,9 @@ def reply_pair(row: Mapping[str, Any]) -> JsonObject:
         "policy_finished": row.get("policy_finished", True),
         "winner": winner,
         "scores": [(name, row[f"sft_{name}"], row[f"policy_{name}"]) for name in judges],
+        # It was asked about the first reply to each prompt; only then there is a reason, which may be empty.
+        "llm": "" if row.get("llm_reason") is None else LLM_VERDICTS.get(row["llm_outcome"], "no usable answer"),
+        "llm_reason": row.get("llm_reason") or "",
     }
 
 

@@ -110,9 +110,10 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
         context.frozen.place_whole(classifier.model)
         return RankShared(classifier)
     if isinstance(source, FunctionSource):
-        from rlhf_core.ppo.reward_sources.python_function import PythonFunction, load_function
+        from rlhf_core.ppo.reward_sources.python_function import SIGNATURE, PythonFunction
+        from rlhf_core.user_function import load_function
 
-        function = load_function(source.target, context.workspace, who)
+        function = load_function(source.target, context.workspace, who, SIGNATURE)
         return RankShared(PythonFunction(function, f"{who} ({source.target})"))
     assert isinstance(source, HttpSource)
     from rlhf_core.ppo.reward_sources.http_scorer import HttpScorer

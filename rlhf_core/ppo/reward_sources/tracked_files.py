@@ -23,6 +23,7 @@ from rlhf_core.config.reward_sources import (
     ModelSource,
     RewardSources,
 )
+from rlhf_core.config.verifiable import VerifiableConfig
 from rlhf_core.files import sha256_file
 from rlhf_core.fingerprint import bare_code, write_sources
 
@@ -33,6 +34,17 @@ FILE = f".fingerprints/{NAME}.txt"
 def write_tracked_files(workspace: Path, sources: RewardSources) -> None:
     """Refresh ``.fingerprints/reward_sources.txt``; the own reward model is left to DVC, which makes it."""
     write_sources(workspace, folder_patterns(workspace, sources), NAME, code_lines(workspace, sources))
+
+
+def write_verifiable(workspace: Path, config: VerifiableConfig | None) -> None:
+    """Refresh ``.fingerprints/verifiable.txt``: the file of verifiable prompts, and the code of their functions."""
+    paths = [] if config is None else [config.path]
+    write_sources(workspace, paths, "verifiable", code_lines(workspace, verifiable_functions(config)))
+
+
+def verifiable_functions(config: VerifiableConfig | None) -> tuple[FunctionSource, ...]:
+    """The functions of ``evaluate.verifiable``, each once."""
+    return tuple(FunctionSource(target=target) for target in sorted(set(config.functions.values()))) if config else ()
 
 
 def folder_patterns(workspace: Path, sources: RewardSources) -> list[str]:

@@ -78,3 +78,15 @@ def test_a_new_workspace_finds_the_files() -> None:
     moved = yaml_text.plain(yaml_text.parse(rebase_sources(text, Path("/a/b"), Path("/a/c/d")), "a file"))
     first, second, third = moved["validate"]["evaluation_files"]
     assert (first, second["path"], third) == ("../../b/eval.jsonl", "../../x.jsonl", "hub:a/b")
+
+
+def test_a_new_workspace_finds_the_checks_and_keeps_annotations_of_its_own() -> None:
+    text = "collect: {{annotations: {0}}}\nevaluate: {{verifiable: {{path: checks.jsonl}}}}\n"
+    own = "data/annotations/*.jsonl"
+    for pattern, expected in ((own, own), ("x.jsonl", "../../b/x.jsonl")):
+        document = rebase_sources(text.format(pattern), Path("/a/b"), Path("/a/c/d"))
+        moved = yaml_text.plain(yaml_text.parse(document, "a file"))
+        assert moved["collect"]["annotations"] == expected
+        assert moved["evaluate"]["verifiable"]["path"] == "../../b/checks.jsonl"
+    for nothing in ("collect:\n", "evaluate:\n  verifiable:\n", "collect:\n  annotations:\n"):
+        assert rebase_sources(nothing, Path("/a/b"), Path("/a/c/d")) == nothing

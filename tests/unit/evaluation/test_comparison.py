@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparison import bootstrap_bounds, compare, tie_margin_of
+from rlhf_core.evaluation.comparison import bootstrap_bounds, compare, compare_outcomes, tie_margin_of
 from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
 from rlhf_core.evaluation.reply import Reply
 
@@ -125,3 +125,17 @@ def test_further_replies_narrow_the_interval() -> None:
     one = compare(difference[:, :1], np.zeros((100, 1)), 0.0, seed=1)
     eight = compare(difference, np.zeros((100, 8)), 0.0, seed=1)
     assert eight.win_rate_high95 - eight.win_rate_low95 < 0.5 * (one.win_rate_high95 - one.win_rate_low95)
+
+
+def test_outcomes_without_scores_have_the_win_rates_of_scores_with_them() -> None:
+    scores, baseline = [1.0, 0.5, 0.0, 0.2, 0.9, 0.1], [0.0, 0.5, 1.0, 0.1, 0.1, 0.4]
+    longer_by = np.array([3.0, -2.0, 5.0, 1.0, 8.0, -4.0])
+    scored = compare(scores, baseline, 0.0, 200, 3, longer_by).as_dict()
+    judged = compare_outcomes([1.0, 0.5, 0.0, 1.0, 1.0, 0.0], 200, 3, longer_by).as_dict()
+    assert judged.keys() == {name for name in scored if "difference" not in name} - {"tie_margin"}
+    assert judged == pytest.approx({name: scored[name] for name in judged})
+
+
+def test_without_outcomes_nothing_is_compared() -> None:
+    with pytest.raises(DataError, match="at least one prompt that was judged"):
+        compare_outcomes([])

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.ppo.reward_sources.python_function import PythonFunction, load_function
+from rlhf_core.ppo.reward_sources.python_function import SIGNATURE, PythonFunction
+from rlhf_core.user_function import load_function
 
 from .conftest import Place
 
@@ -48,7 +49,7 @@ def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def function(workspace: Path, name: str) -> PythonFunction:
     target = f"my_rules:{name}"
-    return PythonFunction(load_function(target, workspace, "source 'f'"), f"source 'f' ({target})")
+    return PythonFunction(load_function(target, workspace, "source 'f'", SIGNATURE), f"source 'f' ({target})")
 
 
 def test_a_function_of_the_workspace_scores_replies(place: Place, rules: Path) -> None:
@@ -82,9 +83,9 @@ def test_what_it_returns_is_checked(place: Place, rules: Path) -> None:
 )
 def test_a_function_that_cannot_be_had_is_refused(rules: Path, target: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=f"source 'f': {expected}"):
-        load_function(target, rules, "source 'f'")
+        load_function(target, rules, "source 'f'", SIGNATURE)
 
 
 def test_a_file_of_the_workspace_never_replaces_an_installed_module(rules: Path) -> None:
     (rules / "json.py").write_text("def dumps(prompts, replies): return 'mine'\n")
-    assert load_function("json:dumps", rules, "f")([]) == "[]"  # type: ignore[call-arg,arg-type]
+    assert load_function("json:dumps", rules, "f", SIGNATURE)([]) == "[]"

@@ -1,0 +1,59 @@
+"""Pairs for annotation on training prompts: only those can train the next round's models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from rlhf_core.config.evaluate import EvaluateConfig
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.data.schema import Prompt, read_rows
+from rlhf_core.errors import DataError
+from rlhf_core.evaluation.comparison import tie_margin_of
+from rlhf_core.evaluation.generation import evaluation_replies
+from rlhf_core.evaluation.judges.disagreement import worst_disagreements
+from rlhf_core.evaluation.judges.final import MODELS, TRAINED_ON, judging_model
+from rlhf_core.evaluation.judges.human.pairs import Candidate
+from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.regression import fixed_subset
+from rlhf_core.evaluation.reply import Reply
+from rlhf_core.models.base import load_policy
+from rlhf_core.progress import progress
+
+TRAINING_PROMPTS = Path("data") / "clean" / "prompts" / "train.parquet"
+
+
+def sampled_candidates(workspace: Path, count: int) -> tuple[list[Candidate], list[int]]:
+    """Let SFT and policy reply to ``count`` training prompts; return the pairs, and the positions of the bad cases.
+
+    Replies have the evaluation's sampling, bad cases are those of the reward model and the judge.
+
+    Raises:
+        DataError: There are no training prompts.
+    """
+    config = load_section(workspace, "evaluate", EvaluateConfig)
+    rows = fixed_subset(read_rows(workspace / TRAINING_PROMPTS, Prompt), count, "annotation")
+    if not rows:
+        raise DataError(f"{workspace / TRAINING_PROMPTS} has no rows")
+    prompts = [row.prompt for row in rows]
+    replies: dict[str, list[Reply]] = {}
+    with progress(2 * len(rows), "replies to training prompts") as bar:
+        for name in ("sft", "policy"):
+            model, tokenizer = load_policy(workspace / MODELS / name)
+            replies[name] = evaluation_replies(
+                model, tokenizer, prompts, config.sampling, config.seed, bar.advance, config.batch_size
+            )
+            del model
+    gains, margin = {}, 0.0
+    for name in (TRAINED_ON, judging_model(workspace)):
+        judge = ModelJudge.load(workspace / MODELS / name, name, config.batch_size)
+        baseline = judge.score(prompts, replies["sft"])
+        gains[name] = np.subtract(judge.score(prompts, replies["policy"]), baseline)
+        margin = tie_margin_of(judge, config.tie_margin, baseline)
+    reward_gain, judge_gain = gains.values()
+    candidates = [
+        Candidate([dict(vars(turn)) for turn in row.prompt], row.category, sft.text, policy.text)
+        for row, sft, policy in zip(rows, replies["sft"], replies["policy"], strict=True)
+    ]
+    return candidates, [position for position, _ in worst_disagreements(reward_gain, judge_gain, margin)]

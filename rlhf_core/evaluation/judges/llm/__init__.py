@@ -1,0 +1,1 @@
+"""The LLM judge: which of two replies a language model behind an OpenAI-compatible endpoint prefers."""

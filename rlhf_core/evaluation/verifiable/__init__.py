@@ -1,0 +1,1 @@
+"""Verifiable prompts: properties that a reply must have, checked instead of judged."""

@@ -1,0 +1,48 @@
+"""Functions of the user's own, named ``package.module:function`` in params.yaml. They run with the user's rights."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from rlhf_core.errors import ConfigError
+
+UserFunction = Callable[..., Any]
+
+
+def load_function(target: str, workspace: Path, who: str, signature: str) -> UserFunction:
+    """Import the function of ``package.module:function``.
+
+    The workspace's folder is searched last, so that a file in it never takes the place of an installed module.
+
+    Args:
+        who: What needs the function, for messages.
+        signature: How it is called, for messages.
+
+    Raises:
+        ConfigError: It cannot be imported, or is no function.
+    """
+    module, _, name = target.partition(":")
+    if str(workspace) not in sys.path:
+        sys.path.append(str(workspace))
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except Exception as error:
+        raise ConfigError(
+            f"{who}: cannot import {module} ({type(error).__name__}: {error}); it must be installed, on PYTHONPATH or "
+            f"in {workspace}"
+        ) from error
+    if not callable(function):
+        what = "nothing" if function is None else f"a {type(function).__name__}"
+        raise ConfigError(f"{who}: {name} is {what} in {module}; a function {signature} is needed")
+    return cast(UserFunction, function)
+
+
+def describe_failure(error: Exception) -> str:
+    """Say what a function raised, and in which file and line."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"raised {type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"

@@ -1,0 +1,139 @@
+"""What people are asked: blind, shuffled, the bad cases and a random control; and the forms that they get."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pyarrow as pa
+import pytest
+from typer.testing import CliRunner
+
+from rlhf_core.annotate_commands import app
+from rlhf_core.data.schema import write_rows, write_table
+from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.evaluation.judges.disagreement import worst_disagreements
+from rlhf_core.evaluation.judges.human.forms import COLUMNS, write_forms
+from rlhf_core.evaluation.judges.human.pairs import AnnotationExport, Candidate, blinded_export, evaluated_candidates
+from rlhf_core.evaluation.judges.human.sampled_candidates import sampled_candidates
+
+from ..conftest import made_prompt
+
+CANDIDATES = [
+    Candidate([{"role": "user", "content": f"question {i}?"}], "sums", f"sft {i}", f"policy {i}") for i in range(200)
+]
+
+
+def test_the_control_is_drawn_from_all_pairs_and_bad_cases_are_kept() -> None:
+    exported = blinded_export(CANDIDATES, [5, 3, 8], control=150, seed=1)
+    assert sum(pair.bad_case for pair in exported.pairs) == 3 and sum(pair.control for pair in exported.pairs) == 150
+    both = [pair for pair in exported.pairs if pair.bad_case and pair.control]
+    assert len(exported.pairs) == 153 - len(both) and both
+    assert {pair.prompt_text for pair in exported.pairs if pair.bad_case} == {f"user: question {i}?" for i in (3, 5, 8)}
+
+
+def test_sides_and_order_say_nothing_and_the_seed_decides_them() -> None:
+    exported = blinded_export(CANDIDATES, [], control=200, seed=1)
+    policy_first = [pair.policy_reply == 1 for pair in exported.pairs]
+    assert 70 < sum(policy_first) < 130
+    for pair in exported.pairs:
+        assert (pair.reply_1.startswith("policy")) == (pair.policy_reply == 1)
+        assert pair.outcome(str(pair.policy_reply)) == 1.0 and pair.outcome("tie") == 0.5
+    numbers = [int(pair.prompt_text.split()[-1].rstrip("?")) for pair in exported.pairs]
+    assert numbers != sorted(numbers)
+    assert blinded_export(CANDIDATES, [], 200, 1) == exported != blinded_export(CANDIDATES, [], 200, 2)
+
+
+def test_equal_replies_are_not_asked_about() -> None:
+    equal = [Candidate([{"role": "user", "content": "?"}], "", "yes", "yes")]
+    assert [pair.prompt for pair in blinded_export([*equal, CANDIDATES[0]], [0, 1], 5, 1).pairs] == [
+        CANDIDATES[0].prompt
+    ]
+    with pytest.raises(DataError, match="no pair of different replies"):
+        blinded_export(equal, [0], None, 1)
+
+
+def test_the_forms_hold_nothing_about_who_wrote_what(tmp_path: Path) -> None:
+    candidates = [Candidate([{"role": "user", "content": "=1+1"}], "secret category", "=SUM(A1)", '好的，\n"是"')]
+    exported = blinded_export(candidates, [0], 0, 1)
+    files = write_forms(exported.pairs, tmp_path / "out")
+    for file in files:
+        text = file.read_text()
+        assert not any(word in text for word in ("policy", "sft", "bad_case", "control", "secret category"))
+    with (tmp_path / "out/pairs.csv").open(encoding="utf-8-sig", newline="") as stream:
+        (row,) = csv.DictReader(stream)
+    assert tuple(row) == COLUMNS and {row["reply_1"], row["reply_2"]} == {"'=SUM(A1)", '好的，\n"是"'}
+    (task,) = json.loads((tmp_path / "out/label_studio_tasks.json").read_text())
+    config = ElementTree.parse(tmp_path / "out/label_studio_config.xml")
+    fields = {node.attrib["value"].removeprefix("$") for node in config.iter("Text")}
+    (pairwise,) = config.iter("Pairwise")
+    names = {node.attrib["name"] for node in config.iter("Text")}
+    assert fields < set(task["data"]) and set(pairwise.attrib["toName"].split(",")) < names
+
+
+def test_the_key_comes_back_as_it_was_and_others_are_refused(tmp_path: Path) -> None:
+    exported = blinded_export(CANDIDATES[:4], [1], 2, 1)
+    exported.save_key(tmp_path)
+    assert AnnotationExport.load_key(tmp_path, exported.name) == exported
+    for name in ("a00000000", "../x", ""):
+        with pytest.raises(DataError, match="is not of this workspace"):
+            AnnotationExport.load_key(tmp_path, name)
+    (tmp_path / "data/annotations/exports" / f"{exported.name}.json").write_text('{"name": "x"}')
+    with pytest.raises(DataError, match="is no key of an export"):
+        AnnotationExport.load_key(tmp_path, exported.name)
+
+
+def evaluated(root: Path) -> Path:
+    """A workspace with an evaluation of four prompts, one of them a bad case."""
+    rows = [made_prompt(f"question {i}?", "sums", "a file") for i in range(4)]
+    write_rows(root / "data/clean/prompts/test.parquet", rows)
+    pairs = [
+        {"id": row.id, "category": row.category, "sft_reply": f"sft {i}", "policy_reply": f"policy {i}"}
+        for i, row in enumerate(rows)
+    ]
+    write_table(root / "samples/comparisons.parquet", pa.Table.from_pylist(pairs))
+    (root / "samples/bad_cases.jsonl").write_text(json.dumps({"id": rows[2].id}) + "\n")
+    (root / "params.yaml").write_text("seed: 1\n")
+    return root
+
+
+def test_the_command_writes_forms_and_keeps_the_key(tmp_path: Path) -> None:
+    root, out = evaluated(tmp_path / "workspace"), tmp_path / "out"
+    candidates, bad = evaluated_candidates(root)
+    assert candidates[bad[0]].policy_reply == "policy 2" and len(candidates) == 4
+    command = ["export", str(out), "--workspace", str(root), "--control", "2"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "1 bad cases, 2 of the control" in result.output
+    assert len(list((root / "data/annotations/exports").iterdir())) == 1
+    again = CliRunner().invoke(app, command)
+    assert isinstance(again.exception, RlhfError) and "exists already" in str(again.exception)
+
+
+def test_an_evaluation_of_other_data_is_refused(tmp_path: Path) -> None:
+    root = evaluated(tmp_path)
+    write_rows(root / "data/clean/prompts/test.parquet", [made_prompt("another?", "sums", "a file")])
+    with pytest.raises(DataError, match="4 prompts of the evaluation are not in"):
+        evaluated_candidates(root)
+
+
+def test_training_prompts_are_answered_by_both_models(tmp_path: Path, models: Path) -> None:
+    rows = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(6)]
+    write_rows(tmp_path / "data/clean/prompts/train.parquet", rows)
+    (tmp_path / "models").symlink_to(models)
+    (tmp_path / "params.yaml").write_text("seed: 1\nevaluate: {sampling: {max_new_tokens: 5}}\n")
+    candidates, bad = sampled_candidates(tmp_path, 4)
+    assert len(candidates) == 4 and {pair.category for pair in candidates} == {"sums"}
+    assert {pair.prompt[0]["content"] for pair in candidates} < {row.group for row in rows}
+    assert any(pair.sft_reply != pair.policy_reply for pair in candidates) and set(bad) <= set(range(4))
+
+
+def test_disagreements_are_ordered_by_size() -> None:
+    import numpy as np
+
+    reward, judge = np.array([1.0, 3.0, -1.0, 2.0]), np.array([-1.0, -2.0, -3.0, 1.0])
+    worst = worst_disagreements(reward, judge, 0.05)
+    assert [i for i, _ in worst] == [1, 0] and worst[0][1] > worst[1][1] > 0
+    assert worst_disagreements(reward, judge, 1.5) == worst[:1]

@@ -1,0 +1,249 @@
+"""Answers of people: half filled, repeated, contradictory, from elsewhere; agreement, win rate, preference pairs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rlhf_core.annotate_commands import app
+from rlhf_core.config.collect import CollectConfig, FileSources, WorldConfig
+from rlhf_core.data.schema import Preference, read_rows
+from rlhf_core.errors import DataError
+from rlhf_core.evaluation.judges.human.agreement import cohen_kappas, fleiss_kappa
+from rlhf_core.evaluation.judges.human.answers import read_form
+from rlhf_core.evaluation.judges.human.import_answers import import_answers
+from rlhf_core.evaluation.judges.human.pairs import AnnotationExport, Candidate, blinded_export
+from rlhf_core.files import sha256_tree
+from rlhf_core.stages.collect import collect
+
+CANDIDATES = [
+    Candidate([{"role": "user", "content": f"question {i}?"}], "sums", f"sft {i}", f"policy {i}") for i in range(4)
+]
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> AnnotationExport:
+    """Four pairs of the workspace ``tmp_path``, all of them control, the first candidate a bad case."""
+    export = blinded_export(CANDIDATES, [0], 4, 1)
+    export.save_key(tmp_path)
+    (tmp_path / "params.yaml").write_text("seed: 1\n")
+    return export
+
+
+def jsonl(path: Path, choices: Mapping[str, Any], **more: Any) -> Path:
+    path.write_text(
+        "".join(json.dumps({"id": pair, "choice": choice, **more}) + "\n" for pair, choice in choices.items())
+    )
+    return path
+
+
+def for_policy(export: AnnotationExport) -> dict[str, str]:
+    """The choices of somebody who always prefers the policy's reply."""
+    return {pair.id: str(pair.policy_reply) for pair in export.pairs}
+
+
+def for_sft(export: AnnotationExport) -> dict[str, str]:
+    return {pair.id: str(3 - pair.policy_reply) for pair in export.pairs}
+
+
+def label_studio(pair: str, *choices: str, who: Any = 7, cancelled: bool = False) -> dict[str, Any]:
+    results = [
+        {"type": "choices", "from_name": "tie", "value": {"choices": ["tie"]}}
+        if choice == "tie"
+        else {"type": "pairwise", "from_name": "choice", "value": {"selected": choice}}
+        for choice in choices
+    ]
+    annotation = {"result": results, "completed_by": who, "was_cancelled": cancelled}
+    return {"id": 1, "data": {"pair_id": pair, "reply_1": "x"}, "annotations": [annotation]}
+
+
+def test_csv_of_any_spreadsheet_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "alice.csv"
+    file.write_bytes('\ufeffid;prompt;choice;annotator\na-1;"a; ""b""\nc";1.0;\na-2;x;TIE;bob\na-3;x;;\n;;;\n'.encode())
+    form = read_form(file)
+    assert [(a.pair, a.annotator, a.choice) for a in form.answers] == [("a-1", "alice", "1"), ("a-2", "bob", "tie")]
+    assert form.unanswered == 1 and form.problems() == []
+
+
+def test_what_cannot_be_used_is_said_by_line_and_never_guessed(tmp_path: Path) -> None:
+    file = tmp_path / "alice.jsonl"
+    rows = ['{"id": "a-1", "choice": 2}', "[1]", "{", '{"choice": "1"}', '{"id": "a-2", "choice": "maybe"}']
+    file.write_text("\n".join(rows))
+    form = read_form(file)
+    assert [(a.pair, a.choice) for a in form.answers] == [("a-1", "2")]
+    assert form.problems() == [
+        "alice.jsonl: 2 left out for no JSON object (line 2, 3)",
+        "alice.jsonl: 1 left out for no id (line 4)",
+        "alice.jsonl: 1 left out for a choice other than 1, 2 or tie (line 5)",
+    ]
+
+
+def test_label_studio_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "project.json"
+    tasks = [
+        label_studio("a-1", "left"),
+        label_studio("a-2", "right", who={"id": 3, "email": "bob@example.com"}),
+        label_studio("a-3", "tie"),
+        label_studio("a-4", "left", cancelled=True),
+        label_studio("a-5"),
+        label_studio("a-6", "left", "tie"),
+    ]
+    file.write_text(json.dumps(tasks))
+    form = read_form(file)
+    assert [(a.pair, a.annotator, a.choice) for a in form.answers] == [
+        ("a-1", "7", "1"),
+        ("a-2", "bob@example.com", "2"),
+        ("a-3", "7", "tie"),
+    ]
+    assert form.unanswered == 2 and len(form.unusable) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"id,answer\nx,1\n", "has no columns id and choice"),
+        ("a.csv", "id,choice\nä,1".encode("latin-1"), "is not UTF-8"),
+        ("a.json", b'[{"id": 1, "choice": "left"}]', "is no JSON export of Label Studio"),
+        ("a.json", b"{", "is not valid JSON"),
+        ("a.xlsx", b"", "ends with .jsonl, .csv or .json"),
+        ("a.csv", b"", "has no columns"),
+    ],
+)
+def test_files_that_are_no_forms_are_refused_in_a_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_form(tmp_path / name)
+
+
+def test_kappas_by_hand() -> None:
+    # Observed agreement 3/4, by chance ½·¼ + ½·¾ = ½: kappa ½.
+    choices = {"a": dict(zip("wxyz", "1122", strict=True)), "b": dict(zip("wxyz", "1222", strict=True))}
+    (cohen,) = cohen_kappas(choices)
+    assert cohen.value == pytest.approx(0.5) and cohen.pairs == 4 and fleiss_kappa(choices) is None
+    # Pairs (1,1,1) and (1,2,2): mean agreement (1 + 1/3)/2 = 2/3, by chance (4/6)² + (2/6)² = 5/9: kappa ¼.
+    three = {"a": {"x": "1", "y": "1"}, "b": {"x": "1", "y": "2"}, "c": {"x": "1", "y": "2", "z": "1"}}
+    fleiss = fleiss_kappa(three)
+    assert fleiss is not None and fleiss.value == pytest.approx(0.25) and fleiss.pairs == 2
+    alike = {name: {"x": "1"} for name in "abc"}
+    assert fleiss_kappa(alike).value is None and cohen_kappas(alike)[0].value is None  # type: ignore[union-attr]
+    assert fleiss_kappa({"a": {"x": "1"}, "b": {"x": "1"}, "c": {"y": "1"}}) is None
+
+
+def test_half_filled_files_grow_and_a_file_twice_changes_nothing(tmp_path: Path, exported: AnnotationExport) -> None:
+    choices = for_policy(exported)
+    first, *others = choices
+    file = jsonl(tmp_path / "alice.jsonl", {first: choices[first], **dict.fromkeys(others, "")})
+    imported = import_answers(tmp_path, [file])
+    assert imported.problems == ["alice.jsonl: 3 not answered yet, 1 answered"]
+    assert imported.results[0].answered == {"alice": 1} and imported.results[0].preferences == 1
+    jsonl(file, choices)
+    whole = import_answers(tmp_path, [file])
+    assert whole.problems == [] and whole.results[0].answered == {"alice": 4}
+    before = sha256_tree(tmp_path / "data")
+    twice = import_answers(tmp_path, [file, file])
+    assert twice.results == whole.results and sha256_tree(tmp_path / "data") == before
+
+
+def test_people_decide_by_majority_and_pairs_are_written(tmp_path: Path, exported: AnnotationExport) -> None:
+    ids = [pair.id for pair in exported.pairs]
+    alice, bob = for_policy(exported), for_sft(exported) | {ids[0]: "tie", ids[3]: for_policy(exported)[ids[3]]}
+    carol = for_policy(exported) | {ids[0]: "tie", ids[1]: for_sft(exported)[ids[1]]}
+    del carol[ids[2]]
+    files = [jsonl(tmp_path / f"{name}.jsonl", choices) for name, choices in
+             {"alice": alice, "bob": bob, "carol": carol}.items()]  # fmt: skip
+    (result,) = import_answers(tmp_path, files).results
+    # A tie; SFT by two of three; one each; the policy by all.
+    assert (result.ties, result.undecided, result.preferences) == (1, 1, 2)
+    assert result.control is not None and result.control.win_rate == pytest.approx((0.5 + 0 + 0.5 + 1) / 4)
+    assert result.bad_cases is not None and result.bad_cases.prompts == 1
+    assert [kappa.annotators for kappa in result.cohen] == [("alice", "bob"), ("alice", "carol"), ("bob", "carol")]
+    assert result.fleiss is not None and result.fleiss.pairs == 3
+    rows = [json.loads(line) for line in (tmp_path / result.file).read_text().splitlines()]
+    assert [row["chosen"][0]["content"].split()[0] for row in rows] == ["sft", "policy"]
+    assert rows[0]["category"] == "sums" and rows[0]["prompt"] == exported.pairs[1].prompt
+
+
+def test_contradictions_count_for_nobody_until_they_are_taken_back(tmp_path: Path, exported: AnnotationExport) -> None:
+    file = jsonl(tmp_path / "alice.jsonl", for_policy(exported))
+    import_answers(tmp_path, [file])
+    jsonl(file, for_sft(exported))
+    imported = import_answers(tmp_path, [file])
+    (line,) = imported.problems
+    assert line.startswith("alice: 4 left out, answered in two ways") and imported.results[0].answered == {}
+    assert imported.results[0].preferences == 0 and not (tmp_path / imported.results[0].file).exists()
+    store = tmp_path / "data/annotations/exports" / f"{exported.name}.answers.jsonl"
+    assert len(store.read_text().splitlines()) == 8, "nothing is lost"
+    replaced = import_answers(tmp_path, [file], replace=True)
+    assert replaced.problems == [] and replaced.results[0].control.win_rate == 0.0  # type: ignore[union-attr]
+
+
+def test_duplicates_are_counted_once_and_said(tmp_path: Path, exported: AnnotationExport) -> None:
+    file = jsonl(tmp_path / "alice.jsonl", for_policy(exported))
+    file.write_text(file.read_text() * 2)
+    imported = import_answers(tmp_path, [file])
+    assert imported.problems == ["alice.jsonl: 4 given twice in the same way, counted once"]
+    assert imported.results[0].answered == {"alice": 4}
+
+
+def test_foreign_and_changed_files_write_nothing(tmp_path: Path, exported: AnnotationExport) -> None:
+    before = sha256_tree(tmp_path / "data")
+    good = jsonl(tmp_path / "good.jsonl", for_policy(exported))
+    for choices, message in (
+        ({"a12345678-x": "1"}, "the export 'a12345678' is not of this workspace"),
+        ({f"{exported.name}-changed": "1"}, "an id was changed; 1 in all"),
+    ):
+        with pytest.raises(DataError, match=message):
+            import_answers(tmp_path, [good, jsonl(tmp_path / "bad.jsonl", choices)])
+    with pytest.raises(DataError, match="no pair is answered"):
+        import_answers(tmp_path, [jsonl(tmp_path / "empty.jsonl", dict.fromkeys(for_policy(exported), ""))])
+    assert sha256_tree(tmp_path / "data") == before
+
+
+def test_a_damaged_store_is_never_overwritten(tmp_path: Path, exported: AnnotationExport) -> None:
+    store = tmp_path / "data/annotations/exports" / f"{exported.name}.answers.jsonl"
+    store.write_text("{")
+    with pytest.raises(DataError, match="restore it from a copy, it holds people's answers"):
+        import_answers(tmp_path, [jsonl(tmp_path / "alice.jsonl", for_policy(exported))])
+    assert store.read_text() == "{"
+
+
+def test_the_command_prints_what_was_found(tmp_path: Path, exported: AnnotationExport) -> None:
+    files = [str(jsonl(tmp_path / f"{name}.jsonl", for_policy(exported))) for name in ("alice", "bob")]
+    result = CliRunner().invoke(app, ["import", *files, "--workspace", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    for text in ("answered by alice 4, bob 4", "Cohen's kappa of alice, bob: ", "control: win rate of the policy 1.00",
+                 "4 preference pairs in data/annotations/", "the next run collects them"):  # fmt: skip
+        assert text in result.output
+    (tmp_path / "params.yaml").write_text("seed: 1\ncollect: {annotations: ../elsewhere/*.jsonl}\n")
+    result = CliRunner().invoke(app, ["import", *files, "--workspace", str(tmp_path)])
+    assert "add it to collect.annotations" in result.output
+    as_json = CliRunner().invoke(app, ["import", *files, "--workspace", str(tmp_path), "--json"])
+    assert json.loads(as_json.output)["results"][0]["preferences"] == 4
+
+
+@pytest.mark.parametrize("source", ["world", "files"])
+def test_the_next_collect_takes_the_annotated_pairs(tmp_path: Path, exported: AnnotationExport, source: str) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "why?", "chosen": "so", "rejected": "no"}\n')
+    config = CollectConfig.model_validate(
+        {
+            "source": source,
+            "world": WorldConfig(demonstrations=3, preferences=3, pretrain=3),
+            "files": FileSources.model_validate({"preferences": ["pairs.jsonl"]}),
+        }
+    )
+    raw = tmp_path / "data/raw"
+    before = collect(config, tmp_path, raw)["preferences_rows"]
+    plain = sha256_tree(raw)
+    import_answers(tmp_path, [jsonl(tmp_path / "alice.jsonl", for_policy(exported))])
+    assert collect(config, tmp_path, raw)["preferences_rows"] == before + 4
+    rows = [row for row in read_rows(raw / "preferences/data.parquet", Preference) if row.category == "sums"]
+    assert {row.chosen.split()[0] for row in rows} == {"policy"} and len({row.id for row in rows}) == 4
+    manifest = json.loads((raw / "manifest.json").read_text())["kinds"]["preferences"]
+    assert [f["rows"] for f in manifest["files"] if f["source"].startswith("data/annotations/")] == [4]
+    collect(config.model_copy(update={"annotations": None}), tmp_path, raw)
+    assert sha256_tree(raw) == plain

@@ -1,0 +1,97 @@
+"""The LLM judge in the evaluate stage, in a match, in the report and for gates."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.evaluate import EvaluateStageConfig
+from rlhf_core.config.gates import Condition
+from rlhf_core.config.llm_judge import LlmJudgeConfig
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.data.schema import Preference, PretrainText, Prompt, read_table, write_rows
+from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.evaluation.match import run_match
+from rlhf_core.evaluation.report.view import reply_pair
+from rlhf_core.gates import check
+from rlhf_core.stages import evaluate
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.training.run_context import RunContext
+
+from ..conftest import made_prompt
+from .conftest import ChatServer, completion
+
+PROMPTS = [made_prompt(f"what is {i} and {i}?", f"sums {i % 2}", "a file") for i in range(6)]
+CONFIG = EvaluateStageConfig.model_validate(
+    {
+        "prompts": 6,
+        "kl_samples": 2,
+        "max_new_tokens": 5,
+        "bootstrap": 50,
+        "best_of_n": 2,
+        "sampling": SamplingConfig(max_new_tokens=5),
+        "safety": {"prompts": 0},
+    }
+)
+
+
+def stage(root: Path, models: Path, **judge: Any) -> tuple[dict[str, Any], Paths]:
+    write_rows(root / "data/clean/prompts/test.parquet", PROMPTS)
+    prompt = PROMPTS[0].prompt
+    write_rows(root / "data/clean/preferences/test.parquet", [Preference("1", prompt, "a", "b", None, "", "", "")])
+    write_rows(root / "data/clean/pretrain/validation.parquet", [PretrainText("1", "a text", "", "", "")])
+    inputs = {key: models / Path(path).name for key, path in evaluate.STAGE.inputs.items()}
+    outputs = Paths({key: root / path for key, path in evaluate.STAGE.outputs.items()})
+    context = RunContext(root / "work", folder=root)
+    config = CONFIG.model_copy(update={"llm_judge": LlmJudgeConfig(model="m", concurrency=1, **judge)})
+    evaluate.STAGE.run(config, Paths(inputs | {"clean": root / "data/clean"}), outputs, context)
+    return json.loads(outputs.metrics.read_text()), outputs
+
+
+def test_the_stage_compares_by_the_llm_judge_and_goes_on_where_it_was_stopped(
+    tmp_path: Path, models: Path, server: ChatServer
+) -> None:
+    server.script = [(200, completion(server.say("longer", "short"))), (404, "no model m")]
+    with pytest.raises(DataError, match="no model m"):
+        stage(tmp_path, models, base_url=server.base_url)
+    server.script = [(200, completion("no idea"))]
+    metrics, outputs = stage(tmp_path, models, base_url=server.base_url, max_junk=0.2)
+    assert len({json.dumps(request) for request in server.requests}) == len(server.requests) - 1, "one was asked again"
+    llm, judge = metrics["comparison"]["llm"], metrics["llm_judge"]
+    assert llm["prompts"] == 5 and judge["pairs"] == 6 and judge["junk_share"] == pytest.approx(1 / 6)
+    rows = read_table(outputs.comparisons).to_pylist()
+    by_hand = [(len(row["policy_reply"]) > len(row["sft_reply"])) * 1.0 for row in rows]
+    known = [(row["llm_outcome"], expected) for row, expected in zip(rows, by_hand, strict=True)
+             if row["llm_outcome"] not in (None, 0.5)]  # fmt: skip
+    assert known and all(outcome == expected for outcome, expected in known)
+    outcomes = [row["llm_outcome"] for row in rows if row["llm_outcome"] is not None]
+    assert llm["win_rate"] == pytest.approx(sum(outcomes) / 5)
+    assert 0 <= llm["lc_win_rate_low95"] <= llm["lc_win_rate"] <= 1 and "mean_difference" not in llm
+    assert "llm" not in metrics["best_of_n"]["comparison"] and "win_rate_llm" in metrics["category"]["sums 0"]
+    condition = Condition(metric="comparison.llm.lc_win_rate_low95", at_least=0.0, why="a gate can use it")
+    assert check(condition, metrics).passed
+    assert {reply_pair(row)["llm"] for row in rows} > {"no usable answer"}
+
+
+def test_a_missing_key_stops_the_stage_before_it_samples(tmp_path: Path, models: Path) -> None:
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
+        stage(tmp_path, models / "none", base_url="http://127.0.0.1:9/v1", token_env="NO_SUCH_KEY")
+
+
+def test_a_match_has_the_llm_judge_beside_the_model(tmp_path: Path, models: Path, server: ChatServer) -> None:
+    shutil.copytree(models, tmp_path / "models")
+    rows: list[Prompt] = PROMPTS[:3]
+    write_rows(tmp_path / "data/clean/prompts/test.parquet", rows)
+    (tmp_path / "params.yaml").write_text(
+        "seed: 1\nevaluate: {prompts: 3, bootstrap: 50, max_new_tokens: 5, sampling: {max_new_tokens: 5}, "
+        f"safety: {{prompts: 0}}, llm_judge: {{base_url: '{server.base_url}', model: m}}}}\n"
+    )
+    result = run_match(tmp_path, models / "sft", models / "policy")
+    assert set(result["comparison"]) == {"judge", "llm"} and result["comparison"]["llm"]["prompts"] == 3
+    assert (tmp_path / ".rlhf/llm_judge").is_dir()
+    asked = len(server.requests)
+    assert run_match(tmp_path, models / "sft", models / "policy") == result and len(server.requests) == asked

@@ -1,0 +1,211 @@
+"""Verifiable prompts: each property by hand, bad files in a line, and the evaluate stage with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rlhf_core.config.evaluate import EvaluateStageConfig
+from rlhf_core.config.gates import Condition
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.verifiable import VerifiableConfig
+from rlhf_core.data.schema import Message, Preference, PretrainText, write_rows
+from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.verifiable.prompts import VerifiablePrompts
+from rlhf_core.evaluation.verifiable.requirements import Requirements, check_reply
+from rlhf_core.gates import check
+from rlhf_core.ppo.reward_sources.tracked_files import write_verifiable
+from rlhf_core.stages import evaluate
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.training.run_context import RunContext
+
+from ..conftest import made_prompt
+
+PROMPT = [Message("user", "?")]
+SCHEMA = {
+    "type": "object",
+    "required": ["a"],
+    "properties": {"a": {"$ref": "#/$defs/n"}},
+    "$defs": {"n": {"type": "number"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("require", "passes", "fails"),
+    [
+        ({"equals": "42"}, " 42\n", "42."),
+        ({"equals": ["4", "four"]}, "four", "Four"),
+        ({"contains": ["a", "b"]}, "ba", "aa"),
+        ({"contains": "好"}, "你好", "您"),
+        ({"excludes": ["sorry"]}, "yes", "I'm sorry"),
+        ({"regex": r"^\d+$"}, "123", "12 3"),
+        ({"not_regex": "(?i)as an ai"}, "hello", "As an AI"),
+        ({"min_words": 3}, "one two three", "one two"),
+        ({"max_words": 2}, "一二", "一二三"),
+        ({"min_characters": 2, "max_characters": 3}, "abc", "abcd"),
+        ({"json_schema": SCHEMA}, '{"a": 1}', '{"a": "1"}'),
+        ({"json_schema": SCHEMA}, ' {"a": 1.5}\n', 'sure: {"a": 1}'),
+        ({"json_schema": {"type": "array"}}, "[]", "[" * 100_000),
+    ],
+)
+def test_properties_by_hand(require: dict[str, Any], passes: str, fails: str) -> None:
+    requirements = Requirements.model_validate(require)
+    assert all(check_reply(requirements, PROMPT, passes, True, {}).values())
+    assert not all(check_reply(requirements, PROMPT, fails, True, {}).values())
+
+
+def test_an_end_is_required_or_forbidden() -> None:
+    assert check_reply(Requirements(finished=True), PROMPT, "x", False, {}) == {"finished": False}
+    assert check_reply(Requirements(finished=False), PROMPT, "x", False, {}) == {"finished": True}
+
+
+@pytest.mark.parametrize(
+    ("require", "message"),
+    [
+        ({}, "nothing is required"),
+        ({"regex": "("}, "is no regular expression"),
+        ({"json_schema": {"type": "thing"}}, "is no JSON schema"),
+        ({"json_schema": {"$ref": "https://example.com/x.json"}}, "refers to https://example.com/x.json, outside"),
+        ({"max_word": 3}, "Extra inputs"),
+        ({"contains": []}, "at least 1"),
+        ({"min_words": "3"}, "valid integer"),
+    ],
+)
+def test_requirements_that_make_no_sense_are_refused(require: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Requirements.model_validate(require)
+
+
+def written(folder: Path, *lines: Any, functions: dict[str, str] | None = None) -> VerifiableConfig:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "checks.jsonl").write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines) + "\n")
+    return VerifiableConfig(path="checks.jsonl", functions=functions or {})
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"checks.jsonl, line 2 is not JSON"),
+        ({"prompt": "x"}, r"line 2: require: Field required"),
+        ({"prompt": "x", "require": {}}, r"line 2: require: nothing is required of the reply"),
+        ({"prompt": "", "require": {"equals": "x"}}, r"line 2: prompt\.0\.content: String should have"),
+        ({"prompt": [{"role": "bot", "content": "x"}], "require": {"equals": "x"}}, r"line 2: prompt\.0\.role: "),
+        (
+            {"prompt": "x", "require": {"function": "f"}},
+            r"the function 'f' is not named in evaluate.verifiable.functions",
+        ),
+        ({"prompt": "x", "require": {"equals": "x"}, "category": "a.b"}, r"line 2: category"),
+        ("[1]", r"line 2: "),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
+    config = written(tmp_path, {"prompt": "x", "require": {"equals": "y"}}, line)
+    with pytest.raises(DataError, match=message) as caught:
+        VerifiablePrompts.load(config, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_or_empty_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"correct evaluate\.verifiable\.path"):
+        VerifiablePrompts.load(VerifiableConfig(path="gone.jsonl"), tmp_path)
+    with pytest.raises(DataError, match="has no prompts"):
+        VerifiablePrompts.load(written(tmp_path, "", ""), tmp_path)
+
+
+def test_a_function_runs_only_if_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rules_of_mine.py").write_text(
+        "def polite(prompt, reply):\n    return prompt[-1]['role'] == 'user' and 'please' in reply\n\n\n"
+        "def broken(prompt, reply):\n    raise KeyError(reply)\n"
+    )
+    lines = [{"prompt": "?", "require": {"function": "polite"}}, {"prompt": "?", "require": {"function": "bad"}}]
+    functions = {"polite": "rules_of_mine:polite", "bad": "rules_of_mine:broken"}
+    prompts = VerifiablePrompts.load(written(tmp_path, lines[0], functions=functions), tmp_path)
+    assert prompts.check([Reply("yes, please", True)]).passed.tolist() == [True]
+    assert prompts.check([Reply("yes", True)]).passed.tolist() == [False]
+    broken = VerifiablePrompts.load(written(tmp_path, lines[1], functions=functions), tmp_path)
+    with pytest.raises(DataError, match=r"the function bad .* raised KeyError: 'x' \(rules_of_mine.py, line 6\)"):
+        broken.check([Reply("x", True)])
+    with pytest.raises(ConfigError, match=r"cannot import no_such_module"):
+        VerifiablePrompts.load(written(tmp_path, lines[0], functions={"polite": "no_such_module:f"}), tmp_path)
+    with pytest.raises(ValidationError, match=r"a function is written package\.module:function"):
+        VerifiableConfig(path="x", functions={"f": "os.system('x')"})
+
+
+def test_a_changed_file_or_function_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "rules_seen.py").write_text("def f(prompt, reply):\n    return True\n")
+    config = written(tmp_path, {"prompt": "?", "require": {"function": "f"}}, functions={"f": "rules_seen:f"})
+    seen = tmp_path / ".fingerprints/verifiable.txt"
+    texts = []
+    for change in (
+        lambda: None,
+        lambda: (tmp_path / "rules_seen.py").write_text("def f(prompt, reply):\n    return False\n"),
+        lambda: written(tmp_path, {"prompt": "!", "require": {"function": "f"}}),
+    ):
+        change()
+        write_verifiable(tmp_path, config)
+        texts.append(seen.read_text())
+    assert len(set(texts)) == 3
+    write_verifiable(tmp_path, None)
+    assert seen.read_text() == "\n"
+
+
+def test_metrics_by_hand(tmp_path: Path) -> None:
+    config = written(
+        tmp_path,
+        {"prompt": "1", "require": {"equals": "1"}, "category": "sums"},
+        {"prompt": "2", "require": {"equals": "2", "max_words": 1}, "category": "sums"},
+        {"prompt": "3", "require": {"max_words": 1}},
+        {"prompt": "4", "require": {"equals": "4"}},
+    )
+    prompts = VerifiablePrompts.load(config, tmp_path)
+    sft = prompts.check([Reply(text, True) for text in ("1", "1", "3", "x")])
+    policy = prompts.check([Reply(text, True) for text in ("1", "2", "a b", "4")])
+    metrics = prompts.metrics(sft, policy, 100, 1)
+    assert metrics["sft"] == {"passed": 0.5, "property": {"equals": pytest.approx(1 / 3), "max_words": 1.0},
+                              "category": {"sums": 0.5}}  # fmt: skip
+    assert metrics["policy"]["passed"] == 0.75 and metrics["policy"]["category"] == {"sums": 1.0}
+    # One pair ties, two are won, one is lost.
+    assert metrics["comparison"]["win_rate"] == pytest.approx((0.5 + 1 + 0 + 1) / 4)
+    rows = prompts.rows(sft, policy)
+    assert rows[2]["policy_lacks"] == ["max_words"] and rows[2]["sft_lacks"] == []
+
+
+def test_the_stage_checks_both_models_and_a_gate_can_use_it(tmp_path: Path, models: Path) -> None:
+    rows = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(3)]
+    write_rows(tmp_path / "data/clean/prompts/test.parquet", rows)
+    write_rows(tmp_path / "data/clean/preferences/test.parquet", [Preference("1", PROMPT, "a", "b", None, "", "", "")])
+    write_rows(tmp_path / "data/clean/pretrain/validation.parquet", [PretrainText("1", "a text", "", "", "")])
+    verifiable = written(
+        tmp_path,
+        {"prompt": "is it red?", "require": {"min_characters": 1}, "category": "easy"},
+        {"prompt": "is it blue?", "require": {"equals": "no model says this"}, "category": "hard"},
+    )
+    base: dict[str, Any] = {
+        "prompts": 3,
+        "kl_samples": 2,
+        "max_new_tokens": 5,
+        "bootstrap": 50,
+        "safety": {"prompts": 0},
+    }
+    plain = EvaluateStageConfig.model_validate(base | {"sampling": SamplingConfig(max_new_tokens=5)})
+    inputs = Paths(
+        {key: models / Path(path).name for key, path in evaluate.STAGE.inputs.items()}
+        | {"clean": tmp_path / "data/clean"}
+    )
+    results = {}
+    for name, config in (("plain", plain), ("checked", plain.model_copy(update={"verifiable": verifiable}))):
+        outputs = Paths({key: tmp_path / name / path for key, path in evaluate.STAGE.outputs.items()})
+        evaluate.STAGE.run(config, inputs, outputs, RunContext(tmp_path / "work", folder=tmp_path))
+        results[name] = json.loads(outputs.metrics.read_text())
+    checked = results["checked"].pop("verifiable")
+    assert results["checked"] == results["plain"], "it changes no other number"
+    assert checked["prompts"] == 2 and checked["policy"]["category"]["hard"] == 0.0
+    stored = [json.loads(line) for line in (tmp_path / ".rlhf/verifiable.jsonl").read_text().splitlines()]
+    assert stored[1]["sft_lacks"] == ["equals"]
+    condition = Condition(metric="verifiable.policy.passed", at_least_of="verifiable.sft.passed", slack=1.0, why="kept")
+    assert check(condition, {"verifiable": checked}).passed
