@@ -14,7 +14,7 @@ LAYERS = (
     {"cli"},
     {"memory", "data_commands"},
     {"stages"},
-    {"api", "chat_terminal"},
+    {"api", "chat_terminal", "serving"},
     {"evaluation", "ppo", "gates", "chat_session"},
     {"sampling", "training"},
     {"models", "data", "world"},
