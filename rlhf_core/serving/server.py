@@ -18,8 +18,8 @@ BACKLOG = 2048
 
 
 @dataclass(frozen=True)
-class ListeningSocket:
-    """A socket that accepts connections; they wait until a server takes them."""
+class BoundAddress:
+    """An address that this process has taken. Connections are refused until it listens."""
 
     socket: socket.socket
     host: str
@@ -31,26 +31,29 @@ class ListeningSocket:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/v1"
 
+    def listen(self) -> None:
+        """Accept connections; they wait until the server runs."""
+        self.socket.listen(BACKLOG)
 
-def listen(host: str, port: int) -> ListeningSocket:
-    """Listen on ``port``, or on any free one for 0.
+
+def bind(host: str, port: int) -> BoundAddress:
+    """Take ``port``, or any free one for 0.
 
     Raises:
         ConfigError: The address or port cannot be used.
     """
     try:
         (family, kind, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        listening = socket.socket(family, kind)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(BACKLOG)
+        bound = socket.socket(family, kind)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot listen on {host} port {port} ({reason}); choose another with --port") from error
-    return ListeningSocket(listening, host, int(listening.getsockname()[1]))
+    return BoundAddress(bound, host, int(bound.getsockname()[1]))
 
 
-def run_server(app: FastAPI, listening: ListeningSocket, timeout_seconds: float) -> None:
+def run_server(app: FastAPI, address: BoundAddress, timeout_seconds: float) -> None:
     """Serve until SIGTERM or SIGINT; then accept nothing more and wait for the replies in flight.
 
     A second SIGINT ends at once. The signals reach the handlers of the process afterwards.
@@ -67,4 +70,4 @@ def run_server(app: FastAPI, listening: ListeningSocket, timeout_seconds: float)
         server_header=False,
         timeout_graceful_shutdown=math.ceil(timeout_seconds) + 1,
     )
-    uvicorn.Server(config).run(sockets=[listening.socket])
+    uvicorn.Server(config).run(sockets=[address.socket])

@@ -39,6 +39,8 @@ FLOWS_MAY_ALSO_USE = {
     "flows.cli": {"chat_terminal", "cli", "data_commands"},  # it mounts the core's commands on its own command line
     "flows.commands.data_diff": {"data_commands", "data.changes"},  # one of the group rlhf data
     "flows.commands.checks.workspace": {"models.starting_model.open_starting_model"},
+    "flows.commands.serve": {"serving"},
+    "flows.registry.served_versions": {"serving.policy_source"},
     "flows.pipeline.verdict": {
         "evaluation.judges.final.final_judges",
         "evaluation.judges.final.stand_in_note",
