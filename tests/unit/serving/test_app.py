@@ -145,8 +145,8 @@ def test_a_reply_of_open_length_takes_what_room_the_context_has(serve: Callable[
 
 
 def test_a_longer_prompt_than_the_server_takes_is_refused(serve: Callable[..., Served]) -> None:
-    error = serve(ServingLimits(max_prompt_tokens=4)).post(ASK).json()["error"]
-    assert "this server takes at most 4" in error["message"] and error["code"] == "context_length_exceeded"
+    error = serve(ServingLimits(max_prompt_tokens=2)).post(ASK).json()["error"]
+    assert "this server takes at most 2" in error["message"] and error["code"] == "context_length_exceeded"
 
 
 def test_bodies_must_be_json_of_a_bounded_size(served: Served) -> None:
