@@ -1,4 +1,4 @@
-"""The command that puts a policy behind HTTP. Heavy imports wait until it runs."""
+"""The commands about a policy behind HTTP. Heavy imports wait until a command runs."""
 
 from __future__ import annotations
 
@@ -56,3 +56,28 @@ def serve(
     limits = ServingLimits(max_prompt_tokens, max_new_tokens, max_concurrent, timeout)
     options = ServeOptions(host, port, limits, watch_seconds, record, vllm, vllm_args)
     raise typer.Exit(run_server(workspace, PolicyChoice(model, alias, version, run), options))
+
+
+@app.command()
+def replay(
+    record: Annotated[Path, typer.Argument(help="A file that `rlhf serve --record` wrote.")],
+    output: Annotated[Path | None, typer.Option(help="Write both replies and their scores to this new file.")] = None,
+    model: Annotated[Path | None, typer.Option("--model", help="A model folder; default: the challenger.")] = None,
+    alias: Annotated[str | None, typer.Option(help="The version with this alias instead.")] = None,
+    version: Annotated[str | None, typer.Option("--version", help="This version of the registered policy.")] = None,
+    run: Annotated[str | None, typer.Option("--run", help="The version that this MLflow run registered.")] = None,
+    workspace: Workspace = None,
+) -> None:
+    """Let the challenger answer recorded requests, and compare its replies with those that users got.
+
+    The judge of the workspace compares them. Nothing is promoted: `rlhf promote` decides on the fixed test prompts.
+
+    Example: rlhf replay prompts.jsonl --output compared.jsonl
+    """
+    from rich.console import Console
+
+    with Console(stderr=True).status("looking up the model…"):
+        from flows.commands.replay import replay_record
+        from flows.commands.serve import PolicyChoice
+
+    typer.echo(replay_record(workspace, record, PolicyChoice(model, alias, version, run), output))

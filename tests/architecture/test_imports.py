@@ -39,6 +39,13 @@ FLOWS_MAY_ALSO_USE = {
     "flows.cli": {"chat_terminal", "cli", "data_commands"},  # it mounts the core's commands on its own command line
     "flows.commands.data_diff": {"data_commands", "data.changes"},  # one of the group rlhf data
     "flows.commands.checks.workspace": {"models.starting_model.open_starting_model"},
+    "flows.commands.replay": {
+        "evaluation.judges.final.MODELS",
+        "evaluation.judges.final.judging_model",
+        "evaluation.judges.final.stand_in_note",
+        "evaluation.judges.model.ModelJudge",
+        "serving",
+    },
     "flows.commands.serve": {"serving"},
     "flows.registry.served_versions": {"serving.policy_source"},
     "flows.pipeline.verdict": {
