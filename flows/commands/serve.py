@@ -24,9 +24,9 @@ from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
-from rlhf_core.serving.access import TOKEN_VARIABLE, checked_token
 from rlhf_core.serving.limits import ServingLimits
 from rlhf_core.serving.policy_source import FolderSource, PolicySource, sampling_of_folder
+from rlhf_core.serving.protocol.access import TOKEN_VARIABLE, checked_token
 from rlhf_core.serving.vllm_command import vllm_command
 
 

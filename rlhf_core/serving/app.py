@@ -15,13 +15,13 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from rlhf_core.serving.access import require_access
-from rlhf_core.serving.api_error import ApiError, internal_error
-from rlhf_core.serving.chat_request import parse_chat_request
-from rlhf_core.serving.chat_response import model_entry, model_list
 from rlhf_core.serving.completions import Completions
 from rlhf_core.serving.limits import MAX_BODY_BYTES
 from rlhf_core.serving.metrics import CONTENT_TYPE
+from rlhf_core.serving.protocol.access import require_access
+from rlhf_core.serving.protocol.api_error import ApiError, internal_error
+from rlhf_core.serving.protocol.chat_request import parse_chat_request
+from rlhf_core.serving.protocol.chat_response import model_entry, model_list
 
 JSON = "application/json"
 # Proxies would otherwise keep pieces back until a buffer is full.

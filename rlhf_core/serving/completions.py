@@ -14,13 +14,13 @@ from typing import Any
 
 from rlhf_core.errors import DataError
 from rlhf_core.sampling.reply import SampledReply
-from rlhf_core.serving.api_error import CLIENT_CLOSED_REQUEST, ApiError, internal_error, timed_out
-from rlhf_core.serving.chat_request import ChatRequest
-from rlhf_core.serving.chat_response import END_OF_STREAM, CompletionId, Usage, event
 from rlhf_core.serving.limits import RETRY_AFTER_SECONDS, ServingLimits
 from rlhf_core.serving.loaded_policy import LoadedPolicy, ReplySettings
 from rlhf_core.serving.metrics import ServingMetrics
 from rlhf_core.serving.policy_watch import PolicyWatch
+from rlhf_core.serving.protocol.api_error import CLIENT_CLOSED_REQUEST, ApiError, internal_error, timed_out
+from rlhf_core.serving.protocol.chat_request import ChatRequest
+from rlhf_core.serving.protocol.chat_response import END_OF_STREAM, CompletionId, Usage, event
 from rlhf_core.serving.recording import RequestRecorder
 
 logger = logging.getLogger(__name__)

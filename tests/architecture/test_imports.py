@@ -47,6 +47,7 @@ FLOWS_MAY_ALSO_USE = {
         "serving",
     },
     "flows.commands.serve": {"serving"},
+    "flows.commands.serving_commands": {"serving.limits.ServingLimits"},
     "flows.registry.served_versions": {"serving.policy_source"},
     "flows.pipeline.verdict": {
         "evaluation.judges.final.final_judges",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.serving.access import checked_token, require_access
-from rlhf_core.serving.api_error import ApiError
+from rlhf_core.serving.protocol.access import checked_token, require_access
+from rlhf_core.serving.protocol.api_error import ApiError
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])

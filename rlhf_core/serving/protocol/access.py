@@ -7,7 +7,7 @@ import ipaddress
 from urllib.parse import urlsplit
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.serving.api_error import ApiError
+from rlhf_core.serving.protocol.api_error import ApiError
 
 TOKEN_VARIABLE = "RLHF_SERVE_TOKEN"
 BEARER = "bearer"
