@@ -14,6 +14,7 @@ from rlhf_core.sampling.distribution import EvaluationSampling
 from rlhf_core.sampling.generation import evaluation_generate
 
 OnText = Callable[[str], None]
+Check = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -39,19 +40,20 @@ def sample_reply(
     uniforms: Tensor,
     on_text: OnText | None = None,
     stop: Sequence[str] = (),
+    check: Check | None = None,
 ) -> SampledReply:
     """Sample one reply from the evaluation distribution.
 
     Args:
         uniforms: The random numbers of the draws (1, max_new_tokens), from ``philox_uniforms``.
-        on_text: Called after each token with the text so far, in which the last character is whole. An error that it
-            raises ends the sampling.
+        on_text: Called after each token with the text so far, in which the last character is whole.
         stop: Strings that end the reply where they first occur.
+        check: Called at each token. An error that it raises ends the sampling.
     """
-    partial = _PartialReply(tokenizer, on_text, stop)
-    watched = on_text is not None or bool(stop)
+    partial = _PartialReply(tokenizer, on_text, stop, check)
+    on_tokens = partial.add if on_text is not None or stop or check is not None else None
     try:
-        rollout = evaluation_generate(model, [prompt_ids], uniforms, sampling, partial.add if watched else None)
+        rollout = evaluation_generate(model, [prompt_ids], uniforms, sampling, on_tokens)
     except _StopStringReached:
         return SampledReply(partial.text, tuple(partial.token_ids), "stop")
     token_ids = rollout.replies()[0]
@@ -69,14 +71,20 @@ class _StopStringReached(Exception):
 class _PartialReply:
     """The tokens of a reply so far and their text."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: OnText | None, stop: Sequence[str]) -> None:
-        self.tokenizer, self.on_text, self.stop = tokenizer, on_text, stop
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, on_text: OnText | None, stop: Sequence[str], check: Check | None
+    ) -> None:
+        self.tokenizer, self.on_text, self.stop, self.check = tokenizer, on_text, stop, check
         self.token_ids: list[int] = []
         self.text = ""
 
     def add(self, tokens: Tensor) -> None:
         """Take the next token of the reply, the only row of ``tokens`` (1,)."""
         self.token_ids += tokens.tolist()
+        if self.check is not None:
+            self.check()
+        if self.on_text is None and not self.stop:
+            return
         self.text, _ = decode_reply(self.tokenizer, self.token_ids)
         end = _first_occurrence(self.text, self.stop)
         if end is not None:

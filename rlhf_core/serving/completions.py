@@ -177,7 +177,8 @@ class ReplyInProgress:
         metrics, accepted = self.completions.metrics, self.accepted
         end = "error"
         try:
-            reply = accepted.policy.reply(accepted.prompt_ids, accepted.settings, self._follow)
+            on_text = self._send_piece if accepted.request.stream else None
+            reply = accepted.policy.reply(accepted.prompt_ids, accepted.settings, on_text, self._check)
             end = reply.finish_reason
         except ReplyTimedOut:
             end = "timeout"
@@ -194,8 +195,8 @@ class ReplyInProgress:
             self.completions.recorder.record(self._record(reply))
         return reply
 
-    def _follow(self, text: str) -> None:
-        """Pass the next piece of the reply to the event loop, unless nobody waits or waited long enough."""
+    def _check(self) -> None:
+        """End the sampling where nobody waits for the reply any more, or it has taken too long."""
         elapsed = self.completions.clock() - self.started
         if self._first:
             self.completions.metrics.first_token_seconds.observe(elapsed)
@@ -204,7 +205,10 @@ class ReplyInProgress:
             raise ReplyCancelled
         if elapsed > self.completions.limits.timeout_seconds:
             raise ReplyTimedOut
-        if self.accepted.request.stream and (piece := self._pieces.next(text)):
+
+    def _send_piece(self, text: str) -> None:
+        """Pass the next piece of the reply to the event loop."""
+        if piece := self._pieces.next(text):
             self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
 
     def _record(self, reply: SampledReply) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rlhf_core.data.schema import Message
 from rlhf_core.models.base import load_policy
 from rlhf_core.sampling.decoding_layers import decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms
-from rlhf_core.sampling.reply import OnText, SampledReply, sample_reply
+from rlhf_core.sampling.reply import Check, OnText, SampledReply, sample_reply
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 from rlhf_core.serving.reply_pieces import ReplyPieces
 
@@ -91,8 +91,14 @@ class LoadedPolicy:
         with self._encoding:
             return encode_prompt(self._encoder, messages)
 
-    def reply(self, prompt_ids: Sequence[int], settings: ReplySettings, on_text: OnText | None = None) -> SampledReply:
-        """Sample the reply; ``on_text`` follows it (:func:`rlhf_core.sampling.reply.sample_reply`)."""
+    def reply(
+        self,
+        prompt_ids: Sequence[int],
+        settings: ReplySettings,
+        on_text: OnText | None = None,
+        check: Check | None = None,
+    ) -> SampledReply:
+        """Sample the reply; :func:`rlhf_core.sampling.reply.sample_reply` describes the functions that follow it."""
         greedy = settings.temperature < GREEDY_BELOW
         sampling = EvaluationSampling(
             replace(
@@ -104,7 +110,7 @@ class LoadedPolicy:
             settings.repetition_penalty,
         )
         uniforms = philox_uniforms(settings.seed, [0], settings.max_new_tokens)
-        return sample_reply(self.model, self._decoder, prompt_ids, sampling, uniforms, on_text, settings.stop)
+        return sample_reply(self.model, self._decoder, prompt_ids, sampling, uniforms, on_text, settings.stop, check)
 
     def pieces(self, stop: Sequence[str]) -> ReplyPieces:
         """What splits a reply of this policy into pieces for a stream."""

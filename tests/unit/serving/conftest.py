@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.models.base import train_tokenizer
-from rlhf_core.sampling.reply import OnText, SampledReply
+from rlhf_core.sampling.reply import Check, OnText, SampledReply
 from rlhf_core.serving.app import AppSettings, create_app
 from rlhf_core.serving.completions import Completions
 from rlhf_core.serving.limits import ServingLimits
@@ -58,15 +58,17 @@ class HeldPolicy(LoadedPolicy):
     def hold(self) -> None:
         self.go.clear()
 
-    def reply(self, ids: Any, settings: ReplySettings, on_text: OnText | None = None) -> SampledReply:
-        def held(text: str) -> None:
+    def reply(
+        self, ids: Any, settings: ReplySettings, on_text: OnText | None = None, check: Check | None = None
+    ) -> SampledReply:
+        def held() -> None:
             if not self.go.is_set():
                 self.holding.release()
                 assert self.go.wait(PATIENCE)
-            if on_text is not None:
-                on_text(text)
+            if check is not None:
+                check()
 
-        return super().reply(ids, settings, held)
+        return super().reply(ids, settings, on_text, held)
 
 
 class ChangingSource:
