@@ -232,7 +232,8 @@ class ReplyInProgress:
         """
         leaving = asyncio.ensure_future(disconnected())
         try:
-            await asyncio.wait({self.sampled, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            awaited: set[asyncio.Future[Any]] = {self.sampled, leaving}
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if not self.sampled.done():
                 raise ApiError(CLIENT_CLOSED_REQUEST, "the client has closed the connection")
             reply = self._result()

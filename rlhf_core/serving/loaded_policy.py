@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core import distributed
@@ -82,7 +83,9 @@ class LoadedPolicy:
             ModelError: The folder is missing, incomplete or damaged.
         """
         model, tokenizer = load_policy(files.folder)
-        policy = cls(revision, model.to(distributed.device()), tokenizer, files.sampling)
+        module: nn.Module = model
+        module.to(distributed.device())
+        policy = cls(revision, model, tokenizer, files.sampling)
         policy.reply(policy.encode(TRIAL), ReplySettings(0.0, 1.0, 1.0, 1, 0))
         return policy
 
