@@ -17,9 +17,13 @@ from typing import Any
 import httpx
 import pytest
 from commands import command_environment
-from integration.registry.conftest import policy_name
+from integration.registry.conftest import policy_name, reward_name
 
+from flows.commands.serve import PolicyChoice, served_source
+from flows.registry.mlflow_client import connect
 from flows.registry.promotion import promote
+from flows.registry.training_source import PARENT_TAG
+from rlhf_core.errors import RlhfError
 
 pytestmark = [pytest.mark.services, pytest.mark.parametrize("backend", ["sqlite"], indirect=True)]
 ASK = {"messages": [{"role": "user", "content": "what colour is the sky?"}], "max_tokens": 8, "seed": 1}
@@ -94,6 +98,31 @@ def test_the_alias_moves_under_load_and_a_stop_lets_replies_end(contest: Path) -
             os.kill(server.process.pid, signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.process.wait(PATIENCE) == 0
+
+
+def test_a_version_is_found_by_number_run_and_alias(contest: Path) -> None:
+    name, client = policy_name(contest), connect(contest)
+    run = client.get_run(client.get_model_version(name, "2").run_id).info
+    parent = client.create_run(run.experiment_id).info.run_id
+    client.set_tag(run.run_id, PARENT_TAG, parent)
+    for choice in (PolicyChoice(version="2"), PolicyChoice(run=run.run_id), PolicyChoice(run=parent)):
+        served = served_source(contest, choice)
+        assert served.source.latest().names == (f"{name}:2",) and not served.moves
+        assert served.source.files(served.source.latest()).sampling.max_new_tokens == 8
+    challenger = served_source(contest, PolicyChoice(alias="challenger"))
+    assert challenger.source.latest().names == (f"{name}:2", f"{name}@challenger") and challenger.moves
+    client.delete_registered_model_alias(name, "challenger")
+    with pytest.raises(RlhfError, match="no version of .* has the alias challenger"):
+        challenger.source.latest()
+    other = client.get_model_version(reward_name(contest), "1").run_id
+    for choice, words in (
+        (PolicyChoice(version="9"), "has no version 9"),
+        (PolicyChoice(run="0" * 32), "MLflow has no run 0000"),
+        (PolicyChoice(run=other), "registered no version of"),
+        (PolicyChoice(alias="nobody"), "no nobody of"),
+    ):
+        with pytest.raises(RlhfError, match=words):
+            served_source(contest, choice)
 
 
 def wait_until(condition: Any) -> None:
