@@ -112,7 +112,7 @@ def test_a_version_is_found_by_number_run_and_alias(contest: Path) -> None:
     challenger = served_source(contest, PolicyChoice(alias="challenger"))
     assert challenger.source.latest().names == (f"{name}:2", f"{name}@challenger") and challenger.moves
     client.delete_registered_model_alias(name, "challenger")
-    with pytest.raises(RlhfError, match="no version of .* has the alias challenger"):
+    with pytest.raises(RlhfError, match=r"no version of .* has the alias challenger"):
         challenger.source.latest()
     other = client.get_model_version(reward_name(contest), "1").run_id
     for choice, words in (
