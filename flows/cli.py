@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flows.commands import data_diff, registry_commands
+from flows.commands import data_diff, registry_commands, serving_commands
 from flows.commands.help_text import Commands, CommandWithProfiles, profile_names
 from flows.commands.options import Reason, Workspace
 from rlhf_core import __version__
@@ -230,6 +230,9 @@ def chat(
         else:
             chosen = folder_model(model, find_workspace(workspace) if workspace else None)
     talk(chosen.folder, ChatOptions(seed, temperature, top_p, max_new_tokens), chosen.about, chosen.workspace)
+
+
+app.registered_commands += serving_commands.app.registered_commands
 
 
 @app.command()

@@ -6,19 +6,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.chat import decode_reply, encode_prompt
+from rlhf_core.data.chat import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
 from rlhf_core.models.base import load_policy
 from rlhf_core.sampling.decoding_layers import decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms
-from rlhf_core.sampling.generation import evaluation_generate
+from rlhf_core.sampling.reply import OnText, sample_reply
 
-OnText = Callable[[str], None]
 PROMPT = "you> "
 HELP = "/reset forgets the conversation, /help shows this, /quit or end of input leaves"
 
@@ -63,12 +61,11 @@ class ChatSession:
         ids, turns = self._fit(turns)
         uniforms = philox_uniforms(self.seed, [self._asked], self.sampling.max_new_tokens)
         sampling = EvaluationSampling.for_tokenizer(self.tokenizer, self.sampling)
-        stream = None if on_text is None else ReplyStream(self.tokenizer, on_text)
-        on_tokens = None if stream is None else stream.add
+        stream = None if on_text is None else ReplyStream(on_text)
+        on_reply = None if stream is None else stream.write
         with decoding_layers(self.model, 1, self.sampling.max_new_tokens):
-            rollout = evaluation_generate(self.model, [ids], uniforms, sampling, on_tokens)
-        reply, _ = decode_reply(self.tokenizer, rollout.replies()[0])
-        reply = reply.strip()
+            sampled = sample_reply(self.model, self.tokenizer, ids, sampling, uniforms, on_reply)
+        reply = sampled.text.strip()
         if stream is not None:
             stream.finish(reply)
         self._asked += 1
@@ -93,29 +90,23 @@ class ChatSession:
 class ReplyStream:
     """The text of one reply while its tokens are sampled, in one line, in pieces that are never taken back."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: OnText) -> None:
-        self.tokenizer, self.on_text = tokenizer, on_text
-        self.ids: list[int] = []
+    def __init__(self, on_piece: OnText) -> None:
+        self.on_piece = on_piece
         self.written = ""
 
-    def add(self, tokens: Tensor) -> None:
-        """Take the next token of the reply, the only row of ``tokens`` (1,)."""
-        self.ids += tokens.tolist()
-        text, _ = decode_reply(self.tokenizer, self.ids)
-        self._write(text)
+    def write(self, text: str) -> None:
+        """Write what of ``text``, the reply so far, is not written yet."""
+        line = one_line(text)
+        if line.startswith(self.written) and line != self.written:
+            self.on_piece(line[len(self.written) :])
+            self.written = line
 
     def finish(self, reply: str) -> None:
         """Write what of the whole ``reply`` is not written yet."""
-        self._write(reply)
+        self.write(reply)
         line = one_line(reply)
         if self.written != line:  # the tokenizer decodes the beginning otherwise when it knows the end
-            self.on_text(f"\n{line}")
-
-    def _write(self, text: str) -> None:
-        line = one_line(text)
-        if line.startswith(self.written) and line != self.written:
-            self.on_text(line[len(self.written) :])
-            self.written = line
+            self.on_piece(f"\n{line}")
 
 
 def one_line(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flows.registry.aliases import CHAMPION
 from flows.registry.champion import policy_with_alias
@@ -12,6 +13,9 @@ from flows.registry.mlflow_client import connect
 from flows.registry.model_artifacts import verified_folder
 from flows.registry.training_source import TrainingSource, source_of_version, source_of_workspace
 from flows.workspace.folder import display_path, is_workspace
+
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
 
 TOY = "This is a toy: its world has lamps, boats and frogs. It knows nothing of people."
 
@@ -38,10 +42,15 @@ def champion_model(workspace: Path) -> ChatModel:
     """
     workspace = workspace.resolve()
     version = policy_with_alias(workspace)
+    return ChatModel(verified_folder(workspace, version), workspace, about_version(workspace, version, CHAMPION))
+
+
+def about_version(workspace: Path, version: ModelVersion, alias: str | None = None) -> tuple[str, ...]:
+    """Return lines that say which version of the policy it is and what it was trained on."""
     registered = datetime.fromtimestamp(version.creation_timestamp / 1000)
-    name = f"{version.name} version {version.version} (@{CHAMPION}), registered {registered:%Y-%m-%d %H:%M}"
-    about = (name, *_training(source_of_version(connect(workspace), version)))
-    return ChatModel(verified_folder(workspace, version), workspace, about)
+    called = f" (@{alias})" if alias else ""
+    name = f"{version.name} version {version.version}{called}, registered {registered:%Y-%m-%d %H:%M}"
+    return (name, *_training(source_of_version(connect(workspace), version)))
 
 
 def folder_model(folder: Path, workspace: Path | None) -> ChatModel:

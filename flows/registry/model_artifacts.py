@@ -58,6 +58,14 @@ def judged_sampling(workspace: Path) -> dict[str, Any]:
     return load_section(workspace, "evaluate", EvaluateConfig).sampling.model_dump(mode="json")
 
 
+def stored_sampling(folder: Path) -> dict[str, Any]:
+    """The sampling settings under which a registered policy was judged, as MLflow keeps them beside its ``folder``."""
+    from mlflow.models import Model
+
+    settings: dict[str, Any] = Model.load(str(folder.parents[1])).flavors["python_function"]["config"]["sampling"]
+    return settings
+
+
 def _requirements() -> list[str]:
     """The versions in use. A local label such as ``+cpu`` is not on package indexes, so it goes."""
     from importlib.metadata import version

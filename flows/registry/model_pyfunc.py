@@ -207,9 +207,11 @@ class ServedPolicy:
         choice = {
             "index": 0,
             "message": {"role": "assistant", "content": reply.strip()},
+            "logprobs": None,
             "finish_reason": "length" if end is None else "stop",
         }
-        usage = {"prompt_tokens": ids.shape[1], "completion_tokens": len(new)}
+        counts = {"prompt_tokens": ids.shape[1], "completion_tokens": len(new)}
+        usage = {**counts, "total_tokens": sum(counts.values())}
         return {"object": "chat.completion", "choices": [choice], "usage": usage}
 
     def generate_arguments(self, prompt_length: int, settings: Mapping[str, Any]) -> dict[str, Any]:

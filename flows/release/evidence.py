@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flows.registry.aliases import registry_errors
 from flows.registry.data_card import read_data_card
 from flows.registry.mlflow_client import connect, fluent
+from flows.registry.model_artifacts import stored_sampling
 from flows.registry.training_source import TrainingSource, source_of_version
 from rlhf_core.errors import RlhfError
 from rlhf_core.files import read_json
@@ -62,7 +63,6 @@ def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obsta
     if not version.run_id:
         raise RlhfError(f"{name} was registered by no run, so nothing says how it was judged")
     from mlflow.artifacts import download_artifacts
-    from mlflow.models import Model
 
     with (
         tempfile.TemporaryDirectory() as temporary,
@@ -74,14 +74,14 @@ def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obsta
         metrics = Path(download_artifacts(run_id=version.run_id, artifact_path="metrics", dst_path=temporary))
         evaluation = read_json(metrics / "evaluation.json")
         data_card = read_data_card(connect(workspace), version.run_id, Path(temporary))
-        stored = Model.load(str(folder.parents[1])).flavors["python_function"]["config"]
+        sampling = stored_sampling(folder)
     order = [gate for gate in ("data", "sft", "reward", "policy") if gate in gates]
     return ReleaseEvidence(
         name=name,
         run_id=version.run_id,
         gates={gate: gates[gate] for gate in [*order, *sorted(set(gates) - set(order))]},
         evaluation=evaluation,
-        sampling=stored["sampling"],
+        sampling=sampling,
         source=source_of_version(connect(workspace), version),
         lineage={key.removeprefix(LINEAGE): value for key, value in version.tags.items() if key.startswith(LINEAGE)},
         obstacle=obstacle,

@@ -14,7 +14,7 @@ LAYERS = (
     {"cli"},
     {"memory", "data_commands", "annotate_commands"},
     {"stages"},
-    {"api", "chat_terminal"},
+    {"api", "chat_terminal", "serving"},
     {"evaluation", "ppo", "gates", "chat_session"},
     {"sampling", "training"},
     {"models", "data", "world"},
@@ -39,6 +39,16 @@ FLOWS_MAY_ALSO_USE = {
     "flows.cli": {"chat_terminal", "cli", "data_commands"},  # it mounts the core's commands on its own command line
     "flows.commands.data_diff": {"data_commands", "data.changes"},  # one of the group rlhf data
     "flows.commands.checks.workspace": {"models.starting_model.open_starting_model"},
+    "flows.commands.replay": {
+        "evaluation.judges.final.MODELS",
+        "evaluation.judges.final.judging_model",
+        "evaluation.judges.final.stand_in_note",
+        "evaluation.judges.model.ModelJudge",
+        "serving",
+    },
+    "flows.commands.serve": {"serving"},
+    "flows.commands.serving_commands": {"serving.limits.ServingLimits"},
+    "flows.registry.served_versions": {"serving.policy_source"},
     "flows.pipeline.verdict": {
         "evaluation.judges.final.final_judges",
         "evaluation.judges.final.stand_in_note",

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from rlhf_core import chat_session
 from rlhf_core.chat_session import HELP, ChatSession, ReplyStream, converse, one_line
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.prompts_to_try import prompts_to_try
 from rlhf_core.data.schema import Message, Prompt, write_rows
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.base import train_tokenizer
+from rlhf_core.sampling import reply as reply_sampling
 from rlhf_core.sampling.generation import Rollout
 
 SAMPLING = SamplingConfig(max_new_tokens=6)
@@ -67,7 +68,7 @@ def test_special_tokens_of_a_reply_are_visible_and_stay_in_the_conversation(
     ids = tokenizer.encode("sky<|user|> blue", add_special_tokens=False)
     reply, mask = torch.tensor([ids]), torch.ones(1, len(ids))
     rollout = Rollout(reply, mask.long(), mask.bool(), mask, torch.tensor([False]))
-    monkeypatch.setattr(chat_session, "evaluation_generate", lambda *args: rollout)
+    monkeypatch.setattr(reply_sampling, "evaluation_generate", lambda *args: rollout)
     assert session.say("the sky") == "sky<|user|> blue"
     assert session.turns[-1].content == "sky<|user|> blue"
 
@@ -139,21 +140,28 @@ def test_a_piece_is_written_before_the_next_token_is_sampled(model, tokenizer) -
     assert len(set(sink.seen)) == len(sink.seen) > 5  # each after another forward pass
 
 
-def test_a_character_of_several_tokens_is_written_once_it_is_whole(tokenizer: PreTrainedTokenizerBase) -> None:
-    pieces: list[str] = []
-    stream = ReplyStream(tokenizer, pieces.append)
+def test_a_character_of_several_tokens_is_written_once_it_is_whole(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = tokenizer.encode("a \u20ac b", add_special_tokens=False)
     assert len(ids) > 5  # the sign has three bytes and none is joined
-    for token in ids:
-        stream.add(torch.tensor([token]))
-    stream.finish("a \u20ac b")
+
+    def generate(*args: Any) -> Rollout:
+        for token in ids:
+            args[-1](torch.tensor([token]))
+        mask = torch.ones(1, len(ids))
+        return Rollout(torch.tensor([ids]), mask.long(), mask.bool(), mask, torch.tensor([False]))
+
+    monkeypatch.setattr(reply_sampling, "evaluation_generate", generate)
+    pieces: list[str] = []
+    assert ChatSession(model, tokenizer, SAMPLING).say("the sky", pieces.append) == "a \u20ac b"
     assert pieces == ["a", " \u20ac", " b"]
 
 
-def test_a_reply_that_decodes_otherwise_as_a_whole_is_written_again(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_reply_that_decodes_otherwise_as_a_whole_is_written_again() -> None:
     pieces: list[str] = []
-    stream = ReplyStream(tokenizer, pieces.append)
-    stream.add(torch.tensor(tokenizer.encode("a", add_special_tokens=False)))
+    stream = ReplyStream(pieces.append)
+    stream.write("a")
     stream.finish("b c")
     assert pieces == ["a", "\nb c"]
 

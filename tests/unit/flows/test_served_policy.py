@@ -18,6 +18,7 @@ from rlhf_core.data.schema import Message
 from rlhf_core.models.base import save_policy, train_tokenizer
 from rlhf_core.models.stop_tokens import with_stop_tokens
 from rlhf_core.sampling.distribution import EvaluationSampling, evaluation_distribution
+from rlhf_core.serving.protocol.chat_response import CompletionId, Usage
 
 CONVERSATION = [{"role": "user", "content": "what colour is the sky?"}]
 PIECES = ["the sky", "蓝色", " ", "\n", "?", "<|im_start|>", "<|eot_id|>", "<end_of_turn>", "</s>", "<s>", "[INST]"]
@@ -104,3 +105,14 @@ def test_a_served_policy_stops_at_the_token_that_closes_a_turn(tmp_path: Path) -
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["choices"][0]["message"]["content"] == ""
     assert answer["usage"]["completion_tokens"] == 1
+
+
+def test_an_answer_has_the_shape_of_those_of_rlhf_serve(folder: Path) -> None:
+    served = ServedPolicy(folder, SamplingConfig(max_new_tokens=4).model_dump())
+    (answer,) = served.answer([CONVERSATION], {"seed": 1})
+    expected = CompletionId("policy:1", 0).completion("text", "stop", Usage(2, 3))
+    assert set(expected) - set(answer) == {"id", "created", "model"}  # which only a server knows
+    assert set(answer["choices"][0]) == set(expected["choices"][0])
+    usage = answer["usage"]
+    assert set(usage) == set(expected["usage"])
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]

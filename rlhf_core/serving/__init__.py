@@ -1,0 +1,1 @@
+"""A policy behind HTTP with the chat API of OpenAI: requests and responses, sampling, reloading, limits, metrics."""

@@ -1,0 +1,172 @@
+"""The HTTP interface: chat completions, models, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from rlhf_core.serving.completions import Completions
+from rlhf_core.serving.limits import MAX_BODY_BYTES
+from rlhf_core.serving.metrics import CONTENT_TYPE
+from rlhf_core.serving.protocol.access import require_access
+from rlhf_core.serving.protocol.api_error import ApiError, internal_error
+from rlhf_core.serving.protocol.chat_request import parse_chat_request
+from rlhf_core.serving.protocol.chat_response import model_entry, model_list
+
+JSON = "application/json"
+# Proxies would otherwise keep pieces back until a buffer is full.
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AppSettings:
+    """How an app behaves around its requests.
+
+    Attributes:
+        token: The bearer token that clients must send, None for none.
+        watch_seconds: How often the source is asked which revision to serve, None for never.
+    """
+
+    token: str | None = None
+    watch_seconds: float | None = None
+
+
+def create_app(completions: Completions, settings: AppSettings) -> FastAPI:
+    """The application. Its life ends when the last reply has ended."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        stop = threading.Event()
+        if settings.watch_seconds is not None:
+            arguments = (stop, settings.watch_seconds)
+            threading.Thread(target=completions.watch.run, args=arguments, name="watch", daemon=True).start()
+        try:
+            yield
+        finally:
+            stop.set()
+            await asyncio.to_thread(completions.close)
+            if completions.recorder is not None:
+                completions.recorder.close()
+
+    # Pages of API documentation would load scripts from another host.
+    app = FastAPI(title="rlhf serve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    _add_error_handlers(app, completions)
+    _add_chat(app, completions, settings.token)
+    _add_operations(app, completions, settings.token)
+    return app
+
+
+def _add_chat(app: FastAPI, completions: Completions, token: str | None) -> None:
+    """Add ``/v1/chat/completions`` and ``/v1/models``."""
+    metrics = completions.metrics
+    created = int(time.time())
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        _require_access(request, token)
+        chat = parse_chat_request(await _read_body(request, completions.limits.timeout_seconds))
+        reply = await completions.begin(chat)
+        if chat.stream:
+            metrics.requests.labels(200).inc()
+            return StreamingResponse(reply.events(), media_type="text/event-stream", headers=STREAM_HEADERS)
+
+        async def disconnected() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        body = await reply.whole(disconnected)
+        metrics.requests.labels(200).inc()
+        return JSONResponse(body)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        _require_access(request, token)
+        metrics.requests.labels(200).inc()
+        return model_list(completions.watch.policy.revision.names, created)
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> dict[str, Any]:
+        _require_access(request, token)
+        names = completions.watch.policy.revision.names
+        if name not in names:
+            raise ApiError(404, f"there is no model {name!r}; there is {' and '.join(names)}", code="model_not_found")
+        metrics.requests.labels(200).inc()
+        return model_entry(name, created)
+
+
+def _add_operations(app: FastAPI, completions: Completions, token: str | None) -> None:
+    """Add ``/healthz``, which anybody may ask, and ``/metrics``."""
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, Any]:
+        watch = completions.watch
+        status = "degraded" if watch.problem else "ok"
+        return {
+            "status": status,
+            "model": watch.policy.revision.id,
+            "in_flight": completions.in_flight,
+            "problem": watch.problem or None,
+        }
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        _require_access(request, token)
+        return Response(completions.metrics.exposition(), media_type=CONTENT_TYPE)
+
+
+def _add_error_handlers(app: FastAPI, completions: Completions) -> None:
+    """Report every error as OpenAI's API does, and count it."""
+
+    def response(error: ApiError) -> Response:
+        completions.metrics.requests.labels(error.status).inc()
+        return JSONResponse(error.body(), error.status, error.headers)
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return response(error)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return response(ApiError(error.status_code, message, headers=error.headers))
+
+    @app.exception_handler(Exception)
+    async def unexpected_error(_: Request, __: Exception) -> Response:
+        return response(internal_error())  # the server logs the traceback
+
+
+def _require_access(request: Request, token: str | None) -> None:
+    require_access(token, request.headers.get("authorization"), request.headers.get("host"))
+
+
+async def _read_body(request: Request, seconds: float) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: It is no JSON by its header, too large, or does not arrive within ``seconds``.
+    """
+    # A page of another site may send other types without asking first.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
+        raise ApiError(415, f"send JSON with the header Content-Type: {JSON}")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise ApiError(413, f"the request has more than {MAX_BODY_BYTES} bytes; shorten the messages")
+    except TimeoutError as error:
+        raise ApiError(408, f"the request did not arrive within {seconds:g} seconds", code="timeout") from error
+    return bytes(body)

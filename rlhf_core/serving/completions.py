@@ -1,0 +1,278 @@
+"""Chat requests answered by threads that sample, while the event loop waits for them or passes pieces on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlhf_core.errors import DataError
+from rlhf_core.sampling.reply import SampledReply
+from rlhf_core.serving.limits import RETRY_AFTER_SECONDS, ServingLimits
+from rlhf_core.serving.loaded_policy import LoadedPolicy, ReplySettings
+from rlhf_core.serving.metrics import ServingMetrics
+from rlhf_core.serving.policy_watch import PolicyWatch
+from rlhf_core.serving.protocol.api_error import CLIENT_CLOSED_REQUEST, ApiError, internal_error, timed_out
+from rlhf_core.serving.protocol.chat_request import ChatRequest
+from rlhf_core.serving.protocol.chat_response import END_OF_STREAM, CompletionId, Usage, event
+from rlhf_core.serving.recording import RequestRecorder
+
+logger = logging.getLogger(__name__)
+
+
+class ReplyTimedOut(Exception):
+    """Ends the sampling of a reply that took too long."""
+
+
+class ReplyCancelled(Exception):
+    """Ends the sampling of a reply that nobody waits for."""
+
+
+@dataclass(frozen=True)
+class AcceptedRequest:
+    """A request with the policy that answers it, the prompt's tokens and the settings after defaults and limits."""
+
+    request: ChatRequest
+    policy: LoadedPolicy
+    prompt_ids: list[int]
+    settings: ReplySettings
+    completion: CompletionId
+
+    def usage(self, reply: SampledReply) -> Usage:
+        """The token counts."""
+        return Usage(len(self.prompt_ids), len(reply.token_ids))
+
+
+class Completions:
+    """Answers chat requests by the served policy, within limits.
+
+    Args:
+        clock: Seconds that never go back.
+        now: Seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        watch: PolicyWatch,
+        limits: ServingLimits,
+        metrics: ServingMetrics,
+        recorder: RequestRecorder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.watch, self.limits, self.metrics, self.recorder = watch, limits, metrics, recorder
+        self.clock, self._now = clock, now
+        self._threads = ThreadPoolExecutor(limits.max_concurrent, thread_name_prefix="sampling")
+        self.in_flight = 0
+
+    def close(self) -> None:
+        """Wait until every reply has ended."""
+        self._threads.shutdown(wait=True)
+
+    async def begin(self, request: ChatRequest) -> ReplyInProgress:
+        """Accept a request and let a thread sample its reply.
+
+        Raises:
+            ApiError: The model is unknown, all threads are busy, or the prompt does not fit.
+        """
+        started = self.clock()
+        policy = self.watch.policy
+        names = policy.revision.names
+        if request.model is not None and request.model not in names:
+            message = f"there is no model {request.model!r}; ask for {' or '.join(names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        if self.in_flight >= self.limits.max_concurrent:
+            message = f"{self.in_flight} replies are being written, which is the most at a time; try again soon"
+            headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+            raise ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error", headers=headers)
+        self._occupy()
+        loop = asyncio.get_running_loop()
+        accepting = loop.run_in_executor(self._threads, self._accept, request, policy)
+        try:
+            accepted = await asyncio.shield(accepting)
+        except asyncio.CancelledError:
+            accepting.add_done_callback(self._release)
+            raise
+        except BaseException:
+            self._release()
+            raise
+        reply = ReplyInProgress(self, accepted, started)
+        reply.start(self._threads).add_done_callback(self._release)
+        return reply
+
+    def _occupy(self) -> None:
+        self.in_flight += 1
+        self.metrics.in_flight.set(self.in_flight)
+
+    def _release(self, ended: asyncio.Future[Any] | None = None) -> None:
+        if ended is not None and not ended.cancelled():
+            ended.exception()  # otherwise asyncio logs an error that nobody waited for
+        self.in_flight -= 1
+        self.metrics.in_flight.set(self.in_flight)
+
+    def _accept(self, request: ChatRequest, policy: LoadedPolicy) -> AcceptedRequest:
+        """Encode the prompt and settle how its reply is sampled."""
+        try:
+            prompt_ids = policy.encode(request.dialogue)
+        except DataError as error:
+            raise ApiError(400, str(error), param="messages", code="invalid_value") from error
+        limits, judged = self.limits, policy.judged
+        count = len(prompt_ids)
+        if limits.max_prompt_tokens is not None and count > limits.max_prompt_tokens:
+            message = f"the messages have {count} tokens; this server takes at most {limits.max_prompt_tokens}"
+            raise ApiError(400, message, param="messages", code="context_length_exceeded")
+        room = None if policy.context is None else policy.context - count
+        wanted = request.requested_tokens
+        if wanted is not None and wanted > limits.max_new_tokens:
+            message = f"max_tokens is {wanted}; this server writes at most {limits.max_new_tokens}"
+            raise ApiError(400, message, param="max_tokens", code="invalid_value")
+        tokens = min(judged.max_new_tokens, limits.max_new_tokens) if wanted is None else wanted
+        if room is not None and wanted is None:
+            tokens = min(tokens, room)
+        if room is not None and (tokens > room or room < 1):
+            message = (
+                f"the messages have {count} tokens; with max_tokens {max(tokens, 1)} that exceeds the {policy.context} "
+                "of the model's context: shorten one of them"
+            )
+            raise ApiError(400, message, param="messages", code="context_length_exceeded")
+        settings = ReplySettings(
+            temperature=judged.temperature if request.temperature is None else request.temperature,
+            top_p=judged.top_p if request.top_p is None else request.top_p,
+            repetition_penalty=request.repetition_penalty or judged.repetition_penalty,
+            max_new_tokens=tokens,
+            seed=secrets.randbits(63) if request.seed is None else request.seed,
+            stop=tuple(request.stop or ()),
+        )
+        completion = CompletionId(policy.revision.id, int(self._now()))
+        return AcceptedRequest(request, policy, prompt_ids, settings, completion)
+
+
+class ReplyInProgress:
+    """A reply that a thread samples, and the event loop's end of it."""
+
+    sampled: asyncio.Future[SampledReply]
+
+    def __init__(self, completions: Completions, accepted: AcceptedRequest, started: float) -> None:
+        self.completions, self.accepted, self.started = completions, accepted, started
+        self._cancelled = threading.Event()
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[str | None] = asyncio.Queue()  # None: the reply has ended
+        self._pieces = accepted.policy.pieces(accepted.settings.stop)
+        self._first = True
+
+    def start(self, threads: ThreadPoolExecutor) -> asyncio.Future[SampledReply]:
+        """Let one of ``threads`` sample the reply."""
+        self.sampled = self._loop.run_in_executor(threads, self._sample)
+        self.sampled.add_done_callback(lambda _: self._queue.put_nowait(None))
+        return self.sampled
+
+    def _sample(self) -> SampledReply:
+        """Sample the reply and record how it ended. This runs in a thread of its own."""
+        metrics, accepted = self.completions.metrics, self.accepted
+        end = "error"
+        try:
+            on_text = self._send_piece if accepted.request.stream else None
+            reply = accepted.policy.reply(accepted.prompt_ids, accepted.settings, on_text, self._check)
+            end = reply.finish_reason
+        except ReplyTimedOut:
+            end = "timeout"
+            raise
+        except ReplyCancelled:
+            end = "cancelled"
+            raise
+        finally:
+            metrics.replies.labels(end).inc()
+        metrics.reply_seconds.observe(self.completions.clock() - self.started)
+        metrics.prompt_tokens.observe(len(accepted.prompt_ids))
+        metrics.completion_tokens.observe(len(reply.token_ids))
+        if self.completions.recorder is not None:
+            self.completions.recorder.record(self._record(reply))
+        return reply
+
+    def _check(self) -> None:
+        """End the sampling where nobody waits for the reply any more, or it has taken too long."""
+        elapsed = self.completions.clock() - self.started
+        if self._first:
+            self.completions.metrics.first_token_seconds.observe(elapsed)
+            self._first = False
+        if self._cancelled.is_set():
+            raise ReplyCancelled
+        if elapsed > self.completions.limits.timeout_seconds:
+            raise ReplyTimedOut
+
+    def _send_piece(self, text: str) -> None:
+        """Pass the next piece of the reply to the event loop."""
+        if piece := self._pieces.next(text):
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
+
+    def _record(self, reply: SampledReply) -> dict[str, Any]:
+        accepted = self.accepted
+        messages = [asdict(message) for message in accepted.request.dialogue]
+        return {
+            "id": accepted.completion.id,
+            "created": accepted.completion.created,
+            "model": accepted.completion.model,
+            "messages": messages,
+            "sampling": asdict(accepted.settings),
+            "reply": reply.text,
+            "finish_reason": reply.finish_reason,
+        }
+
+    async def whole(self, disconnected: Callable[[], Awaitable[None]]) -> dict[str, Any]:
+        """Wait for the reply and return the response; if the client leaves first, the reply is cancelled.
+
+        Raises:
+            ApiError: It took too long, the client has left, or sampling failed.
+        """
+        leaving = asyncio.ensure_future(disconnected())
+        try:
+            awaited: set[asyncio.Future[Any]] = {self.sampled, leaving}
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            if not self.sampled.done():
+                raise ApiError(CLIENT_CLOSED_REQUEST, "the client has closed the connection")
+            reply = self._result()
+        finally:
+            leaving.cancel()
+            self._cancelled.set()
+        accepted = self.accepted
+        return accepted.completion.completion(reply.text, reply.finish_reason, accepted.usage(reply))
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the response as server-sent events; if the client leaves, the reply is cancelled.
+
+        An error after the first event is an event of its own, and the last.
+        """
+        completion = self.accepted.completion
+        try:
+            yield completion.first_event()
+            while (piece := await self._queue.get()) is not None:
+                yield completion.text_event(piece)
+            try:
+                reply = self._result()
+            except ApiError as error:
+                yield event(error.body())
+                return
+            if rest := self._pieces.rest(reply.text):
+                yield completion.text_event(rest)
+            yield completion.last_event(reply.finish_reason)
+            if self.accepted.request.include_usage:
+                yield completion.usage_event(self.accepted.usage(reply))
+            yield END_OF_STREAM
+        finally:
+            self._cancelled.set()
+
+    def _result(self) -> SampledReply:
+        """The reply, or the error that ended it as one of the API."""
+        try:
+            return self.sampled.result()
+        except ReplyTimedOut as error:
+            raise timed_out(self.completions.limits.timeout_seconds) from error
+        except Exception as error:
+            logger.exception("sampling a reply failed")
+            raise internal_error() from error

@@ -1,0 +1,120 @@
+"""A policy in memory that answers conversations, several at the same time."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core import distributed
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.data.chat import encode_prompt
+from rlhf_core.data.chat_template import reply_format
+from rlhf_core.data.schema import Message
+from rlhf_core.models.base import load_policy
+from rlhf_core.sampling.decoding_layers import decoding_layers
+from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms
+from rlhf_core.sampling.reply import Check, OnText, SampledReply, sample_reply
+from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
+from rlhf_core.serving.reply_pieces import ReplyPieces
+
+# Below this temperature only the most likely token is left; smaller ones would overflow.
+GREEDY_BELOW = 0.01
+# The nucleus of so small a probability is the most likely token alone.
+GREEDY_TOP_P = 1e-9
+TRIAL = [Message("user", "Hello")]
+
+
+@dataclass(frozen=True)
+class ReplySettings:
+    """How one reply is sampled.
+
+    Attributes:
+        temperature: Below ``GREEDY_BELOW`` the most likely token is taken.
+        seed: With the model and the prompt it alone decides the reply, whatever else is sampled meanwhile.
+        stop: Strings that end the reply.
+    """
+
+    temperature: float
+    top_p: float
+    repetition_penalty: float
+    max_new_tokens: int
+    seed: int
+    stop: tuple[str, ...] = ()
+
+
+class LoadedPolicy:
+    """A policy and its tokenizer, ready to sample.
+
+    Attributes:
+        judged: The sampling that its replies were judged with, the default of requests.
+        context: Tokens that prompt and reply may have together, None where the model has no limit.
+    """
+
+    def __init__(
+        self,
+        revision: PolicyRevision,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        judged: SamplingConfig,
+    ) -> None:
+        self.revision, self.model, self.judged = revision, model, judged
+        self.context: int | None = getattr(model.config, "max_position_embeddings", None)
+        self._format = reply_format(tokenizer)
+        self._base = EvaluationSampling.for_tokenizer(tokenizer, judged).base
+        # Encoding switches a setting of the tokenizer (whether special tokens in a text are control tokens), which no
+        # other thread may use meanwhile. Decoding switches nothing, and goes on with the other copy.
+        self._decoder, self._encoder = tokenizer, copy.deepcopy(tokenizer)
+        self._encoding = threading.Lock()
+        # Threads share the layers, so they stay for as long as the policy is in memory.
+        self._layers = ExitStack()
+        self._layers.enter_context(decoding_layers(model, 1, judged.max_new_tokens))
+
+    @classmethod
+    def load(cls, revision: PolicyRevision, files: PolicyFiles) -> LoadedPolicy:
+        """Load a policy and let it write one token, so that what is broken fails here and not in a request.
+
+        Raises:
+            ModelError: The folder is missing, incomplete or damaged.
+        """
+        model, tokenizer = load_policy(files.folder)
+        module: nn.Module = model
+        module.to(distributed.device())
+        policy = cls(revision, model, tokenizer, files.sampling)
+        policy.reply(policy.encode(TRIAL), ReplySettings(0.0, 1.0, 1.0, 1, 0))
+        return policy
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation. Special tokens that a turn writes out are ordinary text."""
+        with self._encoding:
+            return encode_prompt(self._encoder, messages)
+
+    def reply(
+        self,
+        prompt_ids: Sequence[int],
+        settings: ReplySettings,
+        on_text: OnText | None = None,
+        check: Check | None = None,
+    ) -> SampledReply:
+        """Sample the reply; :func:`rlhf_core.sampling.reply.sample_reply` describes the functions that follow it."""
+        greedy = settings.temperature < GREEDY_BELOW
+        sampling = EvaluationSampling(
+            replace(
+                self._base,
+                max_new_tokens=settings.max_new_tokens,
+                temperature=1.0 if greedy else settings.temperature,
+            ),
+            GREEDY_TOP_P if greedy else settings.top_p,
+            settings.repetition_penalty,
+        )
+        uniforms = philox_uniforms(settings.seed, [0], settings.max_new_tokens)
+        return sample_reply(self.model, self._decoder, prompt_ids, sampling, uniforms, on_text, settings.stop, check)
+
+    def pieces(self, stop: Sequence[str]) -> ReplyPieces:
+        """What splits a reply of this policy into pieces for a stream."""
+        return ReplyPieces(self._format.lead, (*stop, self._format.tail))

@@ -1,0 +1,100 @@
+"""The served revision changes only for one that works."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from unit.serving.conftest import JUDGED, HeldPolicy, Served
+
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.data.schema import Message
+from rlhf_core.errors import DataError, ModelError
+from rlhf_core.models.base import save_policy
+from rlhf_core.serving.loaded_policy import LoadedPolicy, ReplySettings
+from rlhf_core.serving.policy_source import FolderSource, PolicyFiles, PolicyRevision, sampling_of_folder
+from rlhf_core.serving.policy_watch import RETRY_SECONDS
+
+GREEDY = ReplySettings(temperature=0.0, top_p=1.0, repetition_penalty=1.0, max_new_tokens=8, seed=0)
+
+
+@pytest.fixture
+def loads(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Revisions whose loading was tried; all but version 1 are damaged."""
+    tried: list[str] = []
+
+    def load(revision: PolicyRevision, files: PolicyFiles) -> HeldPolicy:
+        tried.append(revision.id)
+        raise ModelError(f"{files.folder} is\ndamaged")
+
+    monkeypatch.setattr(served.watch, "_load", load)
+    return tried
+
+
+def test_a_revision_that_cannot_be_loaded_leaves_the_old_one(
+    served: Served, loads: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    before, served.source.version = served.policy, 2
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            served.watch.check()
+    assert served.policy is before and loads == ["policy:2"]  # not tried again at once
+    assert served.watch.problem == "policy:2 cannot be loaded (policy:2 is damaged)"
+    assert [record.getMessage() for record in caplog.records] == [f"{served.watch.problem}; policy:1 is still served"]
+    assert served.metric("rlhf_serve_reloads_total", result="failed") == 1
+    assert served.metric("rlhf_serve_reload_failing") == 1
+
+
+def test_it_is_tried_again_later_and_another_revision_at_once(served: Served, loads: list[str]) -> None:
+    served.source.version = 2
+    served.watch.check()
+    served.now += RETRY_SECONDS
+    served.watch.check()
+    served.source.version = 3
+    served.watch.check()
+    assert loads == ["policy:2", "policy:2", "policy:3"]
+
+
+def test_the_problem_ends_when_the_alias_comes_back(served: Served, loads: list[str]) -> None:
+    for version, problem in ((2, True), (1, False), (2, True)):
+        served.source.version = version
+        served.watch.check()
+        assert bool(served.watch.problem) is problem
+    assert len(loads) == 2 and served.metric("rlhf_serve_reload_failing") == 1
+
+
+def test_a_registry_that_is_away_changes_nothing(served: Served) -> None:
+    before, served.source.error = served.policy, "connection refused"
+    served.watch.check()
+    assert served.policy is before
+    assert served.watch.problem == "cannot find out which revision to serve (OSError: connection refused)"
+    served.source.error = ""
+    served.watch.check()
+    assert served.policy is before and not served.watch.problem
+
+
+def test_a_first_policy_that_cannot_be_loaded_ends_the_start(serve: Callable[..., Served], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no model folder"):
+        LoadedPolicy.load(PolicyRevision("x"), PolicyFiles(tmp_path / "nothing", JUDGED))
+
+
+def test_a_folder_is_loaded_and_writes_what_its_model_writes(served: Served, tmp_path: Path) -> None:
+    policy = served.policy
+    save_policy(tmp_path / "policy", policy.model, policy._decoder)
+    source = FolderSource(tmp_path / "policy", JUDGED)
+    assert source.latest() == PolicyRevision("policy") and source.latest().names == ("policy",)
+    loaded = LoadedPolicy.load(source.latest(), source.files(source.latest()))
+    ids = loaded.encode([Message("user", "the sky")])
+    assert loaded.reply(ids, GREEDY) == policy.reply(ids, GREEDY)
+
+
+def test_the_sampling_of_a_folder_is_that_of_its_generation_config(tmp_path: Path) -> None:
+    assert sampling_of_folder(tmp_path, JUDGED) == JUDGED
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "top_k": 3, "top_p": None}))
+    assert sampling_of_folder(tmp_path, JUDGED) == SamplingConfig(**{**JUDGED.model_dump(), "temperature": 0.5})
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": 7}))
+    with pytest.raises(DataError, match=r"top_p is 7; correct it"):
+        sampling_of_folder(tmp_path, JUDGED)

@@ -1,0 +1,34 @@
+"""Pieces of a stream join to the whole reply and are never taken back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_core.serving.reply_pieces import ReplyPieces
+
+
+@given(text=st.text("ab\n ", max_size=20), endings=st.lists(st.text("ab\n ", max_size=3), max_size=3))
+def test_pieces_join_to_the_reply_whatever_is_held_back(text: str, endings: list[str]) -> None:
+    reply = text[: min((text.find(ending) for ending in endings if ending and ending in text), default=len(text))]
+    pieces = ReplyPieces("", endings)
+    sent = [pieces.next(reply[:length]) for length in range(1, len(reply) + 1)]
+    assert "".join(sent) + pieces.rest(reply) == reply
+
+
+@pytest.mark.parametrize(
+    ("lead", "endings", "texts", "sent"),
+    [
+        ("", [], ["a", "ab", "ab"], ["a", "b", ""]),
+        ("", ["STOP"], ["x", "xS", "xST", "xSTa"], ["x", "", "", "STa"]),
+        ("\n\n", [], ["\n", "a"], ["", "a"]),
+        ("", [" "], ["a", "a ", "a b"], ["a", "", " b"]),
+        ("", [], ["a", "b", "ac"], ["a", "", "c"]),
+    ],
+)
+def test_what_may_not_be_part_of_the_reply_is_held_back(
+    lead: str, endings: list[str], texts: list[str], sent: list[str]
+) -> None:
+    pieces = ReplyPieces(lead, endings)
+    assert [pieces.next(text) for text in texts] == sent
