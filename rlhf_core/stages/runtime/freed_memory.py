@@ -13,9 +13,9 @@ ALLOCATOR_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 # Blocks from here on are mapped on their own and unmapped when they are freed.
 MAPPED_BLOCK = 4 * MIB
 # Free bytes at the end of the heap of smaller blocks that stay for the next ones.
-KEPT_AT_THE_END = 64 * MIB
+KEPT_AT_THE_END = 256 * MIB
 # oneDNN keeps the generated code of as many operations, one for each shape: 1024 unless told otherwise.
-ONEDNN_CAPACITY = 64
+ONEDNN_CAPACITY = 128
 ONEDNN_VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY")
 
 
