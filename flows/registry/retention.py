@@ -134,9 +134,10 @@ def _delete_version(client: MlflowClient, workspace: Path, version: ModelVersion
     if number in read_aliases(client, name).values():
         return
     with registry_errors(f"delete {name} version {number}; `rlhf gc --delete` goes on with it"):
-        same_files = client.search_model_versions(f"source_path = '{version.source}'")
-        if version.source.startswith(LOGGED_MODEL) and len(same_files) <= 1:
-            _delete_logged_model(client, workspace, version.source.removeprefix(LOGGED_MODEL))
+        source = version.source or ""
+        same_files = client.search_model_versions(f"source_path = '{source}'")
+        if source.startswith(LOGGED_MODEL) and len(same_files) <= 1:
+            _delete_logged_model(client, workspace, source.removeprefix(LOGGED_MODEL))
         shutil.rmtree(workspace / ".rlhf" / "models" / name / number, ignore_errors=True)
         client.delete_model_version(name, number)
 

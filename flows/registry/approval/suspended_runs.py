@@ -38,22 +38,22 @@ def follow_request(workspace: Path, decision: PromotionDecision) -> None:
     itself again if nobody has decided.
     """
     context = FlowRunContext.get()
-    run = None if context is None else context.flow_run
-    may_suspend = run is not None and run.deployment_id is not None and run.parent_task_run_id is None
+    if context is None or context.flow_run is None:
+        return
+    run = context.flow_run
     try:
         request = latest_request(connect(workspace), decision.model)
-        if request is None:
+        may_suspend = run.deployment_id is not None and run.parent_task_run_id is None
+        if request is None or (request.is_open and not may_suspend):
             return
         tag = _tag(workspace, decision.model)
+        reason = f"superseded by {run.name}" if request.is_open else request.closed_because()
         with get_client(sync_client=True) as client:
-            if not request.is_open:
-                _end_suspended(client, tag, Cancelled(message=request.closed_because()))
-                return
-            if run is None or not may_suspend:
-                return
-            _end_suspended(client, tag, Cancelled(message=f"superseded by {run.name}"))
-            client.update_flow_run(run.id, tags=sorted({*client.read_flow_run(run.id).tags, tag}))
-        suspend_flow_run(key=uuid4().hex)  # another key each time: Prefect passes over one that has been resumed
+            _end_suspended(client, tag, Cancelled(message=reason))
+            if request.is_open:
+                client.update_flow_run(run.id, tags=sorted({*client.read_flow_run(run.id).tags, tag}))
+        if request.is_open:
+            suspend_flow_run(key=uuid4().hex)  # another key each time: Prefect passes over one that has been resumed
     except (RlhfError, RuntimeError, HTTPError) as error:  # the request is in the history all the same
         get_run_logger().warning("this run ends instead of waiting for approval: %s", error)
 
