@@ -77,7 +77,8 @@ class ApprovalRequest:
             )
         if CHALLENGER in moves:
             newer = moves[CHALLENGER] or "none"
-            return f"the challenger is version {newer} since {_minute(entry)}, no longer {version}; `rlhf promote`"
+            since = _minute(entry)
+            return f"the challenger is version {newer} since {since}, no longer {version}; `rlhf promote` judges it"
         return f"the terms of promotion were changed {by}, after {version} was judged; `rlhf promote` judges it again"
 
 

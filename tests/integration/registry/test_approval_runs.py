@@ -25,6 +25,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, te
 from prefect.states import Pending
 from prefect_database import prefect_server
 
+from flows.commands.status import status
 from flows.pipeline import flow as pipeline
 from flows.pipeline.flow import rlhf_pipeline
 from flows.registry import promotion
@@ -127,6 +128,8 @@ def test_a_promotion_suspends_until_a_person_has_decided_and_an_automation_start
     deployment.execute(first)
     assert deployment.state(first) == "Suspended", "to resume it on the server is no approval"
     assert aliases(release)["champion"] == "1"
+    screen = status(release)
+    assert "waits for approval: v2, since 2" in screen and "next: rlhf approve" in screen
     second = deployment.start()
     assert (deployment.state(first), deployment.state(second)) == ("Cancelled", "Suspended")
     capsys.readouterr()

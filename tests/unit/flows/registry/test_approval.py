@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.registry.alias_transaction import commit
+from flows.registry.alias_transaction import AliasMove, AliasTransaction, commit
 from flows.registry.approval.decide import approve, decline
 from flows.registry.approval.request import latest_request
 from flows.registry.governance.history import checked_history, history_ledger
@@ -150,6 +150,18 @@ def test_what_was_not_judged_is_not_approved(registry: Registry, waiting: Path, 
         with pytest.raises(RlhfError, match=f"^{message}"):
             decide(waiting, "late")
     assert registry.aliases() == before
+
+
+def test_a_version_that_was_registered_since_takes_the_place_of_the_request(registry: Registry, waiting: Path) -> None:
+    """As registration does it, with an entry in the history."""
+    number = registry.add_version()
+    move = AliasMove(MODEL, "challenger", number)
+    commit(registry.client, waiting, AliasTransaction(MODEL, (move,), action="register", reason="registered"))
+    for decide in (approve, decline):
+        with pytest.raises(RlhfError, match=r"^the challenger is version 3 since .* UTC, no longer version 2 of rlhf-"):
+            decide(waiting, "late")
+    assert promote(waiting, play=ScriptedMatch()).awaiting_approval
+    assert approve(waiting).challenger == "3"
 
 
 def test_after_a_rollback_the_request_no_longer_holds(registry: Registry, waiting: Path) -> None:
