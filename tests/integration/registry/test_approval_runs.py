@@ -141,7 +141,7 @@ def test_a_promotion_suspends_until_a_person_has_decided_and_an_automation_start
     assert deployment.state(deployment.start()) == "Completed", "there is nothing left to decide"
 
     def events() -> list[tuple[str, str, str | None, str]]:
-        page = client.read_events(EventFilter(event=EventNameFilter(prefix=["rlhf."])))
+        page = client.read_events(EventFilter(event=EventNameFilter(prefix=["rlhf."])), limit=50)
         return sorted((e.event, e.payload["model"], e.payload["version"], e.payload["action"]) for e in page.events)
 
     expected = [

@@ -8,13 +8,15 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from integration.registry.test_interrupted import killed_before
 
-from flows.registry.alias_transaction import AliasMove, AliasTransaction, commit
+from flows.registry.alias_transaction import AliasMove, AliasTransaction, commit, finish_interrupted
 from flows.registry.approval.decide import approve, decline
 from flows.registry.approval.request import latest_request
 from flows.registry.governance.history import checked_history, history_ledger
 from flows.registry.promotion import promote, rollback
 from flows.registry.set_terms import describe_terms, set_terms
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError
 
 from .conftest import MODEL, PARAMS, Registry, ScriptedMatch
@@ -192,6 +194,25 @@ def test_two_people_on_two_machines(registry: Registry, waiting: Path, monkeypat
         approve(waiting)
     assert registry.aliases() == BEFORE
     assert [action for action, _, _ in actions(registry)] == ["promote", "request approval", "decline"]
+
+
+def test_an_approval_killed_at_a_step_is_completed_or_has_not_begun(registry: Registry, waiting: Path) -> None:
+    begun = []
+    for step in (1, 2, 3, 4, 7):
+        before = registry.aliases()
+        assert killed_before(step, lambda: approve(waiting))
+        finish_interrupted(registry.client, waiting, RegistryConfig())  # as any use of the registry does
+        begun.append(registry.aliases() != before)
+        if begun[-1]:
+            with pytest.raises(RlhfError, match="was approved by"):
+                approve(waiting)
+        else:
+            approve(waiting)
+        assert registry.aliases()["champion"] == before["challenger"]
+        assert [action for action, _, _ in actions(registry)].count("approve") == len(begun)
+        registry.add_version()
+        assert promote(waiting, play=ScriptedMatch()).awaiting_approval
+    assert begun == [False, False, True, True, True]
 
 
 def test_files_that_changed_since_are_not_approved(registry: Registry, waiting: Path) -> None:
