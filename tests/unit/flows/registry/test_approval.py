@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from integration.registry.test_interrupted import killed_before
+from killed_call import killed_before
 
 from flows.registry.alias_transaction import AliasMove, AliasTransaction, commit, finish_interrupted
 from flows.registry.approval.decide import approve, decline
