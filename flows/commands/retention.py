@@ -18,7 +18,8 @@ def describe_retention(plan: RetentionPlan, *, deleted: bool) -> str:
         rows += [(int(version.version), "deleted" if deleted else "would be deleted") for version in model.deleted]
         lines += [f"  version {number}  {what}" for number, what in sorted(rows, reverse=True)]
         lines += [] if rows else ["  no version"]
-    counts = f"{len(plan.deleted)} versions and {len(plan.matches)} matches"
+    versions, matches = len(plan.deleted), len(plan.matches)
+    counts = f"{versions} version{'' if versions == 1 else 's'} and {matches} match{'' if matches == 1 else 'es'}"
     if deleted:
         lines.append(f"deleted {counts}")
     elif plan.deleted:

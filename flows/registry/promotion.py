@@ -88,7 +88,7 @@ def promote(
         transaction: AliasTransaction | None = None
         if approval or config.approval:
             decision, transaction = _approval_step(client, decision, model_tags)
-        elif decision.promoted:
+        elif decision.promoted and not dry_run:
             transaction = champion_transaction(
                 client,
                 config,
