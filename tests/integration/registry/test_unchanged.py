@@ -8,6 +8,8 @@ import pytest
 from integration.registry.conftest import make_policy, policy_name
 from integration.registry.test_promotion import ScriptedMatch, aliases
 
+from flows.commands.run import RunOptions, run
+from flows.pipeline.last_run import read_last_run
 from flows.pipeline.unchanged import find_unchanged
 from flows.registry.aliases import get_version
 from flows.registry.governance.history import history_ledger
@@ -16,6 +18,9 @@ from flows.registry.model_artifacts import verified_folder
 from flows.registry.promotion import promote, rollback
 from flows.registry.register import register
 from flows.registry.retention import apply_retention
+from flows.supervision import signals
+from flows.supervision.processes import OWNER_VARIABLE
+from flows.workspace.lock import LOCK_HELD_VARIABLE
 from rlhf_core.errors import RlhfError
 
 
@@ -27,7 +32,9 @@ def records(workspace: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
-def test_nothing_to_do_until_something_changes(contest: Path) -> None:
+def test_nothing_to_do_until_something_changes(
+    contest: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert find_unchanged(contest, promotes=True) is None, "version 2 has not met the champion"
     assert find_unchanged(contest, promotes=False) is not None
     match = ScriptedMatch(judge=0.4)
@@ -52,6 +59,16 @@ def test_nothing_to_do_until_something_changes(contest: Path) -> None:
     promote(contest, play=ScriptedMatch(judge=0.9))
     unchanged = find_unchanged(contest, promotes=True)
     assert unchanged is not None and unchanged.verdict.promotion == "version 3 was champion already"
+    before = records(contest)
+    monkeypatch.setattr(signals, "install", lambda: None)
+    for variable in (OWNER_VARIABLE, LOCK_HELD_VARIABLE):  # the command sets them
+        monkeypatch.setenv(variable, "")
+    assert run(contest, RunOptions()) == 0
+    printed = capsys.readouterr().out
+    assert "Completed: nothing to do: every stage is up to date, rlhf-reward-model version 1 (as before)" in printed
+    assert "stages: 10 cached" in printed and "Prefect" not in printed and records(contest) == before
+    last = read_last_run(contest)
+    assert last is not None and last.completed and last.ran == 0
     (contest / "metrics" / "ppo.json").write_text("{}")
     assert find_unchanged(contest, promotes=True) is None, "a stage is stale"
 
