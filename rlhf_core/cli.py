@@ -42,7 +42,7 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     """Refresh the code fingerprints that dvc.yaml's stages depend on."""
     from rlhf_core.config.loading.load import load_params
     from rlhf_core.fingerprint import write_fingerprints, write_sources
-    from rlhf_core.fingerprint.starting_model import write_starting_model
+    from rlhf_core.fingerprint.starting_model import tokenizer_patterns, write_starting_model
     from rlhf_core.ppo.reward_sources.tracked_files import write_tracked_files
     from rlhf_core.stages.runtime.names import STAGES
     from rlhf_core.stages.runtime.runner import workspace_root
@@ -51,7 +51,8 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     params = load_params(root)
     write_fingerprints(root, list(STAGES))
     write_sources(root, params.collect.files.paths())
-    write_sources(root, [source.path for source in params.validate_.evaluation_files], "evaluation_files")
+    evaluation = [source.path for source in params.validate_.evaluation_files]
+    write_sources(root, [*evaluation, *tokenizer_patterns(root, params.validate_.tokenizer)], "evaluation_files")
     write_starting_model(root, params.base.source)
     write_tracked_files(root, params.ppo.reward.sources)
 

@@ -267,8 +267,10 @@ def _lengths(file: FileDescription, limits: TokenLimits | None, width: int) -> l
     """Return the table of lengths: characters of each column, and with a tokenizer what ``max_tokens`` would drop."""
     if not file.characters:
         return []
-    lines = ["  lengths", *_percentile_table("characters", file.characters, width)]
+    lines = ["  lengths", *percentile_table("characters", file.characters, width)]
     if file.tokens is None or limits is None:
+        if limits is None:
+            lines += wrapped(INDENT * 2, "no tokens: there is no tokenizer at hand; name one with --tokenizer", width)
         return lines
     limit, measured = limits.limits[file.kind], file.tokens
     looked_at = f" of the {measured.rows} rows looked at" if measured.rows < len(file.read.rows) else ""
@@ -278,14 +280,15 @@ def _lengths(file: FileDescription, limits: TokenLimits | None, width: int) -> l
     else:
         finding = f"none{looked_at} is longer"
     finding = f"{limit.parameter} is {limit.longest_kept}: {finding} (tokenizer of {limits.tokenizer_name})"
-    lines += _percentile_table("tokens", [measured.percentiles], width)
+    lines += percentile_table("tokens", [measured.percentiles], width)
     lines += wrapped(INDENT * 2, finding, width)
     if measured.over_limit:
         lines += wrapped(INDENT * 2, limit.remedy(measured.percentiles.values[-1]), width)
     return lines
 
 
-def _percentile_table(unit: str, rows: Sequence[LengthPercentiles], width: int) -> list[str]:
+def percentile_table(unit: str, rows: Sequence[LengthPercentiles], width: int) -> list[str]:
+    """Return lengths as the indented lines of a table, with ``unit`` above the names of the rows."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(min_width=len("prompt + reply"))
     for _ in PERCENTILES:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rlhf_core.config.loading.load import load_params
+from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.data.inspect import TokenLimit, TokenLimits
+from rlhf_core.stages.counting_tokenizer import load_counting_tokenizer
 
 SCRATCH = "scratch"
 
@@ -26,17 +27,29 @@ def local_token_limits(workspace: Path) -> TokenLimits | None:
     folder = workspace / source
     if not folder.is_dir():
         return None
-    # Imported here: these load torch and transformers, which takes seconds and is for nothing without a model.
-    from rlhf_core.models.base import fitting_length, load_tokenizer
-    from rlhf_core.stages.base import prepare_tokenizer
+    return token_limits(params, str(source), workspace)
 
-    tokenizer = load_tokenizer(folder)
-    tokenizer.model_max_length = sys.maxsize  # rows are measured here, not run; the library would warn of longer ones
-    prepare_tokenizer(tokenizer, str(source))
-    positions = fitting_length(sys.maxsize, folder)
-    bound = None if positions == sys.maxsize else positions
+
+def token_limits(params: Params, source: str, base: Path) -> TokenLimits:
+    """Return the tokenizer of ``source`` with the limits of ``params``, and those of the model in its folder.
+
+    Args:
+        source: A folder, a GGUF file or a hub id; see :func:`~rlhf_core.stages.counting_tokenizer`.
+        base: The folder that relative paths start at.
+
+    Raises:
+        ModelError: It has no usable tokenizer, or the model folder is incomplete.
+    """
+    tokenizer = load_counting_tokenizer(source, base)
+    folder = base / Path(source).expanduser()
+    bound = None
+    if (folder / "config.json").is_file():
+        from rlhf_core.models.base import fitting_length
+
+        positions = fitting_length(sys.maxsize, folder)
+        bound = None if positions == sys.maxsize else positions
     limits = {
         "preferences": TokenLimit("reward.max_tokens", params.reward.max_tokens, bound),
         "demonstrations": TokenLimit("sft.max_tokens", params.sft.max_tokens, bound),
     }
-    return TokenLimits(tokenizer, str(source), limits)
+    return TokenLimits(tokenizer, source, limits)

@@ -94,8 +94,11 @@ def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
 
 
 def rebase_sources(text: str, origin: Path, target: Path) -> str:
-    """``text`` with the relative paths of data and evaluation files, of the starting model and of reward sources,
-    written for ``origin``, made right for ``target``. A workspace's own ``models/`` stay its own."""
+    """``text`` with its relative paths, written for ``origin``, made right for ``target``.
+
+    These are the paths of data and evaluation files, of the starting model, of the tokenizer to count with and of
+    reward sources. A workspace's own ``models/`` stay its own.
+    """
     document = yaml_text.parse(text, "params.yaml")
     files = (document.get("collect") or {}).get("files") or {}
     for sources in [*files.values(), (document.get("validate") or {}).get("evaluation_files")]:
@@ -104,6 +107,9 @@ def rebase_sources(text: str, origin: Path, target: Path) -> str:
             path = str(entries[key])
             if not path.startswith(("hub:", "~")) and not is_url(path) and not os.path.isabs(path):
                 entries[key] = os.path.relpath(origin / path, target)
+    validate = document.get("validate") or {}
+    if validate.get("tokenizer"):
+        validate["tokenizer"] = _rebase_model(validate["tokenizer"], origin, target)
     base = document.get("base") or {}
     if is_pretrained(str(base.get("source", SCRATCH))):
         base["source"] = _rebase_model(base["source"], origin, target)

@@ -12,6 +12,7 @@ from rlhf_core.data.validation.set_rules.check_set import SetFindings
 from rlhf_core.data.validation.set_rules.findings_file import RuleFinding
 from rlhf_core.data.validation.set_rules.pair_statistics import balance, category_counts
 from rlhf_core.data.validation.tables import Validated
+from rlhf_core.data.validation.token_counts import CountedTokens
 from rlhf_core.evaluation.data_card.card import CardSection, CardTable, DataCard
 from rlhf_core.evaluation.data_card.lengths import length_section
 from rlhf_core.evaluation.data_card.refused_rows import refused_section
@@ -29,7 +30,7 @@ NOT_STATED = "not stated"
 class CardSources:
     """What the card is made of: the manifest of the raw data, the result of validation, and ``metrics/data.json``.
 
-    ``failed`` are the metrics of the data gate's conditions that failed.
+    ``failed`` are the metrics of the data gate's conditions that failed; ``tokens`` is None without a tokenizer.
     """
 
     manifest: Mapping[str, Any]
@@ -38,6 +39,7 @@ class CardSources:
     findings: Sequence[RuleFinding]
     metrics: Mapping[str, Any]
     failed: Sequence[str]
+    tokens: CountedTokens | None = None
 
 
 def build_card(sources: CardSources, config: ValidateConfig) -> DataCard:
@@ -50,7 +52,7 @@ def build_card(sources: CardSources, config: ValidateConfig) -> DataCard:
         [
             source_section(sources.manifest),
             _rows(sources.metrics, kinds),
-            length_section(sources.validated.clean),
+            length_section(sources.validated.clean, sources.tokens),
             _balance(sources),
             _rules(sources.metrics, kinds, config),
             _leakage(sources),

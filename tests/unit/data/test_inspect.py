@@ -148,9 +148,21 @@ def test_the_command_works_outside_a_workspace(tmp_path: Path, monkeypatch: pyte
     file = write(tmp_path, PAIR)
     result = CliRunner().invoke(app, ["data", "inspect", file])
     assert result.exit_code == 0 and "rows     1 as preferences, of 1" in result.output
-    assert "tokens" not in result.output
+    assert "no tokens: there is no tokenizer at hand; name one with --tokenizer" in result.output
     for short in (["data", file], ["data", "--show", "1", file]):
         assert CliRunner().invoke(app, short).output == result.output
+
+
+def test_a_given_tokenizer_counts_outside_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    file = write(tmp_path, PAIR, PAIR | {"chosen": "x" * 300})
+    result = CliRunner().invoke(app, ["data", "inspect", file, "--tokenizer", "tokenizer", "--json"])
+    (described_file,) = json.loads(result.stdout)["files"]
+    assert described_file["tokens"]["percentiles"]["100"] == 325  # as computed above, by the default of max_tokens
+    assert (described_file["tokens"]["parameter"], described_file["tokens"]["over_limit"]) == ("reward.max_tokens", 1)
+    wrong = CliRunner().invoke(app, ["data", "inspect", file, "--tokenizer", "./gone"])
+    assert "the tokenizer ./gone does not exist" in str(wrong.exception)
 
 
 def test_the_description_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
