@@ -101,11 +101,11 @@ def inspect(
     with Console(stderr=True).status("reading the files…"):
         from rlhf_core.data.inspect import as_json_value, as_text, describe_sources
 
-        described = describe_sources(files, tokens=_token_limits(workspace, tokenizer), options=options)
+        described = describe_sources(files, tokens=_token_limits(workspace, tokenizer), options=options, show=show)
     if as_json:
-        print_json(as_json_value(described, show))
+        print_json(as_json_value(described))
     else:
-        typer.echo(as_text(described, show, terminal_width()))
+        typer.echo(as_text(described, terminal_width()))
 
 
 @app.command(no_args_is_help=True)

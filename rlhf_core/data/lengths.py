@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 PERCENTILES = (50, 90, 99, 100)
 REPLIES = {"preferences": ("chosen", "rejected"), "demonstrations": ("reply",)}
 SEQUENCE = "prompt + reply"
-TOKENISED_ROWS = 2000
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,12 @@ class TokenLengths:
     over_limit: int
 
 
-def character_lengths(kind: str, rows: Sequence[Mapping[str, Any]]) -> list[LengthPercentiles]:
-    """Return percentiles of the characters of each text column of ``kind``; the turns of a prompt count together."""
-    if not rows:
-        return []
+def character_counts(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Return the characters of each text column of ``rows`` of ``kind``; the turns of a prompt count together."""
     if kind == "pretrain":
-        return [LengthPercentiles.of("text", [len(row["text"]) for row in rows])]
+        return {"text": [len(row["text"]) for row in rows]}
     prompts = [sum(len(turn["content"]) for turn in row["prompt"]) for row in rows]
-    replies = [LengthPercentiles.of(name, [len(row[name]) for row in rows]) for name in REPLIES.get(kind, ())]
-    return [LengthPercentiles.of("prompt", prompts), *replies]
+    return {"prompt": prompts} | {name: [len(row[name]) for row in rows] for name in REPLIES.get(kind, ())}
 
 
 def token_counts(tokenizer: PreTrainedTokenizerBase, kind: str, row: Mapping[str, Any]) -> dict[str, int]:
@@ -86,8 +82,7 @@ def evenly_spread(total: int, count: int) -> npt.NDArray[np.int64]:
 def token_lengths(
     tokenizer: PreTrainedTokenizerBase, kind: str, rows: Sequence[Mapping[str, Any]], limit: int
 ) -> TokenLengths:
-    """Tokenise up to 2,000 ``rows`` of preferences or demonstrations, spread evenly over the file, as training does."""
-    sample = [rows[i] for i in evenly_spread(len(rows), TOKENISED_ROWS)]
-    lengths = [token_counts(tokenizer, kind, row)[SEQUENCE] for row in sample]
+    """Tokenise ``rows`` of preferences or demonstrations as training does."""
+    lengths = [token_counts(tokenizer, kind, row)[SEQUENCE] for row in rows]
     percentiles = LengthPercentiles.of(SEQUENCE, lengths)
-    return TokenLengths(percentiles, len(sample), limit, sum(length > limit for length in lengths))
+    return TokenLengths(percentiles, len(rows), limit, sum(length > limit for length in lengths))

@@ -16,7 +16,7 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.collect import FileSources
 from rlhf_core.config.loading.overlay import parse_assignment
 from rlhf_core.data.inspect import TokenLimit, TokenLimits, as_text, describe_sources
-from rlhf_core.data.lengths import LengthPercentiles, character_lengths, token_lengths
+from rlhf_core.data.lengths import LengthPercentiles, character_counts, token_lengths
 from rlhf_core.models.base import load_tokenizer, new_model, save_policy, train_tokenizer
 from rlhf_core.stages.token_limits import local_token_limits
 
@@ -29,7 +29,7 @@ def write(folder: Path, *rows: dict[str, Any], name: str = "pairs.jsonl") -> str
 
 
 def described(folder: Path, *files: str, show: int = 1, width: int = 200, tokens: TokenLimits | None = None) -> str:
-    return as_text(describe_sources(files, folder, tokens), show, width)
+    return as_text(describe_sources(files, folder, tokens, show=show), width)
 
 
 def command_words(text: str) -> list[str]:
@@ -49,10 +49,23 @@ def test_percentiles_are_lengths_that_occur() -> None:
 def test_characters_are_counted_by_column_and_over_all_turns() -> None:
     turns = [{"role": "system", "content": "be"}, {"role": "user", "content": "brief"}]
     row = {"prompt": turns, "chosen": "yes", "rejected": ""}
-    by_name = {lengths.name: lengths.values[-1] for lengths in character_lengths("preferences", [row])}
-    assert by_name == {"prompt": 7, "chosen": 3, "rejected": 0}
-    assert character_lengths("pretrain", [{"text": "abcd"}]) == [LengthPercentiles("text", (4, 4, 4, 4))]
-    assert character_lengths("preferences", []) == []
+    assert character_counts("preferences", [row]) == {"prompt": [7], "chosen": [3], "rejected": [0]}
+    assert character_counts("pretrain", [{"text": "abcd"}]) == {"text": [4]}
+
+
+def test_a_file_of_many_parts_is_described_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.data.formats.CHUNK_RECORDS", 1000)
+    monkeypatch.setattr("rlhf_core.data.file_summary.SAMPLED_ROWS", 10)
+    odd = [PAIR | {"margin": "great"}] * 2
+    write(tmp_path, *[PAIR | {"chosen": "x" * (1 + i % 100), "source": f"s{i}"} for i in range(1500)], *odd)
+    (file,) = describe_sources(["pairs.jsonl"], tmp_path, show=2).files
+    assert (file.read.records, file.read.rows, len(file.read.examples)) == (1502, 1500, 2)
+    ((reason, refused),) = file.read.commonest_refusals()
+    assert (reason, refused.rows, refused.first) == ("margin 'great' is not a number", 2, 1501)
+    assert file.characters[1] == LengthPercentiles("chosen", (50, 90, 99, 100))
+    # Every 128th row is left of those that were kept at first; the sample spreads over the whole file.
+    kept = [row["source"] for row in file.read.sample.spread()]
+    assert len(kept) == 10 and kept[0] == "s0" and kept[-1] == "s1408"
 
 
 def test_tokens_are_those_of_the_longest_sequence_that_training_sees() -> None:
@@ -103,6 +116,18 @@ def test_the_command_to_paste_names_all_sources_by_kind(tmp_path: Path) -> None:
         "--set",
         'collect.files.pretrain=["stories.jsonl"]',
     ]
+
+
+@pytest.mark.parametrize(
+    ("chinese", "english", "profile"), [(3, 0, "chinese-sample"), (3, 2, "chinese-sample"), (2, 2, "own-data")]
+)
+def test_the_profile_suits_the_language_of_most_pairs(tmp_path: Path, chinese: int, english: int, profile: str) -> None:
+    pair = {"prompt": "天空是什么颜色？", "chosen": "天空是蓝色的。", "rejected": "我不知道 DVC。"}
+    write(tmp_path, *[pair] * chinese, *[PAIR] * english)
+    write(tmp_path, {"text": "天" * 100}, name="stories.jsonl")  # pairs decide
+    text = described(tmp_path, "pairs.jsonl", "stories.jsonl")
+    assert command_words(text)[:5] == ["rlhf", "init", "my-run", "--profile", profile]
+    assert f"language zh {chinese / (chinese + english):.0%} of the rows looked at" in text
 
 
 def test_the_name_of_the_new_workspace_is_free(tmp_path: Path) -> None:
