@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
@@ -13,6 +13,8 @@ from rlhf_core.config.model import StageConfig, Strict
 from rlhf_core.config.pretrained import SCRATCH
 from rlhf_core.config.validation_rules import NEEDED_FOR_TRAINING, RULES, SET_RULES, Severity
 from rlhf_core.file_patterns import is_url
+
+AUTOMATIC_ROWS = 10_000
 
 
 class SplitConfig(Strict):
@@ -32,17 +34,22 @@ class NearDuplicatesConfig(Strict):
     """The search for texts that are nearly the same, by MinHash over runs of ``shingle_words`` words.
 
     Attributes:
-        search: Whether rows are compared at all: it takes longer than all other checks together.
+        search: Whether rows are compared at all, which takes longer than all other checks together; ``auto``: where no
+            kind has more than 10,000 clean rows.
         similarity: From which Jaccard similarity of their runs of words on two texts count as nearly the same.
         permutations: Length of a signature; the estimate of the similarity is off by up to ``0.5 / sqrt`` of it.
         max_rows: At most so many rows of a kind are compared, the first ones: the index takes about 4 kB for each.
     """
 
-    search: bool = False
+    search: bool | Literal["auto"] = "auto"
     similarity: float = Field(default=0.8, gt=0.1, lt=1)
     shingle_words: PositiveInt = 3
     permutations: int = Field(default=128, ge=16, le=1024)
     max_rows: PositiveInt = 100_000
+
+    def searches(self, rows: int) -> bool:
+        """Return whether rows are compared, given the number of clean rows of the kind that has most."""
+        return self.search if isinstance(self.search, bool) else rows <= AUTOMATIC_ROWS
 
 
 class ValidateConfig(StageConfig):

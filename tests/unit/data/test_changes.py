@@ -68,10 +68,8 @@ def test_files_are_compared_as_the_kind_that_both_hold(tmp_path: Path) -> None:
     tables = [file_tables([name], tmp_path, options, tmp_path / name[0]) for name in ("a.jsonl", "b.jsonl")]
     with pytest.raises(DataError, match="the one holds preferences, the other demonstrations; name the kind"):
         compare_kinds(*tables)
-    (changes,) = compare_kinds(
-        *(
-            file_tables([name], tmp_path, options, tmp_path / name[0], "demonstrations")
-            for name in ("a.jsonl", "b.jsonl")
-        )
+    before, after = (
+        file_tables([name], tmp_path, options, tmp_path / name[0], "demonstrations") for name in ("a.jsonl", "b.jsonl")
     )
+    (changes,) = compare_kinds(before, after)
     assert len(changes.changed) == 1 and changes.before.column("reply").to_pylist() == ["a"]

@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import math
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,26 @@ def test_arrow_files_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     path.write_bytes(COMPRESS[path.suffix if path.suffix in COMPRESS else ""](buffer.getvalue().to_pybytes()))
     assert streamed(path) == load_records(path)
     assert [record.position for record in streamed(path)] == list(range(1, 17))
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl.xz", "x.arrow"])
+def test_a_file_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("rlhf_core.data.readers.record_stream.HELD_CHARACTERS", 2**18)
+    rows = [{"prompt": f"{i:0500}"} for i in range(20_000)]
+    path = tmp_path / name
+    if name == "x.arrow":
+        write_feather(pa.Table.from_pylist(rows), path, compression="uncompressed")
+    else:
+        text = json.dumps(rows) if name == "x.json" else "\n".join(map(json.dumps, rows))
+        path.write_bytes(COMPRESS[path.suffix if path.suffix in COMPRESS else ""](text.encode()))
+    del rows
+    tracemalloc.start()
+    try:
+        count = sum(1 for _ in stream_records(path, lambda count: None))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert count == 20_000 and peak < 10_000_000 * 0.75, "ten megabytes of text, of which a part is held"
 
 
 def test_an_xz_file_of_several_streams_is_read_to_its_end(tmp_path: Path) -> None:
