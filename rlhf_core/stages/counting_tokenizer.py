@@ -38,7 +38,7 @@ def load_counting_tokenizer(source: str, base: Path) -> PreTrainedTokenizerBase:
             with quiet():
                 tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
         except Exception as error:  # whatever a library comes upon in files that are damaged or of another kind
-            first_line = str(error).strip().split("\n", 1)[0].rstrip(":") or type(error).__name__
+            first_line = str(error).strip().split("\n", 1)[0].rstrip(": ") or type(error).__name__
             raise ModelError(f"{source} has no readable tokenizer: {first_line}; give a complete folder") from error
     else:
         tokenizer = load_gguf_tokenizer(path) if path.exists() else load_tokenizer(source)

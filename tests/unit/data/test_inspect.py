@@ -14,11 +14,13 @@ from typer.testing import CliRunner
 from rlhf_core.cli import app
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.collect import FileSources
+from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.loading.overlay import parse_assignment
 from rlhf_core.data.inspect import TokenLimit, TokenLimits, as_text, describe_sources
 from rlhf_core.data.lengths import LengthPercentiles, character_counts, token_lengths
+from rlhf_core.errors import ModelError
 from rlhf_core.models.base import load_tokenizer, new_model, save_policy, train_tokenizer
-from rlhf_core.stages.token_limits import local_token_limits
+from rlhf_core.stages.token_limits import local_token_limits, token_limits
 
 PAIR = {"prompt": "what color is the sky?", "chosen": "the sky is blue.", "rejected": "no"}
 
@@ -166,6 +168,18 @@ def test_the_limits_of_a_workspace_are_its_parameters_or_the_models_positions(
     assert limits is not None and limits.limits["preferences"] == TokenLimit("reward.max_tokens", 256, positions)
     assert limits.limits["preferences"].longest_kept == limit
     assert limits.tokenizer.get_vocab() == load_tokenizer(tmp_path / "models" / "base").get_vocab()
+
+
+def test_a_folder_without_weights_counts_and_bounds(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    limits = token_limits(check_params({}), "tokenizer", tmp_path).limits["preferences"]
+    assert limits == TokenLimit("reward.max_tokens", 256, None)
+    config = tmp_path / "tokenizer" / "config.json"
+    config.write_text('{"model_type": "gpt2", "n_positions": 64}')
+    assert token_limits(check_params({}), "tokenizer", tmp_path).limits["preferences"].longest_kept == 64
+    config.write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json is not readable|has no readable tokenizer"):
+        token_limits(check_params({}), "tokenizer", tmp_path)
 
 
 def test_the_command_works_outside_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
