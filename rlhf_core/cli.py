@@ -44,7 +44,7 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     from rlhf_core.config.loading.load import load_params
     from rlhf_core.data.sources import annotation_sources
     from rlhf_core.fingerprint import write_fingerprints, write_sources
-    from rlhf_core.fingerprint.starting_model import write_starting_model
+    from rlhf_core.fingerprint.starting_model import tokenizer_patterns, write_starting_model
     from rlhf_core.ppo.reward_sources.tracked_files import write_tracked_files, write_verifiable
     from rlhf_core.stages.runtime.names import STAGES
     from rlhf_core.stages.runtime.runner import workspace_root
@@ -54,7 +54,8 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     write_fingerprints(root, list(STAGES))
     annotations = annotation_sources(params.collect.annotations, root)
     write_sources(root, [*params.collect.files.paths(), *(source.path for source in annotations)])
-    write_sources(root, [source.path for source in params.validate_.evaluation_files], "evaluation_files")
+    evaluation = [source.path for source in params.validate_.evaluation_files]
+    write_sources(root, [*evaluation, *tokenizer_patterns(root, params.validate_.tokenizer)], "evaluation_files")
     write_verifiable(root, params.evaluate.verifiable)
     write_starting_model(root, params.base.source)
     write_tracked_files(root, params.ppo.reward.sources)

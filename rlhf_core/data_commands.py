@@ -56,6 +56,9 @@ KindOption = Annotated[
 SystemPromptsOption = Annotated[
     bool, typer.Option("--system-prompts", help="UltraFeedback: a reply's own system prompt is a turn of its prompt.")
 ]
+TokenizerOption = Annotated[
+    str | None, typer.Option("--tokenizer", help="Folder, .gguf file or hub id of a model to count tokens with.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -81,11 +84,13 @@ def inspect(
         Path | None,
         typer.Option("--workspace", "-w", help="Whose tokenizer and max_tokens to measure with; default: the current."),
     ] = None,
+    tokenizer: TokenizerOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Describe data files: format, rows, which would be refused and why, lengths, and the command to use them.
 
-    In a workspace whose base model is at hand, lengths are given in tokens too and compared with max_tokens.
+    With --tokenizer, and in a workspace whose base model is at hand, lengths are given in tokens too and compared with
+    max_tokens.
 
     Example: rlhf data inspect 'exports/*.jsonl.gz'
     """
@@ -96,11 +101,11 @@ def inspect(
     with Console(stderr=True).status("reading the files…"):
         from rlhf_core.data.inspect import as_json_value, as_text, describe_sources
 
-        described = describe_sources(files, tokens=_token_limits(workspace), options=options)
+        described = describe_sources(files, tokens=_token_limits(workspace, tokenizer), options=options, show=show)
     if as_json:
-        print_json(as_json_value(described, show))
+        print_json(as_json_value(described))
     else:
-        typer.echo(as_text(described, show, terminal_width()))
+        typer.echo(as_text(described, terminal_width()))
 
 
 @app.command(no_args_is_help=True)
@@ -123,6 +128,7 @@ def validate(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for all that the stages write; new or empty.")
     ] = None,
+    tokenizer: TokenizerOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check data files as the pipeline would: what is kept, what is refused why and in which line, the data gate.
@@ -142,7 +148,7 @@ def validate(
     _require_sources(files)
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RlhfError(f"{output} exists already; name a new or empty folder")
-    config = _validate_config(workspace, sets or [])
+    config = _validate_config(workspace, sets or [], tokenizer)
     import tempfile
 
     from rlhf_core.data.sources import sources_by_kind
@@ -212,13 +218,25 @@ def terminal_width() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
 
 
-def _token_limits(workspace: Path | None) -> TokenLimits | None:
-    """Return what to measure tokens with; None outside a workspace, or where it has no model yet."""
+def _token_limits(workspace: Path | None, tokenizer: str | None) -> TokenLimits | None:
+    """Return what to measure tokens with; None without ``tokenizer`` outside a workspace, or where that has no model.
+
+    Outside a workspace, the limits are those of the default parameters.
+    """
+    from rlhf_core.config.loading.load import check_params, load_params
     from rlhf_core.stages.runtime.runner import workspace_root
-    from rlhf_core.stages.token_limits import local_token_limits
+    from rlhf_core.stages.token_limits import local_token_limits, token_limits
 
     try:
-        return local_token_limits(workspace_root(workspace))
+        root: Path | None = workspace_root(workspace)
+    except RlhfError:
+        if workspace is not None:
+            raise
+        root = None
+    if tokenizer is not None:
+        return token_limits(check_params({}) if root is None else load_params(root), tokenizer, Path.cwd())
+    try:
+        return None if root is None else local_token_limits(root)
     except RlhfError:
         if workspace is not None:
             raise
@@ -243,8 +261,13 @@ def require_kind(kind: str | None) -> None:
         raise ConfigError(f"--kind {kind} is unknown; known are {', '.join(KINDS)}")
 
 
-def _validate_config(workspace: Path | None, sets: Sequence[str]) -> ValidateConfig:
-    """Return the section ``validate`` of a workspace, outside one its defaults, with ``sets`` over it."""
+def _validate_config(workspace: Path | None, sets: Sequence[str], tokenizer: str | None) -> ValidateConfig:
+    """Return the section ``validate`` of a workspace, or the defaults, with ``sets`` and ``tokenizer`` over it.
+
+    Its paths are absolute, since the stages run in a folder of their own.
+    """
+    import json
+
     from rlhf_core.config.loading import yaml_text
     from rlhf_core.config.loading.load import PARAMS_FILE, check_params
     from rlhf_core.config.loading.overlay import overlaid
@@ -253,14 +276,18 @@ def _validate_config(workspace: Path | None, sets: Sequence[str]) -> ValidateCon
     other = [given for given in sets if not given.startswith(("validate.", "seed="))]
     if other:
         raise ConfigError(f"--set {other[0]} has no effect on data files; only validate.… and seed have")
+    if tokenizer is not None:
+        path = Path(tokenizer).expanduser()
+        sets = [*sets, f"validate.tokenizer={json.dumps(str(path.absolute()) if path.exists() else tokenizer)}"]
+    root, text = Path.cwd(), ""
     try:
-        text = (workspace_root(workspace) / PARAMS_FILE).read_text(encoding="utf-8")
+        root = workspace_root(workspace)
+        text = (root / PARAMS_FILE).read_text(encoding="utf-8")
     except RlhfError:
         if workspace is not None:
             raise
-        text = ""
     params = check_params(yaml_text.parse(overlaid(text, sets=sets), PARAMS_FILE))
-    return params.validate_.model_copy(update={"seed": params.seed})
+    return params.validate_.model_copy(update={"seed": params.seed}).with_absolute_paths(root)
 
 
 def read_options(

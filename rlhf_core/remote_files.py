@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import DataError
@@ -35,6 +39,23 @@ def read_url(url: str) -> bytes:
         return bytes(filesystem.cat_file(path))
     except Exception as error:
         raise DataError(f"cannot read {url}: {_reason(error)}") from error
+
+
+@contextmanager
+def local_copy(url: str) -> Iterator[Path]:
+    """Copy the file at a URL to a temporary one, part by part, which is removed at the end of the block.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    filesystem, path = _open(url)
+    with tempfile.TemporaryDirectory(prefix="rlhf-url-") as folder:
+        copy = Path(folder) / "content"
+        try:
+            filesystem.get_file(path, str(copy))
+        except Exception as error:
+            raise DataError(f"cannot read {url}: {_reason(error)}") from error
+        yield copy
 
 
 def url_checksum(url: str) -> str:

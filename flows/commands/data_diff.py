@@ -68,22 +68,28 @@ def diff(
     """
     options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
     require_kind(kind)
-    if _names_files(before) and _names_files(after):
-        if files:
-            raise RlhfError(f"two files are compared, so {files[0]} is one too many")
-        tables = [_file_tables([spec], Path.cwd(), options, kind) for spec in (before, after)]
-    else:
-        from flows.workspace.folder import find_workspace
+    states = ((before, "before"), (after, "after"))
+    # Rows lie in files there while they are compared, so that they need not fit the memory.
+    with tempfile.TemporaryDirectory(prefix="rlhf-diff-") as scratch:
+        if _names_files(before) and _names_files(after):
+            if files:
+                raise RlhfError(f"two files are compared, so {files[0]} is one too many")
+            tables = [_file_tables([spec], Path.cwd(), options, kind, Path(scratch, state)) for spec, state in states]
+        else:
+            from flows.workspace.folder import find_workspace
 
-        folder = find_workspace(workspace)
-        tables = [_revision_tables(folder, revision, files or [], options, kind) for revision in (before, after)]
-    from rlhf_core.data.changes import as_json_value, as_text, compare_kinds
+            folder = find_workspace(workspace)
+            tables = [
+                _revision_tables(folder, revision, files or [], options, kind, Path(scratch, state))
+                for revision, state in states
+            ]
+        from rlhf_core.data.changes import as_json_value, as_text, compare_kinds
 
-    changes = compare_kinds(*tables)
-    if as_json:
-        print_json(as_json_value(changes, show))
-    else:
-        typer.echo(as_text(changes, show, terminal_width()))
+        changes = compare_kinds(*tables)
+        if as_json:
+            print_json(as_json_value(changes, show))
+        else:
+            typer.echo(as_text(changes, show, terminal_width()))
 
 
 def _names_files(spec: str) -> bool:
@@ -96,26 +102,28 @@ def _names_files(spec: str) -> bool:
         return False
 
 
-def _file_tables(files: Sequence[str], base: Path, options: ReadOptions, kind: str | None) -> Mapping[str, Any]:
+def _file_tables(
+    files: Sequence[str], base: Path, options: ReadOptions, kind: str | None, scratch: Path
+) -> Mapping[str, Any]:
     from rlhf_core.data.changes import file_tables
 
-    return file_tables(files, base, options, kind)
+    return file_tables(files, base, options, scratch, kind)
 
 
 def _revision_tables(
-    workspace: Path, revision: str, files: Sequence[str], options: ReadOptions, kind: str | None
+    workspace: Path, revision: str, files: Sequence[str], options: ReadOptions, kind: str | None, scratch: Path
 ) -> Mapping[str, Any]:
-    """Return the tables by kind of ``files``, or of the collected data, at a revision."""
+    """Return the tables by kind of ``files``, or of the collected data, at a revision; rows are kept in ``scratch``."""
     from flows.dvc_repo.revision import check_out
 
-    with tempfile.TemporaryDirectory(prefix="rlhf-revision-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="rlhf-revision-") as checkout:
         folder = workspace
         if revision != WORKING_TREE:
-            folder = Path(scratch)
+            folder = Path(checkout)
             check_out(workspace, revision, files or [COLLECTED], folder)
         if files:
-            return _file_tables(files, folder, options, kind)
+            return _file_tables(files, folder, options, kind, scratch)
         from rlhf_core.data.changes import collected_tables
 
-        tables = collected_tables(folder / COLLECTED)
+        tables = collected_tables(folder / COLLECTED, scratch)
     return {name: table for name, table in tables.items() if kind in (None, name)}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
 from rlhf_core.config.collect import DataSource, with_options
 from rlhf_core.config.loading.problems import nearest
 from rlhf_core.config.model import StageConfig, Strict
+from rlhf_core.config.pretrained import SCRATCH
 from rlhf_core.config.validation_rules import NEEDED_FOR_TRAINING, RULES, SET_RULES, Severity
+from rlhf_core.file_patterns import is_url
+
+AUTOMATIC_ROWS = 10_000
 
 
 class SplitConfig(Strict):
@@ -29,17 +34,22 @@ class NearDuplicatesConfig(Strict):
     """The search for texts that are nearly the same, by MinHash over runs of ``shingle_words`` words.
 
     Attributes:
-        search: Whether rows are compared at all: it takes longer than all other checks together.
+        search: Whether rows are compared at all, which takes longer than all other checks together; ``auto``: where no
+            kind has more than 10,000 clean rows.
         similarity: From which Jaccard similarity of their runs of words on two texts count as nearly the same.
         permutations: Length of a signature; the estimate of the similarity is off by up to ``0.5 / sqrt`` of it.
         max_rows: At most so many rows of a kind are compared, the first ones: the index takes about 4 kB for each.
     """
 
-    search: bool = False
+    search: bool | Literal["auto"] = "auto"
     similarity: float = Field(default=0.8, gt=0.1, lt=1)
     shingle_words: PositiveInt = 3
     permutations: int = Field(default=128, ge=16, le=1024)
     max_rows: PositiveInt = 100_000
+
+    def searches(self, rows: int) -> bool:
+        """Return whether rows are compared, given the number of clean rows of the kind that has most."""
+        return self.search if isinstance(self.search, bool) else rows <= AUTOMATIC_ROWS
 
 
 class ValidateConfig(StageConfig):
@@ -51,6 +61,8 @@ class ValidateConfig(StageConfig):
         evaluation_files: Files with prompts of evaluations that no row of training may overlap with, given and read as
             those of ``collect.files``.
         languages: The languages (``en``, ``zh``) that rows are expected in; none: they are not looked at.
+        tokenizer: The folder, GGUF file or hub id whose tokenizer the data card counts tokens with, that of
+            ``base.source`` as a rule; None: lengths are in characters only.
     """
 
     split: SplitConfig = SplitConfig()
@@ -64,11 +76,22 @@ class ValidateConfig(StageConfig):
     near_duplicates: NearDuplicatesConfig = NearDuplicatesConfig()
     evaluation_files: tuple[DataSource, ...] = Field(default=(), strict=False)
     languages: tuple[str, ...] = Field(default=(), strict=False)
+    tokenizer: str | None = None
 
     @field_validator("evaluation_files", mode="before")
     @classmethod
     def _with_options(cls, sources: Any) -> Any:
         return with_options(sources)
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _exists_before_training(cls, tokenizer: str | None) -> str | None:
+        if tokenizer == SCRATCH:
+            raise ValueError(
+                "a tokenizer that is made from nothing is trained on the clean data, so it cannot count them; leave it "
+                "out, or name one that exists"
+            )
+        return tokenizer
 
     @field_validator("rules")
     @classmethod
@@ -83,3 +106,15 @@ class ValidateConfig(StageConfig):
     def severity(self, rule: str) -> Severity:
         """Return what becomes of rows that break ``rule``."""
         return self.rules.get(rule, "warn" if rule in SET_RULES else "refuse")
+
+    def with_absolute_paths(self, base: Path) -> ValidateConfig:
+        """Return these settings with the paths of files and of the tokenizer made absolute; URLs and hub ids stay."""
+        evaluation = [
+            source
+            if source.path.startswith("hub:") or is_url(source.path)
+            else source.model_copy(update={"path": str(base / Path(source.path).expanduser())})
+            for source in self.evaluation_files
+        ]
+        model = None if self.tokenizer is None else base / Path(self.tokenizer).expanduser()
+        tokenizer = str(model) if model is not None and model.exists() else self.tokenizer
+        return self.model_copy(update={"evaluation_files": tuple(evaluation), "tokenizer": tokenizer})

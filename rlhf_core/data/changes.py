@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 
 from rlhf_core.config.collect import ReadOptions
 from rlhf_core.data.inspect import example_lines, wrapped
-from rlhf_core.data.schema import ROW_TYPES, arrow_schema, read_table
-from rlhf_core.data.sources import read_sources, sources_by_kind
+from rlhf_core.data.schema import ROW_TYPES, arrow_schema, tables_of
+from rlhf_core.data.sources import source_chunks, source_files, sources_by_kind
+from rlhf_core.data.table_stream import mapped_table
+from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.errors import DataError
 
 LABELS = ("margin", "category")
+CHUNK_ROWS = 4096
+DIGEST_BYTES = 16
+Key = TypeVar("Key", str, bytes)
 
 
 @dataclass(frozen=True)
@@ -72,18 +80,14 @@ def compare(kind: str, before: pa.Table, after: pa.Table) -> Changes:
     for i, j in zip(same.before, same.after, strict=True):
         if any(old[i] != new[j] for old, new in labels):
             relabelled.add(i, j)
-    changed, removed, added = _matched(_column(before, "group"), _column(after, "group"), removed, added)
+    changed, removed, added = _matched(
+        _digests(before, ["group"], removed), _digests(after, ["group"], added), removed, added
+    )
     swapped = 0
     if kind == "preferences":
-        old, new = _rows(before, changed.before), _rows(after, changed.after)
-        swapped = sum(
-            a == d and b == c
-            for a, b, c, d in zip(
-                *(_column(old, name) for name in ("chosen", "rejected")),
-                *(_column(new, name) for name in ("chosen", "rejected")),
-                strict=True,
-            )
-        )
+        old = _digests(before, ["chosen", "rejected"], changed.before)
+        new = _digests(after, ["rejected", "chosen"], changed.after)
+        swapped = sum(old[i] == new[j] for i, j in zip(changed.before, changed.after, strict=True))
     unchanged = len(same) - len(relabelled)
     return Changes(kind, before, after, unchanged, added, removed, changed, swapped, relabelled)
 
@@ -93,15 +97,36 @@ def _column(table: pa.Table, name: str) -> list[Any]:
     return values
 
 
+def _digests(table: pa.Table, columns: Sequence[str], numbers: Sequence[int]) -> dict[int, bytes]:
+    """Return by number a 128-bit hash of the texts in ``columns``, taken in that order, of each of some rows."""
+    wanted = np.zeros(len(table), dtype=bool)
+    wanted[list(numbers)] = True
+    digests: dict[int, bytes] = {}
+    first = 0
+    for batch in table.select(columns).to_batches(max_chunksize=CHUNK_ROWS):
+        inside = np.flatnonzero(wanted[first : first + batch.num_rows])
+        rows = batch.filter(pa.array(wanted[first : first + batch.num_rows]))
+        texts = zip(*(rows.column(name).to_pylist() for name in columns), strict=True)
+        for row, content in zip(inside, texts, strict=True):
+            parts = json.dumps(content).encode()
+            digests[first + int(row)] = blake2b(parts, digest_size=DIGEST_BYTES).digest()
+        first += batch.num_rows
+    return digests
+
+
 def _rows(table: pa.Table, numbers: Sequence[int]) -> pa.Table:
-    return table.take(pa.array(numbers, pa.int64()))
+    """Return some rows, in the order of their numbers; ``take`` would copy whole columns."""
+    return pa.concat_tables([table.slice(0, 0), *(table.slice(number, 1) for number in numbers)])
 
 
 def _matched(
-    before: Sequence[str], after: Sequence[str], old: Sequence[int], new: Sequence[int]
+    before: Mapping[int, Key] | Sequence[Key],
+    after: Mapping[int, Key] | Sequence[Key],
+    old: Sequence[int],
+    new: Sequence[int],
 ) -> tuple[RowPairs, list[int], list[int]]:
     """Pair the rows ``old`` and ``new`` that have the same key, in their order; return the pairs and what is left."""
-    waiting: defaultdict[str, list[int]] = defaultdict(list)
+    waiting: defaultdict[Key, list[int]] = defaultdict(list)
     for i in reversed(old):
         waiting[before[i]].append(i)
     pairs, left = RowPairs(), []
@@ -113,8 +138,17 @@ def _matched(
     return pairs, sorted(i for rows in waiting.values() for i in rows), left
 
 
-def file_tables(files: Sequence[str], base: Path, options: ReadOptions, kind: str | None = None) -> dict[str, pa.Table]:
+def file_tables(
+    files: Sequence[str], base: Path, options: ReadOptions, scratch: Path, kind: str | None = None
+) -> dict[str, pa.Table]:
     """Read files as a table per kind: ``kind``, or what each file serves as best.
+
+    Args:
+        files: Paths, globs, URLs or hub ids.
+        base: The folder that relative paths start at.
+        options: How the rows are read.
+        scratch: A folder for the rows, which must stay as long as the tables are used.
+        kind: One of ``ROW_TYPES``.
 
     Raises:
         DataError: A file cannot be read, or is of no known format.
@@ -123,14 +157,20 @@ def file_tables(files: Sequence[str], base: Path, options: ReadOptions, kind: st
     tables = {}
     for name in ROW_TYPES:
         if sources.of(name):
-            rows = [row for read in read_sources(sources.of(name), name, base) for row in read.rows]
-            tables[name] = pa.Table.from_pylist(rows, schema=arrow_schema(name))
+            parts = (part for file in source_files(sources.of(name), base) for part in source_chunks(file, name))
+            rows = (table for part in parts for table in tables_of(name, part.rows))
+            tables[name] = mapped_table(scratch / f"{name}.arrow", arrow_schema(name), rows)
     return tables
 
 
-def collected_tables(raw: Path) -> dict[str, pa.Table]:
-    """Read all kinds of the folder ``data/raw`` that stage collect writes."""
-    return {kind: read_table(raw / kind / "data.parquet") for kind in ROW_TYPES}
+def collected_tables(raw: Path, scratch: Path) -> dict[str, pa.Table]:
+    """Read all kinds of the folder ``data/raw`` that stage collect writes; ``scratch`` as of :func:`file_tables`."""
+    return {
+        kind: mapped_table(
+            scratch / f"{kind}.arrow", arrow_schema(kind), StoredRows.of_file(kind, raw / kind / "data.parquet").parts()
+        )
+        for kind in ROW_TYPES
+    }
 
 
 def compare_kinds(before: Mapping[str, pa.Table], after: Mapping[str, pa.Table]) -> list[Changes]:

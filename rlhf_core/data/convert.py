@@ -22,7 +22,7 @@ from rlhf_core.data.inspect import wrapped
 from rlhf_core.data.readers.containers import Record
 from rlhf_core.data.readers.registry import format_named, format_of
 from rlhf_core.data.schema import MESSAGES
-from rlhf_core.data.sources import read_source, source_files
+from rlhf_core.data.sources import source_chunks, source_files
 from rlhf_core.errors import DataError, RlhfError
 
 REFUSED_SUFFIX = ".refused.jsonl"
@@ -51,11 +51,11 @@ class ConvertedFile:
 
     source: str
     format: str
-    records: int
-    expanded: int
+    records: int = 0
+    expanded: int = 0
     rows: int = 0
     refused: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
 
 
@@ -97,7 +97,7 @@ def record_of(kind: str, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) -> Conversion:
-    """Write the rows of ``sources`` as ``kind`` to ``output``, and refused rows to a file beside it.
+    """Write the rows of ``sources`` as ``kind`` to ``output``, and refused rows to a file beside it, part by part.
 
     Reading ``output`` gives the same rows: content, labels and ids. That is tried with every row before it is written;
     one that would be read differently is refused. Both files appear when all is written, or not at all.
@@ -122,7 +122,7 @@ def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) 
             rows, refused = Path(folder) / "rows", Path(folder) / "refused"
             with refused.open("w", encoding="utf-8") as stream:
                 records = (
-                    record for file in inputs for record in _converted(read_source(file, kind), kind, files, stream)
+                    record for file in inputs for record in _converted(source_chunks(file, kind), kind, files, stream)
                 )
                 (_write_parquet if output.suffix == ".parquet" else _write_lines)(rows, kind, records)
             _require_rows(files, output)
@@ -146,27 +146,36 @@ def _require_rows(files: Sequence[ConvertedFile], output: Path) -> None:
     raise DataError(f"no row can be written to {output}{commonest}; rlhf data inspect shows how the files are read")
 
 
-def _converted(read: FileRows, kind: str, files: list[ConvertedFile], refused: TextIO) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file that was read; add its counts to ``files``, write refused rows to ``refused``."""
-    file = ConvertedFile(read.source, read.format, read.records, read.expanded, dropped=dict(read.dropped))
-    files.append(file)
+def _converted(
+    parts: Iterable[FileRows], kind: str, files: list[ConvertedFile], refused: TextIO
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file that is read in parts; its counts go to ``files``, refused rows to ``refused``."""
+    file: ConvertedFile | None = None
+    for part in parts:
+        if file is None:
+            file = ConvertedFile(part.source, part.format)
+            files.append(file)
+        file.records += part.records
+        file.expanded += part.expanded
+        file.dropped.update(part.dropped)
+        for entry in part.refused:
+            _refuse(file, refused, entry["position"], entry["reason"], entry["row"])
+        for row, position in zip(part.rows, part.positions, strict=True):
+            record = record_of(kind, row)
+            reason = _difference(record, row, kind)
+            if reason:
+                _refuse(file, refused, position, reason, json.dumps(record, ensure_ascii=False))
+            else:
+                file.rows += 1
+                yield record
 
-    def refuse(position: int, reason: str, row: str) -> None:
-        file.refused += 1
-        file.reasons[reason] += 1
-        entry = {"source": read.source, "position": position, "reason": reason, "row": row}
-        refused.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
-    for entry in read.refused:
-        refuse(entry["position"], entry["reason"], entry["row"])
-    for row, position in zip(read.rows, read.positions, strict=True):
-        record = record_of(kind, row)
-        reason = _difference(record, row, kind)
-        if reason:
-            refuse(position, reason, json.dumps(record, ensure_ascii=False))
-        else:
-            file.rows += 1
-            yield record
+def _refuse(file: ConvertedFile, refused: TextIO, position: int, reason: str, row: str) -> None:
+    """Count a refused row of ``file`` and write it to ``refused``."""
+    file.refused += 1
+    file.reasons[reason] += 1
+    entry = {"source": file.source, "position": position, "reason": reason, "row": row}
+    refused.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
 def _difference(record: Mapping[str, Any], row: Mapping[str, Any], kind: str) -> str:

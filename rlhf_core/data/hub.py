@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import DataError
@@ -19,6 +20,7 @@ HUB_ID = re.compile(
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # A path of this form is looked up on the hub alone: a local folder of the name is not taken for the data set.
 HUB_PATH = "hf://datasets/{}"
+BATCH_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,14 @@ class HubId:
 
 @dataclass(frozen=True)
 class HubRecords:
-    """Records of a hub data set.
+    """Records of a hub data set, which can be read once.
 
     Attributes:
         total: How many records the split has in all, None if the hub does not say.
         commit: The commit that they are of; empty if a cached copy does not say.
     """
 
-    records: list[Record]
+    records: Iterator[Record]
     total: int | None
     commit: str
 
@@ -56,6 +58,7 @@ def parse_hub_id(spec: str) -> HubId:
 def load_hub_records(spec: str, limit: int | None = None) -> HubRecords:
     """Load the first ``limit`` records of a hub data set; with a limit no more than these are downloaded.
 
+    Without one the data set is downloaded to the cache, and its records are read from there some thousand at a time.
     With ``HF_HUB_OFFLINE=1`` they come from the cached copy. Only data is loaded, never a repository's own code.
 
     Raises:
@@ -80,24 +83,31 @@ def load_hub_records(spec: str, limit: int | None = None) -> HubRecords:
         if commit and builder.hash != commit:
             raise DataError(f"the cached copy is of the commit {builder.hash}")
         if limit is not None and online:
-            rows = list(islice(builder.as_streaming_dataset(split=hub_id.split), limit))
+            rows: Iterator[Any] = iter(list(islice(builder.as_streaming_dataset(split=hub_id.split), limit)))
             known = (builder.info.splits or {}).get(hub_id.split)
             total = known.num_examples if known else None
         else:
             builder.download_and_prepare()
             data = builder.as_dataset(split=hub_id.split)
             total = len(data)
-            rows = (data if limit is None else data.select(range(min(limit, total)))).to_list()
+            rows = _stored_rows(data if limit is None else data.select(range(min(limit, total))))
+        first = next(rows, None)
     except Exception as error:  # The library raises many unrelated types.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
             f"{spec}: cannot load the data set ({reason}); check the id, the revision, the split and the network"
         ) from error
-    if not rows:
+    if first is None:
         raise DataError(f"{spec} has no rows; name a split that has: hub:{hub_id.name}:SPLIT")
     resolved = str(builder.hash or "")
-    records = [Record(position, row) for position, row in enumerate(rows, 1)]
+    records = (Record(position, row) for position, row in enumerate(chain([first], rows), 1))
     return HubRecords(records, total, resolved if COMMIT.fullmatch(resolved) else "")
+
+
+def _stored_rows(data: Any) -> Iterator[Any]:
+    """Yield the rows of a data set that is stored on this machine."""
+    for table in data.with_format("arrow").iter(batch_size=BATCH_ROWS):
+        yield from table.to_pylist()
 
 
 def _resolved(hub_id: HubId) -> str:

@@ -6,9 +6,9 @@ import io
 import json
 import shlex
 import textwrap
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,27 +17,24 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_core.config.collect import ReadOptions
-from rlhf_core.data.formats import FileRows, read_records
-from rlhf_core.data.hub import PREFIX, load_hub_records
-from rlhf_core.data.lengths import (
-    PERCENTILES,
-    REPLIES,
-    LengthPercentiles,
-    TokenLengths,
-    character_lengths,
-    token_lengths,
-)
+from rlhf_core.data.file_summary import FileSummary, texts_of
+from rlhf_core.data.formats import row_chunks
+from rlhf_core.data.hub import PREFIX
+from rlhf_core.data.language_tag import language_shares
+from rlhf_core.data.lengths import PERCENTILES, REPLIES, LengthPercentiles, TokenLengths, token_lengths
 from rlhf_core.data.readers.columns import with_columns
-from rlhf_core.data.readers.containers import Record, load_records, records_of
-from rlhf_core.data.readers.registry import detect, format_named
+from rlhf_core.data.readers.registry import PROBE, detect, format_named
 from rlhf_core.data.schema import ROW_TYPES
+from rlhf_core.data.sources import SourceFile, open_source
 from rlhf_core.file_patterns import NOT_FOUND, expand, is_url
-from rlhf_core.remote_files import expand_url, read_url
+from rlhf_core.remote_files import expand_url
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HUB_ROWS = 1000
+LANGUAGE_CHARACTERS = 1000
+PROFILE, CHINESE_PROFILE = "own-data", "chinese-sample"
 INDENT, LABEL_WIDTH = "  ", 9
 NEW_WORKSPACE = "my-run"
 CONTINUED = " \\\n        "
@@ -87,14 +84,16 @@ class FileDescription:
         name: The file, URL or hub id.
         spec: The argument that named it.
         kinds: The kinds of rows that it can serve as; it is read as the first.
-        read: Its rows of that kind, and the rows that were refused or dropped.
+        read: What its rows of that kind are, and those that were refused or dropped.
+        languages: Shares of the languages that its texts' script tells (Chinese, Japanese, Korean).
     """
 
     name: str
     spec: str
     kinds: tuple[str, ...]
-    read: FileRows
+    read: FileSummary
     characters: Sequence[LengthPercentiles]
+    languages: Mapping[str, float]
     tokens: TokenLengths | None = None
 
     @property
@@ -118,14 +117,16 @@ def describe_sources(
     base: Path | None = None,
     tokens: TokenLimits | None = None,
     options: ReadOptions | None = None,
+    show: int = 1,
 ) -> Description:
-    """Read every file and describe it.
+    """Read every file, some thousand records at a time, and describe it.
 
     Args:
         files: Paths, globs, URLs or hub ids; of a hub id the first 1,000 rows are read.
         base: The folder of relative paths, by default the current one.
         tokens: Lengths are measured in tokens too, if set.
         options: How the rows are read, where that is not recognised.
+        show: How many rows of each file are kept as examples.
 
     Raises:
         DataError: A file cannot be read at all.
@@ -134,30 +135,36 @@ def describe_sources(
     described = []
     for spec in files:
         if spec.startswith(PREFIX):
-            sources = [(spec, load_hub_records(spec, HUB_ROWS).records)]
+            sources = [SourceFile(spec, None)]
         elif is_url(spec):
-            sources = [(url, records_of(url, read_url(url))) for url in expand_url(spec, NOT_FOUND)]
+            sources = [SourceFile(url, None) for url in expand_url(spec, NOT_FOUND)]
         else:
-            sources = [(str(path), load_records(path)) for path in expand(spec, base)]
-        described += [_describe(records, name, spec, tokens, options) for name, records in sources]
+            sources = [SourceFile(str(path), path) for path in expand(spec, base)]
+        described += [_describe(source, spec, tokens, options, show) for source in sources]
     return Description(described, options, base, tokens)
 
 
 def _describe(
-    records: Sequence[Record], name: str, spec: str, tokens: TokenLimits | None, options: ReadOptions
+    source: SourceFile, spec: str, tokens: TokenLimits | None, options: ReadOptions, show: int
 ) -> FileDescription:
-    mapped = with_columns(records, options, name)
-    shape = format_named(options.format) if options.format else detect(mapped, name)
-    kinds = tuple(kind for kind in ROW_TYPES if kind in shape.carries) or tuple(ROW_TYPES)
-    read = read_records(records, kinds[0], Path(name).name, "", name, options)
-    measured = None
-    if tokens is not None and kinds[0] in tokens.limits and read.rows:
-        measured = token_lengths(tokens.tokenizer, kinds[0], read.rows, tokens.limits[kinds[0]].longest_kept)
-    return FileDescription(name, spec, kinds, read, character_lengths(kinds[0], read.rows), measured)
+    with open_source(source, HUB_ROWS) as opened:
+        first = list(islice(opened.records, PROBE))
+        mapped = with_columns(first, options, source.name)
+        shape = format_named(options.format) if options.format else detect(mapped, source.name)
+        kinds = tuple(kind for kind in ROW_TYPES if kind in shape.carries) or tuple(ROW_TYPES)
+        read = FileSummary(kinds[0], shape.name, show)
+        records = chain(first, opened.records)
+        for part in row_chunks(records, kinds[0], Path(source.name).name, "", source.name, options):
+            read.add(part)
+    sample, measured = read.sample.spread(), None
+    if tokens is not None and kinds[0] in tokens.limits and sample:
+        measured = token_lengths(tokens.tokenizer, kinds[0], sample, tokens.limits[kinds[0]].longest_kept)
+    languages = language_shares(["\n".join(texts_of(row))[:LANGUAGE_CHARACTERS] for row in sample])
+    return FileDescription(source.name, spec, kinds, read, read.character_lengths(), languages, measured)
 
 
-def as_json_value(description: Description, show: int = 1) -> dict[str, Any]:
-    """Return a description as JSON values: a list of files with ``show`` examples each, and the next command."""
+def as_json_value(description: Description) -> dict[str, Any]:
+    """Return a description as JSON values: a list of files with examples, and the next command."""
     files = []
     for file in description.files:
         value: dict[str, Any] = {
@@ -166,15 +173,17 @@ def as_json_value(description: Description, show: int = 1) -> dict[str, Any]:
             "serves": list(file.kinds),
             "kind": file.kind,
             "records": file.read.records,
-            "rows": len(file.read.rows),
+            "rows": file.read.rows,
             "expanded": file.read.expanded,
             "dropped": dict(file.read.dropped),
             "unused": dict(file.read.unused),
             "refused": [
-                {"reason": reason, "count": count, "first": first} for reason, count, first in refusals(file.read)
+                {"reason": reason, "count": refused.rows, "first": refused.first}
+                for reason, refused in file.read.commonest_refusals()
             ],
             "characters": {lengths.name: _percentiles(lengths) for lengths in file.characters},
-            "examples": file.read.rows[:show],
+            "languages": dict(file.languages),
+            "examples": file.read.examples,
         }
         if file.tokens is not None and description.limits is not None:
             limit = description.limits.limits[file.kind]
@@ -194,14 +203,13 @@ def _percentiles(lengths: LengthPercentiles) -> dict[str, int]:
     return {str(percentile): value for percentile, value in zip(PERCENTILES, lengths.values, strict=True)}
 
 
-def as_text(description: Description, show: int = 1, width: int = 80) -> str:
+def as_text(description: Description, width: int = 80) -> str:
     """Return a block of lines per file, and the command that makes a workspace of them.
 
     Args:
-        show: How many rows of each file are quoted.
         width: Columns of the terminal: rows are cut to it, other texts wrapped.
     """
-    blocks = [_block(file, description, show, width) for file in description.files]
+    blocks = [_block(file, description, width) for file in description.files]
     command = _init_command(description)
     if command is None:
         missing = "next: a pipeline needs pairs of replies; add a file that serves as preferences to these"
@@ -211,22 +219,25 @@ def as_text(description: Description, show: int = 1, width: int = 80) -> str:
     return "\n\n".join([*blocks, line if len(line) <= width else f"next: {CONTINUED.join(command)}"])
 
 
-def _block(file: FileDescription, description: Description, show: int, width: int) -> str:
+def _block(file: FileDescription, description: Description, width: int) -> str:
     read = file.read
     expanded = " (some give several)" if read.expanded else ""
     lines = [
         file.name,
         f"  format   {read.format}",
         f"  serves   {', '.join(file.kinds)}",
-        f"  rows     {len(read.rows)} as {file.kind}, of {read.records}{expanded}",
+        f"  rows     {read.rows} as {file.kind}, of {read.records}{expanded}",
     ]
     for reason, count in read.dropped.most_common():
         lines += wrapped(f"  dropped  {count}: ", reason, width)
-    for reason, count, first in refusals(read):
-        lines += wrapped(f"  refused  {count}: ", f"{reason} (first at row {first})", width)
+    for reason, refused in read.commonest_refusals():
+        lines += wrapped(f"  refused  {refused.rows}: ", f"{reason} (first at row {refused.first})", width)
     for name, count in read.unused.most_common():
         lines += wrapped(f"  unused   {count}: ", f"the column {name} is not read", width)
-    for row in read.rows[:show]:
+    if file.languages:
+        shares = ", ".join(f"{tag} {share:.0%}" for tag, share in file.languages.items())
+        lines += wrapped("  language ", f"{shares} of the rows looked at", width)
+    for row in read.examples:
         lines += ["  example", *example_lines(file.kind, row, width)]
     return "\n".join([*lines, *_lengths(file, description.limits, width)])
 
@@ -237,15 +248,6 @@ def wrapped(label: str, text: str, width: int) -> list[str]:
     return textwrap.wrap(
         text, max(width, 40), initial_indent=label, subsequent_indent=indent, break_on_hyphens=False
     ) or [label.rstrip()]
-
-
-def refusals(read: FileRows) -> list[tuple[str, int, int]]:
-    """Return the reasons of refused rows, commonest first, with their counts and the position of the first row."""
-    counts = Counter(row["reason"] for row in read.refused)
-    first: dict[str, int] = {}
-    for row in read.refused:
-        first.setdefault(row["reason"], row["position"])
-    return [(reason, count, first[reason]) for reason, count in counts.most_common()]
 
 
 def example_lines(kind: str, row: Mapping[str, Any], width: int) -> list[str]:
@@ -267,25 +269,28 @@ def _lengths(file: FileDescription, limits: TokenLimits | None, width: int) -> l
     """Return the table of lengths: characters of each column, and with a tokenizer what ``max_tokens`` would drop."""
     if not file.characters:
         return []
-    lines = ["  lengths", *_percentile_table("characters", file.characters, width)]
+    lines = ["  lengths", *percentile_table("characters", file.characters, width)]
     if file.tokens is None or limits is None:
+        if limits is None:
+            lines += wrapped(INDENT * 2, "no tokens: there is no tokenizer at hand; name one with --tokenizer", width)
         return lines
     limit, measured = limits.limits[file.kind], file.tokens
-    looked_at = f" of the {measured.rows} rows looked at" if measured.rows < len(file.read.rows) else ""
+    looked_at = f" of the {measured.rows} rows looked at" if measured.rows < file.read.rows else ""
     if measured.over_limit:
         share = measured.over_limit / measured.rows
         finding = f"{share:.1%}{looked_at or ' of the rows'} are longer and would be dropped"
     else:
         finding = f"none{looked_at} is longer"
     finding = f"{limit.parameter} is {limit.longest_kept}: {finding} (tokenizer of {limits.tokenizer_name})"
-    lines += _percentile_table("tokens", [measured.percentiles], width)
+    lines += percentile_table("tokens", [measured.percentiles], width)
     lines += wrapped(INDENT * 2, finding, width)
     if measured.over_limit:
         lines += wrapped(INDENT * 2, limit.remedy(measured.percentiles.values[-1]), width)
     return lines
 
 
-def _percentile_table(unit: str, rows: Sequence[LengthPercentiles], width: int) -> list[str]:
+def percentile_table(unit: str, rows: Sequence[LengthPercentiles], width: int) -> list[str]:
+    """Return lengths as the indented lines of a table, with ``unit`` above the names of the rows."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(min_width=len("prompt + reply"))
     for _ in PERCENTILES:
@@ -312,12 +317,19 @@ def _init_command(description: Description) -> list[str] | None:
     if "preferences" not in by_kind:
         return None
     given = description.options.model_dump(exclude_defaults=True)
-    command = [f"rlhf init {_free_name(description.base)} --profile own-data"]
+    command = [f"rlhf init {_free_name(description.base)} --profile {_profile(description.files)}"]
     for kind in (kind for kind in ROW_TYPES if kind in by_kind):
         entries: list[Any] = [{"path": spec, **given} if given else spec for spec in by_kind[kind]]
         quoted = json.dumps(entries, ensure_ascii=False)
         command.append(f"--set {shlex.quote(f'collect.files.{kind}={quoted}')}")
     return command
+
+
+def _profile(files: Sequence[FileDescription]) -> str:
+    """Return the profile that suits the pairs: the Chinese one where most of them are Chinese."""
+    pairs = [file for file in files if file.kind == "preferences"]
+    chinese = sum(file.read.rows * file.languages.get("zh", 0.0) for file in pairs)
+    return CHINESE_PROFILE if chinese > sum(file.read.rows for file in pairs) / 2 else PROFILE
 
 
 def _free_name(base: Path) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rlhf_core.data.schema import Message
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 PERCENTILES = (50, 90, 99, 100)
 REPLIES = {"preferences": ("chosen", "rejected"), "demonstrations": ("reply",)}
-TOKENISED_ROWS = 2000
+SEQUENCE = "prompt + reply"
 
 
 @dataclass(frozen=True)
@@ -46,27 +47,42 @@ class TokenLengths:
     over_limit: int
 
 
-def character_lengths(kind: str, rows: Sequence[Mapping[str, Any]]) -> list[LengthPercentiles]:
-    """Return percentiles of the characters of each text column of ``kind``; the turns of a prompt count together."""
-    if not rows:
-        return []
+def character_counts(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Return the characters of each text column of ``rows`` of ``kind``; the turns of a prompt count together."""
     if kind == "pretrain":
-        return [LengthPercentiles.of("text", [len(row["text"]) for row in rows])]
+        return {"text": [len(row["text"]) for row in rows]}
     prompts = [sum(len(turn["content"]) for turn in row["prompt"]) for row in rows]
-    replies = [LengthPercentiles.of(name, [len(row[name]) for row in rows]) for name in REPLIES.get(kind, ())]
-    return [LengthPercentiles.of("prompt", prompts), *replies]
+    return {"prompt": prompts} | {name: [len(row[name]) for row in rows] for name in REPLIES.get(kind, ())}
+
+
+def token_counts(tokenizer: PreTrainedTokenizerBase, kind: str, row: Mapping[str, Any]) -> dict[str, int]:
+    """Count the tokens of each text column of a row as training writes it, and of the sequence that training sees.
+
+    A prompt is written by the chat template up to where the reply begins, a reply with the token that ends it, a text
+    of pretraining with the end-of-sequence token. The sequence is a prompt with its longest reply.
+
+    Raises:
+        DataError: The template refuses the dialogue, or the tokenizer cannot write a special token as plain text.
+    """
+    from rlhf_core.data.chat import encode_prompt, encode_reply, encode_text  # imports torch
+
+    if kind == "pretrain":
+        return {"text": len(encode_text(tokenizer, row["text"]))}
+    turns = [Message(turn["role"], turn["content"]) for turn in row["prompt"]]
+    prompt = {"prompt": len(encode_prompt(tokenizer, turns))}
+    replies = {name: len(encode_reply(tokenizer, row[name])) for name in REPLIES.get(kind, ())}
+    return prompt | replies | ({SEQUENCE: prompt["prompt"] + max(replies.values())} if replies else {})
+
+
+def evenly_spread(total: int, count: int) -> npt.NDArray[np.int64]:
+    """Return up to ``count`` of the numbers below ``total``, evenly spread from the first to the last."""
+    return np.unique(np.linspace(0, total - 1, min(total, count)).astype(np.int64))
 
 
 def token_lengths(
     tokenizer: PreTrainedTokenizerBase, kind: str, rows: Sequence[Mapping[str, Any]], limit: int
 ) -> TokenLengths:
-    """Tokenise up to 2,000 ``rows`` of preferences or demonstrations, spread evenly over the file, as training does."""
-    from rlhf_core.data.chat import encode_prompt, encode_reply  # imports torch, which characters do not need
-
-    sample = [rows[i] for i in np.unique(np.linspace(0, len(rows) - 1, min(len(rows), TOKENISED_ROWS)).astype(int))]
-    lengths = []
-    for row in sample:
-        prompt = encode_prompt(tokenizer, [Message(turn["role"], turn["content"]) for turn in row["prompt"]])
-        lengths.append(len(prompt) + max(len(encode_reply(tokenizer, row[name])) for name in REPLIES[kind]))
-    percentiles = LengthPercentiles.of("prompt + reply", lengths)
-    return TokenLengths(percentiles, len(sample), limit, sum(length > limit for length in lengths))
+    """Tokenise ``rows`` of preferences or demonstrations as training does."""
+    lengths = [token_counts(tokenizer, kind, row)[SEQUENCE] for row in rows]
+    percentiles = LengthPercentiles.of(SEQUENCE, lengths)
+    return TokenLengths(percentiles, len(rows), limit, sum(length > limit for length in lengths))

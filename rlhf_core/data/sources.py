@@ -5,7 +5,9 @@ from __future__ import annotations
 import glob
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 from rlhf_core.config.collect import DataSource, FileSources, ReadOptions, SourceOptions
@@ -13,13 +15,14 @@ from rlhf_core.data.formats import FileRows, read_records, row_chunks
 from rlhf_core.data.hub import PREFIX, load_hub_records
 from rlhf_core.data.readers.columns import with_columns
 from rlhf_core.data.readers.containers import Record, load_records, records_of
-from rlhf_core.data.readers.record_stream import OnRead, stream_records
+from rlhf_core.data.readers.record_stream import stream_records
 from rlhf_core.data.readers.registry import PROBE, detect, format_named
+from rlhf_core.data.readers.table_records import OnRead
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.errors import DataError
 from rlhf_core.file_patterns import expand, is_url, spelled
 from rlhf_core.files import sha256_file
-from rlhf_core.remote_files import expand_url, read_url
+from rlhf_core.remote_files import expand_url, local_copy, read_url
 
 COLLECT_FILES = "collect.files"
 
@@ -124,15 +127,58 @@ def read_source(file: SourceFile, kind: str, limit: int | None = None) -> FileRo
     return result
 
 
+@dataclass(frozen=True)
+class OpenSource:
+    """The records of a source, which can be read once.
+
+    Attributes:
+        where: What messages call the source.
+        path: The file that is read, for a URL a copy of it; None for a hub id.
+        unread: Rows of a hub data set that a limit leaves out; None if the hub does not say how many.
+        revision: The commit of a hub data set.
+    """
+
+    records: Iterator[Record]
+    where: str
+    path: Path | None = None
+    unread: int | None = 0
+    revision: str = ""
+
+
+@contextmanager
+def open_source(
+    file: SourceFile, limit: int | None = None, on_read: OnRead = lambda count: None
+) -> Iterator[OpenSource]:
+    """Open a file, URL or hub id; its records are read while the block lasts, with a part of them in memory at a time.
+
+    Args:
+        limit: Bounds the rows taken from the hub.
+        on_read: Told how many more bytes of a file on this machine were read.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    if file.path is not None:
+        yield OpenSource(stream_records(file.path, on_read), str(file.path), file.path)
+    elif is_url(file.name):
+        with local_copy(file.name) as copy:
+            yield OpenSource(stream_records(copy, lambda count: None, file.name), file.name, copy)
+    else:
+        loaded = load_hub_records(file.name, limit)
+        left = None if loaded.total is None else max(loaded.total - limit, 0) if limit is not None else 0
+        yield OpenSource(loaded.records, file.name, unread=left, revision=loaded.commit)
+
+
 def kinds_of(file: SourceFile) -> tuple[str, ...]:
-    """Return the kinds of rows that a file can serve as, best first; without a named format the file is read for that.
+    """Return the kinds of rows that a file can serve as, best first; without a named format its beginning is read.
 
     Raises:
         DataError: The file cannot be read, or is of no known format, or serves as nothing.
     """
     if file.options.format is None:
-        where = str(file.path or file.name)
-        shape = detect(with_columns(_records(file), file.options, where), where)
+        with open_source(file, PROBE) as source:
+            first = list(islice(source.records, PROBE))
+        shape = detect(with_columns(first, file.options, source.where), source.where)
     else:
         shape = format_named(file.options.format)
     if not shape.carries:
@@ -141,31 +187,25 @@ def kinds_of(file: SourceFile) -> tuple[str, ...]:
     return tuple(kind for kind in ROW_TYPES if kind in shape.carries)
 
 
-def _records(file: SourceFile) -> list[Record]:
-    """Return the records of a file, of a hub data set the first thousand."""
-    if file.path is not None:
-        return load_records(file.path)
-    if is_url(file.name):
-        return records_of(file.name, read_url(file.name))
-    return load_hub_records(file.name, PROBE).records
-
-
-def source_chunks(file: SourceFile, kind: str, limit: int | None, on_read: OnRead) -> Iterator[FileRows]:
+def source_chunks(
+    file: SourceFile, kind: str, limit: int | None = None, on_read: OnRead = lambda count: None
+) -> Iterator[FileRows]:
     """Yield the rows of a file, URL or hub id in parts; see :func:`~rlhf_core.data.formats.row_chunks`.
 
     Args:
         limit: Bounds the rows taken from the hub.
         on_read: Told how many more bytes of a file on this machine were read.
     """
-    if file.path is None:
-        yield read_source(file, kind, limit)
-        return
-    try:
-        digest = sha256_file(file.path)
-    except OSError as error:
-        raise DataError(f"cannot read {file.path}: {error.strerror}") from error
-    records = stream_records(file.path, on_read)
-    yield from row_chunks(records, kind, file.name, digest, str(file.path), file.options)
+    with open_source(file, limit, on_read) as source:
+        try:
+            digest = "" if source.path is None else sha256_file(source.path)
+        except OSError as error:
+            raise DataError(f"cannot read {source.where}: {error.strerror}") from error
+        unread = source.unread
+        for part in row_chunks(source.records, kind, file.name, digest, source.where, file.options):
+            part.unread, part.revision = unread, source.revision
+            yield part
+            unread = 0  # it is a number of the whole source
 
 
 def _read(file: SourceFile, kind: str, limit: int | None) -> FileRows:
@@ -177,7 +217,8 @@ def _read(file: SourceFile, kind: str, limit: int | None) -> FileRows:
         digest = hashlib.sha256(content).hexdigest()
         return read_records(records_of(file.name, content), kind, file.name, digest, options=file.options)
     loaded = load_hub_records(file.name, limit)
-    result = read_records(loaded.records, kind, file.name, "", options=file.options)
-    result.unread = None if loaded.total is None else loaded.total - len(loaded.records)
+    records = list(loaded.records)
+    result = read_records(records, kind, file.name, "", options=file.options)
+    result.unread = None if loaded.total is None else loaded.total - len(records)
     result.revision = loaded.commit
     return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -89,3 +89,15 @@ def table_chunks(path: Path, columns: Sequence[str] | None = None) -> Iterator[p
         raise DataError(
             f"{path} is not a readable parquet file ({error}); run the stage that writes it again"
         ) from error
+
+
+def mapped_table(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> pa.Table:
+    """Write tables to an Arrow file one after the other and map it: only what is looked at is in memory.
+
+    The file must stay as long as the table is used.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        for part in parts:
+            writer.write_table(part)
+    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_core.fingerprint.sources import write_sources
@@ -10,6 +11,7 @@ from rlhf_core.fingerprint.stages import FOLDER
 
 NAME = "starting_model"
 FILE = f"{FOLDER}/{NAME}.txt"
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
 def write_starting_model(workspace: Path, source: str) -> None:
@@ -19,7 +21,17 @@ def write_starting_model(workspace: Path, source: str) -> None:
         source: ``base.source``. A folder counts by its files, a GGUF file by itself; a hub id and ``scratch`` by their
             names, which params.yaml holds.
     """
+    write_sources(workspace, _patterns(workspace, source, ("**",)), NAME)
+
+
+def tokenizer_patterns(workspace: Path, source: str | None) -> list[str]:
+    """Return the patterns of the files that ``validate.tokenizer`` reads: of a folder all but the weights."""
+    return _patterns(workspace, source, TOKENIZER_FILES) if source else []
+
+
+def _patterns(workspace: Path, source: str, inside: Sequence[str]) -> list[str]:
     path = Path(source).expanduser()
     name = glob.escape(str(path))
-    patterns = [f"{name}/**"] if (workspace / path).is_dir() else [name] if (workspace / path).is_file() else []
-    write_sources(workspace, patterns, NAME)
+    if (workspace / path).is_dir():
+        return [f"{name}/{pattern}" for pattern in inside]
+    return [name] if (workspace / path).is_file() else []

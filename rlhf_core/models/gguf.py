@@ -54,9 +54,7 @@ def load_gguf(file: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedM
     folder, precision = str(file.parent), dtype or torch.float32
     causal_lm: Any = AutoModelForCausalLM
     with _reading(file):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            folder, gguf_file=file.name, padding_side="left", trust_remote_code=False
-        )
+        tokenizer = _tokenizer(file)
         quantised, info = causal_lm.from_pretrained(
             folder, gguf_file=file.name, dtype=precision, trust_remote_code=False, output_loading_info=True
         )
@@ -71,6 +69,19 @@ def load_gguf(file: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedM
         use_float32_unembedding(model)
         tokenizer = _without_entries_beyond(tokenizer, embedding_weight(model).shape[0])
     return model.to(distributed.device()).eval(), tokenizer
+
+
+def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a GGUF file without its weights; ``ModelError`` as for :func:`load_gguf`."""
+    with _reading(file):
+        return _tokenizer(file)
+
+
+def _tokenizer(file: Path) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        str(file.parent), gguf_file=file.name, padding_side="left", trust_remote_code=False
+    )
+    return tokenizer
 
 
 def _without_entries_beyond(tokenizer: PreTrainedTokenizerBase, entries: int) -> PreTrainedTokenizerBase:

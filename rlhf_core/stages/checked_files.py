@@ -10,7 +10,8 @@ from typing import Any
 from rlhf_core.config.collect import CollectConfig, FileSources
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.derived import DERIVED_FROM
-from rlhf_core.data.inspect import wrapped
+from rlhf_core.data.inspect import percentile_table, wrapped
+from rlhf_core.data.lengths import LengthPercentiles
 from rlhf_core.data.schema import ROW_TYPES, read_table
 from rlhf_core.errors import DataError
 from rlhf_core.files import read_json
@@ -58,6 +59,8 @@ class CheckedFiles:
         kinds: Rows by kind: ``raw`` with the refused ones, and ``clean`` ones.
         derived: By derived kind, what it is derived from.
         refused: Rows of files that were refused; what was derived from them is not listed.
+        warned: By kind and rule of severity ``warn``, the rows that stay although they break it.
+        tokens: By kind of the files and text column, percentiles of tokens of clean rows; none without a tokenizer.
         conditions: The conditions of the data gate that concern the kinds at hand, as ``gates/data.json`` has them.
     """
 
@@ -65,6 +68,8 @@ class CheckedFiles:
     refused: Sequence[RefusedRow]
     kinds: Mapping[str, Mapping[str, int]]
     derived: Mapping[str, str]
+    warned: Mapping[str, Mapping[str, int]]
+    tokens: Mapping[str, Mapping[str, Mapping[str, int]]]
     conditions: Sequence[Mapping[str, Any]]
 
     @property
@@ -108,6 +113,8 @@ def check_files(sources: FileSources, base: Path, config: ValidateConfig, folder
         refused=rows,
         kinds={kind: {"raw": int(metrics[kind]["raw"]), "clean": int(metrics[kind]["clean"])} for kind in kinds},
         derived={kind: about[kind]["derived_from"] for kind in kinds if kind not in given},
+        warned={kind: _warned(metrics[kind]) for kind in kinds},
+        tokens={kind: _tokens(metrics[kind]) for kind in given if config.tokenizer},
         conditions=[
             condition
             for condition in read_json(outputs.gate)["conditions"]
@@ -119,6 +126,22 @@ def check_files(sources: FileSources, base: Path, config: ValidateConfig, folder
 def _is_derived(kind: str, given: Sequence[str]) -> bool:
     """Return whether rows of a kind that is not given come from those that are."""
     return any(parent in given or _is_derived(parent, given) for parent in DERIVED_FROM.get(kind, ()))
+
+
+def _warned(metrics: Mapping[str, float]) -> dict[str, int]:
+    """Return by rule how many rows of a kind stay although they break it."""
+    prefix = "warned_"
+    return {name.removeprefix(prefix): int(rows) for name, rows in metrics.items() if name.startswith(prefix)}
+
+
+def _tokens(metrics: Mapping[str, float]) -> dict[str, dict[str, int]]:
+    """Return percentiles of tokens by text column, as the metrics of a kind have them."""
+    tokens: dict[str, dict[str, int]] = {}
+    for name, value in metrics.items():
+        column, separator, percentile = name.rpartition("_tokens_")
+        if separator:
+            tokens.setdefault(column.replace("_and_", " + "), {})[percentile] = int(value)
+    return tokens
 
 
 def _refused(quarantine: Path, given: Sequence[str]) -> list[RefusedRow]:
@@ -187,6 +210,13 @@ def as_text(checked: CheckedFiles, width: int = 80) -> str:
     ]
     if derived:
         blocks.append("\n".join(["derived", *derived]))
+    warned = [(kind, rule, count) for kind, rules in checked.warned.items() for rule, count in rules.items() if count]
+    if warned:
+        lines = [f"  {kind:<14}  {rule:<28}  {count}" for kind, rule, count in warned]
+        blocks.append("\n".join(["warnings: rows that stay", *lines]))
+    for kind, columns in checked.tokens.items():
+        rows = [LengthPercentiles(name, tuple(values.values())) for name, values in columns.items()]
+        blocks.append("\n".join([f"tokens of {kind}", *percentile_table("", rows, width)]))
     failed = [condition for condition in checked.conditions if not condition["passed"]]
     counted = f"{len(failed)} of {len(checked.conditions)} conditions do not hold" if failed else "it would open"
     lines = [f"data gate: {counted}"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from rlhf_core.config.loading.load import load_params
+from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.data.inspect import TokenLimit, TokenLimits
+from rlhf_core.errors import ModelError
+from rlhf_core.stages.counting_tokenizer import load_counting_tokenizer
 
 SCRATCH = "scratch"
 
@@ -26,17 +27,48 @@ def local_token_limits(workspace: Path) -> TokenLimits | None:
     folder = workspace / source
     if not folder.is_dir():
         return None
-    # Imported here: these load torch and transformers, which takes seconds and is for nothing without a model.
-    from rlhf_core.models.base import fitting_length, load_tokenizer
-    from rlhf_core.stages.base import prepare_tokenizer
+    return token_limits(params, str(source), workspace)
 
-    tokenizer = load_tokenizer(folder)
-    tokenizer.model_max_length = sys.maxsize  # rows are measured here, not run; the library would warn of longer ones
-    prepare_tokenizer(tokenizer, str(source))
-    positions = fitting_length(sys.maxsize, folder)
-    bound = None if positions == sys.maxsize else positions
+
+def token_limits(params: Params, source: str, base: Path) -> TokenLimits:
+    """Return the tokenizer of ``source`` with the limits of ``params``, and those of the model in its folder.
+
+    Args:
+        source: A folder, a GGUF file or a hub id; see :func:`~rlhf_core.stages.counting_tokenizer`.
+        base: The folder that relative paths start at.
+
+    Raises:
+        ModelError: It has no usable tokenizer, or its config.json is damaged.
+    """
+    tokenizer = load_counting_tokenizer(source, base)
+    bound = model_positions(base / Path(source).expanduser())
     limits = {
         "preferences": TokenLimit("reward.max_tokens", params.reward.max_tokens, bound),
         "demonstrations": TokenLimit("sft.max_tokens", params.sft.max_tokens, bound),
     }
-    return TokenLimits(tokenizer, str(source), limits)
+    return TokenLimits(tokenizer, source, limits)
+
+
+def model_positions(path: Path) -> int | None:
+    """Return how many positions the model of a folder or GGUF file has; None where that is not said there.
+
+    The weights are not needed: a folder may hold a tokenizer alone.
+    """
+    from transformers import AutoConfig
+
+    from rlhf_core.models.gguf import gguf_config, is_gguf
+    from rlhf_core.models.io import quiet
+
+    if path.is_file() and is_gguf(path):
+        config = gguf_config(path)
+    elif (path / "config.json").is_file():
+        try:
+            with quiet():
+                config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        except Exception as error:  # whatever a library comes upon in a file that is damaged or of another kind
+            first_line = str(error).strip().split("\n", 1)[0] or type(error).__name__
+            raise ModelError(f"{path}/config.json is not readable: {first_line}; give a complete folder") from error
+    else:
+        return None
+    positions = getattr(config, "max_position_embeddings", None)
+    return None if positions is None else int(positions)

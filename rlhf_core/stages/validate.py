@@ -15,11 +15,13 @@ from rlhf_core.data.validation.set_rules.check_set import apply_set_rules, check
 from rlhf_core.data.validation.set_rules.findings_file import named_findings
 from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
 from rlhf_core.data.validation.tables import read_raw, validate
+from rlhf_core.data.validation.token_counts import count_tokens
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.data_card.build import CardSources, build_card
 from rlhf_core.evaluation.data_card.write import write_card
 from rlhf_core.files import atomic_dir, atomic_write_json, read_json, sha256_file
 from rlhf_core.gates import GateDecision, decide
+from rlhf_core.stages.counting_tokenizer import load_counting_tokenizer
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.run_context import RunContext
 
@@ -30,10 +32,11 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
     Raises:
         DataError: The data gate failed. All but the clean data is written then too, as evidence.
     """
-    raw = read_raw(inputs.raw)
+    raw, workspace = read_raw(inputs.raw), inputs.raw.parents[1]
+    # A tokenizer that cannot be loaded is reported before the rows are checked, which takes longer.
+    tokenizer = load_counting_tokenizer(config.tokenizer, workspace) if config.tokenizer else None
     with atomic_dir(outputs.docs) as docs:
         validated = validate(raw, config, docs)
-    workspace = inputs.raw.parents[1]
     evaluation = list(
         read_sources(config.evaluation_files, "prompts", workspace, parameter="validate.evaluation_files")
     )
@@ -42,6 +45,11 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
     apply_set_rules(validated, findings, config)
     pairs = pair_metrics(raw.rows["preferences"], validated.clean["preferences"])
     findings.counts["preferences"] = findings.counts.get("preferences", {}) | pairs
+    tokens = None
+    if tokenizer is not None:
+        tokens = count_tokens(validated.clean, tokenizer, str(config.tokenizer))
+        for kind in tokens.kinds:
+            findings.counts[kind] = findings.counts.get(kind, {}) | tokens.metrics(kind)
     write_quarantine(outputs.quarantine, validated.quarantine())
     with atomic_dir(outputs.clean) as folder:
         statistics = write_clean(folder, validated.clean, config.seed, config.split)
@@ -53,7 +61,7 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
         manifest = inputs.raw / "manifest.json"
         failed = [condition.metric for condition in decision.conditions if not condition.passed]
         sources = CardSources(
-            read_json(manifest) if manifest.is_file() else {}, validated, findings, named, metrics, failed
+            read_json(manifest) if manifest.is_file() else {}, validated, findings, named, metrics, failed, tokens
         )
         write_card(outputs.card, build_card(sources, config), named)
         if not decision.passed:

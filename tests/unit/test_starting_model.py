@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.overlay import rebase_sources
-from rlhf_core.fingerprint.starting_model import FILE, write_starting_model
+from rlhf_core.fingerprint.starting_model import FILE, tokenizer_patterns, write_starting_model
 
 
 def recorded(workspace: Path, source: str) -> str:
@@ -45,3 +45,17 @@ def test_a_relative_path_moves_with_the_workspace(tmp_path: Path, source: str, m
     document = yaml_text.parse(rebase_sources(f"base: {{source: {source}}}\n", origin, target), "params.yaml")
     moved = str(document["base"]["source"])
     assert (os.path.normpath(target / moved) == str(origin / source)) if moves else (moved == source)
+
+
+def test_of_a_tokenizer_to_count_with_the_weights_do_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    assert tokenizer_patterns(tmp_path, "own") == ["own/*.json", "own/*.jinja", "own/*.model", "own/*.txt"]
+    (tmp_path / "weights.gguf").write_bytes(b"GGUF")
+    assert tokenizer_patterns(tmp_path, "weights.gguf") == ["weights.gguf"]
+    assert tokenizer_patterns(tmp_path, "owner/name") == [] and tokenizer_patterns(tmp_path, None) == []
+
+
+def test_the_tokenizer_to_count_with_moves_with_the_workspace(tmp_path: Path) -> None:
+    (tmp_path / "here/own").mkdir(parents=True)
+    text = rebase_sources("validate: {tokenizer: own}\n", tmp_path / "here", tmp_path / "there")
+    assert yaml_text.parse(text, "params.yaml")["validate"]["tokenizer"] == "../here/own"

@@ -95,9 +95,11 @@ def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
 
 
 def rebase_sources(text: str, origin: Path, target: Path) -> str:
-    """``text`` with the relative paths of data, evaluation and verifiable files, of the starting model and of reward
-    sources, written for ``origin``, made right for ``target``. A workspace's own ``models/`` and ``data/annotations/``
-    stay its own."""
+    """``text`` with its relative paths, written for ``origin``, made right for ``target``.
+
+    These are the paths of data, evaluation and verifiable files, of the starting model, of the tokenizer to count with
+    and of reward sources. A workspace's own ``models/`` and ``data/annotations/`` stay its own.
+    """
     document = yaml_text.parse(text, "params.yaml")
     collect, verifiable = document.get("collect") or {}, (document.get("evaluate") or {}).get("verifiable") or {}
     if collect.get("annotations") and not collect["annotations"].startswith(OWN_ANNOTATIONS):
@@ -109,6 +111,9 @@ def rebase_sources(text: str, origin: Path, target: Path) -> str:
         for position, source in enumerate(sources or []):
             entries, key = (source, "path") if isinstance(source, dict) else (sources, position)
             entries[key] = _rebase_file(str(entries[key]), origin, target)
+    validate = document.get("validate") or {}
+    if validate.get("tokenizer"):
+        validate["tokenizer"] = _rebase_model(validate["tokenizer"], origin, target)
     base = document.get("base") or {}
     if is_pretrained(str(base.get("source", SCRATCH))):
         base["source"] = _rebase_model(base["source"], origin, target)

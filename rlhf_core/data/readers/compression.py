@@ -7,6 +7,7 @@ import io
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
 import pyarrow as pa
 
@@ -67,15 +68,51 @@ def _zstd(content: bytes) -> Iterator[bytes]:
 
 
 def _xz(content: bytes) -> Iterator[bytes]:
-    """Yield the parts of all streams; :mod:`lzma` itself would ignore what follows the first if that is none."""
-    while content:
-        decompressor = lzma.LZMADecompressor()
-        yield decompressor.decompress(content, CHUNK)
-        while not decompressor.eof:
-            if decompressor.needs_input:
-                raise EOFError("it ends before the end of the stream")
-            yield decompressor.decompress(b"", CHUNK)
-        content = decompressor.unused_data.lstrip(b"\0")  # streams may be padded
+    with io.BufferedReader(XzStream(io.BytesIO(content)), CHUNK) as stream:
+        while part := stream.read(CHUNK):
+            yield part
+
+
+class XzStream(io.RawIOBase):
+    """The content of all streams of an xz file; :mod:`lzma` itself would ignore what follows the first if that is none.
+
+    Raises ``EOFError`` where a stream is cut off, and ``lzma.LZMAError`` for what is no stream.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._decompressor: lzma.LZMADecompressor | None = lzma.LZMADecompressor()
+        self._waiting = b""
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Read into ``buffer`` and return the number of bytes, 0 at the end."""
+        while True:
+            if self._decompressor is None:
+                self._skip_padding()
+                if not self._waiting:
+                    return 0
+                self._decompressor = lzma.LZMADecompressor()
+            elif self._decompressor.needs_input and not self._waiting:
+                self._waiting = self._file.read(CHUNK)
+                if not self._waiting:
+                    raise EOFError("it ends before the end of the stream")
+            content = self._decompressor.decompress(self._waiting, len(buffer))
+            self._waiting = b""
+            if self._decompressor.eof:
+                self._waiting, self._decompressor = self._decompressor.unused_data, None
+            if content:
+                buffer[: len(content)] = content
+                return len(content)
+
+    def _skip_padding(self) -> None:
+        """Skip the zeros that may follow a stream."""
+        self._waiting = self._waiting.lstrip(b"\0")
+        while not self._waiting and (read := self._file.read(CHUNK)):
+            self._waiting = read.lstrip(b"\0")
 
 
 STREAMS: dict[str, Callable[[bytes], Iterator[bytes]]] = {".gz": _gzip, ".zst": _zstd, ".xz": _xz}

@@ -113,6 +113,18 @@ def _json(name: str, content: bytes) -> Iterator[Record]:
         raise DataError(f"{name} is not valid JSON: {error}") from error
     except RecursionError as error:
         raise DataError(f"{name} is not usable JSON: nested too deeply") from error
+    yield from json_value_records(name, value, marked)
+
+
+def json_value_records(name: str, value: Any, marked: bool) -> Iterator[Record]:
+    """Yield the rows of a file that is one JSON value: a list of records, or ``{"data": [...]}``.
+
+    Args:
+        marked: Whether something inside ``value`` is marked; see :class:`~rlhf_core.data.readers.json_values`.
+
+    Raises:
+        DataError: It is another value, or holds several lists of rows.
+    """
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         if isinstance(value, RepeatedKey):
             raise DataError(f"{name}: {problem_in(value)}; give one list of rows")

@@ -36,6 +36,17 @@ class JsonParser:
         value = self._decoder.decode(content.decode(encoding, "surrogatepass"))
         return value, self._marked
 
+    def parse_at(self, text: str, start: int) -> tuple[Any, bool, int]:
+        """Return the value that begins at ``start``, whether anything inside it is marked, and where it ends.
+
+        Raises:
+            json.JSONDecodeError: No value begins there, or it does not end.
+            RecursionError: It is nested too deeply.
+        """
+        self._marked = False
+        value, end = self._decoder.raw_decode(text, start)
+        return value, self._marked, end
+
     def _integer(self, digits: str) -> int | LongInteger:
         if len(digits) <= MAX_DIGITS:
             return int(digits)

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.config.validate import AUTOMATIC_ROWS, NearDuplicatesConfig, ValidateConfig
 from rlhf_core.config.validation_rules import RULES
 from rlhf_core.data.validation.set_rules.check_set import SetFindings
 from rlhf_core.data.validation.set_rules.findings_file import RuleFinding
 from rlhf_core.data.validation.set_rules.pair_statistics import balance, category_counts
 from rlhf_core.data.validation.tables import Validated
+from rlhf_core.data.validation.token_counts import CountedTokens
 from rlhf_core.evaluation.data_card.card import CardSection, CardTable, DataCard
 from rlhf_core.evaluation.data_card.lengths import length_section
 from rlhf_core.evaluation.data_card.refused_rows import refused_section
@@ -29,7 +30,7 @@ NOT_STATED = "not stated"
 class CardSources:
     """What the card is made of: the manifest of the raw data, the result of validation, and ``metrics/data.json``.
 
-    ``failed`` are the metrics of the data gate's conditions that failed.
+    ``failed`` are the metrics of the data gate's conditions that failed; ``tokens`` is None without a tokenizer.
     """
 
     manifest: Mapping[str, Any]
@@ -38,6 +39,7 @@ class CardSources:
     findings: Sequence[RuleFinding]
     metrics: Mapping[str, Any]
     failed: Sequence[str]
+    tokens: CountedTokens | None = None
 
 
 def build_card(sources: CardSources, config: ValidateConfig) -> DataCard:
@@ -50,10 +52,10 @@ def build_card(sources: CardSources, config: ValidateConfig) -> DataCard:
         [
             source_section(sources.manifest),
             _rows(sources.metrics, kinds),
-            length_section(sources.validated.clean),
+            length_section(sources.validated.clean, sources.tokens),
             _balance(sources),
             _rules(sources.metrics, kinds, config),
-            _leakage(sources),
+            _leakage(sources, config.near_duplicates),
             refused_section(row for rows in sources.validated.quarantine() for row in rows),
         ],
     )
@@ -129,7 +131,7 @@ def _rules(metrics: Mapping[str, Any], kinds: Sequence[str], config: ValidateCon
     return CardSection("Rules", notes, [CardTable(("rule", "severity", *kinds), rows)] if rows else [])
 
 
-def _leakage(sources: CardSources) -> CardSection:
+def _leakage(sources: CardSources, config: NearDuplicatesConfig) -> CardSection:
     notes, tables = [], []
     rows = [
         (kind, *(_count(numbers, name) for name in ("test", "test_prefix_leaks", "test_first_turn_leaks")))
@@ -139,7 +141,11 @@ def _leakage(sources: CardSources) -> CardSection:
     header = ("kind", "test rows", "begin like a training prompt, or the reverse", "share their first turn with one")
     tables.append(CardTable(header, rows))
     if not any("near_duplicates_compared" in numbers for numbers in sources.set_findings.counts.values()):
-        notes.append("Near duplicates were not searched for (validate.near_duplicates.search).")
+        automatic = f", which is {config.search}: only sets of at most {AUTOMATIC_ROWS} rows of a kind are searched"
+        notes.append(
+            "Near duplicates were not searched for (validate.near_duplicates.search"
+            f"{automatic if config.search == 'auto' else ''})."
+        )
     if sources.set_findings.evaluation:
         files = [
             (file.source, file.prompts, file.refused, len(file.met), len(file.met) / max(file.prompts, 1))

@@ -1,32 +1,66 @@
-"""Lengths of texts in characters: histograms and percentiles."""
+"""Lengths of texts in characters and tokens: histograms and percentiles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rlhf_core.data.lengths import PERCENTILES, LengthPercentiles
+from rlhf_core.data.lengths import PERCENTILES, SEQUENCE, LengthPercentiles
 from rlhf_core.data.schema import CONTENT_FIELDS
 from rlhf_core.data.validation.stored_rows import StoredRows
+from rlhf_core.data.validation.token_counts import CountedTokens
 from rlhf_core.evaluation.data_card.card import CardSection, CardTable, Histogram
 
 
-def length_section(clean: Mapping[str, StoredRows]) -> CardSection:
-    """Return the section on the lengths of every text column of every kind."""
-    histograms: list[Histogram] = []
-    rows: list[tuple[str | int, ...]] = []
-    for kind, stored in clean.items():
-        for name, lengths in _lengths(stored) if stored.num_rows else ():
-            title = f"{kind}: {name}"
-            histograms.append(Histogram.of(title, lengths))
-            rows.append((title, *LengthPercentiles.of(name, lengths.tolist()).values))
-    header = ("characters", *(f"{p} %" if p < 100 else "longest" for p in PERCENTILES))
+def length_section(clean: Mapping[str, StoredRows], tokens: CountedTokens | None = None) -> CardSection:
+    """Return the section on the lengths of every text column of every kind, in characters and, if counted, tokens."""
+    characters = [
+        (f"{kind}: {name}", lengths)
+        for kind, stored in clean.items()
+        for name, lengths in (_lengths(stored) if stored.num_rows else ())
+    ]
+    histograms = [Histogram.of(f"{title} (characters)", lengths) for title, lengths in characters]
+    tables = [_percentiles("characters", characters)]
     notes = ["Clean rows. The turns of a prompt count together; each bar holds the lengths up to the number below it."]
-    return CardSection("Lengths", notes, [CardTable(header, rows)], histograms)
+    if tokens is None:
+        notes.append(
+            "Lengths are in characters only: validate.tokenizer names no tokenizer. One that is made from nothing "
+            "(base.source: scratch) is trained later, on the clean rows."
+        )
+    else:
+        counted = [
+            (f"{kind}: {name}", np.array(lengths))
+            for kind, of_kind in tokens.kinds.items()
+            for name, lengths in of_kind.lengths.items()
+        ]
+        histograms += [Histogram.of(f"{title} (tokens)", lengths) for title, lengths in counted]
+        tables.append(_percentiles("tokens", counted))
+        notes += _token_notes(tokens)
+    return CardSection("Lengths", notes, tables, histograms)
+
+
+def _percentiles(unit: str, columns: Sequence[tuple[str, npt.NDArray[np.int64]]]) -> CardTable:
+    header = (unit, *(f"{p} %" if p < 100 else "longest" for p in PERCENTILES))
+    return CardTable(
+        header, [(title, *LengthPercentiles.of(title, list(lengths)).values) for title, lengths in columns]
+    )
+
+
+def _token_notes(tokens: CountedTokens) -> Iterator[str]:
+    """Yield how tokens were counted, of how many rows, and which rows the tokenizer cannot write."""
+    yield (
+        f"Tokens are those of the tokenizer {tokens.tokenizer}, as training writes the rows: a prompt in the chat "
+        f"template, a reply with the token that ends it. {SEQUENCE} is a prompt with its longest reply."
+    )
+    for kind, counted in tokens.kinds.items():
+        if counted.looked_at < counted.rows:
+            yield f"{kind}: tokens of {counted.looked_at} of {counted.rows} rows were counted, spread evenly."
+        for reason, rows in counted.refused.items():
+            yield f"{kind}: {rows} rows have no tokens, since {reason}."
 
 
 def _lengths(rows: StoredRows) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:

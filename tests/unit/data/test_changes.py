@@ -65,10 +65,11 @@ def test_files_are_compared_as_the_kind_that_both_hold(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "q?", "chosen": "a", "rejected": "b"}\n')
     (tmp_path / "b.jsonl").write_text('{"prompt": "q?", "reply": "c"}\n')
     options = ReadOptions()
-    tables = [file_tables([name], tmp_path, options) for name in ("a.jsonl", "b.jsonl")]
+    tables = [file_tables([name], tmp_path, options, tmp_path / name[0]) for name in ("a.jsonl", "b.jsonl")]
     with pytest.raises(DataError, match="the one holds preferences, the other demonstrations; name the kind"):
         compare_kinds(*tables)
-    (changes,) = compare_kinds(
-        *(file_tables([name], tmp_path, options, "demonstrations") for name in ("a.jsonl", "b.jsonl"))
+    before, after = (
+        file_tables([name], tmp_path, options, tmp_path / name[0], "demonstrations") for name in ("a.jsonl", "b.jsonl")
     )
+    (changes,) = compare_kinds(before, after)
     assert len(changes.changed) == 1 and changes.before.column("reply").to_pylist() == ["a"]

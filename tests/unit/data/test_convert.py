@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import tempfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow.csv import write_csv
 from typer.testing import CliRunner
 
 from rlhf_core.cli import app
@@ -152,3 +156,23 @@ def test_the_command_finds_the_kind_and_overwrites_nothing(tmp_path: Path, monke
     assert "serve as preferences and pretrain" in str(run("out.parquet", texts, "--to", "both.jsonl").exception)
     assert run("out.parquet", "--kind", "prompts", "--to", "prompts.jsonl").exit_code == 0
     assert rows_of(tmp_path / "prompts.jsonl", "prompts")[0]["group"] == "why?"
+
+
+@pytest.mark.parametrize(("source", "output"), [("x.csv", "out.parquet"), ("x.parquet", "out.jsonl")])
+def test_a_file_is_converted_without_being_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, output: str
+) -> None:
+    monkeypatch.setattr("rlhf_core.data.formats.CHUNK_RECORDS", 100)
+    monkeypatch.setattr("rlhf_core.data.convert.BATCH", 100)
+    monkeypatch.setattr("rlhf_core.data.readers.table_records.BATCH_ROWS", 100)
+    rows = [{"prompt": f"{i:04000}?", "chosen": "a", "rejected": "b"} for i in range(3000)]
+    table = pa.Table.from_pylist(rows)
+    (write_csv if source.endswith(".csv") else pq.write_table)(table, tmp_path / source)
+    del rows, table
+    tracemalloc.start()
+    try:
+        conversion = convert([DataSource(path=source)], tmp_path, "preferences", tmp_path / output)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert conversion.rows == 3000 and peak < 12_000_000 / 2, "twelve megabytes of text, of which a part is held"

@@ -14,11 +14,13 @@ from typer.testing import CliRunner
 from rlhf_core.cli import app
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.collect import FileSources
+from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.loading.overlay import parse_assignment
 from rlhf_core.data.inspect import TokenLimit, TokenLimits, as_text, describe_sources
-from rlhf_core.data.lengths import LengthPercentiles, character_lengths, token_lengths
+from rlhf_core.data.lengths import LengthPercentiles, character_counts, token_lengths
+from rlhf_core.errors import ModelError
 from rlhf_core.models.base import load_tokenizer, new_model, save_policy, train_tokenizer
-from rlhf_core.stages.token_limits import local_token_limits
+from rlhf_core.stages.token_limits import local_token_limits, token_limits
 
 PAIR = {"prompt": "what color is the sky?", "chosen": "the sky is blue.", "rejected": "no"}
 
@@ -29,7 +31,7 @@ def write(folder: Path, *rows: dict[str, Any], name: str = "pairs.jsonl") -> str
 
 
 def described(folder: Path, *files: str, show: int = 1, width: int = 200, tokens: TokenLimits | None = None) -> str:
-    return as_text(describe_sources(files, folder, tokens), show, width)
+    return as_text(describe_sources(files, folder, tokens, show=show), width)
 
 
 def command_words(text: str) -> list[str]:
@@ -49,10 +51,23 @@ def test_percentiles_are_lengths_that_occur() -> None:
 def test_characters_are_counted_by_column_and_over_all_turns() -> None:
     turns = [{"role": "system", "content": "be"}, {"role": "user", "content": "brief"}]
     row = {"prompt": turns, "chosen": "yes", "rejected": ""}
-    by_name = {lengths.name: lengths.values[-1] for lengths in character_lengths("preferences", [row])}
-    assert by_name == {"prompt": 7, "chosen": 3, "rejected": 0}
-    assert character_lengths("pretrain", [{"text": "abcd"}]) == [LengthPercentiles("text", (4, 4, 4, 4))]
-    assert character_lengths("preferences", []) == []
+    assert character_counts("preferences", [row]) == {"prompt": [7], "chosen": [3], "rejected": [0]}
+    assert character_counts("pretrain", [{"text": "abcd"}]) == {"text": [4]}
+
+
+def test_a_file_of_many_parts_is_described_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.data.formats.CHUNK_RECORDS", 1000)
+    monkeypatch.setattr("rlhf_core.data.file_summary.SAMPLED_ROWS", 10)
+    odd = [PAIR | {"margin": "great"}] * 2
+    write(tmp_path, *[PAIR | {"chosen": "x" * (1 + i % 100), "source": f"s{i}"} for i in range(1500)], *odd)
+    (file,) = describe_sources(["pairs.jsonl"], tmp_path, show=2).files
+    assert (file.read.records, file.read.rows, len(file.read.examples)) == (1502, 1500, 2)
+    ((reason, refused),) = file.read.commonest_refusals()
+    assert (reason, refused.rows, refused.first) == ("margin 'great' is not a number", 2, 1501)
+    assert file.characters[1] == LengthPercentiles("chosen", (50, 90, 99, 100))
+    # Every 128th row is left of those that were kept at first; the sample spreads over the whole file.
+    kept = [row["source"] for row in file.read.sample.spread()]
+    assert len(kept) == 10 and kept[0] == "s0" and kept[-1] == "s1408"
 
 
 def test_tokens_are_those_of_the_longest_sequence_that_training_sees() -> None:
@@ -105,6 +120,18 @@ def test_the_command_to_paste_names_all_sources_by_kind(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("chinese", "english", "profile"), [(3, 0, "chinese-sample"), (3, 2, "chinese-sample"), (2, 2, "own-data")]
+)
+def test_the_profile_suits_the_language_of_most_pairs(tmp_path: Path, chinese: int, english: int, profile: str) -> None:
+    pair = {"prompt": "天空是什么颜色？", "chosen": "天空是蓝色的。", "rejected": "我不知道 DVC。"}
+    write(tmp_path, *[pair] * chinese, *[PAIR] * english)
+    write(tmp_path, {"text": "天" * 100}, name="stories.jsonl")  # pairs decide
+    text = described(tmp_path, "pairs.jsonl", "stories.jsonl")
+    assert command_words(text)[:5] == ["rlhf", "init", "my-run", "--profile", profile]
+    assert f"language zh {chinese / (chinese + english):.0%} of the rows looked at" in text
+
+
 def test_the_name_of_the_new_workspace_is_free(tmp_path: Path) -> None:
     write(tmp_path, PAIR)
     for taken, free in (("my-run", "my-run-2"), ("my-run-2", "my-run-3")):
@@ -143,14 +170,38 @@ def test_the_limits_of_a_workspace_are_its_parameters_or_the_models_positions(
     assert limits.tokenizer.get_vocab() == load_tokenizer(tmp_path / "models" / "base").get_vocab()
 
 
+def test_a_folder_without_weights_counts_and_bounds(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    limits = token_limits(check_params({}), "tokenizer", tmp_path).limits["preferences"]
+    assert limits == TokenLimit("reward.max_tokens", 256, None)
+    config = tmp_path / "tokenizer" / "config.json"
+    config.write_text('{"model_type": "gpt2", "n_positions": 64}')
+    assert token_limits(check_params({}), "tokenizer", tmp_path).limits["preferences"].longest_kept == 64
+    config.write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json is not readable|has no readable tokenizer"):
+        token_limits(check_params({}), "tokenizer", tmp_path)
+
+
 def test_the_command_works_outside_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = write(tmp_path, PAIR)
     result = CliRunner().invoke(app, ["data", "inspect", file])
     assert result.exit_code == 0 and "rows     1 as preferences, of 1" in result.output
-    assert "tokens" not in result.output
+    assert "no tokens: there is no tokenizer at hand; name one with --tokenizer" in result.output
     for short in (["data", file], ["data", "--show", "1", file]):
         assert CliRunner().invoke(app, short).output == result.output
+
+
+def test_a_given_tokenizer_counts_outside_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    file = write(tmp_path, PAIR, PAIR | {"chosen": "x" * 300})
+    result = CliRunner().invoke(app, ["data", "inspect", file, "--tokenizer", "tokenizer", "--json"])
+    (described_file,) = json.loads(result.stdout)["files"]
+    assert described_file["tokens"]["percentiles"]["100"] == 325  # as computed above, by the default of max_tokens
+    assert (described_file["tokens"]["parameter"], described_file["tokens"]["over_limit"]) == ("reward.max_tokens", 1)
+    wrong = CliRunner().invoke(app, ["data", "inspect", file, "--tokenizer", "./gone"])
+    assert "the tokenizer ./gone does not exist" in str(wrong.exception)
 
 
 def test_the_description_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

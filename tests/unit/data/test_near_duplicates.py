@@ -88,8 +88,18 @@ def found(**settings: object) -> tuple[Validated, SetFindings]:
     return validated, findings
 
 
-def test_rows_are_compared_only_where_that_is_asked_for() -> None:
+def test_by_default_small_sets_are_compared_and_large_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     validated, _ = found()
+    assert validated.warned_checks["preferences"]["no_near_duplicates"] == 1
+    monkeypatch.setattr("rlhf_core.config.validate.AUTOMATIC_ROWS", 2)
+    validated, findings = found()
+    assert "no_near_duplicates" not in validated.warned_checks["preferences"] and not findings.breaches
+    validated, _ = found(near_duplicates={"search": True})
+    assert validated.warned_checks["preferences"]["no_near_duplicates"] == 1
+
+
+def test_rows_are_not_compared_where_that_is_not_wanted() -> None:
+    validated, _ = found(near_duplicates={"search": False})
     assert "no_near_duplicates" not in validated.warned_checks["preferences"]
 
 

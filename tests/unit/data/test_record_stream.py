@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 import math
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyarrow.feather import write_feather
 from unit.data.malformed.case import OddFile, WholeRefusal
 from unit.data.malformed.corpus import ODD_FILES
 
@@ -34,6 +38,14 @@ LINES = st.lists(
 ).map(b"\n".join)
 
 
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": lambda content: content,
+    ".gz": gzip.compress,
+    ".zst": lambda content: bytes(pa.compress(content, "zstd")),
+    ".xz": lzma.compress,
+}
+
+
 def outcome(read: Any, path: Path) -> list[Record] | type[DataError]:
     try:
         return list(read(path))
@@ -46,20 +58,19 @@ def streamed(path: Path) -> list[Record]:
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(LINES, st.sampled_from([".jsonl", ".csv", ".tsv"]), st.sampled_from(["", ".gz", ".zst", ".xz"]))
+@given(LINES, st.sampled_from([".jsonl", ".csv", ".tsv", ".json"]), st.sampled_from(["", ".gz", ".zst", ".xz"]))
 def test_text_files(tmp_path: Path, content: bytes, kind: str, compression: str) -> None:
     path = tmp_path / f"x{kind}{compression}"
-    compress = {".gz": gzip.compress, ".zst": lambda c: bytes(pa.compress(c, "zstd"))}.get(compression, lambda c: c)
-    path.write_bytes(compress(content))
+    path.write_bytes(COMPRESS[compression](content))
     whole = outcome(load_records, path)
     # A file without a record is refused at once when it is streamed, otherwise when its format is looked for.
     assert outcome(streamed, path) == (whole if whole != [] else DataError)
 
 
-@pytest.mark.parametrize("compression", [".gz", ".zst"])
+@pytest.mark.parametrize("compression", [".gz", ".zst", ".xz"])
 def test_half_a_compressed_file_is_refused(tmp_path: Path, compression: str) -> None:
     text = "\n".join(json.dumps({"prompt": f"{i * 7919}"}) for i in range(5000)).encode()
-    whole = gzip.compress(text) if compression == ".gz" else bytes(pa.compress(text, "zstd"))
+    whole = COMPRESS[compression](text)
     path = tmp_path / f"x.jsonl{compression}"
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match="is not a whole"):
@@ -67,7 +78,7 @@ def test_half_a_compressed_file_is_refused(tmp_path: Path, compression: str) -> 
 
 
 def test_parquet_files_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.data.readers.record_stream.PARQUET_ROWS", 3)
+    monkeypatch.setattr("rlhf_core.data.readers.table_records.BATCH_ROWS", 3)
     dates = pa.array([0, 2**62, 1, None] * 4, pa.timestamp("ms"))  # the second is beyond Python's
     table = pa.table({"n": list(range(16)), "at": dates, "turns": [[{"role": "user"}] * (i % 3) for i in range(16)]})
     pq.write_table(table, tmp_path / "x.parquet", row_group_size=5)
@@ -95,20 +106,73 @@ def test_refused_files(tmp_path: Path, name: str, content: bytes, message: str) 
         streamed(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.parquet", "x.json", "x.csv"])
+@pytest.mark.parametrize(
+    "name",
+    ["x.jsonl", "x.jsonl.gz", "x.jsonl.xz", "x.parquet", "x.parquet.zst", "x.arrow", "x.json", "lines.json", "x.csv"],
+)
 def test_the_bytes_that_were_read_add_up_to_the_file(tmp_path: Path, name: str) -> None:
     rows = [{"prompt": f"{i}?", "chosen": "a", "rejected": "b"} for i in range(9000)]
     path = tmp_path / name
-    if name.endswith(".parquet"):
+    compress = COMPRESS[path.suffix if path.suffix in COMPRESS else ""]
+    if ".parquet" in name:
         pq.write_table(pa.Table.from_pylist(rows), path)
+        path.write_bytes(compress(path.read_bytes()))
+    elif name.endswith(".arrow"):
+        write_feather(pa.Table.from_pylist(rows), path, chunksize=4000)
     elif name.endswith(".csv"):
         path.write_text("prompt,chosen,rejected\n" + "".join(f"{i}?,a,b\n" for i in range(9000)))
     else:
-        text = json.dumps(rows) if name.endswith(".json") else "\n".join(map(json.dumps, rows))
-        path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+        text = json.dumps(rows) if name == "x.json" else "\n".join(map(json.dumps, rows))
+        path.write_bytes(compress(text.encode()))
     counts: list[int] = []
     assert len(list(stream_records(path, counts.append))) == 9000
     assert sum(counts) == path.stat().st_size
+
+
+@pytest.mark.parametrize("name", ["x.arrow", "stream.arrow", "x.arrow.gz"])
+def test_arrow_files_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("rlhf_core.data.readers.table_records.BATCH_ROWS", 3)
+    table = pa.table({"n": list(range(16)), "turns": [[{"role": "user"}] * (i % 3) for i in range(16)]})
+    buffer = pa.BufferOutputStream()
+    kind = pa.ipc.new_stream if name.startswith("stream") else pa.ipc.new_file
+    with kind(buffer, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    path = tmp_path / name
+    path.write_bytes(COMPRESS[path.suffix if path.suffix in COMPRESS else ""](buffer.getvalue().to_pybytes()))
+    assert streamed(path) == load_records(path)
+    assert [record.position for record in streamed(path)] == list(range(1, 17))
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl.xz", "x.arrow"])
+def test_a_file_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("rlhf_core.data.readers.record_stream.HELD_CHARACTERS", 2**18)
+    rows = [{"prompt": f"{i:0500}"} for i in range(20_000)]
+    path = tmp_path / name
+    if name == "x.arrow":
+        write_feather(pa.Table.from_pylist(rows), path, compression="uncompressed")
+    else:
+        text = json.dumps(rows) if name == "x.json" else "\n".join(map(json.dumps, rows))
+        # The dictionary of a higher preset alone takes eight megabytes.
+        path.write_bytes(lzma.compress(text.encode(), preset=0) if path.suffix == ".xz" else text.encode())
+        del text
+    del rows
+    tracemalloc.start()
+    try:
+        count = sum(1 for _ in stream_records(path, lambda count: None))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert count == 20_000 and peak < 10_000_000 * 0.75, "ten megabytes of text, of which a part is held"
+
+
+def test_an_xz_file_of_several_streams_is_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl.xz"
+    streams = lzma.compress(b'{"a": 1}\n') + b"\0" * 8 + lzma.compress(b'{"a": 2}\n') + b"\0" * 4
+    path.write_bytes(streams)
+    assert [record.value for record in streamed(path)] == [{"a": 1}, {"a": 2}]
+    path.write_bytes(streams + b"junk")
+    with pytest.raises(DataError, match="is not a whole xz file"):
+        streamed(path)
 
 
 def test_rows_in_chunks_are_the_rows_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 from leakage_rows import row, set_of
 from memory_rows import origins_of
 
@@ -20,12 +21,14 @@ from rlhf_core.data.validation.set_rules.check_set import apply_set_rules, check
 from rlhf_core.data.validation.set_rules.findings_file import named_findings
 from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
 from rlhf_core.data.validation.tables import RawData, Validated
+from rlhf_core.data.validation.token_counts import count_tokens
 from rlhf_core.evaluation.data_card.bar_chart import bar_chart
 from rlhf_core.evaluation.data_card.build import CardSources, build_card, source_section
 from rlhf_core.evaluation.data_card.card import Histogram
 from rlhf_core.evaluation.data_card.lengths import length_section
 from rlhf_core.evaluation.data_card.refused_rows import refused_section, spread_over_reasons
 from rlhf_core.evaluation.data_card.write import write_card
+from rlhf_core.models.base import train_tokenizer
 from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
@@ -152,7 +155,54 @@ def test_the_turns_of_a_prompt_count_together_in_every_chunk() -> None:
     prompts = [row("prompts", 0, "train", "ab", "c", "defg"), *[row("prompts", 1, "train", "x")] * 2]
     section = length_section({"prompts": set_of(prompts=prompts).clean["prompts"]})
     assert section.histograms[0].counts == (2, 0, 0, 1)  # of 1, 1 and 7 characters: up to 1, 2, 4, 8
-    assert section.tables[0].rows == [("prompts: prompt", 1, 7, 7, 7)]
+    assert [table.rows for table in section.tables] == [[("prompts: prompt", 1, 7, 7, 7)]]
+    assert "validate.tokenizer names no tokenizer" in section.notes[1] and len(section.histograms) == 1
+
+
+def test_lengths_in_tokens_are_those_of_the_sequences_that_training_sees() -> None:
+    pairs = [
+        row("preferences", 0, "train", "hi?") | {"chosen": "ab", "rejected": "abcde"},
+        row("preferences", 1, "train", "hi?", "ok", "so") | {"chosen": "a", "rejected": ""},
+    ]
+    clean = {"preferences": set_of(preferences=pairs).clean["preferences"]}
+    # A token per character and per special token. Prompts: <|user|> h i ? <|assistant|>, the other one of
+    # <|user|> h i ? <|assistant|> o k <|end|> <|user|> s o <|assistant|>. Each reply ends with <|end|>.
+    counted = count_tokens(clean, train_tokenizer([""], 261), "bytes")
+    assert counted.kinds["preferences"].lengths == {
+        "prompt": [5, 12],
+        "chosen": [3, 2],
+        "rejected": [6, 1],
+        "prompt + reply": [11, 14],
+    }
+    assert counted.metrics("preferences")["prompt_and_reply_tokens_50"] == 11
+    section = length_section(clean, counted)
+    assert section.tables[1].header[0] == "tokens"
+    assert ("preferences: prompt + reply", 11, 14, 14, 14) in section.tables[1].rows
+    histogram = next(h for h in section.histograms if h.title == "preferences: prompt (tokens)")
+    assert (histogram.edges, histogram.counts) == ((8, 16), (1, 1))
+    assert "the tokenizer bytes" in section.notes[1] and len(section.notes) == 2
+
+
+def test_of_many_rows_some_are_tokenised_and_the_card_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.data.validation.token_counts.COUNTED_ROWS", 3)
+    prompts = [row("prompts", i, "train", "x" * i) for i in range(1, 10)]
+    clean = {"prompts": set_of(prompts=prompts).clean["prompts"]}
+    counted = count_tokens(clean, train_tokenizer([""], 261), "bytes")
+    assert counted.kinds["prompts"].lengths["prompt"] == [3, 7, 11]  # the first, the middle and the last
+    assert "prompts: tokens of 3 of 9 rows were counted, spread evenly." in length_section(clean, counted).notes
+
+
+def test_rows_that_the_chat_template_refuses_are_counted_apart() -> None:
+    tokenizer = train_tokenizer([""], 261)
+    tokenizer.chat_template = "{% if messages | length > 2 %}{{ raise_exception('one question') }}{% endif %}" + str(
+        tokenizer.chat_template
+    )
+    prompts = [row("prompts", 1, "train", "a"), row("prompts", 2, "train", "secret", "b", "c")]
+    clean = {"prompts": set_of(prompts=prompts).clean["prompts"]}
+    counted = count_tokens(clean, tokenizer, "bytes")
+    assert counted.kinds["prompts"].lengths == {"prompt": [3]} and counted.kinds["prompts"].looked_at == 2
+    (note,) = (note for note in length_section(clean, counted).notes if note.startswith("prompts: 1 rows"))
+    assert "the chat template refuses a dialogue of the turns user, assistant, user" in note and "secret" not in note
 
 
 def test_bars_are_as_high_as_their_values() -> None:

@@ -17,6 +17,7 @@ from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.sources import kinds_of, source_files, sources_by_kind
 from rlhf_core.errors import DataError
 from rlhf_core.files import read_json
+from rlhf_core.models.base import train_tokenizer
 from rlhf_core.stages.checked_files import CheckedFiles, as_text, check_files, reason_counts
 
 
@@ -124,3 +125,46 @@ def test_the_command_exits_as_the_gate_decides_and_keeps_what_is_asked_for(
     assert CliRunner().invoke(app, ["data", "validate", file]).exit_code == 3
     other = CliRunner().invoke(app, ["data", "validate", file, "--set", "ppo.iterations=3"])
     assert "has no effect on data files" in str(other.exception)
+
+
+def test_tokens_are_counted_with_the_tokenizer_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train_tokenizer([""], 261).save_pretrained(tmp_path / "tokenizer")
+    file = write(tmp_path, rows(60))
+    arguments = ["data", "validate", file, "--tokenizer", "tokenizer"]
+    value = json.loads(CliRunner().invoke(app, [*arguments, "--json", "--output", "out"]).stdout)
+    # <|user|> Question 10? <|assistant|>, good 10 <|end|>: most numbers have two digits.
+    assert value["tokens"]["preferences"]["prompt"] == {"50": 14, "90": 14, "99": 14, "100": 14}
+    assert value["tokens"]["preferences"]["prompt + reply"]["100"] == 22 and list(value["tokens"]) == ["preferences"]
+    assert "| preferences: chosen | 8 | 8 | 8 | 8 |" in (tmp_path / "out/data/card/card.md").read_text()
+    text = CliRunner().invoke(app, arguments).stdout
+    assert "tokens of preferences" in text and "prompt + reply" in text
+    wrong = CliRunner().invoke(app, ["data", "validate", file, "--tokenizer", "scratch"])
+    assert "a tokenizer that is made from nothing is trained on the clean data" in str(wrong.exception)
+
+
+def test_paths_of_a_workspace_start_at_the_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = tmp_path / "run"
+    workspace.mkdir()
+    write(workspace, [{"prompt": "Question 1?"}], "eval.jsonl")
+    (workspace / "params.yaml").write_text("validate: {evaluation_files: [eval.jsonl]}\n")
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path, rows(60))
+    done = CliRunner().invoke(app, ["data", "validate", file, "--workspace", "run", "--output", "out"])
+    assert done.exit_code == 0, done.exception
+    assert "eval.jsonl" in (tmp_path / "out/data/card/card.md").read_text()
+    assert "tokens" not in done.stdout
+
+
+def test_rules_that_only_warn_are_listed_with_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path, [*rows(60), *rows(2)])
+    arguments = ["data", "validate", file, "--set", "validate.rules={not_duplicate: warn}"]
+    value = json.loads(CliRunner().invoke(app, [*arguments, "--json", "--output", "out"]).stdout)
+    assert value["warned"]["preferences"]["not_duplicate"] == 2 and not value["refused"]
+    assert value["warned"]["preferences"]["no_prefix_leakage"] == 0, "checked, and nothing was found"
+    lines = [line.split() for line in CliRunner().invoke(app, arguments).stdout.splitlines()]
+    assert ["warnings:", "rows", "that", "stay"] in lines and ["preferences", "not_duplicate", "2"] in lines
+    assert not any("no_prefix_leakage" in line for line in lines)
+    card = (tmp_path / "out/data/card/card.md").read_text()
+    assert "| not_duplicate | warn | 2 |" in card and "| no_prefix_leakage | warn | 0 |" in card

@@ -1,0 +1,74 @@
+"""Read the rows of parquet and Arrow files some thousand at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlhf_core.data.readers.containers import (
+    END_OF_STREAM,
+    Record,
+    require_consistent,
+    require_distinct,
+    table_records,
+)
+from rlhf_core.errors import DataError
+
+BATCH_ROWS = 2048
+ARROW_FILE = b"ARROW1"
+# Told how many more bytes of a file were read.
+OnRead = Callable[[int], None]
+
+
+def parquet_records(path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
+    """Yield the rows of a parquet file; ``DataError``, which calls it ``name``, if it is none."""
+    size, rows = path.stat().st_size, 0
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            require_distinct(name, file.schema_arrow.names)
+            total = file.metadata.num_rows
+            for batch in file.iter_batches(BATCH_ROWS):
+                table = pa.Table.from_batches([batch])
+                require_consistent(table)
+                yield from table_records(table, first=rows + 1)
+                on_read(size * (rows + batch.num_rows) // total - size * rows // total)
+                rows += batch.num_rows
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: names that are not UTF-8
+        raise DataError(f"{name} is not a readable parquet file ({error})") from error
+
+
+def arrow_records(path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
+    """Yield the rows of an Arrow file (feather version 2) or stream, as ``datasets`` writes it.
+
+    The file is mapped into memory: what is not looked at does not count.
+
+    Raises:
+        DataError: It is no such file, or a stream that was cut off; messages call it ``name``.
+    """
+    size, rows, read = path.stat().st_size, 0, 0
+    try:
+        with pa.memory_map(str(path)) as source:
+            is_file = source.read(len(ARROW_FILE)) == ARROW_FILE
+            if not is_file:
+                source.seek(max(size - len(END_OF_STREAM), 0))
+                if source.read() != END_OF_STREAM:
+                    raise pa.ArrowInvalid("the mark of its end is missing: it was cut off, or never closed")
+            source.seek(0)
+            reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+            require_distinct(name, reader.schema.names)
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+            for batch in batches:
+                table = pa.Table.from_batches([batch])
+                require_consistent(table)
+                for start in range(0, table.num_rows, BATCH_ROWS):
+                    part = table.slice(start, BATCH_ROWS)
+                    yield from table_records(part, first=rows + 1)
+                    rows += part.num_rows
+                on_read(min(batch.nbytes, size - read))
+                read += min(batch.nbytes, size - read)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{name} is not a readable arrow file ({error})") from error
+    on_read(size - read)
