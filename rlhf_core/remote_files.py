@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from typing import Any
 
 from rlhf_core.errors import DataError
@@ -19,6 +20,10 @@ def expand_url(url: str, remedy: str) -> list[str]:
             return [filesystem.unstrip_protocol(path)]
         matches = sorted(filesystem.glob(path))
         files = [match for match in matches if filesystem.isfile(match)]
+        if not matches and not glob.has_magic(path):
+            filesystem.info(path)  # A store that cannot be reached says so only here.
+    except FileNotFoundError:
+        matches, files = [], []
     except Exception as error:  # Every store raises errors of its own.
         raise DataError(f"cannot look up {url}: {_reason(error)}; {remedy}") from error
     if files:
@@ -59,8 +64,13 @@ def _open(url: str) -> tuple[Any, str]:
         extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}.get(url.split(":")[0])
         install = f"pip install 'rlhf-pipeline[{extra}]'" if extra else "install it"
         raise DataError(f"{url} needs a package that is missing ({error}); {install}") from error
-    except Exception as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{url} cannot be opened: {_reason(error)}") from error
+    except Exception as error:  # A file system that needs more than a URL (dir://) fails in ways of its own.
+        scheme = url.split(":")[0]
+        raise DataError(
+            f"{url} cannot be opened: {scheme}:// needs more than a URL; copy the file here, or give its path"
+        ) from error
     return filesystem, path
 
 

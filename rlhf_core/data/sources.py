@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rlhf_core.data.formats import FileRows, read_records, row_chunks
 from rlhf_core.data.hub import PREFIX, load_hub_records
 from rlhf_core.data.readers.columns import with_columns
 from rlhf_core.data.readers.containers import Record, load_records, records_of
+from rlhf_core.data.readers.record_shape import printable
 from rlhf_core.data.readers.record_stream import OnRead, stream_records
 from rlhf_core.data.readers.registry import PROBE, detect, format_named
 from rlhf_core.data.schema import ROW_TYPES
@@ -63,7 +65,34 @@ def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFi
         yield from ((url, SourceFile(url if glob.has_magic(spec) else spec, None)) for url in urls)
     else:
         for path in expand(spec, base, remedy):
+            _require_utf8_name(path)
             yield str(path.resolve()), SourceFile(spelled(path, spec, base), path)
+
+
+def _require_utf8_name(path: Path) -> None:
+    """Raise ``DataError`` for a path that no manifest and no table can hold."""
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"the name of {printable(str(path))} is not UTF-8; rename the file") from error
+
+
+@contextmanager
+def _unchanged(path: Path) -> Iterator[None]:
+    """Raise ``DataError`` if a file changes while the block reads it: rows and hash would be of different versions."""
+    before = _version(path)
+    yield
+    if _version(path) != before:
+        raise DataError(f"{path} changed while it was read; wait until it is written, and run this again")
+
+
+def _version(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is written; None where it cannot be looked up."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def sources_by_kind(files: Sequence[str], base: Path, options: ReadOptions, kind: str | None = None) -> FileSources:
@@ -152,18 +181,20 @@ def source_chunks(file: SourceFile, kind: str, limit: int | None, on_read: OnRea
     if file.path is None:
         yield read_source(file, kind, limit)
         return
-    try:
-        digest = sha256_file(file.path)
-    except OSError as error:
-        raise DataError(f"cannot read {file.path}: {error.strerror}") from error
-    records = stream_records(file.path, on_read)
-    yield from row_chunks(records, kind, file.name, digest, str(file.path), file.options)
+    with _unchanged(file.path):
+        try:
+            digest = sha256_file(file.path)
+        except OSError as error:
+            raise DataError(f"cannot read {file.path}: {error.strerror}") from error
+        records = stream_records(file.path, on_read)
+        yield from row_chunks(records, kind, file.name, digest, str(file.path), file.options)
 
 
 def _read(file: SourceFile, kind: str, limit: int | None) -> FileRows:
     if file.path is not None:
-        records = load_records(file.path)
-        return read_records(records, kind, file.name, sha256_file(file.path), str(file.path), file.options)
+        with _unchanged(file.path):
+            records, digest = load_records(file.path), sha256_file(file.path)
+        return read_records(records, kind, file.name, digest, str(file.path), file.options)
     if is_url(file.name):
         content = read_url(file.name)
         digest = hashlib.sha256(content).hexdigest()

@@ -21,8 +21,7 @@ from rlhf_core.data.readers.containers import (
     kind_of,
     load_records,
     no_rows,
-    require_consistent,
-    require_distinct,
+    parquet_batches,
     table_records,
 )
 from rlhf_core.data.readers.foreign_content import HEAD, require_content, require_text
@@ -30,7 +29,6 @@ from rlhf_core.errors import DataError
 
 STREAMED_TEXT = (".jsonl", ".ndjson", ".csv", ".tsv")
 STREAMED_COMPRESSIONS = ("", ".gz", ".zst")
-PARQUET_ROWS = 2048
 # Told how many more bytes of a file were read.
 OnRead = Callable[[int], None]
 
@@ -136,12 +134,9 @@ def _parquet_records(path: Path, on_read: OnRead) -> Iterator[Record]:
         with path.open("rb") as begin:
             require_content(str(path), begin.read(HEAD))
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            require_distinct(str(path), file.schema_arrow.names)
             total = file.metadata.num_rows
-            for batch in file.iter_batches(PARQUET_ROWS):
-                table = pa.Table.from_batches([batch])
-                require_consistent(table)
-                yield from table_records(table, first=rows + 1)
+            for batch in parquet_batches(str(path), file, size):
+                yield from table_records(pa.Table.from_batches([batch]), first=rows + 1)
                 on_read(size * (rows + batch.num_rows) // total - size * rows // total)
                 rows += batch.num_rows
     except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: names that are not UTF-8

@@ -146,7 +146,7 @@ def test_a_timestamp_out_of_range_in_parquet_refuses_its_row(tmp_path: Path) -> 
         ("x" * 5000, "File name too long"),
         ("a/" * 2500 + "*.jsonl", "File name too long"),
         ("x\0y.jsonl", "no file matches"),
-        ("", "is a folder"),
+        ("", "is empty"),
     ],
     ids=lambda text: text[:20],
 )

@@ -67,7 +67,7 @@ def test_half_a_compressed_file_is_refused(tmp_path: Path, compression: str) -> 
 
 
 def test_parquet_files_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.data.readers.record_stream.PARQUET_ROWS", 3)
+    monkeypatch.setattr("rlhf_core.data.readers.table_checks.BATCH_ROWS", 3)
     dates = pa.array([0, 2**62, 1, None] * 4, pa.timestamp("ms"))  # the second is beyond Python's
     table = pa.table({"n": list(range(16)), "at": dates, "turns": [[{"role": "user"}] * (i % 3) for i in range(16)]})
     pq.write_table(table, tmp_path / "x.parquet", row_group_size=5)
