@@ -21,8 +21,10 @@ def expand_url(url: str, remedy: str) -> list[str]:
         matches = sorted(filesystem.glob(path))
         files = [match for match in matches if filesystem.isfile(match)]
         if not matches and not glob.has_magic(path):
-            filesystem.info(path)  # A store that cannot be reached says so only here.
-    except FileNotFoundError:
+            filesystem.info(path)  # A store that cannot be reached says so only here, as the cause.
+    except FileNotFoundError as error:
+        if error.__cause__ is not None:
+            raise DataError(f"cannot look up {url}: {_reason(error.__cause__)}; {remedy}") from error
         matches, files = [], []
     except Exception as error:  # Every store raises errors of its own.
         raise DataError(f"cannot look up {url}: {_reason(error)}; {remedy}") from error
@@ -74,5 +76,5 @@ def _open(url: str) -> tuple[Any, str]:
     return filesystem, path
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -156,6 +156,12 @@ def test_paths_that_cannot_be_are_users_errors(spec: str, message: str, tmp_path
     assert len(str(caught.value)) < 1000
 
 
+def test_a_csv_field_over_the_limit_is_said_to_be_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.data.readers.containers.CSV_FIELD_LIMIT", 2**20)
+    with pytest.raises(DataError, match=r"x\.csv, line 3: .*a field of more than 1 MiB begins there"):
+        read(tmp_path, "x.csv", f"{HEADER}a,b,c\nd,{'x' * (2**20 + 1)},e\n")
+
+
 def test_a_csv_field_of_any_length_and_a_file_that_ends_early(tmp_path: Path) -> None:
     long = "x" * 200_000
     assert read(tmp_path, "x.csv", f"{HEADER}a,{long},c\n").rows[0]["chosen"] == long

@@ -156,7 +156,12 @@ FILES = [
     after(pair, "prompt-CRLF", pair("pc", prompt="\r\n\r\nHuman: pc?\r\n\r\nAssistant:"), RowsRead(13)),
     after(pair, "prompt-dense", pair("pd", prompt="Human: pd?\nAssistant:"), "without empty lines between its turns"),
     after(pair, "prompt-about-humans", pair("ph", prompt="Human: what is that?"), RowsRead(13)),
-    after(pair, "reply-CRLF-transcript", pair("rc", chosen="\r\n\r\nHuman: a?\r\n\r\nAssistant: b"), "is of format hh"),
+    after(
+        pair,
+        "reply-CRLF-transcript",
+        pair("rc", chosen="\r\n\r\nHuman: a?\r\n\r\nAssistant: b"),
+        "does not match the format standard",
+    ),
     *(
         after(
             pair,
@@ -183,7 +188,7 @@ FILES = [
     after(pair, "margin-zero", pair("mz", margin=0), RowsRead(13)),
     after(pair, "margin-negative-imitated", pair("mni", margin=-2), "the margin prefers", **DEMONSTRATIONS),
     after(pair, "scores-against-imitated", binarized("mni", 1, 5), "the scores prefer", **PRETRAIN),
-    after(pair, "label-beside-pair", pair("lbp", label=0), RowsRead(13, unused=["label"])),
+    after(pair, "label-beside-pair", pair("lbp") | {"label": 0}, RowsRead(13, unused=["label"])),
     OddFile(
         "kto-csv-spaces",
         ".csv",

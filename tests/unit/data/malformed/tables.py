@@ -72,18 +72,14 @@ def varint(number: int) -> bytes:
     return bytes([zigzag & 0x7F | 0x80, zigzag >> 7])
 
 
-BAD_TURNS = pa.table(
-    {
-        "prompt": pa.ListArray.from_arrays(
-            pa.array([0, 1, 2, 3], pa.int32()),
-            pa.StructArray.from_arrays(
-                [pa.array(["user"] * 3), invalid_utf8(b"a?", b"\xff", b"c?")], ["role", "content"]
-            ),
-        ),
-        "chosen": pa.array(["a", "b", "c"]),
-        "rejected": pa.array(["d", "e", "f"]),
-    }
-)
+def bad_turns(label: str) -> pa.Table:
+    """Return three pairs, of which the second has a prompt that is not UTF-8."""
+    contents = invalid_utf8(f"{label} a?".encode(), b"\xff", f"{label} c?".encode())
+    turns = pa.StructArray.from_arrays([pa.array(["user"] * 3), contents], ["role", "content"])
+    prompts = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), turns)
+    return pa.table({"prompt": prompts, "chosen": pa.array(["a", "b", "c"]), "rejected": pa.array(["d", "e", "f"])})
+
+
 LONG = "x" * 150_000
 REPEATED = {"prompt": [f"{n % 2}{LONG}" for n in range(1000)], "chosen": ["a"] * 1000, "rejected": ["b"] * 1000}
 BIG = pairs("table", 300)
@@ -205,7 +201,7 @@ FILES = [
         OddFile(
             f"nested-bad-utf8{suffix}",
             suffix,
-            write(BAD_TURNS),
+            write(bad_turns(suffix)),
             3,
             RowsRead(2, {"the column prompt cannot be read": 1}),
         )
