@@ -313,6 +313,8 @@ def read_options(
         field, separator, column = given.partition("=")
         if not separator:
             raise ConfigError(f"--column {given}: write it as FIELD=COLUMN, such as --column prompt=question")
+        if fields.get(field, column) != column:
+            raise ConfigError(f"--column names {field} twice, as {fields[field]} and as {column}; take one of them out")
         fields[field] = column
     values = {
         "format": format_name,

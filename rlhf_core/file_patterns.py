@@ -28,6 +28,8 @@ def expand(spec: str, base: Path, remedy: str = NOT_FOUND) -> list[Path]:
     Raises:
         DataError: There are none; the message ends with ``remedy``.
     """
+    if not spec.strip():
+        raise DataError(f"the path {spec!r} is empty; {remedy}")
     name = spec if len(spec) <= EXCERPT else f"{spec[:EXCERPT]}…"
     try:
         return _matches(spec, name, base, remedy)

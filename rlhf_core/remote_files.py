@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,12 @@ def expand_url(url: str, remedy: str) -> list[str]:
             return [filesystem.unstrip_protocol(path)]
         matches = sorted(filesystem.glob(path))
         files = [match for match in matches if filesystem.isfile(match)]
+        if not matches and not glob.has_magic(path):
+            filesystem.info(path)  # A store that cannot be reached says so only here, as the cause.
+    except FileNotFoundError as error:
+        if error.__cause__ is not None:
+            raise DataError(f"cannot look up {url}: {_reason(error.__cause__)}; {remedy}") from error
+        matches, files = [], []
     except Exception as error:  # Every store raises errors of its own.
         raise DataError(f"cannot look up {url}: {_reason(error)}; {remedy}") from error
     if files:
@@ -80,10 +87,15 @@ def _open(url: str) -> tuple[Any, str]:
         extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}.get(url.split(":")[0])
         install = f"pip install 'rlhf-pipeline[{extra}]'" if extra else "install it"
         raise DataError(f"{url} needs a package that is missing ({error}); {install}") from error
-    except Exception as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{url} cannot be opened: {_reason(error)}") from error
+    except Exception as error:  # A file system that needs more than a URL (dir://) fails in ways of its own.
+        scheme = url.split(":")[0]
+        raise DataError(
+            f"{url} cannot be opened: {scheme}:// needs more than a URL; copy the file here, or give its path"
+        ) from error
     return filesystem, path
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -15,6 +17,7 @@ from rlhf_core.data.readers.containers import Record
 from rlhf_core.data.readers.format import Format, Parsed, Undecided, number_of, system_turns
 from rlhf_core.data.readers.record_shape import printable, record_shape
 from rlhf_core.data.readers.registry import detect, format_named, format_of
+from rlhf_core.data.readers.reply_label import is_labelled_false
 from rlhf_core.data.readers.turns import Refusal, Turn, text_of
 from rlhf_core.data.readers.unused_columns import unused_columns
 from rlhf_core.data.schema import content_id
@@ -219,6 +222,9 @@ def _rows(value: Any, shape: Format, kind: str, options: ReadOptions, source: st
         row = _content(parsed, kind, labels)
         if kind == "preferences":
             row["margin"] = parsed.margin if parsed.margin is not None else _margin(labels)
+        elif kind != "prompts" and parsed.chosen is not None and parsed.margin is None:
+            with suppress(Undecided):
+                _margin(labels)  # the chosen reply is imitated only if nothing says that the other is better
         origin = labels.get("source")
         row["source"] = text_of(origin, "source") if isinstance(origin, str) and origin else source
         category = labels.get("category") or parsed.category or origin
@@ -231,7 +237,7 @@ def _rows(value: Any, shape: Format, kind: str, options: ReadOptions, source: st
 
 def _content(parsed: Parsed, kind: str, labels: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content columns of a row of ``kind``; :class:`Refusal` names what is missing."""
-    if parsed.reply is not None and kind in ("demonstrations", "pretrain") and _is_labelled_false(labels):
+    if parsed.reply is not None and kind in ("demonstrations", "pretrain") and is_labelled_false(labels):
         raise Refusal(
             "the reply is labelled false: nothing to imitate (its prompt can be used under collect.files.prompts)"
         )
@@ -248,15 +254,6 @@ def _content(parsed: Parsed, kind: str, labels: Mapping[str, Any]) -> dict[str, 
     return {"prompt": parsed.prompt, "chosen": parsed.chosen, "rejected": parsed.rejected}
 
 
-def _is_labelled_false(labels: Mapping[str, Any]) -> bool:
-    """Whether an unpaired reply is labelled as a bad one (KTO: TRL's ``label``, LLaMA-Factory's ``kto_tag``)."""
-    given = [labels.get(name) for name in ("label", "kto_tag")]
-    return any(
-        value.lower() in ("false", "0") if isinstance(value, str) else isinstance(value, int | float) and value == 0
-        for value in given
-    )
-
-
 def _reply(parsed: Parsed) -> str:
     reply = parsed.reply if parsed.reply is not None else parsed.chosen
     if reply is None:
@@ -265,18 +262,26 @@ def _reply(parsed: Parsed) -> str:
 
 
 def _margin(labels: Mapping[str, Any]) -> float | None:
-    """Return the column ``margin``, or the difference of the scores of the two replies."""
+    """Return the column ``margin``, or the difference of the scores of the two replies.
+
+    :class:`Refusal` where either says that the rejected reply is the better one.
+    """
     value = labels.get("margin")
     if value is None or value == "":
         return _score_gap(labels)
     try:
         if isinstance(value, bool) or (isinstance(value, str) and "_" in value):  # float("1_000") is Python's own
             raise TypeError
-        return float(value)
+        margin = float(value)
     except OverflowError:
         raise Refusal("the margin is not a finite number") from None
     except (TypeError, ValueError):
         raise Refusal(f"margin {str(value)[:MARGIN_EXCERPT]!r} is not a number") from None
+    if math.isfinite(margin) and margin < 0:
+        raise Refusal(f"the margin prefers the other reply: it is {margin:g}")
+    with suppress(Undecided):  # the margin says which reply is better where the scores are equal
+        _score_gap(labels)
+    return margin
 
 
 def _score_gap(labels: Mapping[str, Any]) -> float | None:

@@ -15,6 +15,7 @@ from rlhf_core.data.formats import FileRows, read_records, row_chunks
 from rlhf_core.data.hub import PREFIX, load_hub_records
 from rlhf_core.data.readers.columns import with_columns
 from rlhf_core.data.readers.containers import Record, load_records, records_of
+from rlhf_core.data.readers.record_shape import printable
 from rlhf_core.data.readers.record_stream import stream_records
 from rlhf_core.data.readers.registry import PROBE, detect, format_named
 from rlhf_core.data.readers.table_records import OnRead
@@ -74,7 +75,37 @@ def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFi
         yield from ((url, SourceFile(url if glob.has_magic(spec) else spec, None)) for url in urls)
     else:
         for path in expand(spec, base, remedy):
+            _require_utf8_name(path)
             yield str(path.resolve()), SourceFile(spelled(path, spec, base), path)
+
+
+def _require_utf8_name(path: Path) -> None:
+    """Raise ``DataError`` for a path that no manifest and no table can hold."""
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"the name of {printable(str(path))} is not UTF-8; rename the file") from error
+
+
+@contextmanager
+def _unchanged(path: Path | None) -> Iterator[None]:
+    """Raise ``DataError`` if a file changes while the block reads it: rows and hash would be of different versions.
+
+    Without a path, as of a hub data set with its commit, there is nothing to look at.
+    """
+    before = path and _version(path)
+    yield
+    if path and _version(path) != before:
+        raise DataError(f"{path} changed while it was read; wait until it is written, and run this again")
+
+
+def _version(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is written; None where it cannot be looked up."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def sources_by_kind(files: Sequence[str], base: Path, options: ReadOptions, kind: str | None = None) -> FileSources:
@@ -196,7 +227,7 @@ def source_chunks(
         limit: Bounds the rows taken from the hub.
         on_read: Told how many more bytes of a file on this machine were read.
     """
-    with open_source(file, limit, on_read) as source:
+    with open_source(file, limit, on_read) as source, _unchanged(source.path):
         try:
             digest = "" if source.path is None else sha256_file(source.path)
         except OSError as error:
@@ -210,8 +241,9 @@ def source_chunks(
 
 def _read(file: SourceFile, kind: str, limit: int | None) -> FileRows:
     if file.path is not None:
-        records = load_records(file.path)
-        return read_records(records, kind, file.name, sha256_file(file.path), str(file.path), file.options)
+        with _unchanged(file.path):
+            records, digest = load_records(file.path), sha256_file(file.path)
+        return read_records(records, kind, file.name, digest, str(file.path), file.options)
     if is_url(file.name):
         content = read_url(file.name)
         digest = hashlib.sha256(content).hexdigest()

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -15,8 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_core.data.readers.compression import COMPRESSIONS, decompressed
-from rlhf_core.data.readers.foreign_content import require_content, require_text
+from rlhf_core.data.readers.foreign_content import require_content, require_narrow_text, require_text
 from rlhf_core.data.readers.json_values import JsonParser, RepeatedKey, problem_in
+from rlhf_core.data.readers.table_checks import DecodedSize, as_bytes, batch_rows, require_row_counts
 from rlhf_core.errors import DataError
 
 KINDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
@@ -150,6 +151,7 @@ def json_line_records(name: str, stream: BinaryIO) -> Iterator[Record]:
     for position, line in enumerate(stream, 1):
         line = line.removesuffix(b"\n")
         if position == 1:
+            require_narrow_text(name, line)
             line = line.removeprefix(b"\xef\xbb\xbf")
         if not line.strip():
             continue
@@ -170,8 +172,8 @@ def json_line_records(name: str, stream: BinaryIO) -> Iterator[Record]:
 def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]:
     """Read rows below a header; a quote that is opened and not closed makes every later row uncertain."""
     csv.field_size_limit(CSV_FIELD_LIMIT)
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    rows = csv.reader(text, delimiter=delimiter, strict=True)
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    rows = csv.reader(_utf8_lines(name, text), delimiter=delimiter, strict=True)
     header: list[str] = []
     while True:
         line = rows.line_num + 1
@@ -179,15 +181,22 @@ def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]
             fields = next(rows)
         except StopIteration:
             return
-        except UnicodeDecodeError as error:
-            raise DataError(f"{name} is not UTF-8 ({error}); save it as UTF-8") from error
         except csv.Error as error:
+            fault = "a quote that is opened there is not closed"
+            if "field limit" in str(error):
+                fault = f"a field of more than {CSV_FIELD_LIMIT >> 20} MiB begins there, as where a quote is not closed"
             raise DataError(
-                f"{name}, line {line}: not readable CSV ({error}); a quote that is opened there is not closed, or a "
-                'quote inside quoted text is not doubled (""): correct the line, or save the file as .jsonl'
+                f"{name}, line {line}: not readable CSV ({error}); {fault}, or a quote inside quoted text is not "
+                'doubled (""): correct the line, or save the file as .jsonl'
             ) from error
         if not fields:
             continue
+        if len(fields) == len(header) and _holds_rows(fields, delimiter):
+            raise DataError(
+                f"{name}, line {line}: a quoted field runs to line {rows.line_num}, over lines that have "
+                f"{len(header)} fields each, as the header: a quote that is opened there may swallow rows; double the "
+                'quotes inside text (""), or save the file as .jsonl'
+            )
         if not header:
             header = fields
             require_distinct(name, header)
@@ -201,6 +210,37 @@ def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]
         yield Record(line, value, problem)
 
 
+def _utf8_lines(name: str, text: Iterable[str]) -> Iterator[str]:
+    """Yield lines, of which bytes that are not UTF-8 were escaped as surrogates; ``DataError`` for the first such."""
+    for number, line in enumerate(text, 1):
+        if not line.isascii():
+            try:
+                line.encode("utf-8")
+            except UnicodeEncodeError as error:
+                byte = ord(line[error.start]) - 0xDC00
+                raise DataError(
+                    f"{name}, line {number}, is not UTF-8 (byte 0x{byte:02x} after {error.start} characters); save the "
+                    "file as UTF-8"
+                ) from error
+        yield line
+
+
+def _holds_rows(fields: Sequence[str], delimiter: str) -> bool:
+    """Return whether a field of at least three lines looks like rows between two stray quotes.
+
+    Without the quotes, each of its lines would have as many fields as the row. A delimiter with a space behind it is
+    punctuation.
+    """
+    for index, field in enumerate(fields):
+        lines = field.replace("\r\n", "\n").split("\n") if "\n" in field else []
+        if len(lines) < 3 or f"{delimiter} " in field:
+            continue
+        expected = [len(fields) - index - 1, *[len(fields) - 1] * (len(lines) - 2), index]
+        if len(fields) > 1 and [line.count(delimiter) for line in lines] == expected:
+            return True
+    return False
+
+
 def require_distinct(name: str, columns: Sequence[str]) -> None:
     """Refuse a table with two columns of one name: a row could hold only one of them."""
     repeated = [column for column, count in Counter(columns).items() if count > 1 and column]
@@ -210,12 +250,30 @@ def require_distinct(name: str, columns: Sequence[str]) -> None:
 
 def _parquet(name: str, content: bytes) -> pa.Table:
     try:
-        require_distinct(name, pq.read_schema(pa.BufferReader(content)).names)
-        table = pq.read_table(pa.BufferReader(content), page_checksum_verification=True)
-        require_consistent(table)
-        return table
+        with pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True) as file:
+            return pa.Table.from_batches(parquet_batches(name, file, len(content)), file.schema_arrow)
     except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: names that are not UTF-8
         raise DataError(f"{name} is not a readable parquet file ({error})") from error
+
+
+def parquet_batches(name: str, file: pq.ParquetFile, size: int) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a parquet file of ``size`` bytes, some hundred at a time; ``DataError`` calls it ``name``.
+
+    Raises:
+        DataError: Two columns have one name, or the values are far larger than the file.
+        ArrowInvalid: Counts of rows do not agree, or an offset leads out of a column.
+    """
+    require_distinct(name, file.schema_arrow.names)
+    require_row_counts(file)
+    decoded, rows = DecodedSize(name, size), 0
+    for batch in file.iter_batches(batch_rows(file.metadata)):
+        table = pa.Table.from_batches([batch])
+        decoded.add(table)
+        require_consistent(table)
+        rows += batch.num_rows
+        yield batch
+    if rows != file.metadata.num_rows:
+        raise pa.ArrowInvalid(f"its footer counts {file.metadata.num_rows} rows, but it holds {rows}")
 
 
 def _arrow(name: str, content: bytes) -> pa.Table:
@@ -228,6 +286,7 @@ def _arrow(name: str, content: bytes) -> pa.Table:
             if not content.endswith(END_OF_STREAM):
                 raise pa.ArrowInvalid("the mark of its end is missing: it was cut off, or never closed")
         require_consistent(table)
+        DecodedSize(name, len(content)).add(table)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{name} is not a readable arrow file ({error})") from error
     require_distinct(name, table.column_names)
@@ -237,14 +296,15 @@ def _arrow(name: str, content: bytes) -> pa.Table:
 def require_consistent(table: pa.Table) -> None:
     """Raise ``ArrowInvalid`` where an offset or index leads out of a column: reading it would crash the process.
 
-    Texts that are not UTF-8 stay, in columns that hold nothing but text: only their rows are refused.
+    Texts that are not UTF-8 stay: only their rows are refused.
     """
     for chunk in (chunk for column in table.columns for chunk in column.chunks):
         try:
             chunk.validate(full=True)
         except pa.ArrowInvalid as error:
-            if "UTF8" not in str(error) or chunk.type not in (pa.string(), pa.large_string()):
+            if "UTF8" not in str(error):
                 raise
+            as_bytes(chunk).validate(full=True)
 
 
 def table_records(table: pa.Table, first: int = 1) -> list[Record]:

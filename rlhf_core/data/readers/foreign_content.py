@@ -50,5 +50,11 @@ def require_text(name: str, content: bytes, allow_utf16: bool = False) -> None:
     head = content[:HEAD]
     if not head.strip(b"\0"):
         raise DataError(f"{name} is not text: it begins with {len(head)} zero bytes; get the file again")
-    if not allow_utf16 and (head.startswith(WIDE_MARKS) or b"\0" in head[:2]):
+    if not allow_utf16:
+        require_narrow_text(name, head)
+
+
+def require_narrow_text(name: str, content: bytes) -> None:
+    """Raise ``DataError`` for content that begins as UTF-16 or UTF-32 does."""
+    if content.startswith(WIDE_MARKS) or b"\0" in content[:2]:
         raise DataError(f"{name} is not UTF-8 but UTF-16 or UTF-32; save it as UTF-8")

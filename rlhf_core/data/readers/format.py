@@ -97,11 +97,12 @@ def number_of(value: Any, name: str) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise Refusal(f"{name} is not a number: {_excerpt(value)}")
+        raise Refusal(f"{name} is not a number: {excerpt(value)}")
     return number
 
 
-def _excerpt(value: Any) -> str:
+def excerpt(value: Any) -> str:
+    """Return the beginning of a value as Python writes it."""
     try:
         return repr(value)[:NUMBER_EXCERPT]
     except ValueError:  # an integer of thousands of digits

@@ -26,7 +26,7 @@ def detect(records: Sequence[Record], where: str) -> Format:
     """Return the format of nearly all of the first thousand records that have one.
 
     Raises:
-        DataError: None of them is of a known format (the message lists those), or too many are of another.
+        DataError: None of them is of a known format (the message names those), or too many are of another.
     """
     readable = [record for record in records[:PROBE] if not record.problem]
     counts = Counter(shape.name for record in readable if (shape := format_of(record.value)))
@@ -39,8 +39,11 @@ def detect(records: Sequence[Record], where: str) -> Format:
             f"{where}: the first {len(readable)} rows are of several formats ({listed}); split the file, or name one "
             "of them (format: beside the path in collect.files), which refuses the other rows"
         )
-    known = "known formats (or name the columns: columns: {prompt: …, chosen: …, rejected: …} beside the path):\n"
-    known += "\n".join(f"  {shape.name}: {shape.example}" for shape in FORMATS)
+    names = ", ".join(shape.name for shape in FORMATS)
+    known = (
+        "name its columns (--column prompt=question --column chosen=good …, or columns: {prompt: question, …} beside "
+        f"the path), or give one of the known formats of docs/data-formats.md: {names}"
+    )
     if not readable:
         problem = records[0].problem if records else "there are no rows"
         raise DataError(f"{where}, row {records[0].position if records else 0}: {problem}; {known}")

@@ -7,7 +7,8 @@ from typing import Any
 
 from rlhf_core.data.readers.format import PAIRS, PROMPTS, REPLIES, TEXTS, Format, Parsed, has, single
 from rlhf_core.data.readers.turns import (
-    TRANSCRIPT_TURN,
+    DENSE_TRANSCRIPT,
+    RENDERED,
     Refusal,
     Turn,
     prompt_of,
@@ -16,6 +17,7 @@ from rlhf_core.data.readers.turns import (
     split_reply,
     split_transcript,
     text_of,
+    transcript_in,
     transcript_turns,
     turns_of,
 )
@@ -25,16 +27,13 @@ REPLY_NAMES = ("reply", "completion", "response", "output")
 LABELS = frozenset({"chosen", "rejected", "system", "source", "category", "id", "prompt_id"})
 # White space, and Chinese characters and punctuation, of which each is a word of its own.
 WORD_BORDER = re.compile(r"[\s\u3000-\u303f\u3400-\u9fff\uff00-\uffef]")
-RENDERED = re.compile(
-    r"\s*(<\|im_start\|>|<\|begin_of_text\|>|<\|start_header_id\|>|<start_of_turn>|<\|user\|>|<\|system\|>|<s>|\[INST\])"
-)
 
 
 def is_hh(record: Any) -> bool:
     return (
         has(record, chosen=str, rejected=str)
         and not {"conversations", "instruction"} & record.keys()
-        and any(TRANSCRIPT_TURN.match(record[name]) for name in ("chosen", "rejected"))
+        and any(transcript_in(record[name]) is not None for name in ("chosen", "rejected"))
     )
 
 
@@ -128,6 +127,8 @@ def _standard_implicit(record: Any) -> Parsed:
     marker = RENDERED.match(chosen)
     if marker:
         raise Refusal(f"the texts are rendered by a chat template ({marker.group().strip()}); give messages instead")
+    if DENSE_TRANSCRIPT.match(chosen):
+        raise Refusal("the texts are transcripts without empty lines between their turns; give messages instead")
     if chosen == rejected:
         raise Refusal("both texts are the same")
     length = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)

@@ -11,13 +11,14 @@ import pyarrow.parquet as pq
 from rlhf_core.data.readers.containers import (
     END_OF_STREAM,
     Record,
+    parquet_batches,
     require_consistent,
     require_distinct,
     table_records,
 )
+from rlhf_core.data.readers.table_checks import BATCH_ROWS, DecodedSize
 from rlhf_core.errors import DataError
 
-BATCH_ROWS = 2048
 ARROW_FILE = b"ARROW1"
 # Told how many more bytes of a file were read.
 OnRead = Callable[[int], None]
@@ -28,12 +29,9 @@ def parquet_records(path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
     size, rows = path.stat().st_size, 0
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            require_distinct(name, file.schema_arrow.names)
             total = file.metadata.num_rows
-            for batch in file.iter_batches(BATCH_ROWS):
-                table = pa.Table.from_batches([batch])
-                require_consistent(table)
-                yield from table_records(table, first=rows + 1)
+            for batch in parquet_batches(name, file, size):
+                yield from table_records(pa.Table.from_batches([batch]), first=rows + 1)
                 on_read(size * (rows + batch.num_rows) // total - size * rows // total)
                 rows += batch.num_rows
     except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: names that are not UTF-8
@@ -60,9 +58,11 @@ def arrow_records(path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
             reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
             require_distinct(name, reader.schema.names)
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+            decoded = DecodedSize(name, size)
             for batch in batches:
                 table = pa.Table.from_batches([batch])
                 require_consistent(table)
+                decoded.add(table)
                 for start in range(0, table.num_rows, BATCH_ROWS):
                     part = table.slice(start, BATCH_ROWS)
                     yield from table_records(part, first=rows + 1)

@@ -20,13 +20,25 @@ ROLE_NAMES = {
     "model": "assistant",
 }
 # Parts of a turn that are no text of it; a turn that has one is refused, since the text alone says something else.
-LOST_PARTS = ("tool_calls", "function_call", "reasoning_content", "images", "audios", "videos")
-TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")
+LOST_PARTS = (
+    *("tool_calls", "function_call", "reasoning_content", "reasoning", "reasoning_details", "thinking"),
+    *("images", "audios", "videos"),
+)
 EXCERPT = 60
-LAST_REPLY = "\n\nAssistant:"
-OPEN_REPLY = re.compile(r"\n\nAssistant:\s*\Z")
-# A whole transcript, also where the line breaks before its first turn were cut off.
-TRANSCRIPT = re.compile(r"\n\n(?:Human|Assistant):|\s*Human:.*\n\nAssistant:", re.DOTALL)
+EMPTY_LINE = r"(?:\r\n\r\n|\n\n)"
+TRANSCRIPT_TURN = re.compile(rf"{EMPTY_LINE}(Human|Assistant):")
+OPEN_REPLY = re.compile(rf"{EMPTY_LINE}Assistant:\s*\Z")
+# A transcript whose empty line before the first turn was cut off or has spaces around it.
+STRIPPED_TRANSCRIPT = re.compile(rf"\s*(?=Human:.*?{EMPTY_LINE}Assistant:)", re.DOTALL)
+# One whose turns are not set apart by empty lines.
+DENSE_TRANSCRIPT = re.compile(r"\s*Human:.*?\n[ \t]*Assistant:", re.DOTALL)
+RENDERED = re.compile(
+    r"\s*(<\|im_start\|>|<\|begin_of_text\|>|<\|start_header_id\|>|<start_of_turn>|<\|user\|>|<\|system\|>|<s>|\[INST\])"
+)
+# A list of turns written out as JSON, or as Python writes it into a CSV file.
+TURNS_AS_TEXT = re.compile(r"\s*\[\s*\{.*\}\s*\]\s*\Z", re.DOTALL)
+ROLE_AS_TEXT = re.compile(r"""["'](?:role|from)["']\s*:\s*["'](\w+)["']""")
+CONTENT_AS_TEXT = re.compile(r"""["'](?:content|value)["']\s*:""")
 
 
 class Refusal(Exception):
@@ -96,9 +108,34 @@ def prompt_of(value: Any) -> list[Turn]:
     if isinstance(value, list):
         return turns_of(value)
     text = text_of(value, "the prompt")
-    if TRANSCRIPT_TURN.match(text):
-        return transcript_turns(OPEN_REPLY.sub("", text))
+    transcript = transcript_in(text)
+    if transcript is not None:
+        return transcript_turns(OPEN_REPLY.sub("", transcript))
+    if DENSE_TRANSCRIPT.match(text):
+        raise Refusal("the prompt is a transcript without empty lines between its turns; give messages instead")
+    require_no_markup(text, "the prompt")
     return [{"role": "user", "content": text}]
+
+
+def transcript_in(text: str) -> str | None:
+    """Return an HH-RLHF transcript with an empty line before its first turn; None if ``text`` is no transcript.
+
+    The published texts begin with that line; copies lack it or have other white space there.
+    """
+    if TRANSCRIPT_TURN.match(text):
+        return text
+    stripped = STRIPPED_TRANSCRIPT.match(text)
+    return None if stripped is None else f"\n\n{text[stripped.end() :]}"
+
+
+def require_no_markup(text: str, name: str) -> None:
+    """Refuse a text that is a dialogue in the markup of a chat template or as JSON, which would be learned as text."""
+    rendered = RENDERED.match(text)
+    if rendered:
+        raise Refusal(f"{name} is rendered by a chat template ({rendered.group().strip()}); give messages instead")
+    is_list = TURNS_AS_TEXT.match(text) and CONTENT_AS_TEXT.search(text)
+    if is_list and any(role.lower() in ROLE_NAMES for role in ROLE_AS_TEXT.findall(text)):
+        raise Refusal(f"{name} is a dialogue written out as text; save the rows as JSON lines or parquet instead")
 
 
 def reply_of(value: Any, name: str) -> str:
@@ -113,8 +150,9 @@ def reply_of(value: Any, name: str) -> str:
             raise Refusal(f"{name} is a turn of the {turn['role']}, not the assistant's")
         value = turn["content"]
     reply = text_of(value, name)
-    if TRANSCRIPT.match(reply):
+    if transcript_in(reply) is not None:
         raise Refusal(f"{name} is a whole transcript, not a reply")
+    require_no_markup(reply, name)
     return reply
 
 
@@ -139,15 +177,17 @@ def split_transcript(text: str, name: str) -> tuple[str, str]:
 
     The space after the colon belongs to the format; all other white space is the reply's.
     """
-    start = text_of(text, name).rfind(LAST_REPLY)
-    if start < 0:
+    transcript = transcript_in(text_of(text, name)) or text
+    markers = list(TRANSCRIPT_TURN.finditer(transcript))
+    last = next((marker for marker in reversed(markers) if marker.group(1) == "Assistant"), None)
+    if last is None:
         raise Refusal(f"{name} has no assistant's turn")
-    reply = text[start + len(LAST_REPLY) :]
-    if "\n\nHuman:" in reply:
+    if last is not markers[-1]:
         raise Refusal(f"{name} ends with a human turn: there is no reply to judge")
+    reply = transcript[last.end() :]
     if not has_visible_text(reply):
         raise Refusal(f"the final reply of {name} is empty")
-    return text[:start], reply.removeprefix(" ")
+    return transcript[: last.start()], reply.removeprefix(" ")
 
 
 def transcript_turns(text: str) -> list[Turn]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+from rlhf_core.data.readers.turns import LOST_PARTS
 
 REPLIES = "chosen rejected"
 # Read in every format, for one kind of rows or another.
 LABELS = (
-    "system source category margin label kto_tag score_chosen score_rejected chosen_score rejected_score "
+    "system source category margin score_chosen score_rejected chosen_score rejected_score "
     "chosen-rating rejected-rating chosen_rating rejected_rating chosen_avg_rating rejected_avg_rating"
 )
+REPLY_LABELS = "label kto_tag"
 BY_FORMAT = {
     "hh-rlhf": f"prompt {REPLIES}",
     "sharegpt-ranking": f"conversations {REPLIES}",
@@ -41,11 +45,35 @@ BY_FORMAT = {
     "oasst-trees": "message_tree_id prompt",
     "oasst-messages": "",
 }
-READ = {name: frozenset(f"{columns} {LABELS}".split()) for name, columns in BY_FORMAT.items()}
+# Formats of single replies, which may be labelled as good or bad.
+SINGLE_REPLIES = ("alpaca", "messages", "turn-list", "prompt-reply", "open-orca")
+READ = {
+    name: frozenset(f"{columns} {LABELS} {REPLY_LABELS if name in SINGLE_REPLIES else ''}".split())
+    for name, columns in BY_FORMAT.items()
+}
+TEXT_LABELS = ("category", "source")
+DIALOGUES = ("prompt", "chosen", "rejected", "reply", "completion", "response", "messages", "conversations", "context")
+TURN_KEYS = frozenset({"role", "from", "content", "value", *LOST_PARTS})
+NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 def unused_columns(value: Any, format_name: str) -> list[str]:
-    """Return the columns of a record that hold something and are not read."""
+    """Return the columns of a record that hold something and are not read.
+
+    A key of the turns in a column is ``prompt[].name``. A category or source that is no text is not read either.
+    """
     if not isinstance(value, dict):
         return []
-    return [str(name) for name in value.keys() - READ[format_name] if value[name] not in (None, "", [], {})]
+    read = READ[format_name]
+    unused = [str(name) for name in value.keys() - read if value[name] not in NOTHING]
+    unused += [name for name in TEXT_LABELS if value.get(name) not in NOTHING and not isinstance(value[name], str)]
+    if format_name != "oasst-trees":
+        unused += {key for name in DIALOGUES if name in read for key in _unused_turn_keys(name, value.get(name))}
+    return unused
+
+
+def _unused_turn_keys(column: str, turns: Any) -> Iterator[str]:
+    """Yield the keys of the turns in a column that hold something and are not read."""
+    for turn in turns if isinstance(turns, list) else [turns]:
+        if isinstance(turn, dict):
+            yield from (f"{column}[].{key}" for key in turn.keys() - TURN_KEYS if turn[key] not in NOTHING)

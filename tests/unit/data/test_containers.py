@@ -146,7 +146,7 @@ def test_a_timestamp_out_of_range_in_parquet_refuses_its_row(tmp_path: Path) -> 
         ("x" * 5000, "File name too long"),
         ("a/" * 2500 + "*.jsonl", "File name too long"),
         ("x\0y.jsonl", "no file matches"),
-        ("", "is a folder"),
+        ("", "is empty"),
     ],
     ids=lambda text: text[:20],
 )
@@ -154,6 +154,12 @@ def test_paths_that_cannot_be_are_users_errors(spec: str, message: str, tmp_path
     with pytest.raises(DataError, match=message) as caught:
         list(read_sources([spec], "preferences", tmp_path))
     assert len(str(caught.value)) < 1000
+
+
+def test_a_csv_field_over_the_limit_is_said_to_be_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.data.readers.containers.CSV_FIELD_LIMIT", 2**20)
+    with pytest.raises(DataError, match=r"x\.csv, line 3: .*a field of more than 1 MiB begins there"):
+        read(tmp_path, "x.csv", f"{HEADER}a,b,c\nd,{'x' * (2**20 + 1)},e\n")
 
 
 def test_a_csv_field_of_any_length_and_a_file_that_ends_early(tmp_path: Path) -> None:

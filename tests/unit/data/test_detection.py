@@ -60,6 +60,13 @@ def test_a_row_with_more_than_the_format_is_not_cut_to_it(tmp_path: Path) -> Non
     assert "is of format prompt-reply, the file of format prompt" in result.refused[0]["reason"]
 
 
+def test_rows_of_no_known_format_are_refused_in_a_few_lines_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"--column prompt=question .* columns: \{prompt: question, …\}") as refused:
+        read(tmp_path, [{"title": "Q?"}])
+    assert len(str(refused.value).splitlines()) == 1 and "keys title" in str(refused.value)
+    assert all(shape.name in str(refused.value) for shape in FORMATS)
+
+
 def test_params_can_name_every_format() -> None:
     assert set(get_args(FormatName)) == {shape.name for shape in FORMATS}
     files = FileSources.model_validate({"preferences": ["a.jsonl", {"path": "b.jsonl", "format": "standard"}]})

@@ -233,6 +233,7 @@ def test_the_command_takes_the_options_of_a_source(tmp_path: Path, monkeypatch: 
     [
         (["--column", "prompt"], "--column prompt: write it as FIELD=COLUMN"),
         (["--column", "promt=q"], "there is no field 'promt'; did you mean 'prompt'?"),
+        (["--column", "prompt=a", "--column", "prompt=b"], "--column names prompt twice, as a and as b"),
         (["--dimension", "nice"], "parameter 'dimension': input should be 'helpful', 'safe' or 'agreed'"),
         (["--format", "nice"], "--format nice is unknown"),
     ],

@@ -22,7 +22,7 @@ from unit.data.malformed.corpus import ODD_FILES
 
 from rlhf_core.config.collect import DataSource
 from rlhf_core.data import formats
-from rlhf_core.data.readers.containers import Record, load_records
+from rlhf_core.data.readers.containers import Record, load_records, parquet_batches
 from rlhf_core.data.readers.record_stream import stream_records
 from rlhf_core.data.sources import read_sources, source_chunks, source_files
 from rlhf_core.errors import DataError
@@ -78,7 +78,7 @@ def test_half_a_compressed_file_is_refused(tmp_path: Path, compression: str) -> 
 
 
 def test_parquet_files_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.data.readers.table_records.BATCH_ROWS", 3)
+    monkeypatch.setattr("rlhf_core.data.readers.table_checks.BATCH_ROWS", 3)
     dates = pa.array([0, 2**62, 1, None] * 4, pa.timestamp("ms"))  # the second is beyond Python's
     table = pa.table({"n": list(range(16)), "at": dates, "turns": [[{"role": "user"}] * (i % 3) for i in range(16)]})
     pq.write_table(table, tmp_path / "x.parquet", row_group_size=5)
@@ -191,6 +191,40 @@ def test_rows_in_chunks_are_the_rows_of_the_file(tmp_path: Path, monkeypatch: py
     assert [position for chunk in chunks for position in chunk.positions] == whole.positions
     assert [row for chunk in chunks for row in chunk.refused] == whole.refused
     assert sum(chunk.records for chunk in chunks) == whole.records
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "CHUNK_RECORDS", 1)
+    row = json.dumps({"prompt": "a?", "chosen": "b", "rejected": "c"}) + "\n"
+    path = tmp_path / "x.jsonl"
+    path.write_text(row * 3)
+    (file,) = source_files(["x.jsonl"], tmp_path)
+    chunks = source_chunks(file, "preferences", None, lambda count: None)
+    next(chunks)
+    with path.open("a") as stream:
+        stream.write(row)
+    with pytest.raises(DataError, match=r"x\.jsonl changed while it was read"):
+        list(chunks)
+
+    def growing(path: Path) -> list[Record]:
+        records = load_records(path)
+        path.write_text(row * 5)
+        return records
+
+    monkeypatch.setattr("rlhf_core.data.sources.load_records", growing)
+    with pytest.raises(DataError, match=r"x\.jsonl changed while it was read"):
+        list(read_sources(["x.jsonl"], "preferences", tmp_path))
+
+
+def test_few_rows_of_a_repeated_text_are_read_at_a_time(tmp_path: Path) -> None:
+    """What a dictionary expands to is seen only when rows are read; rows of a usual length are read by the thousand."""
+    pq.write_table(pa.table({"a": ["x" * 1000] * 3000}), tmp_path / "repeated.parquet")
+    pq.write_table(pa.table({"a": [f"{n} " * 20 for n in range(3000)]}), tmp_path / "usual.parquet")
+    sizes = []
+    for name in ("repeated", "usual"):
+        with pq.ParquetFile(tmp_path / f"{name}.parquet") as file:
+            sizes.append([batch.num_rows for batch in parquet_batches(name, file, 10**6)])
+    assert sizes == [[64] * 46 + [56], [2048, 952]]
 
 
 @pytest.mark.parametrize("odd", ODD_FILES, ids=lambda odd: odd.label)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -62,6 +63,11 @@ BAD_REPLIES = [
     {"prompt": "Q?", "response": "bad", "label": 0},
     {"messages": [USER, {"role": "assistant", "content": "bad"}], "kto_tag": False},
     {"instruction": "Q?", "output": "bad", "kto_tag": "false"},
+    *(
+        {"prompt": "Q?", "response": "bad", "label": label}
+        for label in (" False", "False ", "0.0", "-1", -1, "no", "F", "undesirable", "Rejected", "bad", 0.0, Decimal(0))
+    ),
+    {"prompt": "Q?", "response": "bad", "label": True, "kto_tag": "no"},
 ]
 
 
@@ -75,13 +81,27 @@ def test_a_reply_labelled_false_is_nothing_to_imitate(kind: str, row: dict[str, 
     assert len(read("prompts", row).rows) == 1, "its prompt can be used"
 
 
-@pytest.mark.parametrize("label", [True, "true", "True", 1, None, pytest.param(10**5000, id="long")])
+@pytest.mark.parametrize(
+    "label", [True, "true", " True ", "YES", "desirable", "chosen", 1, 1.0, "1.0", Decimal(1), None, ""], ids=repr
+)
 def test_a_reply_labelled_true_or_not_at_all_is_a_demonstration(label: Any) -> None:
     assert read("demonstrations", {"prompt": "Q?", "completion": "good", "label": label}).rows[0]["reply"] == "good"
 
 
-def test_a_label_that_is_no_truth_value_says_nothing_about_the_reply() -> None:
-    assert len(read("demonstrations", {"prompt": "Q?", "completion": "good", "label": "summarisation"}).rows) == 1
+UNKNOWN_LABELS = [
+    *("summarisation", "maybe", "2", "nan", 2, 0.4, 1e300, float("nan"), Decimal("NaN"), Decimal("0.5"), [False], {}),
+    pytest.param(10**5000, id="long"),
+]
+
+
+@pytest.mark.parametrize("label", UNKNOWN_LABELS, ids=repr)
+@pytest.mark.parametrize("kind", ["demonstrations", "pretrain"])
+def test_a_reply_whose_label_says_neither_is_not_imitated(kind: str, label: Any) -> None:
+    row = {"prompt": "Q?", "completion": "reply", "label": label}
+    result = read(kind, row)
+    (refused,) = result.refused
+    assert not result.rows and "says neither that the reply is good nor that it is bad" in refused["reason"]
+    assert refused["reason"].startswith("label is ") and len(read("prompts", row).rows) == 1
 
 
 CODE = "    if x:\n\treturn  1 \n"

@@ -6,11 +6,14 @@ from unit.data.malformed.case import OddFile, RowsRead, WholeRefusal, pairs, tab
 
 HEADER = "prompt,chosen,rejected\n"
 FEWER, MORE = "fewer fields than the header", "more fields than the header"
+AS_TEXT = "is a dialogue written out as text"
 QUOTE = "a quote that is opened there is not closed"
 
 
-def table(label: str, text: str, written: int, expected: WholeRefusal | RowsRead, suffix: str = ".csv") -> OddFile:
-    return OddFile(label, suffix, text.encode(), written, expected)
+def table(
+    label: str, text: str, written: int, expected: WholeRefusal | RowsRead, suffix: str = ".csv", tail: bytes = b""
+) -> OddFile:
+    return OddFile(label, suffix, text.encode() + tail, written, expected)
 
 
 def good(label: str, count: int = 2) -> str:
@@ -72,5 +75,44 @@ FILES = [
         2,
         RowsRead(1, {"not a number": 1}),
     ),
-    table("csv-conversation-text", 'prompt,chosen,rejected\n"[{""role"": ""user""}]",a,b\n', 1, RowsRead(1)),
+    table("csv-json-text", 'prompt,chosen,rejected\n"[{""role"": ""manager""}]",a,b\n', 1, RowsRead(1)),
+    table(
+        "csv-conversation-text",
+        'prompt,chosen,rejected\n"[{""role"": ""user"", ""content"": ""a?""}]",a,b\n',
+        1,
+        RowsRead(0, {AS_TEXT: 1}),
+    ),
+    table(
+        "csv-conversation-of-Python",
+        "prompt,chosen,rejected\n\"[{'content': 'a?', 'role': 'user'}]\",a,b\n",
+        1,
+        RowsRead(0, {AS_TEXT: 1}),
+    ),
+    table(
+        "csv-stray-quotes",
+        f'{HEADER}how big?,"6 feet,5 feet\nq2,a2,b2\nq3,a3,b3\nhow tall?,6 feet 5",no\nq5,a5,b5\n',
+        5,
+        WholeRefusal("line 2: a quoted field runs to line 5"),
+    ),
+    table(
+        "csv-stray-quotes-last",
+        f'{HEADER}"1, 2",a1,"b1\r\nq2,a2,b2\r\nq3,a3,"\r\nq4,a4,b4\r\n',
+        4,
+        WholeRefusal("line 2: a quoted field runs to line 4"),
+    ),
+    table(
+        "csv-table-inside",
+        f'{HEADER}"sum\n1,2,3\n4,5,6\n7,8,9",a,b\nq2,"1,2,3\n4,5,6\n7,8,9",b\nq3,a,"1,2,3\n4,5,6\n7,8,9"\n',
+        3,
+        RowsRead(3),
+    ),
+    table("csv-verse-inside", f'{HEADER}verse?,"red, blue\ngreen, grey, white\nall, none",b\n', 1, RowsRead(1)),
+    table("csv-lines-inside", 'prompt\n"a\nb\nc\nd"\n', 1, WholeRefusal("holds no preferences")),
+    table(
+        "csv-late-Latin-1",
+        HEADER + "".join(f"late {n},a,b\n" for n in range(3000)),
+        3001,
+        WholeRefusal("line 3002, is not UTF-8 (byte 0xe9 after 3 characters)"),
+        tail=b"caf\xe9,a,b\n",
+    ),
 ]

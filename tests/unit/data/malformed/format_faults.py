@@ -6,12 +6,19 @@ from typing import Any
 
 from unit.data.malformed.case import OddFile, Row, RowsRead, WholeRefusal, lines, pair, pairs
 
+AS_TEXT, RENDERED = "is a dialogue written out as text", "is rendered by a chat template"
 UNEQUAL = "the prompts of the two replies differ"
 
 
 def hh(label: str, chosen: str | None = None, rejected: str | None = None, **more: Any) -> Row:
     start = f"\n\nHuman: {label}?\n\nAssistant:"
     return {"chosen": chosen or f"{start} good", "rejected": rejected or f"{start} bad"} | more
+
+
+def hh_at(start: str, label: str, line: str) -> Row:
+    """Return a row of transcripts with other white space before the first turn, and other line ends."""
+    begin = f"{start}Human: {label}?{line * 2}Assistant: who?{line * 2}Human: you{line * 2}Assistant:"
+    return {"chosen": f"{begin} good", "rejected": f"{begin} bad"}
 
 
 def pku(label: str, better: Any = 0, safer: Any = 0) -> Row:
@@ -138,6 +145,72 @@ FILES = [
         tree("a", replies=[{"role": "assistant", "text": "b", "rank": "first"}]),
         "rank is not a number",
     ),
+    *(
+        OddFile(f"hh-start-{n}", ".jsonl", lines(*(hh_at(start, f"hs{n} {i}", line) for i in range(3))), 3, RowsRead(3))
+        for n, (start, line) in enumerate(
+            (("", "\n"), (" \n\n", "\n"), ("\n", "\n"), ("\r\n\r\n", "\r\n"), ("", "\r\n"))
+        )
+    ),
+    after(hh, "hh-one-stripped", hh("hos", chosen="Human: hos?\n\nAssistant: good"), RowsRead(13)),
+    after(pair, "prompt-stripped", pair("ps", prompt="Human: ps?\n\nAssistant:"), RowsRead(13)),
+    after(pair, "prompt-CRLF", pair("pc", prompt="\r\n\r\nHuman: pc?\r\n\r\nAssistant:"), RowsRead(13)),
+    after(pair, "prompt-dense", pair("pd", prompt="Human: pd?\nAssistant:"), "without empty lines between its turns"),
+    after(pair, "prompt-about-humans", pair("ph", prompt="Human: what is that?"), RowsRead(13)),
+    after(
+        pair,
+        "reply-CRLF-transcript",
+        pair("rc", chosen="\r\n\r\nHuman: a?\r\n\r\nAssistant: b"),
+        "does not match the format standard",
+    ),
+    *(
+        after(
+            pair,
+            f"rendered-{n}",
+            pair(f"r{n}", **{column: text}),
+            f"{'the prompt' if column == 'prompt' else column} {RENDERED}",
+        )
+        for n, (column, text) in enumerate(
+            (
+                ("prompt", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
+                ("prompt", "<s>[INST] hi [/INST]"),
+                ("prompt", " <|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"),
+                ("chosen", "<|im_start|>assistant\nyes<|im_end|>"),
+            )
+        )
+    ),
+    after(pair, "prompt-as-JSON", pair("pj", prompt='[{"role": "user", "content": "hi"}]'), AS_TEXT),
+    after(pair, "reply-as-JSON", pair("rj", rejected='[{"from": "gpt", "value": "hi"}]'), AS_TEXT),
+    after(pair, "reply-of-JSON", pair("roj", chosen='[{"role": "admin", "value": 3}]'), RowsRead(13)),
+    after(pair, "margin-negative", pair("mn", margin=-2), "the margin prefers the other reply"),
+    after(pair, "margin-against-scores", binarized("mas", 1, 5) | {"margin": 1}, "the scores prefer the other reply"),
+    after(pair, "margin-against-itself", binarized("mai", 5, 1) | {"margin": -4}, "the margin prefers the other reply"),
+    after(pair, "margin-of-equal-scores", binarized("mes", 5, 5) | {"margin": 1}, RowsRead(13)),
+    after(pair, "margin-zero", pair("mz", margin=0), RowsRead(13)),
+    after(pair, "margin-negative-imitated", pair("mni", margin=-2), "the margin prefers", **DEMONSTRATIONS),
+    after(pair, "scores-against-imitated", binarized("mni", 1, 5), "the scores prefer", **PRETRAIN),
+    after(pair, "label-beside-pair", pair("lbp") | {"label": 0}, RowsRead(13, unused=["label"])),
+    OddFile(
+        "kto-csv-spaces",
+        ".csv",
+        b"prompt,completion,label\n"
+        + b"".join(b"kcs%d,reply %d, %s\n" % (n, n, b"False" if n % 3 else b"True") for n in range(9)),
+        9,
+        RowsRead(3, {LABELLED: 6}),
+        **DEMONSTRATIONS,
+    ),
+    OddFile(
+        "kto-csv-floats",
+        ".csv",
+        b"prompt,completion,label\n" + b"".join(b"kcf%d,reply %d,%d.0\n" % (n, n, n % 2) for n in range(8)),
+        8,
+        RowsRead(4, {LABELLED: 4}),
+        **DEMONSTRATIONS,
+    ),
+    after(
+        kto, "kto-unknown-label", kto("kul", "sometimes"), "label is 'sometimes', which says neither", **DEMONSTRATIONS
+    ),
+    after(kto, "kto-NaN", kto("knan", float("nan")), "label is nan, which says neither", **DEMONSTRATIONS),
+    after(kto, "kto-null", kto("knull", None), RowsRead(13), **DEMONSTRATIONS),
     after(kto, "kto-false", kto("kf", False), LABELLED, **DEMONSTRATIONS),
     after(kto, "kto-false-text", kto("kt", "False"), LABELLED, **DEMONSTRATIONS),
     after(kto, "kto-zero", kto("kz", 0), LABELLED, **DEMONSTRATIONS),

@@ -104,6 +104,7 @@ FILES = [
     whole("python-literals", "{'prompt': 'a?', 'chosen': 'b', 'rejected': None}\n", INVALID, ".jsonl", 1),
     OddFile("data-object", ".json", json.dumps({"version": 1, "data": pairs("data-object")}).encode(), 2, RowsRead(2)),
     OddFile("jsonl-as-json", ".json", lines(*pairs("jsonl-as-json")), 2, RowsRead(2)),
+    whole("jsonl-as-json-utf-16", "\n".join((FIRST, SECOND)).encode("utf-16"), "is not UTF-8 but UTF-16"),
     OddFile("ndjson", ".ndjson", lines(*pairs("ndjson")), 2, RowsRead(2)),
     bad_line("first-row-cut", dumped("first-row-cut")[:30], INVALID),
     bad_line("first-row-null", None, "does not match the format standard"),

@@ -118,6 +118,20 @@ FILES = [
         dialogue("fc", USER, turn("assistant", "a", function_call={"name": "f"}), USER),
         "has function_call",
     ),
+    *(
+        bad_dialogue(
+            f"turn-{name}", dialogue(name, USER, chosen=[turn("assistant", "a", **{name: "b"})]), f"has {name} beside"
+        )
+        for name in ("thinking", "reasoning", "reasoning_content")
+    ),
+    dialogues(
+        "turn-keys",
+        dialogue("tk", turn("user", "tk?", name="Bob", thinking=None), rejected=[turn("assistant", "z", weight=0)]),
+        RowsRead(13, unused=["prompt[].name", "rejected[].weight"]),
+    ),
+    noted("category-number", pair("category-number", category=5), "category"),
+    noted("category-list", pair("category-list", category=["a"]), "category"),
+    noted("source-number", pair("source-number", source=7), "source"),
     bad_dialogue("tool-role", dialogue("tr", USER, turn("tool", "{}"), USER), "unknown role 'tool'"),
     bad_dialogue("role-number", dialogue("rn", turn(1, "a")), "unknown role 1"),
     bad_dialogue("no-role", dialogue("no", {"content": "a"}), "unknown role None"),

@@ -46,6 +46,9 @@ FILES = [
     special("fifo", os.mkfifo, "is no file that can be read"),
     special("missing", lambda path: None, "no file matches"),
     special("glob-of-nothing", lambda path: None, "no file matches", "*.parquet"),
+    OddFile(
+        "bytes-in-name", os.fsdecode(b"bytes-in-name\xff.jsonl"), lines(*pairs("b")), 2, WholeRefusal("is not UTF-8")
+    ),
     special("no-suffix", lambda path: path.write_bytes(lines(*pairs("a"))), "unknown kind of file", "pairs"),
     special("text-suffix", lambda path: path.write_bytes(b"a\n"), "unknown kind of file '.txt'", "x.txt"),
     special("bz2", lambda path: path.write_bytes(b"BZh9"), "unknown kind of file '.bz2'", "x.jsonl.bz2"),

@@ -49,6 +49,39 @@ def dialogue(label: str, **changes: Any) -> Row:
     return row | changes
 
 
+def recounted(footer: int, group: int) -> bytes:
+    """Return a parquet file of 300 rows whose footer and row group count other numbers.
+
+    The numbers are zigzag varints of Thrift: 300 is ``d8 04``, as the number of rows after the schema's last column
+    (field 3 of the footer, ``16``) and of the row group (field 3 there, ``16``).
+    """
+    content = parquet(BIG)
+    end = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    start, tail = content[:end], content[end:]
+    assert tail.count(b"\x16" + varint(300)) >= 2
+    first = tail.index(b"\x16" + varint(300)) + 1
+    tail = tail[:first] + varint(footer) + tail[first + 2 :]
+    last = tail.rindex(b"\x16" + varint(300)) + 1
+    tail = tail[:last] + varint(group) + tail[last + 2 :]
+    return start + tail[:-8] + (len(tail) - 8).to_bytes(4, "little") + tail[-4:]
+
+
+def varint(number: int) -> bytes:
+    """Return a number as two bytes of Thrift's compact protocol."""
+    zigzag = number * 2
+    return bytes([zigzag & 0x7F | 0x80, zigzag >> 7])
+
+
+def bad_turns(label: str) -> pa.Table:
+    """Return three pairs, of which the second has a prompt that is not UTF-8."""
+    contents = invalid_utf8(f"{label} a?".encode(), b"\xff", f"{label} c?".encode())
+    turns = pa.StructArray.from_arrays([pa.array(["user"] * 3), contents], ["role", "content"])
+    prompts = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), turns)
+    return pa.table({"prompt": prompts, "chosen": pa.array(["a", "b", "c"]), "rejected": pa.array(["d", "e", "f"])})
+
+
+LONG = "x" * 150_000
+REPEATED = {"prompt": [f"{n % 2}{LONG}" for n in range(1000)], "chosen": ["a"] * 1000, "rejected": ["b"] * 1000}
 BIG = pairs("table", 300)
 WHOLE = parquet(BIG)
 STREAM = arrow(pairs("stream", 300), stream=True, batch=100)
@@ -164,6 +197,47 @@ FILES = [
         DIALOGUES,
         RowsRead(1, {"the list of turns is empty": 1}),
     ),
+    *(
+        OddFile(
+            f"nested-bad-utf8{suffix}",
+            suffix,
+            write(bad_turns(suffix)),
+            3,
+            RowsRead(2, {"the column prompt cannot be read": 1}),
+        )
+        for suffix, write in ((".parquet", parquet), (".arrow", arrow))
+    ),
+    *(
+        OddFile(f"parquet-counts-{label}", ".parquet", recounted(*change), 300, WholeRefusal(message))
+        for label, change, message in (
+            ("footer-less", (299, 300), "its footer counts 299 rows, its row groups 300"),
+            ("footer-none", (0, 300), "its footer counts 0 rows, its row groups 300"),
+            ("group-less", (300, 299), "its footer counts 300 rows, its row groups 299"),
+            ("both-less", (299, 299), "has 300 values in a group of 299 rows"),
+            ("both-more", (301, 301), "has 300 values in a group of 301 rows"),
+        )
+    ),
+    OddFile(
+        "parquet-bomb",
+        ".parquet",
+        parquet(pa.table(REPEATED)),
+        1000,
+        WholeRefusal("values of more than 200 times its size"),
+    ),
+    OddFile(
+        "arrow-bomb",
+        ".arrow",
+        arrow(pa.table({name: pa.array(texts).dictionary_encode() for name, texts in REPEATED.items()})),
+        1000,
+        WholeRefusal("values of more than 200 times its size"),
+    ),
+    column(
+        "repeated-text",
+        "system",
+        pa.array(["be brief " * 100] * 400).dictionary_encode(),
+        RowsRead(400),
+    ),
+    column("decimal-labels", "label", pa.array([decimal.Decimal(1)] * 2), RowsRead(2, unused=["label"])),
     OddFile("arrow-stream", ".arrow", arrow(pairs("arrow-stream"), stream=True), 2, RowsRead(2)),
     OddFile("parquet-many-groups", ".parquet", parquet(pairs("groups", 30), row_group_size=7), 30, RowsRead(30)),
 ]
