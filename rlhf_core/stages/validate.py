@@ -15,7 +15,7 @@ from rlhf_core.data.validation.set_rules.check_set import apply_set_rules, check
 from rlhf_core.data.validation.set_rules.findings_file import named_findings
 from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
 from rlhf_core.data.validation.tables import read_raw, validate
-from rlhf_core.errors import DataError
+from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation.data_card.build import CardSources, build_card
 from rlhf_core.evaluation.data_card.write import write_card
 from rlhf_core.files import atomic_dir, atomic_write_json, read_json, sha256_file
@@ -28,7 +28,8 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
     """Write clean splits, quarantine, data docs, data card, metrics and the gate's evidence.
 
     Raises:
-        DataError: The data gate failed. All but the clean data is written then too, as evidence.
+        DataError: The data of stage collect, or an evaluation file, cannot be read.
+        GateFailed: The data gate failed (exit code 3). All but the clean data is written then too, as evidence.
     """
     raw = read_raw(inputs.raw)
     with atomic_dir(outputs.docs) as docs:
@@ -59,7 +60,7 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
         if not decision.passed:
             # Clean data of an earlier run must not be mistaken for this one's.
             shutil.rmtree(outputs.clean, ignore_errors=True)
-            raise DataError(_failure(decision, metrics))
+            raise GateFailed(_failure(decision, metrics))
     return metrics
 
 
