@@ -244,23 +244,28 @@ def require_kind(kind: str | None) -> None:
 
 
 def _validate_config(workspace: Path | None, sets: Sequence[str]) -> ValidateConfig:
-    """Return the section ``validate`` of a workspace, outside one its defaults, with ``sets`` over it."""
+    """Return the section ``validate`` of a workspace, outside one its defaults, with ``sets`` over it.
+
+    Its paths are absolute, since the stages run in a folder of their own: those of a workspace start there, those of
+    ``sets`` at the current folder.
+    """
     from rlhf_core.config.loading import yaml_text
     from rlhf_core.config.loading.load import PARAMS_FILE, check_params
-    from rlhf_core.config.loading.overlay import overlaid
+    from rlhf_core.config.loading.overlay import overlaid, rebase_sources
     from rlhf_core.stages.runtime.runner import workspace_root
 
     other = [given for given in sets if not given.startswith(("validate.", "seed="))]
     if other:
         raise ConfigError(f"--set {other[0]} has no effect on data files; only validate.… and seed have")
     try:
-        text = (workspace_root(workspace) / PARAMS_FILE).read_text(encoding="utf-8")
+        root = workspace_root(workspace)
+        text = rebase_sources((root / PARAMS_FILE).read_text(encoding="utf-8"), root, Path.cwd())
     except RlhfError:
         if workspace is not None:
             raise
         text = ""
     params = check_params(yaml_text.parse(overlaid(text, sets=sets), PARAMS_FILE))
-    return params.validate_.model_copy(update={"seed": params.seed})
+    return params.validate_.model_copy(update={"seed": params.seed}).with_absolute_paths(Path.cwd())
 
 
 def read_options(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, PositiveInt, field_validator
@@ -10,6 +11,7 @@ from rlhf_core.config.collect import DataSource, with_options
 from rlhf_core.config.loading.problems import nearest
 from rlhf_core.config.model import StageConfig, Strict
 from rlhf_core.config.validation_rules import NEEDED_FOR_TRAINING, RULES, SET_RULES, Severity
+from rlhf_core.file_patterns import is_url
 
 
 class SplitConfig(Strict):
@@ -83,3 +85,13 @@ class ValidateConfig(StageConfig):
     def severity(self, rule: str) -> Severity:
         """Return what becomes of rows that break ``rule``."""
         return self.rules.get(rule, "warn" if rule in SET_RULES else "refuse")
+
+    def with_absolute_paths(self, base: Path) -> ValidateConfig:
+        """Return these settings with the relative paths of files, which start at ``base``, made absolute."""
+        evaluation = [
+            source
+            if source.path.startswith("hub:") or is_url(source.path)
+            else source.model_copy(update={"path": str(base / Path(source.path).expanduser())})
+            for source in self.evaluation_files
+        ]
+        return self.model_copy(update={"evaluation_files": tuple(evaluation)})
