@@ -30,6 +30,7 @@ from rlhf_core.data.lengths import (
 from rlhf_core.data.readers.columns import with_columns
 from rlhf_core.data.readers.containers import Record, load_records, records_of
 from rlhf_core.data.readers.registry import detect, format_named
+from rlhf_core.data.readers.unused_columns import LISTED_COLUMNS, commonest_unused, unused_summary
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.file_patterns import NOT_FOUND, expand, is_url
 from rlhf_core.remote_files import expand_url, read_url
@@ -122,7 +123,8 @@ def describe_sources(
     """Read every file and describe it.
 
     Args:
-        files: Paths, globs, URLs or hub ids; of a hub id the first 1,000 rows are read.
+        files: Paths, globs, URLs or hub ids; of a hub id the first 1,000 rows are read. A file that several of them
+            name is described once.
         base: The folder of relative paths, by default the current one.
         tokens: Lengths are measured in tokens too, if set.
         options: How the rows are read, where that is not recognised.
@@ -131,14 +133,16 @@ def describe_sources(
         DataError: A file cannot be read at all.
     """
     base, options = base or Path.cwd(), options or ReadOptions()
-    described = []
+    described, seen = [], set()
     for spec in files:
         if spec.startswith(PREFIX):
             sources = [(spec, load_hub_records(spec, HUB_ROWS).records)]
         elif is_url(spec):
             sources = [(url, records_of(url, read_url(url))) for url in expand_url(spec, NOT_FOUND)]
         else:
-            sources = [(str(path), load_records(path)) for path in expand(spec, base)]
+            paths = [path for path in expand(spec, base) if path.resolve() not in seen]
+            seen.update(path.resolve() for path in paths)
+            sources = [(str(path), load_records(path)) for path in paths]
         described += [_describe(records, name, spec, tokens, options) for name, records in sources]
     return Description(described, options, base, tokens)
 
@@ -169,7 +173,7 @@ def as_json_value(description: Description, show: int = 1) -> dict[str, Any]:
             "rows": len(file.read.rows),
             "expanded": file.read.expanded,
             "dropped": dict(file.read.dropped),
-            "unused": dict(file.read.unused),
+            **unused_summary(file.read.unused),
             "refused": [
                 {"reason": reason, "count": count, "first": first} for reason, count, first in refusals(file.read)
             ],
@@ -224,8 +228,10 @@ def _block(file: FileDescription, description: Description, show: int, width: in
         lines += wrapped(f"  dropped  {count}: ", reason, width)
     for reason, count, first in refusals(read):
         lines += wrapped(f"  refused  {count}: ", f"{reason} (first at row {first})", width)
-    for name, count in read.unused.most_common():
+    for name, count in commonest_unused(read.unused).items():
         lines += wrapped(f"  unused   {count}: ", f"the column {name} is not read", width)
+    if len(read.unused) > LISTED_COLUMNS:
+        lines.append(f"  unused   {len(read.unused) - LISTED_COLUMNS} further columns are not read")
     for row in read.rows[:show]:
         lines += ["  example", *example_lines(file.kind, row, width)]
     return "\n".join([*lines, *_lengths(file, description.limits, width)])
