@@ -17,6 +17,7 @@ from rlhf_core.data.readers.record_shape import printable, record_shape
 from rlhf_core.data.readers.registry import detect, format_named, format_of
 from rlhf_core.data.readers.turns import Refusal, Turn, text_of
 from rlhf_core.data.readers.unused_columns import unused_columns
+from rlhf_core.data.readers.unused_summary import NAME_LENGTH
 from rlhf_core.data.schema import content_id
 from rlhf_core.data.visible_text import escaped_controls
 from rlhf_core.errors import DataError
@@ -148,7 +149,8 @@ def read_records(
             result.rows += rows
             result.positions += [record.position] * len(rows)
             result.expanded += len(rows) - 1
-            result.unused.update(map(printable, unused_columns(record.value, shape.name)))
+            unused = unused_columns(record.value, shape.name)
+            result.unused.update(printable(name)[:NAME_LENGTH] for name in unused)
     return result
 
 

@@ -30,7 +30,7 @@ from rlhf_core.data.lengths import (
 from rlhf_core.data.readers.columns import with_columns
 from rlhf_core.data.readers.containers import Record, load_records, records_of
 from rlhf_core.data.readers.registry import detect, format_named
-from rlhf_core.data.readers.unused_columns import LISTED_COLUMNS, commonest_unused, unused_summary
+from rlhf_core.data.readers.unused_summary import LISTED_COLUMNS, commonest_unused, unused_summary
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.file_patterns import NOT_FOUND, expand, is_url
 from rlhf_core.remote_files import expand_url, read_url
@@ -133,7 +133,8 @@ def describe_sources(
         DataError: A file cannot be read at all.
     """
     base, options = base or Path.cwd(), options or ReadOptions()
-    described, seen = [], set()
+    described = []
+    seen: set[Path] = set()
     for spec in files:
         if spec.startswith(PREFIX):
             sources = [(spec, load_hub_records(spec, HUB_ROWS).records)]

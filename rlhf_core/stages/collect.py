@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_core.config.collect import CollectConfig
 from rlhf_core.data.derived import derived_from
 from rlhf_core.data.raw_folder import RawFolder, SourceCounts, SourceWriter
-from rlhf_core.data.readers.unused_columns import unused_summary
+from rlhf_core.data.readers.unused_summary import unused_summary
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
 from rlhf_core.data.sources import source_chunks, source_files
 from rlhf_core.data.table_stream import TableWriter

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
-LISTED_COLUMNS = 20
-NAME_LENGTH = 80
 REPLIES = "chosen rejected"
 # Read in every format, for one kind of rows or another.
 LABELS = (
@@ -49,24 +45,7 @@ READ = {name: frozenset(f"{columns} {LABELS}".split()) for name, columns in BY_F
 
 
 def unused_columns(value: Any, format_name: str) -> list[str]:
-    """Return the columns of a record that hold something and are not read, in its order, long names cut."""
+    """Return the columns of a record that hold something and are not read."""
     if not isinstance(value, dict):
         return []
-    read = READ[format_name]
-    return [
-        str(name)[:NAME_LENGTH]
-        for name, content in value.items()
-        if name not in read and content not in (None, "", [], {})
-    ]
-
-
-def commonest_unused(unused: Mapping[str, int]) -> dict[str, int]:
-    """Return the columns that most rows have something in, at most ``LISTED_COLUMNS`` of them."""
-    return dict(Counter(unused).most_common(LISTED_COLUMNS))
-
-
-def unused_summary(unused: Mapping[str, int]) -> dict[str, Any]:
-    """Return ``unused``, the commonest columns as JSON has them, and ``unused_columns``, how many if there are more."""
-    if len(unused) <= LISTED_COLUMNS:
-        return {"unused": dict(unused)}
-    return {"unused": commonest_unused(unused), "unused_columns": len(unused)}
+    return [str(name) for name in value.keys() - READ[format_name] if value[name] not in (None, "", [], {})]
