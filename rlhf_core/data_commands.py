@@ -262,15 +262,16 @@ def require_kind(kind: str | None) -> None:
 
 
 def _validate_config(workspace: Path | None, sets: Sequence[str], tokenizer: str | None) -> ValidateConfig:
-    """Return the section ``validate`` of a workspace, or the defaults, with ``sets`` and ``tokenizer`` over it.
+    """Return the section ``validate`` of a workspace, outside one its defaults, with ``sets`` and ``tokenizer`` over it.
 
-    Its paths are absolute, since the stages run in a folder of their own.
+    Its paths are absolute, since the stages run in a folder of their own: those of a workspace start there, those of
+    ``sets`` at the current folder.
     """
     import json
 
     from rlhf_core.config.loading import yaml_text
     from rlhf_core.config.loading.load import PARAMS_FILE, check_params
-    from rlhf_core.config.loading.overlay import overlaid
+    from rlhf_core.config.loading.overlay import overlaid, rebase_sources
     from rlhf_core.stages.runtime.runner import workspace_root
 
     other = [given for given in sets if not given.startswith(("validate.", "seed="))]
@@ -279,15 +280,15 @@ def _validate_config(workspace: Path | None, sets: Sequence[str], tokenizer: str
     if tokenizer is not None:
         path = Path(tokenizer).expanduser()
         sets = [*sets, f"validate.tokenizer={json.dumps(str(path.absolute()) if path.exists() else tokenizer)}"]
-    root, text = Path.cwd(), ""
+    text = ""
     try:
         root = workspace_root(workspace)
-        text = (root / PARAMS_FILE).read_text(encoding="utf-8")
+        text = rebase_sources((root / PARAMS_FILE).read_text(encoding="utf-8"), root, Path.cwd())
     except RlhfError:
         if workspace is not None:
             raise
     params = check_params(yaml_text.parse(overlaid(text, sets=sets), PARAMS_FILE))
-    return params.validate_.model_copy(update={"seed": params.seed}).with_absolute_paths(root)
+    return params.validate_.model_copy(update={"seed": params.seed}).with_absolute_paths(Path.cwd())
 
 
 def read_options(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_core.errors import DataError
@@ -23,7 +24,8 @@ def is_url(spec: str) -> bool:
 def expand(spec: str, base: Path, remedy: str = NOT_FOUND) -> list[Path]:
     """Return the files that a path or glob matches, relative to ``base``, sorted.
 
-    A name that exists as it is written is taken literally, also where it holds ``[``, ``]`` or ``*``.
+    A name that exists as it is written is taken literally, also where it holds ``[``, ``]`` or ``*``. A file that a
+    pattern matches several times, by way of links to folders, is returned once, by its shortest path.
 
     Raises:
         DataError: There are none; the message ends with ``remedy``.
@@ -48,7 +50,7 @@ def _matches(spec: str, name: str, base: Path, remedy: str) -> list[Path]:
     while parts and (literal / parts[0]).is_dir():
         literal /= parts.pop(0)
     matches = sorted(glob.glob(os.path.join(glob.escape(str(literal)), *parts), recursive=True))
-    files = [Path(path) for path in matches if Path(path).is_file()]
+    files = _once([Path(path) for path in matches if Path(path).is_file()])
     others = [path for path in matches if not Path(path).is_file() and not Path(path).is_dir()]
     if others:
         raise DataError(f"{others[0]} is no file that can be read: a link to nothing or to itself, or a pipe; {remedy}")
@@ -58,6 +60,17 @@ def _matches(spec: str, name: str, base: Path, remedy: str) -> list[Path]:
         raise DataError(f"{name or base} is a folder; name its files, for example {name.rstrip('/')}/*.jsonl")
     looked_in = "" if pattern.is_absolute() else f" (looked in {base})"
     raise DataError(f"no file matches {name!r}{looked_in}; {remedy}")
+
+
+def _once(paths: Sequence[Path]) -> list[Path]:
+    """Return one path of each file: that of the fewest folders, of several such the first."""
+    shortest: dict[Path, Path] = {}
+    for path in paths:
+        known = shortest.setdefault(path.resolve(), path)
+        if len(path.parts) < len(known.parts):
+            shortest[path.resolve()] = path
+    chosen = set(shortest.values())
+    return [path for path in paths if path in chosen]
 
 
 def spelled(path: Path, spec: str, base: Path) -> str:

@@ -108,7 +108,8 @@ class ValidateConfig(StageConfig):
         return self.rules.get(rule, "warn" if rule in SET_RULES else "refuse")
 
     def with_absolute_paths(self, base: Path) -> ValidateConfig:
-        """Return these settings with the paths of files and of the tokenizer made absolute; URLs and hub ids stay."""
+        """Return these settings with the relative paths of files and of the tokenizer, which start at ``base``, made
+        absolute; URLs and hub ids stay."""
         evaluation = [
             source
             if source.path.startswith("hub:") or is_url(source.path)

@@ -19,12 +19,16 @@ LABELS = ("category", "source", "group", "path", "position")
 
 
 def derived_from(given: Collection[str]) -> dict[str, str]:
-    """Return by kind what it is derived from; empty for those that are ``given``.
+    """Return by kind what it is derived from; empty for those that are ``given``, or that nothing is at hand for.
 
     Demonstrations come from chosen replies, prompts from all prompts, pretraining text from demonstrations. Preferences
     are derived from nothing, and a kind that was given but has no usable row stays empty: the data gate reports it.
     """
-    return {kind: "" if kind in given else ", ".join(DERIVED_FROM.get(kind, ())) for kind in ROW_TYPES}
+    derived: dict[str, str] = {}
+    for kind in ROW_TYPES:
+        parents = [parent for parent in DERIVED_FROM.get(kind, ()) if parent in given or derived[parent]]
+        derived[kind] = "" if kind in given else ", ".join(parents)
+    return derived
 
 
 def derive(kind: str, parents: Iterable[Mapping[str, Any]], seen: set[str]) -> list[dict[str, Any]]:

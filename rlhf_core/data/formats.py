@@ -14,13 +14,15 @@ from typing import Any
 from rlhf_core.config.collect import ReadOptions
 from rlhf_core.data.readers.columns import mapped_records, with_columns
 from rlhf_core.data.readers.containers import Record
-from rlhf_core.data.readers.format import Format, Parsed, Undecided, number_of, system_turns
+from rlhf_core.data.readers.format import Format, LabelledFalse, Parsed, Undecided, number_of, system_turns
 from rlhf_core.data.readers.record_shape import printable, record_shape
 from rlhf_core.data.readers.registry import detect, format_named, format_of
 from rlhf_core.data.readers.reply_label import is_labelled_false
 from rlhf_core.data.readers.turns import Refusal, Turn, text_of
 from rlhf_core.data.readers.unused_columns import unused_columns
+from rlhf_core.data.readers.unused_summary import NAME_LENGTH
 from rlhf_core.data.schema import content_id
+from rlhf_core.data.visible_text import escaped_controls
 from rlhf_core.errors import DataError
 
 MARGIN_EXCERPT = 40
@@ -40,11 +42,13 @@ class FileRows:
     """Rows of one source file, by the positions of their records.
 
     ``refused`` has ``{source, position, reason, row}``, the row as JSON text. ``dropped`` counts, by reason, records
-    without a fault that prefer no reply, ``unused`` by column the rows with a value there that the format does not
-    read. A record may give several rows: ``expanded`` counts those beyond its first, so
-    that ``records + expanded`` is the number of rows, refused and dropped records, and rows that were ``cut`` by a
-    limit or by ``cap``. Messages that are joined into a tree are one record. ``unread`` rows of a hub data set come on
-    top (None: the hub does not say how many), ``revision`` is its commit. ``weight`` is the file's part of a limit.
+    without a fault that prefer no reply, or whose reply is labelled false; where demonstrations are read, the prompts
+    of the latter are ``prompt_only``, rows of prompts with their ``position``. ``unused`` counts by column the rows
+    with a value there that the format does not read. A record may give several rows: ``expanded`` counts those beyond
+    its first, so that ``records + expanded`` is the number of rows, refused and dropped records, and rows that were
+    ``cut`` by a limit or by ``cap``. Messages that are joined into a tree are one record. ``unread`` rows of a hub data
+    set come on top (None: the hub does not say how many), ``revision`` is its commit. ``weight`` is the file's part of
+    a limit.
     """
 
     source: str
@@ -55,6 +59,7 @@ class FileRows:
     positions: list[int] = field(default_factory=list)
     refused: list[dict[str, Any]] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    prompt_only: list[dict[str, Any]] = field(default_factory=list)
     unused: Counter[str] = field(default_factory=Counter)
     expanded: int = 0
     cut: int = 0
@@ -140,11 +145,15 @@ def read_records(
             result.refused.append(refused | {"row": _as_json(original.value)})
         except Undecided as undecided:
             result.dropped[str(undecided)] += 1
+            if isinstance(undecided, LabelledFalse) and kind == "demonstrations":
+                prompts = _prompts(record.value, shape, options, source)
+                result.prompt_only += [row | {"position": record.position} for row in prompts]
         else:
             result.rows += rows
             result.positions += [record.position] * len(rows)
             result.expanded += len(rows) - 1
-            result.unused.update(map(printable, unused_columns(record.value, shape.name)))
+            unused = unused_columns(record.value, shape.name)
+            result.unused.update(printable(name)[:NAME_LENGTH] for name in unused)
     return result
 
 
@@ -226,7 +235,7 @@ def _rows(value: Any, shape: Format, kind: str, options: ReadOptions, source: st
             with suppress(Undecided):
                 _margin(labels)  # the chosen reply is imitated only if nothing says that the other is better
         origin = labels.get("source")
-        row["source"] = text_of(origin, "source") if isinstance(origin, str) and origin else source
+        row["source"] = text_of(origin, "source") if isinstance(origin, str) and origin else escaped_controls(source)
         category = labels.get("category") or parsed.category or origin
         row["category"] = text_of(category, "category") if isinstance(category, str) and category else "general"
         row["id"] = content_id(kind, row)
@@ -235,12 +244,18 @@ def _rows(value: Any, shape: Format, kind: str, options: ReadOptions, source: st
     return rows
 
 
+def _prompts(value: Any, shape: Format, options: ReadOptions, source: str) -> list[dict[str, Any]]:
+    """Return the prompts of a record, none if it has no usable one."""
+    try:
+        return _rows(value, shape, "prompts", options, source)
+    except (Refusal, Undecided):
+        return []
+
+
 def _content(parsed: Parsed, kind: str, labels: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content columns of a row of ``kind``; :class:`Refusal` names what is missing."""
     if parsed.reply is not None and kind in ("demonstrations", "pretrain") and is_labelled_false(labels):
-        raise Refusal(
-            "the reply is labelled false: nothing to imitate (its prompt can be used under collect.files.prompts)"
-        )
+        raise LabelledFalse("the reply is labelled false: nothing to imitate")
     if kind == "pretrain":
         return {"text": parsed.text if parsed.text is not None else dialogue_text(parsed.prompt or [], _reply(parsed))}
     if parsed.prompt is None:

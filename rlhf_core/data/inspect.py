@@ -24,6 +24,7 @@ from rlhf_core.data.language_tag import language_shares
 from rlhf_core.data.lengths import PERCENTILES, REPLIES, LengthPercentiles, TokenLengths, token_lengths
 from rlhf_core.data.readers.columns import with_columns
 from rlhf_core.data.readers.registry import PROBE, detect, format_named
+from rlhf_core.data.readers.unused_summary import LISTED_COLUMNS, commonest_unused, unused_summary
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.sources import SourceFile, open_source
 from rlhf_core.file_patterns import NOT_FOUND, expand, is_url
@@ -122,7 +123,8 @@ def describe_sources(
     """Read every file, some thousand records at a time, and describe it.
 
     Args:
-        files: Paths, globs, URLs or hub ids; of a hub id the first 1,000 rows are read.
+        files: Paths, globs, URLs or hub ids; of a hub id the first 1,000 rows are read. A file that several of them
+            name is described once.
         base: The folder of relative paths, by default the current one.
         tokens: Lengths are measured in tokens too, if set.
         options: How the rows are read, where that is not recognised.
@@ -133,13 +135,16 @@ def describe_sources(
     """
     base, options = base or Path.cwd(), options or ReadOptions()
     described = []
+    seen: set[Path] = set()
     for spec in files:
         if spec.startswith(PREFIX):
             sources = [SourceFile(spec, None)]
         elif is_url(spec):
             sources = [SourceFile(url, None) for url in expand_url(spec, NOT_FOUND)]
         else:
-            sources = [SourceFile(str(path), path) for path in expand(spec, base)]
+            paths = [path for path in expand(spec, base) if path.resolve() not in seen]
+            seen.update(path.resolve() for path in paths)
+            sources = [SourceFile(str(path), path) for path in paths]
         described += [_describe(source, spec, tokens, options, show) for source in sources]
     return Description(described, options, base, tokens)
 
@@ -176,7 +181,7 @@ def as_json_value(description: Description) -> dict[str, Any]:
             "rows": file.read.rows,
             "expanded": file.read.expanded,
             "dropped": dict(file.read.dropped),
-            "unused": dict(file.read.unused),
+            **unused_summary(file.read.unused),
             "refused": [
                 {"reason": reason, "count": refused.rows, "first": refused.first}
                 for reason, refused in file.read.commonest_refusals()
@@ -232,8 +237,10 @@ def _block(file: FileDescription, description: Description, width: int) -> str:
         lines += wrapped(f"  dropped  {count}: ", reason, width)
     for reason, refused in read.commonest_refusals():
         lines += wrapped(f"  refused  {refused.rows}: ", f"{reason} (first at row {refused.first})", width)
-    for name, count in read.unused.most_common():
+    for name, count in commonest_unused(read.unused).items():
         lines += wrapped(f"  unused   {count}: ", f"the column {name} is not read", width)
+    if len(read.unused) > LISTED_COLUMNS:
+        lines.append(f"  unused   {len(read.unused) - LISTED_COLUMNS} further columns are not read")
     if file.languages:
         shares = ", ".join(f"{tag} {share:.0%}" for tag, share in file.languages.items())
         lines += wrapped("  language ", f"{shares} of the rows looked at", width)

@@ -16,9 +16,14 @@ import pyarrow as pa
 from rlhf_core.config.collect import SourceOptions
 from rlhf_core.data.derived import DERIVED_FROM, derive
 from rlhf_core.data.formats import FileRows, fair_shares
-from rlhf_core.data.schema import ROW_TYPES, arrow_schema, tables_of
+from rlhf_core.data.schema import ROW_TYPES, arrow_schema, content_id, tables_of
 from rlhf_core.data.table_stream import TableWriter, table_chunks
-from rlhf_core.data.validation.provenance import PROVENANCE_SCHEMA, provenance_table
+from rlhf_core.data.validation.provenance import (
+    PROMPT_ONLY,
+    PROMPT_ONLY_SCHEMA,
+    PROVENANCE_SCHEMA,
+    provenance_table,
+)
 from rlhf_core.data.validation.quarantine import refused_table
 
 SPOOLED = (("path", pa.string()), ("position", pa.int64()))
@@ -26,6 +31,8 @@ SPOOLED = (("path", pa.string()), ("position", pa.int64()))
 
 class RawFolder:
     """Writes ``KIND/data.parquet`` and ``provenance.parquet``; they are there once the block ends.
+
+    ``prompt_only.parquet`` is written too where prompts come from records that give no other row.
 
     Attributes:
         rows: Rows of each kind.
@@ -41,6 +48,8 @@ class RawFolder:
         """
         self.folder, self.limit = folder, limit
         self.rows, self.cut = dict.fromkeys(ROW_TYPES, 0), dict.fromkeys(ROW_TYPES, 0)
+        self._derives_prompts = bool(derived["prompts"])
+        self._prompt_only: TableWriter | None = None
         # What also comes from other children is derived first, so that its rows keep the labels of their first parent.
         self._children = {
             kind: [child for child, parents in reversed(DERIVED_FROM.items()) if kind in parents and derived[child]]
@@ -67,6 +76,16 @@ class RawFolder:
         self.cut[kind] += len(rows) - len(kept)
         for child in self._children[kind]:
             self.append(child, derive(child, rows, self._seen[child]))
+
+    def append_prompts(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Append prompts of records that give no other row, with their ids; nothing where prompts are not derived."""
+        if not rows or not self._derives_prompts:
+            return
+        if self._prompt_only is None:
+            self._prompt_only = self._stack.enter_context(TableWriter(self.folder / PROMPT_ONLY, PROMPT_ONLY_SCHEMA))
+        ids = [content_id("prompts", row) for row in rows]
+        self._prompt_only.write(pa.table({"id": ids}, schema=PROMPT_ONLY_SCHEMA))
+        self.append("prompts", derive("prompts", rows, self._seen["prompts"]))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -122,6 +141,19 @@ class SourceCounts:
         self.revision = part.revision
         return rows
 
+    def prompts_within_cap(self, part: FileRows, taken: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the prompts that are all a record gives, up to the record that fills the cap, with their ``path``.
+
+        Args:
+            part: A part of the source.
+            taken: What :meth:`take` returned of it.
+        """
+        prompts = [row | {"path": part.source} for row in part.prompt_only]
+        if self.cap is None or self.rows < self.cap:
+            return prompts
+        last = taken[-1]["position"] if taken else 0
+        return [row for row in prompts if row["position"] < last]
+
 
 class SourceWriter:
     """Writes the rows of the sources of a kind, up to their caps.
@@ -133,17 +165,21 @@ class SourceWriter:
         self.kind, self.raw, self.refused = kind, raw, refused
         self.sources: list[SourceCounts] = []
         self._spools: list[Spool] = []
+        self._prompt_spools: list[Spool] = []
 
     def add(self, parts: Iterable[FileRows], options: SourceOptions) -> None:
         """Write the rows of one source, which come in parts."""
         counts: SourceCounts | None = None
         with ExitStack() as stack:
             append: Callable[[Sequence[dict[str, Any]]], None] = partial(self.raw.append, self.kind)
+            append_prompts: Callable[[Sequence[dict[str, Any]]], None] = self.raw.append_prompts
             if self.raw.limit is not None:
-                path = self.raw.folder / self.kind / f"source-{len(self._spools)}.parquet"
-                spool = stack.enter_context(Spool(path, self.kind, self.raw.limit))
+                folder, number = self.raw.folder / self.kind, len(self._spools)
+                spool = stack.enter_context(Spool(folder / f"source-{number}.parquet", self.kind, self.raw.limit))
+                prompts = stack.enter_context(Spool(folder / f"prompts-{number}.parquet", "prompts", self.raw.limit))
                 self._spools.append(spool)
-                append = spool.append
+                self._prompt_spools.append(prompts)
+                append, append_prompts = spool.append, prompts.append
             for part in parts:
                 if counts is None:
                     counts = SourceCounts(
@@ -155,7 +191,9 @@ class SourceWriter:
                         licence=options.licence,
                     )
                     self.sources.append(counts)
-                append(counts.take(part))
+                rows = counts.take(part)
+                append(rows)
+                append_prompts(counts.prompts_within_cap(part, rows))
                 self.refused.write(refused_table([{"kind": self.kind, **row} for row in part.refused]))
 
     def finish(self) -> list[SourceCounts]:
@@ -167,6 +205,10 @@ class SourceWriter:
                 self.raw.append(self.kind, rows)
             source.cut += source.rows - share
             source.rows = share
+            spool.path.unlink()
+        for spool in self._prompt_spools:
+            for rows in spool.first(spool.rows):
+                self.raw.append_prompts(rows)
             spool.path.unlink()
         return self.sources
 

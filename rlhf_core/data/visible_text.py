@@ -1,7 +1,8 @@
-"""Whether a text shows anything: zero-width and other invisible characters alone are no text."""
+"""What a text shows: zero-width and other invisible characters are no text, and do not tell two texts apart."""
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 # White space, control, format (zero-width joiners and spaces, byte order marks, soft hyphens).
@@ -10,7 +11,30 @@ INVISIBLE_CATEGORIES = frozenset({"Zs", "Zl", "Zp", "Cc", "Cf"})
 # the grapheme joiner, variation selectors.
 INVISIBLE = frozenset("\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0\u034f") | {chr(c) for c in range(0xFE00, 0xFE10)}
 
+# Characters that neither show nor alter what others show: soft hyphens, zero-width spaces, marks of direction,
+# fillers, byte order marks, variation selectors, tags.
+_UNSEEN = re.compile(
+    r"[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f"
+    r"\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
+)
+# Joiners alter Arabic and Indic letters and emoji on both sides of them, and nothing elsewhere.
+_IDLE_JOINER = re.compile(r"(?<![^\x00-\x7f\s])[\u200c\u200d]+|[\u200c\u200d]+(?![^\x00-\x7f\s])")
+# Control characters other than white space, and marks that turn the direction of what follows.
+_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
 
 def has_visible_text(text: str) -> bool:
     """Return whether ``text`` has a character that is neither white space nor invisible."""
     return any(c not in INVISIBLE and unicodedata.category(c) not in INVISIBLE_CATEGORIES for c in text)
+
+
+def comparable(text: str) -> str:
+    """Return a text as it is compared with others: composed (NFC), single spaces, without invisible characters."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", _IDLE_JOINER.sub("", _UNSEEN.sub("", text)))
+    return " ".join(text.split())
+
+
+def escaped_controls(text: str) -> str:
+    """Return a text with control characters, and marks that turn the direction of others, as their escapes."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

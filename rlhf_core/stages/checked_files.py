@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,7 +14,7 @@ from rlhf_core.data.derived import DERIVED_FROM
 from rlhf_core.data.inspect import percentile_table, wrapped
 from rlhf_core.data.lengths import LengthPercentiles
 from rlhf_core.data.schema import ROW_TYPES, read_table
-from rlhf_core.errors import DataError
+from rlhf_core.errors import GateFailed
 from rlhf_core.files import read_json
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
@@ -98,11 +99,8 @@ def check_files(sources: FileSources, base: Path, config: ValidateConfig, folder
     raw = folder / collect.STAGE.outputs["raw"]
     collect.collect(CollectConfig(source="files", files=sources, annotations=None, seed=config.seed), base, raw)
     outputs = Paths({name: folder / path for name, path in validate.STAGE.outputs.items()})
-    try:
+    with suppress(GateFailed):  # which is a result
         validate.run(config, Paths({"raw": raw}), outputs, RunContext(folder / "work"))
-    except DataError:
-        if not outputs.gate.is_file():  # otherwise the gate failed, which is a result
-            raise
     about = read_json(raw / "manifest.json")["kinds"]
     given = [kind for kind in ROW_TYPES if sources.of(kind)]
     kinds = [kind for kind in ROW_TYPES if kind in given or _is_derived(kind, given)]

@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_core.config.collect import CollectConfig
 from rlhf_core.data.derived import derived_from
 from rlhf_core.data.raw_folder import RawFolder, SourceCounts, SourceWriter
+from rlhf_core.data.readers.unused_summary import unused_summary
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
 from rlhf_core.data.sources import annotation_sources, read_source, source_chunks, source_files
 from rlhf_core.data.table_stream import TableWriter
@@ -147,5 +148,6 @@ def _manifest(config: CollectConfig, collected: Collected, folder: Path) -> dict
 
 def _about(source: SourceCounts, rows: int, licence: str | None) -> dict[str, Any]:
     """Return what the manifest says of a source: its share of the ``rows`` of its kind, and a licence if it has one."""
-    about = vars(source) | {"share": source.rows / rows if rows else 0.0, "licence": source.licence or licence}
+    share = source.rows / rows if rows else 0.0
+    about = vars(source) | unused_summary(source.unused) | {"share": share, "licence": source.licence or licence}
     return about if about["licence"] else {name: value for name, value in about.items() if name != "licence"}

@@ -16,7 +16,7 @@ from rlhf_core.data.validation.set_rules.findings_file import named_findings
 from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
 from rlhf_core.data.validation.tables import read_raw, validate
 from rlhf_core.data.validation.token_counts import count_tokens
-from rlhf_core.errors import DataError
+from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation.data_card.build import CardSources, build_card
 from rlhf_core.evaluation.data_card.write import write_card
 from rlhf_core.files import atomic_dir, atomic_write_json, read_json, sha256_file
@@ -30,7 +30,8 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
     """Write clean splits, quarantine, data docs, data card, metrics and the gate's evidence.
 
     Raises:
-        DataError: The data gate failed. All but the clean data is written then too, as evidence.
+        DataError: The data of stage collect, or an evaluation file, cannot be read.
+        GateFailed: The data gate failed (exit code 3). All but the clean data is written then too, as evidence.
     """
     raw, workspace = read_raw(inputs.raw), inputs.raw.parents[1]
     # A tokenizer that cannot be loaded is reported before the rows are checked, which takes longer.
@@ -67,7 +68,7 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
         if not decision.passed:
             # Clean data of an earlier run must not be mistaken for this one's.
             shutil.rmtree(outputs.clean, ignore_errors=True)
-            raise DataError(_failure(decision, metrics))
+            raise GateFailed(_failure(decision, metrics))
     return metrics
 
 

@@ -29,6 +29,10 @@ class Undecided(Exception):
         self.prompt = prompt
 
 
+class LabelledFalse(Undecided):
+    """The only reply of a record is labelled as a bad one: nothing is learned from it, its prompt can be used."""
+
+
 @dataclass(frozen=True)
 class Parsed:
     """A prompt with its replies, or a text; parts that the record lacks are None.

@@ -16,12 +16,14 @@ import pyarrow.compute as pc
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.config.validation_rules import Severity
 from rlhf_core.data.schema import ROLES
-from rlhf_core.data.visible_text import has_visible_text
+from rlhf_core.data.visible_text import comparable, has_visible_text
 
 REPLIES = {"preferences": ("chosen", "rejected"), "demonstrations": ("reply",), "prompts": (), "pretrain": ("text",)}
+LABELS = ("category", "source")
 FLAG = np.int8
 DIGEST_BYTES = 16
 SOURCE_PASSED = "source_passed"  # a column that check_frame does not fill: see validate
+NOT_DERIVED = "derived only from rows that were refused"
 # Control characters other than tab, newlines and form feed, the C1 block (UTF-8 read as Latin-1), and the replacement
 # character.
 CONTROL = r"[\x00-\x08\x0b\x0e-\x1f\x7f-\x{9f}\x{fffd}\x{fffe}\x{ffff}]"
@@ -30,7 +32,7 @@ CONTROL = r"[\x00-\x08\x0b\x0e-\x1f\x7f-\x{9f}\x{fffd}\x{fffe}\x{ffff}]"
 MOJIBAKE = r"Ã[\x{a0}-\x{bf}\x{192}\x{201a}\x{201e}\x{2020}\x{2030}]|Â[\x{a0}-\x{bf}]|â€|ï¿½|ðŸ|锟斤拷"
 SECRETS = "|".join(
     (
-        r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY-----",
+        r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----",
         r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
         r"\bsk-(?:[A-Za-z0-9_]+-)*[A-Za-z0-9]{20,}",
         r"\bgh[pousr]_[A-Za-z0-9]{36,}",
@@ -75,7 +77,7 @@ def checks_for(kind: str, config: ValidateConfig, derived: bool = False) -> list
     """
     checks = [RowCheck("complete", "a required column is null")]
     if derived:
-        checks.append(RowCheck(SOURCE_PASSED, "derived only from rows that were refused"))
+        checks.append(RowCheck(SOURCE_PASSED, NOT_DERIVED))
     if kind != "pretrain":
         checks += [
             RowCheck("prompt_not_empty", "a turn of the user or the assistant is empty"),
@@ -162,10 +164,11 @@ def _row_columns(
         frame[f"{name}_chars"] = pc.utf8_length(texts[name]).to_numpy()
     if kind == "preferences":
         chosen, rejected = (texts[name].to_pylist() for name in REPLIES[kind])
-        frame["replies_differ"] = _flags(one_spaced(a) != one_spaced(b) for a, b in zip(chosen, rejected, strict=True))
+        frame["replies_differ"] = _flags(comparable(a) != comparable(b) for a, b in zip(chosen, rejected, strict=True))
         margin = table.column("margin").to_pandas().astype(float).to_numpy()
         frame["margin_finite"] = (table.column("margin").is_null().to_numpy() | np.isfinite(margin)).astype(FLAG)
-    _text_flags(frame, texts, config)
+    labels = [pc.fill_null(table.column(name), "") for name in LABELS]
+    _text_flags(frame, list(texts.values()), labels, config)
     return frame
 
 
@@ -208,14 +211,16 @@ def roles_in_order(roles: list[str]) -> bool:
     return known and alternating and dialogue[:1] == ["user"] and dialogue[-1:] == ["user"]
 
 
-def _text_flags(frame: pd.DataFrame, texts: Mapping[str, pa.ChunkedArray], config: ValidateConfig) -> None:
-    """Add flags for the patterns that no text of a row may match."""
-    patterns = {"no_control_characters": CONTROL, "no_mojibake": MOJIBAKE}
+def _text_flags(
+    frame: pd.DataFrame, texts: Sequence[pa.ChunkedArray], labels: Sequence[pa.ChunkedArray], config: ValidateConfig
+) -> None:
+    """Add flags for the patterns that no text of a row may match, nor its category and source, which are printed."""
+    searches = [("no_control_characters", CONTROL, [*texts, *labels]), ("no_mojibake", MOJIBAKE, texts)]
     if config.secrets:
-        patterns["no_secrets"] = SECRETS
-    for column, pattern in patterns.items():
+        searches.append(("no_secrets", SECRETS, [*texts, *labels]))
+    for column, pattern, searched in searches:
         matches = np.zeros(len(frame), dtype=bool)
-        for text in texts.values():
+        for text in searched:
             matches |= pc.match_substring_regex(text, pattern).to_numpy().astype(bool)
         frame[column] = (~matches).astype(FLAG)
 
@@ -223,22 +228,17 @@ def _text_flags(frame: pd.DataFrame, texts: Mapping[str, pa.ChunkedArray], confi
 def row_digests(kind: str, texts: Mapping[str, pa.ChunkedArray]) -> pa.Table:
     """Return 128-bit hashes of the content of rows; of pairs also as they are labelled, and the other way round.
 
-    For the label, texts that differ in white space alone count as equal. Two of a billion contents have the same hash
-    with a probability of about 1e-21.
+    For the label, texts that differ in white space or invisible characters alone count as equal. Two of a billion
+    contents have the same hash with a probability of about 1e-21.
     """
     names = REPLIES[kind] if kind == "pretrain" else ("prompt", *REPLIES[kind])
     contents = list(zip(*(texts[name].to_pylist() for name in names), strict=True))
     columns = {"content": [_digest(map(str.encode, content)) for content in contents]}
     if kind == "preferences":
-        parts = [[_digest([one_spaced(text).encode()]) for text in content] for content in contents]
+        parts = [[_digest([comparable(text).encode()]) for text in content] for content in contents]
         columns["labelled"] = [_digest((prompt, chosen, rejected)) for prompt, chosen, rejected in parts]
         columns["swapped"] = [_digest((prompt, rejected, chosen)) for prompt, chosen, rejected in parts]
     return pa.table({name: pa.array(hashes, pa.binary(DIGEST_BYTES)) for name, hashes in columns.items()})
-
-
-def one_spaced(text: str) -> str:
-    """Return a text with single spaces for all white space, and none at its ends."""
-    return " ".join(text.split())
 
 
 def _digest(parts: Iterable[bytes]) -> bytes:

@@ -16,6 +16,9 @@ from rlhf_core.data.table_stream import table_chunks
 PROVENANCE_SCHEMA = pa.schema(
     [("kind", pa.string()), ("id", pa.string()), ("source", pa.string()), ("position", pa.int64())]
 )
+# Ids of derived prompts whose records give no other row: nothing that they come from can fail validation.
+PROMPT_ONLY = "prompt_only.parquet"
+PROMPT_ONLY_SCHEMA = pa.schema([("id", pa.string())])
 
 
 @dataclass(frozen=True)
@@ -68,3 +71,9 @@ def read_provenance(path: Path) -> dict[str, Origins]:
         kind: Origins(names, np.concatenate([s for s, _ in listed]), np.concatenate([p for _, p in listed]))
         for kind, listed in parts.items()
     }
+
+
+def read_prompt_only(path: Path) -> frozenset[str]:
+    """Return the ids of the prompts whose records give no other row; none where there is no such file."""
+    chunks = table_chunks(path) if path.exists() else ()
+    return frozenset(row_id for table in chunks for row_id in table.column("id").to_pylist())

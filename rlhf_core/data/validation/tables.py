@@ -16,7 +16,7 @@ from rlhf_core.data.derived import DERIVED_FROM, derive
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.validation.checks import SOURCE_PASSED, RowCheck, check_frame, checks_for, passing
 from rlhf_core.data.validation.expectations import run_suites
-from rlhf_core.data.validation.provenance import Origins, read_provenance
+from rlhf_core.data.validation.provenance import PROMPT_ONLY, Origins, read_prompt_only, read_provenance
 from rlhf_core.data.validation.quarantine import Quarantined, count_refused, quarantine_rows, read_refused
 from rlhf_core.data.validation.severity import split_by_severity
 from rlhf_core.data.validation.stored_rows import StoredRows
@@ -35,6 +35,7 @@ class RawData:
         derived: Kinds that were derived from others.
         cut: How many rows of a kind ``collect.limit`` left out.
         origins: The file and line of every row, by kind; empty for rows of no file.
+        prompt_only: Ids of derived prompts that come from records which give no other row.
     """
 
     rows: Mapping[str, StoredRows]
@@ -42,6 +43,7 @@ class RawData:
     derived: Collection[str] = ()
     cut: Mapping[str, int] = field(default_factory=dict)
     origins: Mapping[str, Origins] = field(default_factory=dict)
+    prompt_only: Collection[str] = ()
 
 
 @dataclass
@@ -117,6 +119,7 @@ def read_raw(raw: Path) -> RawData:
         derived=[kind for kind, about in kinds.items() if about["derived_from"]],
         cut={kind: about["cut"] for kind, about in kinds.items() if about.get("cut")},
         origins=origins,
+        prompt_only=read_prompt_only(raw / PROMPT_ONLY),
     )
 
 
@@ -124,12 +127,15 @@ def validate(raw: RawData, config: ValidateConfig, docs: Path) -> Validated:
     """Check every row of every kind and write the data docs to the folder ``docs``.
 
     A row that fails any check goes to the quarantine with all its reasons, after the rows that readers refused. So does
-    a row of a derived kind of which no row that passed is the source. Checks that only warn are counted.
+    a row of a derived kind of which no row that passed is the source, nor a record that gives nothing but a prompt.
+    Checks that only warn are counted.
     """
     filled = {kind: rows for kind, rows in raw.rows.items() if rows.num_rows}
     checks = {kind: checks_for(kind, config, kind in raw.derived) for kind in filled}
     frames: dict[str, pd.DataFrame] = {}
     derivable: dict[str, set[str]] = {kind: set() for kind in raw.derived}
+    if "prompts" in derivable:
+        derivable["prompts"].update(raw.prompt_only)
     with progress(sum(rows.num_rows for rows in filled.values()), "checking rows") as bar:
         for kind, rows in filled.items():
             frames[kind] = check_frame(kind, _advancing(rows, bar), config)

@@ -32,6 +32,12 @@ class CardTable:
     header: tuple[str, ...]
     rows: Sequence[tuple[str | float | int | None, ...]]
 
+    @property
+    def numeric(self) -> list[bool]:
+        """By column, whether it holds no text and is aligned to the right, with its heading."""
+        columns = range(len(self.header))
+        return [bool(self.rows) and not any(isinstance(row[column], str) for row in self.rows) for column in columns]
+
 
 @dataclass(frozen=True)
 class CardSection:

@@ -32,7 +32,8 @@ def _section(section: CardSection) -> Iterator[str]:
 
 
 def _table(table: CardTable) -> str:
-    lines = [_line([_text(cell) for cell in table.header]), "|" + "---|" * len(table.header)]
+    rule = "".join("---:|" if numeric else "---|" for numeric in table.numeric)
+    lines = [_line([_text(cell) for cell in table.header]), f"|{rule}"]
     lines += [_line([_text(format_number(cell)) for cell in row]) for row in table.rows]
     return "\n".join(lines)
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from rlhf_core.data.validation.checks import SECRETS
+from rlhf_core.data.validation.checks import NOT_DERIVED
 from rlhf_core.data.validation.quarantine import Quarantined
 from rlhf_core.evaluation.data_card.card import CardSection, CardTable
+from rlhf_core.evaluation.data_card.safe_text import shortened, without_keys
 
 EXAMPLES = 10
 EXCERPT = 160
-_SECRET = re.compile(SECRETS)
 
 
 def refused_section(quarantined: Iterable[Quarantined]) -> CardSection:
-    """Return ten refused rows, as many different reasons as possible first."""
+    """Return ten refused rows of the sources, as many different reasons as possible first."""
     spread = spread_over_reasons(quarantined, EXAMPLES)
     rows = [
         (row.kind, f"{row.source}:{row.position}" if row.source else row.id, "; ".join(row.reasons), excerpt(row.row))
@@ -37,19 +36,26 @@ class SpreadRows:
 
 
 def spread_over_reasons(quarantined: Iterable[Quarantined], count: int) -> SpreadRows:
-    """Choose the first row of each kind and reason, then the second of each, and so on, until there are ``count``."""
+    """Choose the first row of each kind and reason, then the second of each, and so on, until there are ``count``.
+
+    A row of a file is chosen once, not again as a row of a kind that is derived from it.
+    """
     total = 0
     groups: dict[tuple[str, str], list[Quarantined]] = {}
+    origins: set[tuple[str, int | None]] = set()
     for row in quarantined:
         total += 1
+        origin = row.source or row.id, row.position
+        if NOT_DERIVED in row.reasons or origin in origins:
+            continue
         group = groups.setdefault((row.kind, row.reasons[0] if row.reasons else ""), [])
         if len(group) < count:
             group.append(row)
+            origins.add(origin)
     chosen = (group[rank] for rank in range(count) for group in groups.values() if rank < len(group))
     return SpreadRows(list(islice(chosen, count)), total)
 
 
 def excerpt(content: str) -> str:
     """Return the beginning of a row's content on one line, without anything that looks like a key."""
-    text = " ".join(_SECRET.sub("[taken out: looks like a key]", content).split())
-    return text if len(text) <= EXCERPT else f"{text[:EXCERPT]}…"
+    return shortened(" ".join(without_keys(content).split()), EXCERPT)

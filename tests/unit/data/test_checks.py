@@ -66,6 +66,12 @@ def test_ordinary_text_passes() -> None:
         ({"chosen": "x" * 61}, "chosen_chars"),
         ({"rejected": "x" * 61}, "rejected_chars"),
         ({"chosen": "a  b", "rejected": " a\nb"}, "replies_differ"),
+        ({"chosen": "same\u200b", "rejected": "same"}, "replies_differ"),
+        ({"chosen": "caf\u00e9", "rejected": "cafe\u0301"}, "replies_differ"),
+        ({"category": "AKIAABCDEFGHIJKLMNOP"}, "no_secrets"),
+        ({"source": "AKIAABCDEFGHIJKLMNOP"}, "no_secrets"),
+        ({"category": "a\x00b"}, "no_control_characters"),
+        ({"source": "\x1b[31m"}, "no_control_characters"),
         ({"margin": float("nan")}, "margin_finite"),
         ({"margin": float("inf")}, "margin_finite"),
         ({"chosen": "a\x00b"}, "no_control_characters"),
@@ -127,6 +133,11 @@ def test_a_pair_labelled_both_ways_is_refused_on_both_sides() -> None:
 def test_a_contradiction_may_differ_in_white_space() -> None:
     rows = [pair(), pair(prompt=[user("hello ")], chosen=" bad", rejected="good\n"), pair(chosen="better")]
     assert failed(*rows) == [{"not_contradicted"}, {"not_contradicted"}, set()]
+
+
+def test_a_contradiction_may_differ_in_invisible_characters() -> None:
+    rows = [pair(), pair(prompt=[user("\ufeffhello")], chosen="ba\u00add", rejected="good\u200d")]
+    assert failed(*rows) == [{"not_contradicted"}, {"not_contradicted"}]
 
 
 def test_an_empty_system_turn_is_no_reason_to_refuse() -> None:

@@ -164,7 +164,7 @@ def test_a_file_is_converted_without_being_held(
 ) -> None:
     monkeypatch.setattr("rlhf_core.data.formats.CHUNK_RECORDS", 100)
     monkeypatch.setattr("rlhf_core.data.convert.BATCH", 100)
-    monkeypatch.setattr("rlhf_core.data.readers.table_records.BATCH_ROWS", 100)
+    monkeypatch.setattr("rlhf_core.data.readers.table_checks.BATCH_ROWS", 100)
     rows = [{"prompt": f"{i:04000}?", "chosen": "a", "rejected": "b"} for i in range(3000)]
     table = pa.Table.from_pylist(rows)
     (write_csv if source.endswith(".csv") else pq.write_table)(table, tmp_path / source)

@@ -35,14 +35,16 @@ def test_agreement_of_labels_where_a_pair_repeats() -> None:
     rows = table(
         *[pair(1, "a", "b"), pair(1, "a ", "b"), pair(1, "b", "a")],  # two of three
         *[pair(2, "a", "b"), pair(2, "b", "a")],  # a tie
-        *[pair(3, "a", "b"), pair(3, "a", "b")],
-        pair(4, "a", "b"),
+        *[pair(3, "a", "b"), pair(3, "a\u200b", "b")],
+        *[pair(4, "a", "b"), pair(4, "a", "b")],  # a copy is no second label
         *[pair(5, "a", "a"), pair(5, "a", "a")],  # no pair
     )
     agreement = label_agreement(rows)
     assert (agreement.repeated, agreement.contradicted, agreement.labels) == (3, 2, 7)
     assert agreement.share == pytest.approx((2 + 1 + 2) / 7)
     assert label_agreement(table(pair(1, "a", "b"))).share is None
+    assert label_agreement(table(pair(1, "a", "b"), pair(1, "a", "b", category="x"))).share is None
+    assert label_agreement(table(pair(1, "a", "b", margin=1.0), pair(1, "a", "b", margin=2.0))).repeated == 1
 
 
 def test_length_bias_has_wilsons_interval() -> None:

@@ -75,10 +75,10 @@ BAD_REPLIES = [
 @pytest.mark.parametrize("kind", ["demonstrations", "pretrain"])
 def test_a_reply_labelled_false_is_nothing_to_imitate(kind: str, row: dict[str, Any]) -> None:
     result = read(kind, row)
-    assert not result.rows
-    (refused,) = result.refused
-    assert refused["reason"].startswith("the reply is labelled false")
-    assert len(read("prompts", row).rows) == 1, "its prompt can be used"
+    assert not result.rows and not result.refused, "it is no bad row"
+    assert dict(result.dropped) == {"the reply is labelled false: nothing to imitate": 1}
+    (prompt,) = read("prompts", row).rows
+    assert result.prompt_only == ([prompt | {"position": 1}] if kind == "demonstrations" else [])
 
 
 @pytest.mark.parametrize(

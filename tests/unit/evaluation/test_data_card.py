@@ -16,6 +16,7 @@ from memory_rows import origins_of
 from rlhf_core.config.collect import CollectConfig, FileSources
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.dataset import data_metrics, write_clean
+from rlhf_core.data.validation.checks import NOT_DERIVED
 from rlhf_core.data.validation.quarantine import Quarantined, write_refused
 from rlhf_core.data.validation.set_rules.check_set import apply_set_rules, check_set
 from rlhf_core.data.validation.set_rules.findings_file import named_findings
@@ -24,7 +25,7 @@ from rlhf_core.data.validation.tables import RawData, Validated
 from rlhf_core.data.validation.token_counts import count_tokens
 from rlhf_core.evaluation.data_card.bar_chart import bar_chart
 from rlhf_core.evaluation.data_card.build import CardSources, build_card, source_section
-from rlhf_core.evaluation.data_card.card import Histogram
+from rlhf_core.evaluation.data_card.card import CardTable, Histogram
 from rlhf_core.evaluation.data_card.lengths import length_section
 from rlhf_core.evaluation.data_card.refused_rows import refused_section, spread_over_reasons
 from rlhf_core.evaluation.data_card.write import write_card
@@ -44,9 +45,12 @@ KINDS: dict[str, Any] = {
                 "source": "a|b.jsonl",
                 "format": "standard",
                 "licence": "MIT",
-                "records": 6,
+                "records": 12,
+                "expanded": 0,
                 "rows": 4,
                 "refused": 2,
+                "dropped": {"both replies have the same score": 3, "a tie": 2},
+                "cut": 1,
                 "share": 1.0,
             }
         ],
@@ -105,7 +109,8 @@ def written(folder: Path) -> tuple[str, str, str]:
 def test_what_the_card_says(tmp_path: Path) -> None:
     text, page, release = written(tmp_path / "card")
     assert "The data gate failed: preferences.clean" in text and 'class="verdict bad"' in page
-    assert r"| preferences | a\|b.jsonl | standard | MIT | 6 | 4 | 2 | 1.000 |" in text
+    assert r"| preferences | a\|b.jsonl | standard | MIT | 12 | 0 | 4 | 2 | 5 | 1 | 1.000 |" in text
+    assert "- preferences: 3 records dropped, since both replies have the same score." in text
     assert "| demonstrations | derived from preferences |" in text
     assert "| no_prefix_leakage | warn | 1 |" in text
     # Of one test row; training row 1 of the file is named.
@@ -143,6 +148,35 @@ def test_examples_of_refused_rows_cover_all_reasons_first() -> None:
     assert [row.id for row in chosen.rows[:5]] == ["0", "20", "21", "22", "1"]
     assert (len(chosen.rows), chosen.total) == (10, 23)
     assert not refused_section([]).tables
+
+
+def test_examples_are_of_different_rows_of_the_sources() -> None:
+    """What is derived from a refused row repeats it, and says nothing of its own."""
+    rows = [Quarantined("preferences", str(i), ["too long"], "{}", "a.jsonl", i) for i in range(3)]
+    rows += [Quarantined("demonstrations", "d", ["too long"], "{}", "a.jsonl", 1)]
+    rows += [Quarantined("prompts", str(i), [NOT_DERIVED, "too long"], "{}", "a.jsonl", i) for i in range(5)]
+    rows += [Quarantined("prompts", "p", ["too long"], "{}", "b.jsonl", 1)]
+    chosen = spread_over_reasons(rows, 10)
+    assert [(row.source, row.position) for row in chosen.rows] == [
+        ("a.jsonl", 0),
+        ("b.jsonl", 1),
+        ("a.jsonl", 1),
+        ("a.jsonl", 2),
+    ]
+    assert chosen.total == 10
+
+
+def test_headings_stand_over_what_they_name(tmp_path: Path) -> None:
+    text, page, _ = written(tmp_path / "card")
+    assert '<th class="n">prompts</th>' in page and "<th>source</th>" in page
+    assert "|  | preferences | demonstrations | prompts | pretrain |\n|---|---:|---:|---:|---:|" in text
+    assert CardTable(("a", "b", "c", "d"), [("x", 1, None, 1.5), ("y", None, None, "?")]).numeric == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert CardTable(("a",), []).numeric == [False]
 
 
 def test_histograms_count_in_powers_of_two() -> None:

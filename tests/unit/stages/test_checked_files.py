@@ -90,6 +90,30 @@ def test_without_preferences_only_what_there_is_can_fail(tmp_path: Path) -> None
     assert not few.passed and "prompts.clean is 3, bound >= 50: too few rows" in as_text(few, 200)
 
 
+def test_what_is_derived_is_derived_from_what_there_is(tmp_path: Path) -> None:
+    demonstrations = [{"prompt": row["prompt"], "reply": row["chosen"]} for row in rows(60)]
+    checked = check(tmp_path, write(tmp_path, demonstrations, "demos.jsonl"))
+    assert checked.derived == {"prompts": "demonstrations", "pretrain": "demonstrations"}
+    assert "preferences" not in as_text(checked)
+
+
+def test_paths_of_evaluation_files_start_where_they_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of ``--set`` at the current folder, those of a workspace there."""
+    workspace, current = tmp_path / "ws", tmp_path / "elsewhere"
+    for folder in (workspace, current):
+        folder.mkdir()
+        write(folder, [{"prompt": f"Question {i}?"} for i in range(5)], f"{folder.name}.jsonl")
+    (workspace / "params.yaml").write_text('validate: {evaluation_files: ["ws.jsonl"]}\n')
+    file = write(current, rows(80))
+    monkeypatch.chdir(current)
+    given = ["--set", 'validate.evaluation_files=["elsewhere.jsonl"]']
+    for number, options in enumerate(([], given), 1):
+        done = CliRunner().invoke(app, ["data", "validate", file, "-w", "../ws", *options, "-o", f"out{number}"])
+        assert done.exit_code == 0, done.exception
+        name = (current if options else workspace).name
+        assert f"{name}.jsonl | 5 | 0 |" in (current / f"out{number}/data/card/card.md").read_text()
+
+
 def test_the_kind_of_a_file_is_the_best_that_it_serves_as(tmp_path: Path) -> None:
     write(tmp_path, rows(2))
     (file,) = source_files(["pairs.jsonl"], tmp_path)

@@ -18,7 +18,7 @@ from rlhf_core.config.validation_rules import ROW_RULES, SET_RULES
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.validation.checks import checks_for
 from rlhf_core.data.validation.tables import RawData, Validated, validate
-from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.errors import ConfigError, GateFailed
 
 
 def validated(folder: Path, derived: bool = False, **settings: Any) -> Validated:
@@ -60,7 +60,7 @@ def test_a_warning_keeps_the_row_unless_another_rule_refuses_it(tmp_path: Path) 
 def test_a_single_row_shuts_the_gate_where_the_rule_fails_the_set(tmp_path: Path) -> None:
     rows = good_rows() | {"pretrain": [make_row("pretrain", i) for i in range(20)]}
     rows["preferences"].append(make_row("preferences", 0))
-    with pytest.raises(DataError, match=r"preferences.failed_not_duplicate is 1, must be <= 0"):
+    with pytest.raises(GateFailed, match=r"preferences.failed_not_duplicate is 1, must be <= 0"):
         run_validate(rows, tmp_path, rules={"not_duplicate": "fail", "prompt_chars": "fail"})
     conditions = {c["metric"]: c for c in json.loads((tmp_path / "gates/data.json").read_text())["conditions"]}
     assert [name for name, c in conditions.items() if not c["passed"]] == ["preferences.failed_not_duplicate"]

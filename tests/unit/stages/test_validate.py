@@ -17,7 +17,7 @@ from rlhf_core.data.formats import prompt_group
 from rlhf_core.data.schema import ROW_TYPES, Preference, arrow_schema, content_id, read_rows, write_dicts
 from rlhf_core.data.validation.quarantine import write_refused
 from rlhf_core.data.validation.tables import RawData, Validated
-from rlhf_core.errors import DataError
+from rlhf_core.errors import EXIT_GATE_FAILED, DataError, GateFailed
 from rlhf_core.gates import decide
 from rlhf_core.stages import validate
 from rlhf_core.stages.runtime.contract import Paths
@@ -117,10 +117,10 @@ def test_too_much_quarantine_shuts_the_gate_and_leaves_evidence(tmp_path: Path) 
     rows = good_rows()
     rows["demonstrations"] = [make_row("demonstrations", i, reply="" if i % 2 else "fine") for i in range(120)]
     with pytest.raises(
-        DataError, match=r"demonstrations.quarantined_share is 0.5, must be <= 0.2 \(most often check reply_not"
+        GateFailed, match=r"demonstrations.quarantined_share is 0.5, must be <= 0.2 \(most often check reply_not"
     ) as e:
         run(rows, tmp_path)
-    assert "\n" not in str(e.value)
+    assert "\n" not in str(e.value) and e.value.exit_code == EXIT_GATE_FAILED
     assert not (tmp_path / "data/clean").exists(), "clean data of the earlier run must not pass for this one's"
     gate = json.loads((tmp_path / "gates/data.json").read_text())
     assert [c["metric"] for c in gate["conditions"] if not c["passed"]] == ["demonstrations.quarantined_share"]
@@ -128,7 +128,7 @@ def test_too_much_quarantine_shuts_the_gate_and_leaves_evidence(tmp_path: Path) 
 
 
 def test_no_rows_at_all_shut_the_gate(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"preferences.clean is 0, must be >= 50; .* and \d+ more"):
+    with pytest.raises(GateFailed, match=r"preferences.clean is 0, must be >= 50; .* and \d+ more"):
         run({kind: [] for kind in ROW_TYPES}, tmp_path)
     assert not json.loads((tmp_path / "gates/data.json").read_text())["passed"]
 

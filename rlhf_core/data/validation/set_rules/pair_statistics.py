@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from scipy import stats
 
 from rlhf_core.data.validation.stored_rows import StoredRows
+from rlhf_core.data.visible_text import comparable
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,22 @@ class LengthBias:
 
 
 def label_agreement(preferences: StoredRows) -> LabelAgreement:
-    """Count the labels of every pair among all rows that were read, refused ones too; white space does not count."""
+    """Count the labels of every pair among all rows that were read, refused ones too.
+
+    White space and invisible characters do not count. Exact copies, of one margin too, are one label: what repeats a
+    row is no second annotator.
+    """
     labels: dict[int, list[int]] = {}
-    for part in preferences.parts(["prompt", "chosen", "rejected"]):
+    seen: set[int] = set()
+    for part in preferences.parts(["prompt", "chosen", "rejected", "margin"]):
         for row in part.to_pylist():
-            prompt = tuple((turn["role"], _collapsed(turn["content"])) for turn in row["prompt"] or [] if turn)
-            chosen, rejected = _collapsed(row["chosen"]), _collapsed(row["rejected"])
+            turns = [(turn["role"], turn["content"] or "") for turn in row["prompt"] or [] if turn]
+            copy = hash((*turns, row["chosen"], row["rejected"], row["margin"]))
+            if copy in seen:
+                continue
+            seen.add(copy)
+            prompt = tuple((role, comparable(content)) for role, content in turns)
+            chosen, rejected = comparable(row["chosen"] or ""), comparable(row["rejected"] or "")
             if chosen != rejected:
                 first, second = sorted((chosen, rejected))
                 votes = labels.setdefault(hash((prompt, first, second)), [0, 0])
@@ -111,7 +122,3 @@ def balance(counts: Mapping[str, int]) -> float | None:
     if len(counts) < 2:
         return None
     return float(stats.entropy(list(counts.values()))) / math.log(len(counts))
-
-
-def _collapsed(text: str | None) -> str:
-    return " ".join((text or "").split())

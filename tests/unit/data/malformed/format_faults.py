@@ -195,7 +195,7 @@ FILES = [
         b"prompt,completion,label\n"
         + b"".join(b"kcs%d,reply %d, %s\n" % (n, n, b"False" if n % 3 else b"True") for n in range(9)),
         9,
-        RowsRead(3, {LABELLED: 6}),
+        RowsRead(3, dropped={LABELLED: 6}),
         **DEMONSTRATIONS,
     ),
     OddFile(
@@ -203,7 +203,7 @@ FILES = [
         ".csv",
         b"prompt,completion,label\n" + b"".join(b"kcf%d,reply %d,%d.0\n" % (n, n, n % 2) for n in range(8)),
         8,
-        RowsRead(4, {LABELLED: 4}),
+        RowsRead(4, dropped={LABELLED: 4}),
         **DEMONSTRATIONS,
     ),
     after(
@@ -211,10 +211,10 @@ FILES = [
     ),
     after(kto, "kto-NaN", kto("knan", float("nan")), "label is nan, which says neither", **DEMONSTRATIONS),
     after(kto, "kto-null", kto("knull", None), RowsRead(13), **DEMONSTRATIONS),
-    after(kto, "kto-false", kto("kf", False), LABELLED, **DEMONSTRATIONS),
-    after(kto, "kto-false-text", kto("kt", "False"), LABELLED, **DEMONSTRATIONS),
-    after(kto, "kto-zero", kto("kz", 0), LABELLED, **DEMONSTRATIONS),
-    after(kto, "kto-tag-false", kto("kg", False, "kto_tag"), LABELLED, **PRETRAIN),
+    after(kto, "kto-false", kto("kf", False), dropped(LABELLED), **DEMONSTRATIONS),
+    after(kto, "kto-false-text", kto("kt", "False"), dropped(LABELLED), **DEMONSTRATIONS),
+    after(kto, "kto-zero", kto("kz", 0), dropped(LABELLED), **DEMONSTRATIONS),
+    after(kto, "kto-tag-false", kto("kg", False, "kto_tag"), dropped(LABELLED), **PRETRAIN),
     after(kto, "kto-prompt", kto("kp", False), RowsRead(13), **PROMPTS),
     OddFile(
         "kto-as-pairs",
