@@ -262,7 +262,7 @@ def require_kind(kind: str | None) -> None:
 
 
 def _validate_config(workspace: Path | None, sets: Sequence[str], tokenizer: str | None) -> ValidateConfig:
-    """Return the section ``validate`` of a workspace, outside one its defaults, with ``sets`` and ``tokenizer`` over it.
+    """Return the section ``validate`` of a workspace, else its defaults, with ``sets`` and ``tokenizer`` over it.
 
     Its paths are absolute, since the stages run in a folder of their own: those of a workspace start there, those of
     ``sets`` at the current folder.
