@@ -20,6 +20,7 @@ def match_result(lows: Mapping[str, float], **losses_high95: float) -> dict[str,
                 "lose": 1 - (low + 0.1),
                 "win_rate": low + 0.1,
                 "win_rate_low95": low,
+                "win_rate_high95": min(low + 0.2, 1.0),
                 "lc_win_rate_low95": low,
                 "prompts": PROMPTS,
             }

@@ -65,8 +65,9 @@ def _describe(record: Mapping[str, Any], model: str) -> list[str]:
     ]
     moves += ["terms of promotion"] if TERMS_TAG in (record.get("model_tags") or {}) else []
     when = str(record["time"])[:19].replace("T", " ")
+    about = ", ".join(moves) or (f"version {record['decided_on']}" if record["decided_on"] else "versions")
     lines = [
-        f"{record['number']}  {when} UTC  {record['who'] or 'unknown'}  {record['action']}: {', '.join(moves)}",
+        f"{record['number']}  {when} UTC  {record['who'] or 'unknown'}  {record['action']}: {about}",
         f"   why: {record['reason']}",
     ]
     if record["decision"]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flows.commands.options import Reason, Workspace
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
+
+if TYPE_CHECKING:
+    from flows.registry.decisions import PromotionDecision
 
 app = typer.Typer(add_completion=False)
 
@@ -30,6 +34,8 @@ def promote(
 ) -> None:
     """Promote the challenger if every judge prefers it to the champion and it is worse in nothing that counts.
 
+    With registry.approval it then waits for `rlhf approve`.
+
     Exit codes: 0 it is champion now (in a dry run: it would be), 5 not promoted, 2 it could not be decided.
 
     Examples:
@@ -43,7 +49,7 @@ def promote(
         raise RlhfError("a forced promotion needs a reason; add --reason TEXT, it is recorded")
     force_reason = reason if force else None
     decision = decide(find_workspace(workspace), version=version, force_reason=force_reason, dry_run=dry_run)
-    typer.echo(f"{'promoted' if decision.promoted else 'not promoted'}: {decision.reason}")
+    typer.echo(decision.describe())
     if explain:
         from rich.console import Console
 
@@ -51,6 +57,61 @@ def promote(
 
         Console().print(explain_promotion(decision), soft_wrap=not sys.stdout.isatty())
     raise typer.Exit(EXIT_OK if decision.is_champion else EXIT_NOT_PROMOTED)
+
+
+VersionLookedAt = Annotated[
+    str | None, typer.Option("--version", help="The version you have looked at; another one is refused.")
+]
+
+
+@app.command()
+def approve(version: VersionLookedAt = None, reason: Reason = None, workspace: Workspace = None) -> None:
+    """Make the version that passed its match and waits for approval the champion.
+
+    RLHF_ACTOR names who decides, such as the person behind a CI job; default: the user and the host. The decision
+    becomes an entry of `rlhf history`.
+
+    Example: rlhf approve --version 7 --reason "read 50 replies"
+    """
+    from flows.registry.approval.decide import approve as decide
+    from flows.workspace.folder import find_workspace
+
+    folder = find_workspace(workspace)
+    decision = decide(folder, reason or "", version)
+    typer.echo(f"version {decision.challenger} is champion: {decision.reason}")
+    _end_suspended_runs(folder, decision)
+
+
+@app.command()
+def decline(
+    reason: Annotated[str, typer.Option("--reason", help="The reason; recorded with the decision.")],
+    version: VersionLookedAt = None,
+    workspace: Workspace = None,
+) -> None:
+    """Refuse the version that waits for approval. The champion stays, and only force asks for approval again.
+
+    Example: rlhf decline --reason "refuses too much"
+    """
+    from flows.registry.approval.decide import decline as decide
+    from flows.workspace.folder import find_workspace
+
+    folder = find_workspace(workspace)
+    decision = decide(folder, reason, version)
+    typer.echo(f"version {decision.challenger} is not promoted: {decision.reason}")
+    _end_suspended_runs(folder, decision)
+
+
+def _end_suspended_runs(workspace: Path, decision: PromotionDecision) -> None:
+    """Complete the Prefect runs that waited for the decision; a server that does not answer changes nothing else."""
+    from flows.registry.approval.suspended_runs import end_suspended_runs
+
+    try:
+        ended = end_suspended_runs(workspace, decision)
+    except RlhfError as error:
+        typer.echo(f"a Prefect run that waits for it stays suspended: {error}", err=True)
+    else:
+        if ended:
+            typer.echo(f"completed {ended} suspended Prefect run{'s' if ended > 1 else ''}")
 
 
 @app.command()

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 from flows.commands.display.formats import format_age
 from flows.registry.alias_transaction import pending
 from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions
+from flows.registry.approval.request import latest_request
 from flows.registry.decisions import read_decisions
 from flows.registry.mlflow_client import connect, has_record
 from flows.registry.model_artifacts import CONTENT_TAG
 from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.errors import RlhfError
 from rlhf_core.files import sha256_tree
 
 if TYPE_CHECKING:
+    from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
 POLICY_FOLDER = Path("models") / "policy"
@@ -30,12 +33,14 @@ class RegistryStatus:
         champion: Version number of the champion, None if there is none.
         interrupted: The action that was begun and not completed, empty if none was.
         decided: When the last decision was made, None if none was.
+        awaiting: The version that waits for approval, empty if none does.
     """
 
     lines: list[str]
     champion: str | None = None
     interrupted: str = ""
     decided: datetime | None = None
+    awaiting: str = ""
 
 
 def registry_status(workspace: Path, config: RegistryConfig, stale_stages: int, now: datetime) -> RegistryStatus:
@@ -62,6 +67,8 @@ def registry_status(workspace: Path, config: RegistryConfig, stale_stages: int, 
         lines.append(f"  last decision: {_describe_decision(decisions[-1])}")
     elif challenger_reason := _recorded_reason(policies, aliases.get(CHALLENGER)):
         lines.append(f"  last decision: {challenger_reason}")
+    awaiting, waiting_lines = _waiting_for_approval(client, config.policy) if policies else ("", [])
+    lines += waiting_lines
     rewards = versions(client, config.reward_model)
     lines.append(_versions_line(config.reward_model, len(rewards), read_aliases(client, config.reward_model)))
     transaction = pending(client, config)
@@ -69,7 +76,20 @@ def registry_status(workspace: Path, config: RegistryConfig, stale_stages: int, 
     if action:
         lines.append(f"a {action} was interrupted; the next promote, rollback, run or chat completes it")
     decided = _time_of(decisions[-1]) if decisions else None
-    return RegistryStatus(lines, None if champion is None else str(champion.version), action, decided)
+    return RegistryStatus(lines, None if champion is None else str(champion.version), action, decided, awaiting)
+
+
+def _waiting_for_approval(client: MlflowClient, model: str) -> tuple[str, list[str]]:
+    """The version that waits for approval, and the line that says so; a history that was changed has a line too."""
+    try:
+        request = latest_request(client, model)
+    except RlhfError as error:
+        return "", [f"  {error}"]
+    if request is None or not request.is_open:
+        return "", []
+    since = datetime.fromisoformat(request.asked_at).astimezone()
+    line = f"  waits for approval: v{request.challenger}, since {since:%Y-%m-%d %H:%M}, requested by {request.asked_by}"
+    return request.challenger, [line]
 
 
 def _versions_line(name: str, count: int, numbers: dict[str, str]) -> str:
@@ -102,6 +122,7 @@ def _describe_decision(decision: dict[str, Any]) -> str:
     if decision["action"] == "rollback":
         return f"{moment}, v{decision['replaced']} rolled back to v{decision['champion']}: {decision['reason']}"
     verb = "promoted" if decision["promoted"] else "not promoted"
+    verb = "waits for approval" if decision.get("awaiting_approval") else verb
     return f"{moment}, v{decision['challenger']} {verb}: {decision['reason']}"
 
 

@@ -124,6 +124,8 @@ def next_step(stages: StagesStatus, resumable: bool, last: LastRun | None, regis
         counts = [f"{stages.stale} stale", f"{stages.not_run} that have not run"]
         named = " and ".join(part for part in counts if not part.startswith("0 "))
         return "rlhf run", f"brings stages up to date: {named}"
+    if registry.awaiting:
+        return "rlhf approve", f"makes version {registry.awaiting} champion; `rlhf decline --reason TEXT` refuses it"
     decided_since = last is None or (registry.decided is not None and registry.decided > last.last_event)
     if last is not None and last.verdict is not None and not decided_since:
         return last.verdict.next_command, last.verdict.next_hint

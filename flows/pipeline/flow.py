@@ -50,6 +50,7 @@ from flows.pipeline.schedule import Schedule, final_name
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.pipeline.verdict_markdown import verdict_markdown
 from flows.prefect_server.flow_runs import cancel_orphans
+from flows.registry.approval.suspended_runs import follow_request
 from flows.registry.links import mlflow_links
 from flows.registry.mlflow_client import end_pipeline_run, log_final_artifacts, report_page, start_pipeline_run
 from flows.registry.run_description import describe_run
@@ -115,7 +116,7 @@ def rlhf_pipeline(workspace: str = ".", promote: bool = True) -> State[Any]:
     """Bring every stage of the workspace up to date, then register and promote what passed its gates.
 
     Ends Completed, Cancelled, or Failed under a name that says why: GateFailed, TrainingPaused, UserError, Preempted,
-    StageFailed or RegistrationFailed.
+    StageFailed or RegistrationFailed. As a run of a deployment whose challenger waits for approval it suspends.
     """
     if threading.current_thread() is threading.main_thread():
         signals.install()
@@ -147,10 +148,14 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventWriter) -> State[
         outcomes[REPORT_STAGE] = write_report.with_options(task_run_name=REPORT_STAGE)(context, graph[REPORT_STAGE])
     state = _final_state(outcomes, failed)
     verdict: RunVerdict | None = None
+    registration = RegistrationResult()
     if run_id:
-        registration = _register(context, run_id, promote) if state.is_completed() else RegistrationResult()
+        if state.is_completed():
+            registration = _register(context, run_id, promote)
         if registration.error:
             state = Failed(name="RegistrationFailed", message=f"registration: {registration.error}")
+        elif registration.decision is not None and registration.decision.awaiting_approval:
+            state = Completed(message=f"{state.message}; {registration.decision.describe()}")
         verdict = reach_verdict(workspace, outcomes, registration)
         events.emit(VerdictReached(verdict))
     if not signals.STOP.is_set():
@@ -158,6 +163,8 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventWriter) -> State[
     if run_id:
         end_pipeline_run(run_id, str(state.type.value), workspace)
     events.emit(RunEnded(state.name or state.type.value, state.message or ""))
+    if registration.decision is not None and params.registry.approval:
+        follow_request(workspace, registration.decision)
     return state
 
 
@@ -322,17 +329,14 @@ def _register(context: PipelineContext, run_id: str, promote: bool) -> Registrat
         context.events.emit(RegistryUpdated(registered))
         if not registration.has_challenger:
             return RegistrationResult(registered)
-        if config.approval:
-            message = "promotion waits for approval: run `rlhf promote`, or the promotion deployment"
-            context.events.emit(RegistryUpdated(message))
-            return RegistrationResult(registered, undecided_because="it waits for approval")
         if not promote or not config.auto_promote:
             because = "registry.auto_promote is off" if promote else "the run was started with --no-promote"
             return RegistrationResult(registered, undecided_because=because)
         context.events.emit(PhaseStarted("promotion", log=MATCH_LOG))
         decision = promote_task(context.workspace)
         verb = "promoted to" if decision.promoted else "not promoted to"
-        context.events.emit(RegistryUpdated(f"{verb} @champion: {decision.reason}"))
+        described = decision.describe() if decision.awaiting_approval else f"{verb} @champion: {decision.reason}"
+        context.events.emit(RegistryUpdated(described))
         return RegistrationResult(registered, decision)
     except Exception as error:
         return RegistrationResult(registered, error=str(error))

@@ -211,6 +211,8 @@ def _describe_promotion(registration: RegistrationResult) -> str:
             "no policy was registered that may be promoted" if registration.registered else "nothing was registered"
         )
         return f"not promoted: {registration.undecided_because or registration.error or nothing}"
+    if decision.awaiting_approval:
+        return f"not promoted yet: version {decision.challenger} waits for approval ({decision.reason})"
     if decision.promoted:
         return f"version {decision.challenger} is champion: {decision.reason}"
     if decision.is_champion:
@@ -231,6 +233,8 @@ def _next_step(failed: StageOutcome | None, registration: RegistrationResult) ->
         return "rlhf run", hints.get(failed.exit_code, "resumes from the last checkpoint")
     if registration.error:
         return "rlhf run", "tries the registration again; the stages are up to date"
+    if registration.decision is not None and registration.decision.awaiting_approval:
+        return "rlhf approve", "makes it champion; `rlhf decline --reason TEXT` refuses it"
     if registration.undecided_because:
         return "rlhf promote", "decide on the challenger"
     if registration.decision is not None and registration.decision.is_champion:

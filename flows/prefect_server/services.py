@@ -92,7 +92,7 @@ def use_server_of_environment() -> str | None:
     url = os.environ.get("PREFECT_API_URL", "").strip().rstrip("/")
     if not url:
         return None
-    problem = _connection_problem(url)
+    problem = connection_problem(url)
     if problem:
         raise RlhfError(
             f"no Prefect server answers at PREFECT_API_URL={url} ({problem}); start it or unset the variable"
@@ -111,7 +111,7 @@ def use_server_of_workspace(workspace: Path, stopping: Callable[[], bool]) -> No
         return
     os.environ["PREFECT_API_URL"] = url
     deadline = time.monotonic() + RESTART_SECONDS
-    while _connection_problem(url, seconds=1.0) and not stopping() and time.monotonic() < deadline:
+    while connection_problem(url, seconds=1.0) and not stopping() and time.monotonic() < deadline:
         time.sleep(0.2)
 
 
@@ -176,7 +176,7 @@ def wait_for_server(services: Services, stopping: Callable[[], bool]) -> None:
     """
     log = private_path(services.workspace, "logs", f"{SERVER}.log")
     deadline = time.monotonic() + START_SECONDS
-    while _connection_problem(services.api_url, seconds=1.0):
+    while connection_problem(services.api_url, seconds=1.0):
         if stopping():
             raise KeyboardInterrupt
         if services.running[SERVER].poll() is not None:
@@ -186,7 +186,7 @@ def wait_for_server(services: Services, stopping: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def _connection_problem(url: str, seconds: float = 5.0) -> str | None:
+def connection_problem(url: str, seconds: float = 5.0) -> str | None:
     """Return why ``url`` does not answer as a Prefect server does, None if it does (refusing a login is an answer)."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=seconds):

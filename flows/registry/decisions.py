@@ -33,7 +33,8 @@ class PromotionDecision:
 
     ``bar`` is the win rate that every judge's lower 95 % bound must exceed, ``question`` and ``match`` are what was
     played and how it went, ``criteria`` what was required of it, ``attempt`` the number of the match among those on the
-    same prompts. ``unchanged`` marks a decision that says nothing new and leaves no report.
+    same prompts. ``unchanged`` marks a decision that says nothing new and leaves no report. ``awaiting_approval`` says
+    that everything required holds and a person has to approve it, ``approval`` who did or declined, and why.
     """
 
     model: str
@@ -48,6 +49,8 @@ class PromotionDecision:
     attempt: int | None = None
     criteria: tuple[Criterion, ...] = ()
     unchanged: bool = False
+    awaiting_approval: bool = False
+    approval: str = ""
     dry_run: bool = False
     action: str = "promote"
     time: str = field(default_factory=utc_now)
@@ -58,6 +61,13 @@ class PromotionDecision:
         """Whether the challenger is champion after this decision (or would be, in a dry run)."""
         return self.promoted or self.champion == self.challenger
 
+    def describe(self) -> str:
+        """What was decided and why, in one line."""
+        if self.awaiting_approval:
+            commands = "`rlhf approve` or `rlhf decline --reason TEXT` decides"
+            return f"not promoted yet: version {self.challenger} waits for approval ({self.reason}); {commands}"
+        return f"{'promoted' if self.promoted else 'not promoted'}: {self.reason}"
+
     def refused(self, reason: str, *, unchanged: bool = False) -> PromotionDecision:
         """This decision as a refusal."""
         return replace(self, promoted=False, reason=reason, unchanged=unchanged)
@@ -65,6 +75,10 @@ class PromotionDecision:
     def accepted(self, reason: str) -> PromotionDecision:
         """This decision as a promotion."""
         return replace(self, promoted=True, reason=reason)
+
+    def to_approve(self, *, unchanged: bool) -> PromotionDecision:
+        """This promotion as a request for approval; ``unchanged`` if it was requested before."""
+        return replace(self, promoted=False, awaiting_approval=True, unchanged=unchanged)
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.registry.alias_transaction import (
-    AliasMove,
-    AliasTransaction,
-    VersionTag,
-    champion_history,
-    commit,
-    finish_interrupted,
+from flows.registry.alias_transaction import AliasTransaction, VersionTag, commit, finish_interrupted
+from flows.registry.aliases import CHALLENGER, CHAMPION, alias_version, get_version, registry_errors
+from flows.registry.approval.decide import request_transaction, withdraw_transaction
+from flows.registry.approval.request import latest_request
+from flows.registry.champion_transaction import (
+    ROLLED_BACK_TAG,
+    champion_transaction,
+    champion_versions,
+    cleared_refusals,
 )
-from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, alias_version, get_version, registry_errors
 from flows.registry.decisions import (
     PromotionDecision,
     RollbackDecision,
@@ -26,26 +26,11 @@ from flows.registry.decisions import (
 )
 from flows.registry.governance.attempts import attempt_number
 from flows.registry.governance.lock import registry_lock
-from flows.registry.governance.terms import (
-    TERMS_TAG,
-    PromotionTerms,
-    read_conditions,
-    read_terms,
-    refusal,
-    terms_of,
-    updated,
-)
+from flows.registry.governance.terms import TERMS_TAG, PromotionTerms, read_terms, refusal, terms_of, updated
 from flows.registry.match import PlayMatch, decided_by, match_question, match_result, play_match
 from flows.registry.mlflow_client import connect, prepare_tracking
 from flows.registry.model_artifacts import verified_folder
-from flows.registry.register import (
-    COMPLETE_TAG,
-    CONDITIONS_TAG,
-    GATES_PASSED,
-    GATES_TAG,
-    REWARD_VERSION_TAG,
-    UNGATED_TAG,
-)
+from flows.registry.obstacles import promotion_obstacle
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
@@ -55,8 +40,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
-ROLLED_BACK_TAG = "rolled_back"
-
 
 def promote(
     workspace: Path,
@@ -64,7 +47,7 @@ def promote(
     version: str | None = None,
     force_reason: str | None = None,
     dry_run: bool = False,
-    expected: str | None = None,
+    approval: bool = False,
     play: PlayMatch = play_match,
 ) -> PromotionDecision:
     """Decide whether the challenger becomes ``@champion``, act on it, and keep the decision as an immutable report.
@@ -72,14 +55,15 @@ def promote(
     The registered files must be the ones that the gates judged, and the version must have passed every gate. The terms
     of the registered model must be met (:mod:`flows.registry.governance.terms`), whichever workspace promotes. Without
     a champion the challenger then takes the place at once; else every criterion of
-    :mod:`rlhf_core.evaluation.promotion.criteria` must hold.
+    :mod:`rlhf_core.evaluation.promotion.criteria` must hold. With ``registry.approval`` a challenger that passes is not
+    promoted, forced or not: it waits for :func:`flows.registry.approval.decide.approve`.
 
     Args:
         version: The version to promote; default: the one that ``@challenger`` points to.
         force_reason: Promote whatever gates and match say; the reason is recorded. Changed files stay refused, and so
             does a workspace that does not own the registered model.
         dry_run: Decide and change nothing.
-        expected: The challenger that was looked at before; another one in its place is refused.
+        approval: Ask a person although the settings do not.
         play: Plays the match of two model folders ``(workspace, champion, challenger)``.
 
     Raises:
@@ -94,29 +78,47 @@ def promote(
         client = connect(workspace)
         entries = finish_interrupted(client, workspace, config)
         challenger = _challenger(client, config, version)
-        if expected not in (None, str(challenger.version)):
-            raise RlhfError(f"the challenger is version {challenger.version} now, not {expected}; look at it again")
         champion = alias_version(client, config.policy, CHAMPION)
         held, here = read_terms(client, config.policy), terms_of(workspace, config)
         decision = replace(
             _decide(client, workspace, config, challenger, champion, force_reason, play, held, here), dry_run=dry_run
         )
-        if dry_run or decision.unchanged:
-            return decision
-        if decision.promoted:
-            terms = updated(held, here)
-            transaction = _transaction(
+        terms = updated(held, here)
+        model_tags = {} if terms is held else {TERMS_TAG: terms.to_json()}
+        transaction: AliasTransaction | None = None
+        if approval or config.approval:
+            decision, transaction = _approval_step(client, decision, model_tags)
+        elif decision.promoted and not dry_run:
+            transaction = champion_transaction(
                 client,
                 config,
-                [*_history(client, config, champion), str(challenger.version)],
-                _cleared_rollback(challenger),
+                [*champion_versions(client, config, champion), decision.challenger],
+                cleared_refusals(challenger),
                 decision,
-                model_tags={} if terms is held else {TERMS_TAG: terms.to_json()},
+                model_tags=model_tags,
             )
+        if dry_run or decision.unchanged:
+            return decision
+        if transaction is not None:
             return replace(decision, report=commit(client, workspace, transaction, entries))
         with registry_errors("record the decision; nothing has moved"):
-            report = publish_decision(client, workspace, config.policy, str(challenger.version), as_report(decision))
+            report = publish_decision(client, workspace, config.policy, decision.challenger, as_report(decision))
         return replace(decision, report=report)
+
+
+def _approval_step(
+    client: MlflowClient, decision: PromotionDecision, model_tags: Mapping[str, str]
+) -> tuple[PromotionDecision, AliasTransaction | None]:
+    """Request approval of a promotion instead of carrying it out, or end a request whose version no longer passes."""
+    request = latest_request(client, decision.model)
+    is_open = request is not None and request.is_about(decision.challenger, decision.champion)
+    if decision.promoted:
+        decision = decision.to_approve(unchanged=is_open)
+        return decision, request_transaction(client, decision, model_tags)
+    if is_open and decision.match is not None:
+        decision = replace(decision, unchanged=False)
+        return decision, withdraw_transaction(decision)
+    return decision, None
 
 
 def _challenger(client: MlflowClient, config: RegistryConfig, number: str | None) -> ModelVersion:
@@ -183,90 +185,9 @@ def _decide(
     return replace(refused, unchanged=_was_refused_before(workspace, refused))
 
 
-def promotion_obstacle(version: ModelVersion, terms: PromotionTerms | None = None) -> str:
-    """Why a version must not be promoted without force, by what is recorded of it; empty if nothing stands against.
-
-    Args:
-        terms: What its gates must have required, None for whatever they did.
-    """
-    number = f"version {version.version}"
-    if version.tags.get(COMPLETE_TAG) != "true":
-        return f"{number} is incomplete: its registration was interrupted"
-    if version.tags.get(GATES_TAG) != GATES_PASSED:
-        return f"{number} is ungated ({version.tags.get(UNGATED_TAG) or 'no record that its gates passed'})"
-    if ROLLED_BACK_TAG in version.tags:
-        return f"{number} was rolled back ({version.tags[ROLLED_BACK_TAG]})"
-    return "" if terms is None else _gate_obstacle(version, terms)
-
-
-def _gate_obstacle(version: ModelVersion, terms: PromotionTerms) -> str:
-    """Why the conditions that a version has passed are not those that the registered model requires."""
-    text = version.tags.get(CONDITIONS_TAG)
-    if text is None:
-        return f"version {version.version} has no record of its gates' conditions; `rlhf run` registers it again"
-    try:
-        conditions = read_conditions(json.loads(text))
-    except (ValueError, TypeError, AttributeError):
-        return f"the conditions of version {version.version} cannot be read; `rlhf run` registers it again"
-    weaker = terms.weaker_gates(conditions)
-    return f"version {version.version} has passed weaker gates: {'; '.join(weaker)}" if weaker else ""
-
-
 def _was_refused_before(workspace: Path, decision: PromotionDecision) -> bool:
     known = ("question", "bar", "reason")
     return any(all(d.get(key) == getattr(decision, key) for key in known) for d in read_decisions(workspace))
-
-
-def _history(client: MlflowClient, config: RegistryConfig, champion: ModelVersion | None) -> list[str]:
-    """The versions that have been champion, oldest first, ending with the present one."""
-    history = list(champion_history(client, config.policy))
-    if not history:  # a registry from before the history was kept
-        previous = alias_version(client, config.policy, PREVIOUS)
-        history = [] if previous is None else [str(previous.version)]
-    if champion is not None and history[-1:] != [str(champion.version)]:
-        history.append(str(champion.version))
-    return history
-
-
-def _cleared_rollback(version: ModelVersion) -> list[VersionTag]:
-    if ROLLED_BACK_TAG not in version.tags:
-        return []
-    return [VersionTag(version.name, str(version.version), ROLLED_BACK_TAG, None)]
-
-
-def _transaction(
-    client: MlflowClient,
-    config: RegistryConfig,
-    history: list[str],
-    version_tags: list[VersionTag],
-    decision: PromotionDecision | RollbackDecision,
-    model_tags: Mapping[str, str] | None = None,
-) -> AliasTransaction:
-    """Aliases of the policy and of the reward model that trained it, after the last of ``history`` became champion."""
-    champion = history[-1]
-    history = [*(number for number in history[:-1] if number != champion), champion]
-    previous = history[-2] if len(history) > 1 else None
-    moves = [AliasMove(config.policy, CHAMPION, champion), AliasMove(config.policy, PREVIOUS, previous)]
-    reward = _reward_version(client, config, champion)
-    if reward is not None:
-        earlier = None if previous is None else _reward_version(client, config, previous)
-        moves.append(AliasMove(config.reward_model, CHAMPION, reward))
-        moves.append(AliasMove(config.reward_model, PREVIOUS, None if earlier == reward else earlier))
-    return AliasTransaction(
-        model=config.policy,
-        moves=tuple(moves),
-        version_tags=tuple(version_tags),
-        history=tuple(history),
-        decision=as_report(decision),
-        decided_on=champion,
-        action=decision.action,
-        reason=decision.reason,
-        model_tags=model_tags or {},
-    )
-
-
-def _reward_version(client: MlflowClient, config: RegistryConfig, policy_version: str) -> str | None:
-    return get_version(client, config.policy, policy_version).tags.get(REWARD_VERSION_TAG)
 
 
 def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDecision:
@@ -291,7 +212,7 @@ def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDec
         client = connect(workspace)
         entries = finish_interrupted(client, workspace, config)
         champion = alias_version(client, config.policy, CHAMPION)
-        history = [] if champion is None else _history(client, config, champion)
+        history = [] if champion is None else champion_versions(client, config, champion)
         if champion is None or len(history) < 2:
             raise RlhfError(f"{config.policy} has no earlier champion to go back to; `rlhf status` shows what there is")
         if to is not None and to not in history[:-1]:
@@ -303,18 +224,5 @@ def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDec
         decision = RollbackDecision(config.policy, str(target.version), replaced, reason.strip())
         tags = [VersionTag(config.policy, replaced, ROLLED_BACK_TAG, reason.strip()[:1000])]
         remaining = history[: history.index(str(target.version)) + 1]
-        transaction = _transaction(client, config, remaining, tags, decision)
+        transaction = champion_transaction(client, config, remaining, tags, decision)
         return replace(decision, report=commit(client, workspace, transaction, entries))
-
-
-def decline(workspace: Path, plan: PromotionDecision, reason: str) -> PromotionDecision:
-    """Record that a person refused the promotion that a dry run had planned; nothing moves."""
-    workspace = workspace.resolve()
-    config = load_section(workspace, "registry", RegistryConfig)
-    refusal = replace(plan.refused(f"not approved: {reason.strip() or 'no reason given'}"), dry_run=False)
-    with registry_lock(workspace, config.policy):
-        client = connect(workspace)
-        finish_interrupted(client, workspace, config)
-        with registry_errors("record the decision; nothing has moved"):
-            report = publish_decision(client, workspace, plan.model, plan.challenger, as_report(refusal))
-    return replace(refusal, report=report)

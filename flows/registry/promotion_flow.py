@@ -1,4 +1,4 @@
-"""Promotion as a Prefect flow, with an optional pause for a person's approval."""
+"""Promotion as a Prefect flow, suspended until a person has decided where approval is required."""
 
 from __future__ import annotations
 
@@ -7,20 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger, runtime
-from prefect.flow_runs import pause_flow_run
-from prefect.input import RunInput
 
+from flows.registry.approval.suspended_runs import follow_request
 from flows.registry.decisions import as_report
-from flows.registry.promotion import decline, promote
-
-APPROVAL_SECONDS = 7 * 24 * 3600
-
-
-class Approval(RunInput):
-    """What the form of a paused run asks for."""
-
-    approve: bool
-    reason: str = ""
+from flows.registry.promotion import promote
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.operations import RegistryConfig
 
 
 def _run_name() -> str:
@@ -32,20 +24,12 @@ def _run_name() -> str:
 def promotion_flow(workspace: str, approval: bool = False) -> dict[str, Any]:
     """Promote the challenger of ``workspace`` if it beats the champion.
 
-    With ``approval`` the run first decides without acting, then, if it would promote, pauses for up to a week until
-    somebody resumes it with an answer; a refusal changes nothing.
+    With ``registry.approval``, or ``approval`` here, a challenger that passes is not promoted: the run suspends, which
+    ends its process, and ``rlhf approve`` or ``rlhf decline`` completes it.
     """
-    logger = get_run_logger()
-    folder = Path(workspace)
-    if approval:
-        plan = promote(folder, dry_run=True)
-        logger.info("version %s against %s: %s", plan.challenger, plan.champion, plan.reason)
-        if plan.promoted:
-            answer = pause_flow_run(wait_for_input=Approval, timeout=APPROVAL_SECONDS)
-            if not answer.approve:
-                return as_report(decline(folder, plan, answer.reason))
-        decision = promote(folder, expected=plan.challenger)
-    else:
-        decision = promote(folder)
-    logger.info("%s: %s", "promoted" if decision.promoted else "not promoted", decision.reason)
+    folder = Path(workspace).resolve()
+    decision = promote(folder, approval=approval)
+    get_run_logger().info("version %s against %s: %s", decision.challenger, decision.champion, decision.describe())
+    if approval or load_section(folder, "registry", RegistryConfig).approval:
+        follow_request(folder, decision)
     return as_report(decision)

@@ -61,6 +61,7 @@ def describe_terms(workspace: Path) -> str:
         f"set by {held.origin}",
         f"every judge's lower 95 % bound of the win rate above {held.bar:g}",
     ]
+    lines += ["a person approves each promotion (`rlhf approve`)"] if held.approval else []
     for name in GATES:
         conditions = [f"{condition.metric} {describe_bound(condition)}" for condition in held.gates.get(name, ())]
         lines += [f"gates.{name}: {', '.join(conditions)}"] if conditions else []

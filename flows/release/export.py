@@ -14,7 +14,7 @@ from flows.registry.aliases import CHAMPION, get_version
 from flows.registry.champion import policy_with_alias
 from flows.registry.mlflow_client import connect
 from flows.registry.model_artifacts import verified_folder
-from flows.registry.promotion import promotion_obstacle
+from flows.registry.obstacles import promotion_obstacle
 from flows.release.evidence import ReleaseEvidence, release_evidence
 from flows.release.hub import Upload, check_repository, upload
 from flows.release.model_card import DATA_CARD_FILE, card_data, card_text

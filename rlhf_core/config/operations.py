@@ -47,6 +47,9 @@ class RegistryConfig(Strict):
 
     Both and the margins of ``non_inferiority`` are those of the first promotion, until the owner sets others
     (``rlhf terms``).
+
+    With ``approval`` nothing becomes champion before a person has approved it (``rlhf approve``), whichever command,
+    flow or workspace promotes.
     """
 
     policy: str = "rlhf-policy"

@@ -53,6 +53,7 @@ class PromotionTerms:
         prompts: SHA-256 of the test prompts, empty if there are none.
         judge: DVC's hash of the judging model.
         evaluation: Hash of the settings under which replies are sampled and judged.
+        approval: Whether a person approves each promotion.
     """
 
     owner: str
@@ -66,6 +67,7 @@ class PromotionTerms:
     prompts: str
     judge: str
     evaluation: str
+    approval: bool = False
 
     def to_json(self) -> str:
         """The content of the tag; the reasons of conditions stay in params.yaml."""
@@ -89,6 +91,8 @@ class PromotionTerms:
             if margin is not None and (wider is None or wider > margin):
                 value = "null" if wider is None else f"{wider:g}"
                 weaker.append(f"registry.non_inferiority.{name} is {value} instead of {margin:g}")
+        if self.approval and not other.approval:
+            weaker.append("registry.approval is false instead of true")
         return weaker + self.weaker_gates(other.gates)
 
     def weaker_gates(self, gates: Mapping[str, Sequence[Condition]], names: Sequence[str] = GATES) -> list[str]:
@@ -136,6 +140,7 @@ def terms_of(workspace: Path, config: RegistryConfig) -> PromotionTerms:
         prompts=sha256_file(prompts) if prompts.is_file() else "",
         judge=recorded_hash(workspace, f"models/{judging_model(workspace)}") or "",
         evaluation=hashlib.sha256(json.dumps(evaluation, sort_keys=True).encode()).hexdigest()[:16],
+        approval=config.approval,
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from integration.registry.conftest import policy_name, reward_name
 from integration.registry.test_promotion import ScriptedMatch, aliases, reports
+from killed_call import killed_before
 
 from flows.commands.status import status
 from flows.registry.champion import champion_folder
@@ -21,48 +20,10 @@ from flows.registry.promotion import promote, rollback
 from flows.registry.register import register
 from rlhf_core.errors import RlhfError
 
-CHANGING = (
-    "set_registered_model_alias",
-    "delete_registered_model_alias",
-    "set_registered_model_tag",
-    "delete_registered_model_tag",
-    "set_model_version_tag",
-    "delete_model_version_tag",
-    "log_artifact",
-    "log_param",
-)
 MORE_THAN_ALL = 40
 PROMOTED = {"challenger": "2", "champion": "2", "previous": "1"}
 ROLLED_BACK = {"challenger": "2", "champion": "1"}
 BEFORE = {"challenger": "2", "champion": "1"}
-
-
-def killed_before(step: int, action: Callable[[], Any]) -> bool:
-    """Run ``action`` in a process of its own that kills itself before its ``step``-th change; whether it did."""
-    child = os.fork()
-    if child == 0:
-        from mlflow import MlflowClient
-
-        left = [step]
-        for name in CHANGING:
-
-            def change(*args: Any, original: Any = getattr(MlflowClient, name), **options: Any) -> Any:
-                left[0] -= 1
-                if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return original(*args, **options)
-
-            setattr(MlflowClient, name, change)
-        try:
-            action()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    status = os.waitpid(child, 0)[1]
-    if os.WIFSIGNALED(status):
-        return True
-    assert os.waitstatus_to_exitcode(status) == 0, "the action failed"
-    return False
 
 
 def win(workspace: Path) -> Any:

@@ -12,10 +12,11 @@ from integration.registry.conftest import make_policy, policy_name, reward_name,
 from scripted_match import match_result
 
 from flows.registry.alias_transaction import champion_history
+from flows.registry.approval.decide import approve, decline
 from flows.registry.match import wins
 from flows.registry.mlflow_client import connect
 from flows.registry.model_artifacts import verified_folder
-from flows.registry.promotion import decline, promote, rollback
+from flows.registry.promotion import promote, rollback
 from flows.registry.register import register
 from rlhf_core.errors import ModelError, RlhfError
 
@@ -90,9 +91,7 @@ def test_a_dry_run_moves_and_writes_nothing(contest: Path) -> None:
     plan = promote(contest, dry_run=True, play=match)
     assert plan.promoted and plan.dry_run and plan.report is None
     assert aliases(contest)["champion"] == "1" and reports(contest) == before
-    with pytest.raises(RlhfError, match="version 2 now, not 1"):
-        promote(contest, expected="1", play=match)
-    assert promote(contest, expected="2", play=match).promoted and match.played == 1
+    assert promote(contest, play=match).promoted and match.played == 1
 
 
 def test_force_needs_a_reason_and_records_it(contest: Path) -> None:
@@ -155,11 +154,14 @@ def test_rollback_without_anything_to_go_back_to(workspace: Path) -> None:
         rollback(workspace, "")
 
 
-def test_a_person_can_refuse(contest: Path) -> None:
-    plan = promote(contest, dry_run=True, play=ScriptedMatch(judge=0.9))
-    decline(contest, plan, "not on a Friday")
-    assert reports(contest)[-1]["reason"] == "not approved: not on a Friday"
-    assert aliases(contest)["champion"] == "1"
+@pytest.mark.parametrize(("decide", "champion"), [(approve, "2"), (decline, "1")])
+def test_a_person_decides(contest: Path, decide: Any, champion: str) -> None:
+    match = ScriptedMatch(judge=0.9)
+    waiting = promote(contest, approval=True, play=match)
+    assert waiting.awaiting_approval and aliases(contest) == {"challenger": "2", "champion": "1"}
+    decide(contest, "not on a Friday", version="2")
+    assert "not on a Friday" in reports(contest)[-1]["reason"] and aliases(contest)["champion"] == champion
+    assert match.played == 1 and len(reports(contest)) == 3
 
 
 def fail_reward_gate_in_report_mode(workspace: Path) -> None:
@@ -258,28 +260,6 @@ def test_a_match_that_cannot_be_played_is_one_line(contest: Path) -> None:
     with pytest.raises(RlhfError, match=r"the match ended with code .*log: .*match.log"):
         promote(contest)
     assert aliases(contest)["champion"] == "1"
-
-
-@pytest.mark.parametrize(("approve", "champion"), [(True, "2"), (False, "1")])
-def test_the_flow_asks_a_person_before_it_acts(
-    contest: Path, monkeypatch: pytest.MonkeyPatch, approve: bool, champion: str
-) -> None:
-    from prefect.logging import disable_run_logger
-
-    from flows.registry import promotion_flow as flow
-
-    match, asked = ScriptedMatch(judge=0.9), []
-
-    def answer(**options: Any) -> flow.Approval:
-        asked.append(aliases(contest)["champion"])
-        return flow.Approval(approve=approve, reason="seen it")
-
-    monkeypatch.setattr(flow, "pause_flow_run", answer)
-    monkeypatch.setattr(flow, "promote", lambda folder, **options: promote(folder, play=match, **options))
-    with disable_run_logger():
-        decision = flow.promotion_flow.fn(str(contest), approval=True)
-    assert asked == ["1"] and match.played == 1
-    assert decision["promoted"] is approve and aliases(contest)["champion"] == champion
 
 
 def exit_code(*arguments: str) -> int:

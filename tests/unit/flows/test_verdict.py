@@ -123,11 +123,18 @@ def test_a_failed_gate_is_named_with_its_conditions(tmp_path: Path) -> None:
 
 def test_a_promotion_that_waits_is_the_next_command(tmp_path: Path) -> None:
     workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
-    verdict = reach_verdict(
-        tmp_path, EVALUATED, RegistrationResult("version 4", undecided_because="it waits for approval")
-    )
-    assert verdict.promotion == "not promoted: it waits for approval"
+    off = RegistrationResult("version 4", undecided_because="registry.auto_promote is off")
+    verdict = reach_verdict(tmp_path, EVALUATED, off)
+    assert verdict.promotion == "not promoted: registry.auto_promote is off"
     assert verdict.next_command == "rlhf promote"
+
+
+def test_a_version_that_waits_for_approval_names_the_command_that_decides(tmp_path: Path) -> None:
+    workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
+    waits = PromotionDecision("rlhf-policy", "4", "3", 0.5, reason="it won", awaiting_approval=True)
+    verdict = reach_verdict(tmp_path, EVALUATED, RegistrationResult("version 4", waits))
+    assert verdict.promotion == "not promoted yet: version 4 waits for approval (it won)"
+    assert (verdict.next_command, verdict.next_hint[:17]) == ("rlhf approve", "makes it champion")
 
 
 def test_an_error_of_the_registration_is_told(tmp_path: Path) -> None:

@@ -1,0 +1,141 @@
+"""Approval: a named person decides on the version that passed everything a promotion requires."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.registry.alias_transaction import AliasMove, AliasTransaction, VersionTag, commit, finish_interrupted
+from flows.registry.aliases import CHALLENGER, CHAMPION, alias_version, get_version, read_aliases
+from flows.registry.approval.request import (
+    APPROVE,
+    DECLINE,
+    REQUEST,
+    WITHDRAW,
+    ApprovalRequest,
+    request_to_decide,
+)
+from flows.registry.champion_transaction import DECLINED_TAG, champion_transaction, champion_versions, cleared_refusals
+from flows.registry.decisions import PromotionDecision, as_report, utc_now
+from flows.registry.governance.identity import actor
+from flows.registry.governance.lock import registry_lock
+from flows.registry.governance.terms import read_terms
+from flows.registry.mlflow_client import connect, prepare_tracking
+from flows.registry.model_artifacts import verified_folder
+from flows.registry.obstacles import promotion_obstacle
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.errors import RlhfError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+REASON_LIMIT = 1000
+
+
+def request_transaction(
+    client: MlflowClient, decision: PromotionDecision, model_tags: Mapping[str, str]
+) -> AliasTransaction:
+    """The request for approval of a promotion; a version that was named is the challenger from then on."""
+    is_challenger = read_aliases(client, decision.model).get(CHALLENGER) == decision.challenger
+    return AliasTransaction(
+        decision.model,
+        () if is_challenger else (AliasMove(decision.model, CHALLENGER, decision.challenger),),
+        decision=as_report(decision),
+        decided_on=decision.challenger,
+        action=REQUEST,
+        reason=decision.reason,
+        model_tags=model_tags,
+    )
+
+
+def withdraw_transaction(decision: PromotionDecision) -> AliasTransaction:
+    """The end of a request for approval whose version was judged again and did not pass."""
+    return AliasTransaction(
+        decision.model,
+        (),
+        decision=as_report(decision),
+        decided_on=decision.challenger,
+        action=WITHDRAW,
+        reason=decision.reason,
+    )
+
+
+def approve(workspace: Path, reason: str = "", version: str | None = None) -> PromotionDecision:
+    """Make the version that waits for approval the champion, and record who approved it.
+
+    Nothing is judged anew: the request in the history says that the version passed, and it stands only while champion,
+    challenger and terms are those that it was judged by.
+
+    Args:
+        reason: Recorded with the decision.
+        version: The version that was looked at; another one in its place is refused.
+
+    Raises:
+        RlhfError: No version waits, it is another one, the registry has changed since, or its files have. Nothing has
+            moved.
+    """
+    workspace = workspace.resolve()
+    config = load_section(workspace, "registry", RegistryConfig)
+    prepare_tracking(workspace)
+    with registry_lock(workspace, config.policy):
+        client = connect(workspace)
+        entries = finish_interrupted(client, workspace, config)
+        request = request_to_decide(client, config.policy, version)
+        challenger = get_version(client, config.policy, request.challenger)
+        verified_folder(workspace, challenger)
+        obstacle = promotion_obstacle(challenger, read_terms(client, config.policy))
+        planned = _planned(request)
+        if obstacle and planned.forced is None:
+            raise RlhfError(f"{obstacle}; it cannot be approved")
+        approval = f"approved by {actor()}" + (f": {reason.strip()[:REASON_LIMIT]}" if reason.strip() else "")
+        decision = replace(planned, approval=approval).accepted(f"{approval} ({planned.reason})")
+        history = champion_versions(client, config, alias_version(client, config.policy, CHAMPION))
+        transaction = champion_transaction(
+            client, config, [*history, request.challenger], cleared_refusals(challenger), decision, action=APPROVE
+        )
+        return replace(decision, report=commit(client, workspace, transaction, entries))
+
+
+def decline(workspace: Path, reason: str, version: str | None = None) -> PromotionDecision:
+    """Refuse the version that waits for approval, and record who did and why; nothing moves.
+
+    The version is marked as declined: only a forced promotion asks for its approval again.
+
+    Args:
+        reason: Recorded with the decision.
+        version: The version that was looked at; another one in its place is refused.
+
+    Raises:
+        RlhfError: The reason is empty, no version waits, it is another one, or the registry has changed since.
+    """
+    workspace = workspace.resolve()
+    if not reason.strip():
+        raise RlhfError("declining needs a reason; add --reason TEXT, it is recorded")
+    config = load_section(workspace, "registry", RegistryConfig)
+    prepare_tracking(workspace)
+    with registry_lock(workspace, config.policy):
+        client = connect(workspace)
+        entries = finish_interrupted(client, workspace, config)
+        request = request_to_decide(client, config.policy, version)
+        approval = f"declined by {actor()}: {reason.strip()[:REASON_LIMIT]}"
+        decision = replace(_planned(request), approval=approval).refused(approval)
+        transaction = AliasTransaction(
+            config.policy,
+            (),
+            version_tags=(VersionTag(config.policy, request.challenger, DECLINED_TAG, approval),),
+            decision=as_report(decision),
+            decided_on=request.challenger,
+            action=DECLINE,
+            reason=approval,
+        )
+        return replace(decision, report=commit(client, workspace, transaction, entries))
+
+
+def _planned(request: ApprovalRequest) -> PromotionDecision:
+    """The decision that was requested, as far as the history holds it; the match is in the report of the request."""
+    kept = {field.name for field in fields(PromotionDecision)} - {"report", "match", "question", "criteria"}
+    values: dict[str, Any] = {name: value for name, value in request.decision.items() if name in kept}
+    return replace(PromotionDecision(**values), awaiting_approval=False, time=utc_now())
