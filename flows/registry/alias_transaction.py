@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from flows.registry.alias_events import emit_events
 from flows.registry.aliases import registered_model, registry_errors
 from flows.registry.decisions import publish_decision, utc_now
 from flows.registry.governance.history import chain_hash, history_ledger
@@ -190,6 +191,7 @@ def _carry_out(client: MlflowClient, workspace: Path, transaction: AliasTransact
             )
         client.delete_registered_model_tag(transaction.model, INTENT_TAG)
     entries = history_ledger(client, transaction.model).entries()
+    emit_events(workspace, entries, transaction.number)
     if len(entries) > transaction.number:  # another machine decided meanwhile: the last decision holds
         _carry_out(client, workspace, AliasTransaction.from_json(entries[-1]))
     return report

@@ -49,6 +49,13 @@ stages:
   evaluate: {cmd: "true", deps: [models/policy, models/referee, models/judge], metrics: [metrics/evaluation.json]}
   gate-policy: {cmd: "true", deps: [metrics/evaluation.json, metrics/ppo.json], outs: [gates/policy.json]}
 """
+# A webhook may reach this machine, is sent as soon as it is created, and has its secret encrypted in the database.
+WEBHOOK_SETTINGS = {
+    "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true",
+    "MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http",
+    "MLFLOW_WEBHOOK_CACHE_TTL": "0",
+    "MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY": "MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE=",
+}
 PARAMS = "seed: 1\nevaluate: {prompts: 8, bootstrap: 100, sampling: {max_new_tokens: 8}}\n"
 
 
@@ -157,7 +164,7 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server = subprocess.Popen(
             [*command, "--serve-artifacts"],
             cwd=folder,
-            env=child_environment(folder),
+            env=child_environment(folder, **WEBHOOK_SETTINGS),
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

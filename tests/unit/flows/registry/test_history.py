@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.registry.alias_events import registry_events
 from flows.registry.alias_transaction import INTENT_TAG, AliasTransaction, commit, finish_interrupted
 from flows.registry.governance.history import chain_hash, checked_history, history_ledger
 from flows.registry.governance.ledger import EntryTaken, Ledger
@@ -118,3 +119,29 @@ def test_an_interrupted_decision_of_a_version_without_history_is_completed_once(
     assert finish_interrupted(registry.client, contest, RegistryConfig()) == 2
     assert registry.aliases()["champion"] == "2"
     assert finish_interrupted(registry.client, contest, RegistryConfig()) == 2
+
+
+def test_an_entry_makes_an_event_for_each_alias_that_it_changes(registry: Registry, contest: Path) -> None:
+    promote(contest, play=ScriptedMatch())
+    rollback(contest, "rude")
+    records = checked_history(MODEL, history_ledger(registry.client, MODEL).entries())
+    events = [
+        [(event.name, event.version, event.before) for event in registry_events(record, records[:number])]
+        for number, record in enumerate(records)
+    ]
+    assert events == [
+        [("rlhf.champion.changed", "1", None)],
+        [("rlhf.champion.changed", "2", "1"), ("rlhf.previous.changed", "1", None)],
+        [("rlhf.champion.changed", "1", "2"), ("rlhf.previous.changed", None, "1")],
+    ]
+    request = registry_events(records[2], records[:2])[0].as_request(records[2])
+    assert request["resource"] == {
+        "prefect.resource.id": "rlhf.registered-model.rlhf-policy",
+        "prefect.resource.name": "rlhf-policy",
+        "rlhf.alias": "champion",
+        "rlhf.version": "1",
+        "rlhf.action": "rollback",
+    }
+    assert request["payload"]["reason"] == "rude" and request["payload"]["before"] == "2"
+    again = registry_events(records[2], records[:2])[0].as_request(records[2])
+    assert request["id"] == again["id"], "an entry that is carried out twice is one event"
