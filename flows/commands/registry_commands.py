@@ -162,6 +162,27 @@ def terms(
 
 
 @app.command()
+def gc(
+    workspace: Workspace = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete what is listed instead of only listing it.")] = False,
+) -> None:
+    """List the registered versions and matches that registry.retention does not keep, and why the others stay.
+
+    Nothing that an alias, a rollback or an approval needs is deleted. The runs that registered the deleted versions
+    stay, with metrics, gates and reports, and the deletion is an entry of `rlhf history`.
+
+    Examples:
+    $ rlhf gc
+    $ rlhf gc --delete
+    """
+    from flows.commands.retention import describe_retention
+    from flows.registry.retention import apply_retention
+    from flows.workspace.folder import find_workspace
+
+    typer.echo(describe_retention(apply_retention(find_workspace(workspace), delete=delete), deleted=delete))
+
+
+@app.command()
 def history(
     workspace: Workspace = None,
     model: Annotated[

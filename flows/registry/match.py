@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PlayMatch = Callable[[Path, Path, Path], Mapping[str, Any]]
 MATCH_TAG = "match"
+MATCHES = Path(".rlhf") / "matches"
 MEASURED = 2  # what a match measures; kept results that measured less are played again
 
 
@@ -62,7 +63,7 @@ def match_result(
     was not written by a match, and is replaced by playing.
     """
     digest = question_digest(question)
-    kept, tag = workspace / ".rlhf" / "matches" / f"{digest}.json", f"{MATCH_TAG}.{digest}"
+    kept, tag = workspace / MATCHES / f"{digest}.json", f"{MATCH_TAG}.{digest}"
     if not kept.is_file() or challenger.tags.get(tag) != sha256_file(kept):
         atomic_write_json(kept, dict(play()))
         with registry_errors("record the match"):

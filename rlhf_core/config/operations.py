@@ -40,6 +40,15 @@ class NonInferiorityConfig(Strict):
     min_category_prompts: PositiveInt = 30
 
 
+class RetentionConfig(Strict):
+    """``versions`` is how many of the newest versions of each registered model ``rlhf gc`` keeps beside those that are
+    needed: versions with an alias, earlier champions, a version that waits for approval, and the reward models of all
+    these. ``null`` keeps every version.
+    """
+
+    versions: PositiveInt | None = None
+
+
 class RegistryConfig(Strict):
     """``promote_win_rate_low95`` is the bar for the lower 95 % bound of challenger against champion, plain and
     length-controlled. ``error_budget`` is the probability that any of all attempts on the same prompts promotes a
@@ -59,6 +68,7 @@ class RegistryConfig(Strict):
     non_inferiority: NonInferiorityConfig = NonInferiorityConfig()
     auto_promote: bool = True
     approval: bool = False
+    retention: RetentionConfig = RetentionConfig()
 
 
 class ComputeConfig(Strict):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 REQUEST, APPROVE, DECLINE, WITHDRAW = "request approval", "approve", "decline", "withdraw request"
+RETENTION = "gc"  # deletes versions that no decision is about
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def latest_request(client: MlflowClient, model: str) -> ApprovalRequest | None:
     for index in reversed(range(len(records))):
         record = records[index]
         if record["action"] == REQUEST:
-            following = records[index + 1 : index + 2]
+            following = [later for later in records[index + 1 :] if later["action"] != RETENTION]
             decided = following[0] if following else None
             return ApprovalRequest(model, record["decision"], record["who"], record["time"], decided)
     return None

@@ -1,0 +1,124 @@
+"""Retention keeps what an alias, a rollback or an approval needs, and deletes nothing before it was asked to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flows.commands.retention import describe_retention
+from flows.registry.approval.decide import approve
+from flows.registry.governance.history import checked_history, history_ledger
+from flows.registry.match import MATCHES
+from flows.registry.promotion import promote, rollback
+from flows.registry.retention import apply_retention
+from rlhf_core.errors import RlhfError
+
+from .conftest import MODEL, PARAMS, Registry, ScriptedMatch
+
+KEEP_ONE = PARAMS + "registry: {approval: true, retention: {versions: 1}}\n"
+REWARD = "rlhf-reward-model"
+
+
+@pytest.fixture
+def long_registry(registry: Registry) -> Path:
+    """Versions 1 and 2 have been champion, 3 lost, 4 was rolled back, 5 lost; each has a reward model of its number."""
+    owner = registry.workspace("owner")
+    wins, loses = ScriptedMatch(0.6), ScriptedMatch(0.4)
+    for match in (wins, wins, loses, wins, loses):
+        reward = registry.add_version(REWARD)
+        registry.add_version(reward_model_version=reward)
+        promote(owner, play=match)
+        if registry.aliases()["champion"] == "4":
+            rollback(owner, "rude")
+    registry.add_version(REWARD)
+    registry.client.delete_registered_model_alias(REWARD, "challenger")
+    assert registry.aliases() == {"champion": "2", "previous": "1", "challenger": "5"}
+    (owner / "params.yaml").write_text(KEEP_ONE)
+    return owner
+
+
+def numbers(registry: Registry, model: str) -> list[str]:
+    return sorted(str(version.version) for version in registry.client.search_model_versions(f"name='{model}'"))
+
+
+def matches(workspace: Path) -> int:
+    return len(list((workspace / MATCHES).glob("*.json")))
+
+
+def test_a_call_without_delete_says_what_would_go_and_why_the_others_stay(
+    registry: Registry, long_registry: Path
+) -> None:
+    registry.client.set_registered_model_alias(MODEL, "audit", "3")
+    printed = describe_retention(apply_retention(long_registry, delete=False), deleted=False).splitlines()
+    assert printed == [
+        MODEL,
+        "  version 5  kept: @challenger",
+        "  version 4  would be deleted",
+        "  version 3  kept: @audit",
+        "  version 2  kept: @champion",
+        "  version 1  kept: @previous",
+        REWARD,
+        "  version 6  kept: one of the newest 1",
+        "  version 5  kept: policy version 5 was trained with it",
+        "  version 4  would be deleted",
+        "  version 3  kept: policy version 3 was trained with it",
+        "  version 2  kept: @champion",
+        "  version 1  kept: @previous",
+        "nothing was deleted; `rlhf gc --delete` deletes 2 versions and 1 match",
+    ]
+    assert numbers(registry, MODEL) == ["1", "2", "3", "4", "5"] and matches(long_registry) == 4
+
+
+def test_what_is_deleted_is_in_the_history_and_a_rollback_still_works(registry: Registry, long_registry: Path) -> None:
+    apply_retention(long_registry, delete=True)
+    assert numbers(registry, MODEL) == ["1", "2", "5"] and numbers(registry, REWARD) == ["1", "2", "5", "6"]
+    assert matches(long_registry) == 2, "of versions 2 and 5"
+    record = checked_history(MODEL, history_ledger(registry.client, MODEL).entries())[-1]
+    assert record["action"] == "gc"
+    assert record["reason"] == f"beyond the newest 1 and not needed: {MODEL} 4, 3; {REWARD} 4, 3"
+    assert not apply_retention(long_registry, delete=True).deleted
+    assert checked_history(MODEL, history_ledger(registry.client, MODEL).entries())[-1] == record
+    assert rollback(long_registry, "rude too").champion == "1"
+
+
+def test_a_version_that_waits_for_approval_is_kept_and_can_still_be_approved(
+    registry: Registry, long_registry: Path
+) -> None:
+    assert promote(long_registry, play=ScriptedMatch(), force_reason="a try").awaiting_approval
+    registry.add_version()
+    registry.client.set_registered_model_alias(MODEL, "challenger", "5")
+    plan = apply_retention(long_registry, delete=True)
+    assert plan.models[0].kept["5"] == "@challenger" and [v.version for v in plan.models[0].deleted] == [4, 3]
+    approve(long_registry)
+    assert registry.aliases()["champion"] == "5"
+
+
+def test_an_interrupted_deletion_is_completed(
+    registry: Registry, long_registry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    original = MlflowClient.delete_model_version
+
+    def interrupt(client: MlflowClient, name: str, version: str) -> None:
+        if version == "3":
+            raise KeyboardInterrupt
+        original(client, name, version)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "delete_model_version", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            apply_retention(long_registry, delete=True)
+    assert numbers(registry, MODEL) == ["1", "2", "3", "5"]
+    apply_retention(long_registry, delete=True)
+    assert numbers(registry, MODEL) == ["1", "2", "5"] and numbers(registry, REWARD) == ["1", "2", "5", "6"]
+
+
+def test_only_the_owner_deletes_and_only_if_a_number_is_set(registry: Registry, long_registry: Path) -> None:
+    with pytest.raises(RlhfError, match=r"owned by .*owner; its versions are deleted there"):
+        apply_retention(registry.workspace("second", KEEP_ONE), delete=True)
+    (long_registry / "params.yaml").write_text(PARAMS)
+    with pytest.raises(RlhfError, match=r"registry.retention.versions is not set"):
+        apply_retention(long_registry, delete=True)
+    assert numbers(registry, MODEL) == ["1", "2", "3", "4", "5"]
