@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from commands import command_environment
@@ -18,21 +20,31 @@ SECONDS = 400
 
 def make_prefect_database(path: Path) -> None:
     """Start a server on a new database, stop it when it answers, and keep the database as one file at ``path``."""
-    home, port = path.with_suffix(".home"), free_port()
+    home = path.with_suffix(".home")
     home.mkdir()
     database = home / "prefect.db"
+    with prefect_server(database):
+        pass
+    with sqlite3.connect(database) as source, sqlite3.connect(path) as target:
+        source.backup(target)
+
+
+@contextmanager
+def prefect_server(database: Path) -> Iterator[str]:
+    """Run a server on ``database``, its files beside it, and give the address of its API."""
+    home, port = database.parent, free_port()
     connection = f"sqlite+aiosqlite:///{database}"
     env = command_environment(PREFECT_HOME=str(home), PREFECT_API_DATABASE_CONNECTION_URL=connection)
+    env.pop("PREFECT_API_URL", None)
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", LOOPBACK, "--port", str(port)]
     with (home / "server.log").open("wb") as log:
         server = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
     try:
         _wait_for(f"http://{LOOPBACK}:{port}/api/health", server, home / "server.log")
+        yield f"http://{LOOPBACK}:{port}/api"
     finally:
         server.terminate()
         server.wait(120)
-    with sqlite3.connect(database) as source, sqlite3.connect(path) as target:
-        source.backup(target)
 
 
 def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:

@@ -14,7 +14,16 @@ from flows.commands.error_text import print_failed_gates
 from flows.commands.summary import exit_code, print_verdict, summary
 from flows.dvc_repo.root import ensure_dvc
 from flows.dvc_repo.tracked_params import check_tracked_params
-from flows.pipeline.events import EVENTS_VARIABLE, EventReader, PipelineEvent, RunEnded, VerdictReached, new_events_file
+from flows.pipeline.events import (
+    EVENTS_VARIABLE,
+    EventReader,
+    EventWriter,
+    PipelineEvent,
+    RunEnded,
+    VerdictReached,
+    new_events_file,
+)
+from flows.pipeline.unchanged import find_unchanged
 from flows.prefect_server.services import (
     Services,
     open_services,
@@ -108,7 +117,14 @@ class PipelineRun:
         self.problem: str | None = None
 
     def execute(self) -> int:
-        """Run to the end and return the exit status; whatever was started is stopped."""
+        """Run to the end and return the exit status; whatever was started is stopped.
+
+        If there is nothing to do, no service is started, and neither Prefect nor MLflow gets a run.
+        """
+        if (unchanged := find_unchanged(self.workspace, promotes=self.options.promote)) is not None:
+            unchanged.emit(EventWriter(str(self.reader.path)))
+            self._show_new_events()
+            return self._print_result(stopped=False)
         self.display.phase("starting Prefect")
         use_server_of_workspace(self.workspace, signals.STOP.is_set)
         services = open_services(self.workspace, self.options.port, self.display.line)

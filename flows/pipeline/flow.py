@@ -47,6 +47,7 @@ from flows.pipeline.late_runs import cancel_late_runs
 from flows.pipeline.preflight import memory_refusal
 from flows.pipeline.registration import MATCH_LOG, promote_task, register_task
 from flows.pipeline.schedule import Schedule, final_name
+from flows.pipeline.unchanged import find_unchanged, has_gated_policy, undecided_because
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
 from flows.pipeline.verdict_markdown import verdict_markdown
 from flows.prefect_server.flow_runs import cancel_orphans
@@ -69,7 +70,6 @@ from rlhf_core.errors import RlhfError
 
 PIPELINE_FLOW = "rlhf-pipeline"
 RUNNER = cast("TaskRunner[PrefectFuture[Any]]", ThreadPoolTaskRunner(max_workers=16))
-POLICY_EVIDENCE = "gates/policy.json"
 PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
 POLL_SECONDS = 0.05
 
@@ -116,7 +116,8 @@ def rlhf_pipeline(workspace: str = ".", promote: bool = True) -> State[Any]:
     """Bring every stage of the workspace up to date, then register and promote what passed its gates.
 
     Ends Completed, Cancelled, or Failed under a name that says why: GateFailed, TrainingPaused, UserError, Preempted,
-    StageFailed or RegistrationFailed. As a run of a deployment whose challenger waits for approval it suspends.
+    StageFailed or RegistrationFailed. As a run of a deployment whose challenger waits for approval it suspends. Where
+    nothing has changed since the last run it opens no run in MLflow.
     """
     if threading.current_thread() is threading.main_thread():
         signals.install()
@@ -133,12 +134,14 @@ def rlhf_pipeline(workspace: str = ".", promote: bool = True) -> State[Any]:
 
 def _run_pipeline(workspace: Path, promote: bool, events: EventWriter) -> State[Any]:
     params = load_params(workspace)
-    graph = read_graph(workspace)
-    # Only a pipeline with a gated policy is recorded in MLflow and registers models.
-    recorded = any(POLICY_EVIDENCE in node.outputs for node in graph.values())
     _tag_flow_run(workspace, params.profile)
+    if (unchanged := find_unchanged(workspace, promotes=promote)) is not None:
+        unchanged.emit(events)
+        _publish(workspace, None, unchanged.outcomes, unchanged.verdict)
+        return Completed(message=unchanged.message)
+    graph = read_graph(workspace)
     name = runtime.flow_run.name or run_label(workspace, params.profile, datetime.now())
-    run_id = start_pipeline_run(workspace, name) if recorded else None
+    run_id = start_pipeline_run(workspace, name) if has_gated_policy(graph) else None
     environment = {PARENT_RUN_VARIABLE: run_id} if run_id else {}
     context = PipelineContext(workspace, params.pools, params.flow, environment, events)
     events.emit(RunPlanned(tuple(graph)))
@@ -329,8 +332,7 @@ def _register(context: PipelineContext, run_id: str, promote: bool) -> Registrat
         context.events.emit(RegistryUpdated(registered))
         if not registration.has_challenger:
             return RegistrationResult(registered)
-        if not promote or not config.auto_promote:
-            because = "registry.auto_promote is off" if promote else "the run was started with --no-promote"
+        if because := undecided_because(promote, config.auto_promote):
             return RegistrationResult(registered, undecided_because=because)
         context.events.emit(PhaseStarted("promotion", log=MATCH_LOG))
         decision = promote_task(context.workspace)

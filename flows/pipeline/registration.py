@@ -28,14 +28,8 @@ class RegistrationSummary:
 def register_task(workspace: Path, run_id: str | None = None) -> RegistrationSummary:
     """Register the models of the workspace that passed their gates."""
     result = register(workspace, run_id)
-    parts = [
-        f"{name} version {entry.version}{' (as before)' if entry.reused else ''}"
-        f"{f', ungated ({entry.ungated}): no challenger' if entry.ungated else ''}"
-        for name, entry in result.registered.items()
-    ]
-    parts += [f"{name} not registered: {reason}" for name, reason in result.refused.items()]
     has_challenger = result.made_challenger(load_params(workspace).registry.policy)
-    return RegistrationSummary("; ".join(parts), has_challenger)
+    return RegistrationSummary(result.describe(), has_challenger)
 
 
 @task(name="promote", task_run_name="promote", persist_result=False, cache_policy=NO_CACHE)

@@ -15,7 +15,7 @@ from flows.registry.aliases import CHALLENGER, read_aliases, registry_errors, ve
 from flows.registry.data_card import log_data_card
 from flows.registry.gate_evidence import Freshness, GateEvidence, read_gate_evidence
 from flows.registry.governance.lock import registry_lock
-from flows.registry.governance.terms import GATES, read_terms, short_conditions, terms_of
+from flows.registry.governance.terms import GATES, PromotionTerms, read_terms, short_conditions, terms_of
 from flows.registry.lineage import collect_lineage
 from flows.registry.mlflow_client import (
     connect,
@@ -79,6 +79,16 @@ class Registration:
         """Whether ``name`` has a version from this registration that may be promoted."""
         return name in self.registered and not self.registered[name].ungated
 
+    def describe(self) -> str:
+        """What was registered and what was refused, in one line."""
+        parts = [
+            f"{name} version {entry.version}{' (as before)' if entry.reused else ''}"
+            f"{f', ungated ({entry.ungated}): no challenger' if entry.ungated else ''}"
+            for name, entry in self.registered.items()
+        ]
+        parts += [f"{name} not registered: {reason}" for name, reason in self.refused.items()]
+        return "; ".join(parts)
+
 
 def registrable_models(config: RegistryConfig) -> tuple[RegistrableModel, RegistrableModel]:
     """Reward model and policy, in the order in which they are registered."""
@@ -111,13 +121,10 @@ def register(workspace: Path, run_id: str | None = None) -> Registration:
             try:
                 evidence = [read_gate_evidence(workspace, gate) for gate in model.gates]
                 freshness.require(model.gate_stage)
-                weaker = "" if held is None else "; ".join(held.weaker_gates(here.gates, model.gates))
-                too_weak = f"the terms of {config.policy} require more: {weaker}" if weaker else ""
                 tags = {
                     **collect_lineage(workspace).tags(),
                     **reward_version,
-                    **gate_tags(evidence, too_weak),
-                    CONDITIONS_TAG: json.dumps(short_conditions({name: here.gates[name] for name in model.gates})),
+                    **_gate_tags(config.policy, model, evidence, held, here),
                 }
                 version = _register_one(client, workspace, model, evidence, tags, run_id)
             except GateFailed as error:
@@ -126,6 +133,48 @@ def register(workspace: Path, run_id: str | None = None) -> Registration:
             result.registered[model.name] = version
             reward_version = {REWARD_VERSION_TAG: version.version}
     return result
+
+
+def registered_before(workspace: Path) -> Registration | None:
+    """What :func:`register` would find registered; None if it would change anything.
+
+    The stages of the workspace must be up to date.
+    """
+    workspace = workspace.resolve()
+    config = load_section(workspace, "registry", RegistryConfig)
+    client = connect(workspace)
+    held, here = read_terms(client, config.policy), terms_of(workspace, config)
+    result = Registration()
+    for model in registrable_models(config):
+        try:
+            evidence = [read_gate_evidence(workspace, gate) for gate in model.gates]
+        except GateFailed as error:
+            result.refused[model.name] = str(error)
+            continue
+        content = sha256_tree(workspace / model.folder)
+        known = _same_content(client, model.name, content)
+        tags = _gate_tags(config.policy, model, evidence, held, here)
+        if known is None or _changed_gate_tags(known, tags):
+            return None
+        ungated = tags.get(UNGATED_TAG, "")
+        if not ungated and read_aliases(client, model.name).get(CHALLENGER) != str(known.version):
+            return None
+        result.registered[model.name] = RegisteredVersion(str(known.version), content, reused=True, ungated=ungated)
+    return result
+
+
+def _gate_tags(
+    policy: str,
+    model: RegistrableModel,
+    evidence: Sequence[GateEvidence],
+    held: PromotionTerms | None,
+    here: PromotionTerms,
+) -> dict[str, str]:
+    """What a version says of its gates and of their conditions, where the terms of ``policy`` are ``held``."""
+    weaker = "" if held is None else "; ".join(held.weaker_gates(here.gates, model.gates))
+    too_weak = f"the terms of {policy} require more: {weaker}" if weaker else ""
+    conditions = json.dumps(short_conditions({name: here.gates[name] for name in model.gates}))
+    return {**gate_tags(evidence, too_weak), CONDITIONS_TAG: conditions}
 
 
 def _register_one(
@@ -181,16 +230,26 @@ def _same_content(client: MlflowClient, name: str, content: str) -> ModelVersion
     return same[0] if same else None
 
 
+def _changed_gate_tags(version: ModelVersion, tags: Mapping[str, str]) -> dict[str, str | None]:
+    """The tags about gates that a version must get, None for one to remove: bounds may have changed since it was made.
+
+    ``tags`` are what they say now.
+    """
+    names = (GATES_TAG, UNGATED_TAG, GATE_REPORT_TAG, CONDITIONS_TAG)
+    changed: dict[str, str | None] = {
+        name: tags[name] for name in names if name in tags and version.tags.get(name) != tags[name]
+    }
+    return changed | ({UNGATED_TAG: None} if UNGATED_TAG in version.tags and UNGATED_TAG not in tags else {})
+
+
 def _refresh_gate_tags(client: MlflowClient, version: ModelVersion, tags: Mapping[str, str]) -> None:
-    """Bounds may have changed since the version was made: what it says of its gates is what they say now."""
     number = str(version.version)
-    tags = {key: tags[key] for key in (GATES_TAG, UNGATED_TAG, GATE_REPORT_TAG, CONDITIONS_TAG) if key in tags}
     with registry_errors(f"update the tags of {version.name} version {number}"):
-        for key, value in tags.items():
-            if version.tags.get(key) != value:
+        for key, value in _changed_gate_tags(version, tags).items():
+            if value is None:
+                client.delete_model_version_tag(version.name, number, key)
+            else:
                 client.set_model_version_tag(version.name, number, key, value)
-        if UNGATED_TAG in version.tags and UNGATED_TAG not in tags:
-            client.delete_model_version_tag(version.name, number, UNGATED_TAG)
 
 
 def _create_version(

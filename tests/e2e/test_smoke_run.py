@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sqlite3
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,7 +85,16 @@ def test_the_run_ends_with_its_verdict_and_one_command(smoke: SmokeRun) -> None:
 
 
 def test_a_second_run_has_nothing_to_do(smoke: SmokeRun) -> None:
-    lock = (smoke.workspace / "dvc.lock").read_text()
+    lock, runs = (smoke.workspace / "dvc.lock").read_text(), mlflow_runs(smoke.workspace)
     again = run("rlhf", "run", "--workspace", smoke.workspace, cwd=ROOT)
     assert again.returncode == 0, again.stderr[-3000:]
     assert (smoke.workspace / "dvc.lock").read_text() == lock
+    assert "Completed: nothing to do: every stage is up to date, " in again.stdout
+    assert "Prefect UI" not in again.stdout, "no server is started"
+    assert mlflow_runs(smoke.workspace) == runs
+    assert any(line.startswith("promotion   version 1 was champion already") for line in again.stdout.splitlines())
+
+
+def mlflow_runs(workspace: Path) -> int:
+    with sqlite3.connect(workspace / "mlflow.db") as database:
+        return int(database.execute("select count(*) from runs").fetchone()[0])

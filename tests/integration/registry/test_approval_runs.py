@@ -1,0 +1,194 @@
+"""On a real Prefect server: runs suspend until a person has decided, and a new champion is an event."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from integration.registry.conftest import policy_name
+from integration.registry.test_promotion import ScriptedMatch, aliases
+from integration.registry.test_unchanged import records
+from prefect import Flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
+from prefect.events.actions import RunDeployment
+from prefect.events.filters import EventFilter, EventNameFilter
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.exceptions import Pause
+from prefect.flow_engine import run_flow
+from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+from prefect.states import Pending
+from prefect_database import prefect_server
+
+from flows.commands.status import status
+from flows.pipeline import flow as pipeline
+from flows.pipeline.flow import rlhf_pipeline
+from flows.registry import promotion
+from flows.registry.promotion_flow import promotion_flow
+from flows.stage.outcome import StageOutcome
+from flows.supervision.processes import OWNER_VARIABLE
+from flows.workspace.lock import LOCK_HELD_VARIABLE
+
+pytestmark = [pytest.mark.services, pytest.mark.parametrize("backend", ["sqlite"], indirect=True)]
+SECONDS = 300
+
+
+@pytest.fixture(scope="module")
+def server(prefect_database: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    database = tmp_path_factory.mktemp("prefect") / "prefect.db"
+    shutil.copy(prefect_database, database)
+    with prefect_server(database) as url:
+        yield url
+
+
+@pytest.fixture
+def client(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SyncPrefectClient]:
+    monkeypatch.setenv("PREFECT_API_URL", server)
+    with (
+        temporary_settings({PREFECT_API_URL: server, PREFECT_LOGGING_TO_API_ENABLED: False}),
+        get_client(sync_client=True) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def release(contest: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A workspace whose promotions need approval, and whose challenger wins its match."""
+    params = (contest / "params.yaml").read_text()
+    (contest / "params.yaml").write_text(params + "registry: {approval: true}\n")
+    monkeypatch.setitem(promotion.promote.__kwdefaults__, "play", ScriptedMatch(judge=0.9))
+    return contest
+
+
+class Deployment:
+    """Runs of a flow as a deployment, in this process as a worker's child process runs them."""
+
+    def __init__(self, client: SyncPrefectClient, flow: Flow[..., Any], workspace: Path) -> None:
+        self.client, self.flow, self.workspace = client, flow, workspace
+        self.id = client.create_deployment(client.create_flow_from_name(flow.name), workspace.name)
+
+    def start(self) -> UUID:
+        """Create a run and run it until it ends or suspends; return its id."""
+        run = self.client.create_flow_run_from_deployment(self.id, parameters={"workspace": str(self.workspace)})
+        self.execute(run.id)
+        return run.id
+
+    def execute(self, run: UUID) -> None:
+        """Run what is scheduled."""
+        self.client.set_flow_run_state(run, Pending())
+        try:
+            run_flow(self.flow, flow_run=self.client.read_flow_run(run), return_type="state")
+        except Pause:
+            assert self.state(run) == "Suspended"
+
+    def state(self, run: UUID) -> str:
+        return str(self.client.read_flow_run(run).state_name)
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {SECONDS} s"
+        time.sleep(0.2)
+
+
+def command(*words: str) -> None:
+    from flows.cli import app
+
+    with pytest.raises(SystemExit) as ended:
+        app(args=[*words], prog_name="rlhf")
+    assert not ended.value.code
+
+
+def test_a_promotion_suspends_until_a_person_has_decided_and_an_automation_starts_then(
+    release: Path, client: SyncPrefectClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deployment = Deployment(client, promotion_flow, release)
+    listener = client.create_deployment(client.create_flow_from_name("listener"), "listener")
+    client.create_automation(
+        AutomationCore(
+            name="new champion",
+            trigger=EventTrigger(
+                expect={"rlhf.champion.changed"},
+                match={"prefect.resource.id": f"rlhf.registered-model.{policy_name(release)}"},
+                posture=Posture.Reactive,
+                threshold=1,
+            ),
+            actions=[RunDeployment(source="selected", deployment_id=listener)],
+        )
+    )
+    first = deployment.start()
+    assert deployment.state(first) == "Suspended"
+    client.resume_flow_run(first)
+    deployment.execute(first)
+    assert deployment.state(first) == "Suspended", "to resume it on the server is no approval"
+    assert aliases(release)["champion"] == "1"
+    screen = status(release)
+    assert "waits for approval: v2, since 2" in screen and "next: rlhf approve" in screen
+    second = deployment.start()
+    assert (deployment.state(first), deployment.state(second)) == ("Cancelled", "Suspended")
+    capsys.readouterr()
+    command("approve", "--reason", "read 50 replies", "--workspace", str(release))
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("version 2 is champion: approved by ")
+    assert printed[1] == "completed 1 suspended Prefect run"
+    assert deployment.state(second) == "Approved" and aliases(release)["champion"] == "2"
+    assert deployment.state(deployment.start()) == "Completed", "there is nothing left to decide"
+
+    def events() -> list[tuple[str, str, str | None, str]]:
+        page = client.read_events(EventFilter(event=EventNameFilter(prefix=["rlhf."])), limit=50)
+        return sorted((e.event, e.payload["model"], e.payload["version"], e.payload["action"]) for e in page.events)
+
+    expected = [
+        ("rlhf.approval.requested", "rlhf-policy", "2", "request approval"),
+        ("rlhf.champion.changed", "rlhf-policy", "2", "approve"),
+        ("rlhf.previous.changed", "rlhf-policy", "1", "approve"),
+    ]
+    wait_until(lambda: events() == expected, "events")
+    of_listener = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[listener]))
+    wait_until(lambda: client.read_flow_runs(flow_run_filter=of_listener), "run started by the automation")
+
+
+def test_a_scheduled_pipeline_suspends_once_and_then_has_nothing_to_do(
+    release: Path, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def every_stage_is_cached(graph: Mapping[str, Any], _: object) -> dict[str, StageOutcome]:
+        return {name: StageOutcome.cached(name, 0.0, 0.0) for name in graph}
+
+    monkeypatch.setattr(pipeline, "_run_stages", every_stage_is_cached)
+    monkeypatch.setattr(pipeline.signals, "install", lambda: None)
+    for variable in (OWNER_VARIABLE, LOCK_HELD_VARIABLE):  # as `rlhf run` sets them, which holds the lock
+        monkeypatch.setenv(variable, f"test:{release}")
+    deployment = Deployment(client, rlhf_pipeline, release)
+    first = deployment.start()
+    assert deployment.state(first) == "Suspended" and aliases(release)["champion"] == "1"
+    before = records(release)
+    second = deployment.start()
+    assert deployment.state(second) == "Completed" and deployment.state(first) == "Suspended"
+    message = client.read_flow_run(second).state.message
+    assert message.startswith("nothing to do: every stage is up to date, rlhf-reward-model version 1 (as before)")
+    assert "not promoted yet: version 2 waits for approval" in message
+    assert records(release) == before, "no run in MLflow, nothing new in the history"
+    command("decline", "--reason", "rude", "--workspace", str(release))
+    assert deployment.state(first) == "Declined" and aliases(release)["champion"] == "1"
+    third = client.read_flow_run(deployment.start())
+    assert third.state_name == "Completed" and "version 2 was declined by" in third.state.message
+    assert records(release)[0] == before[0]
+
+
+def test_a_server_that_is_away_stops_no_decision(
+    release: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    promotion.promote(release)
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    command("decline", "--reason", "no", "--workspace", str(release))
+    assert "a Prefect run that waits for it stays suspended: the Prefect server at" in capsys.readouterr().err
+    assert "the events rlhf.approval.declined were not sent" in caplog.text and "the decision stands" in caplog.text

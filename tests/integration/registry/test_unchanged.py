@@ -1,0 +1,97 @@
+"""A world without changes is found as such, and every change is found too; deleted versions leave no files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from integration.registry.conftest import make_policy, policy_name
+from integration.registry.test_promotion import ScriptedMatch, aliases
+
+from flows.commands.run import RunOptions, run
+from flows.pipeline.last_run import read_last_run
+from flows.pipeline.unchanged import find_unchanged
+from flows.registry.aliases import get_version
+from flows.registry.governance.history import history_ledger
+from flows.registry.mlflow_client import connect, experiment_id
+from flows.registry.model_artifacts import verified_folder
+from flows.registry.promotion import promote, rollback
+from flows.registry.register import register
+from flows.registry.retention import apply_retention
+from flows.supervision import signals
+from flows.supervision.processes import OWNER_VARIABLE
+from flows.workspace.lock import LOCK_HELD_VARIABLE
+from rlhf_core.errors import RlhfError
+
+
+def records(workspace: Path) -> tuple[int, int]:
+    """How many runs MLflow has, and how many entries the history."""
+    client = connect(workspace)
+    entries = history_ledger(client, policy_name(workspace)).entries()
+    return len(client.search_runs([experiment_id(client, workspace)])), len(entries)
+
+
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_nothing_to_do_until_something_changes(
+    contest: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert find_unchanged(contest, promotes=True) is None, "version 2 has not met the champion"
+    assert find_unchanged(contest, promotes=False) is not None
+    match = ScriptedMatch(judge=0.4)
+    promote(contest, play=match)
+    before = records(contest)
+    unchanged = find_unchanged(contest, promotes=True)
+    assert unchanged is not None and records(contest) == before
+    assert unchanged.message.startswith("nothing to do: every stage is up to date, rlhf-reward-model version 1 (as")
+    assert unchanged.verdict.promotion.startswith("not promoted: not above 0.5 with 95 % confidence by judge")
+    assert {outcome.action for outcome in unchanged.outcomes.values()} == {"cached"}
+    params = (contest / "params.yaml").read_text()
+    (contest / "params.yaml").write_text(params + "registry: {promote_win_rate_low95: 0.55}\n")
+    assert find_unchanged(contest, promotes=True) is None, "another bar"
+    (contest / "params.yaml").write_text(params)
+    connect(contest).delete_registered_model_alias(policy_name(contest), "challenger")
+    assert find_unchanged(contest, promotes=True) is None, "the next run makes it challenger again"
+    register(contest)
+    assert find_unchanged(contest, promotes=True) is not None
+    make_policy(contest, 9)
+    assert find_unchanged(contest, promotes=True) is None, "another policy"
+    register(contest)
+    promote(contest, play=ScriptedMatch(judge=0.9))
+    unchanged = find_unchanged(contest, promotes=True)
+    assert unchanged is not None and unchanged.verdict.promotion == "version 3 was champion already"
+    before = records(contest)
+    monkeypatch.setattr(signals, "install", lambda: None)
+    for variable in (OWNER_VARIABLE, LOCK_HELD_VARIABLE):  # the command sets them
+        monkeypatch.setenv(variable, "")
+    assert run(contest, RunOptions()) == 0
+    printed = capsys.readouterr().out
+    assert "Completed: nothing to do: every stage is up to date, rlhf-reward-model version 1 (as before)" in printed
+    assert "stages: 10 cached" in printed and "Prefect" not in printed and records(contest) == before
+    last = read_last_run(contest)
+    assert last is not None and last.completed and last.ran == 0
+    (contest / "metrics" / "ppo.json").write_text("{}")
+    assert find_unchanged(contest, promotes=True) is None, "a stage is stale"
+
+
+def test_the_files_of_deleted_versions_are_gone_and_their_runs_stay(contest: Path) -> None:
+    promote(contest, play=ScriptedMatch(judge=0.4))
+    make_policy(contest, 9)
+    register(contest)
+    promote(contest, play=ScriptedMatch(judge=0.9))
+    make_policy(contest, 10)
+    register(contest)
+    params = (contest / "params.yaml").read_text()
+    if "registry:" not in params:
+        params += "registry: {}\n"
+    (contest / "params.yaml").write_text(params.replace("registry: {", "registry: {retention: {versions: 1}, "))
+    client, name = connect(contest), policy_name(contest)
+    gone = get_version(client, name, "2")
+    folder = verified_folder(contest, gone)
+    plan = apply_retention(contest, delete=True)
+    assert [str(version.version) for version in plan.deleted] == ["2"] and len(plan.matches) == 1
+    assert not folder.exists()
+    with pytest.raises(RlhfError, match="has no version 2"):
+        get_version(client, name, "2")
+    assert client.get_run(gone.run_id).info.lifecycle_stage == "active"
+    assert aliases(contest) == {"champion": "3", "previous": "1", "challenger": "4"}
+    assert rollback(contest, "rude").champion == "1", "its files are still there"
