@@ -95,10 +95,9 @@ class Evaluation:
 
     def judged_by(self, judge: PairwiseJudge, bootstrap: int, seed: int) -> Evaluation:
         """Return the same evaluation with this judge's comparison added; see :func:`compare_outcomes`."""
-        prompts, policy, sft = (
-            rows[:: self.replies_per_prompt] for rows in (self.prompts, self.policy.replies, self.sft.replies)
-        )
-        judgements = judge.judge([row.prompt for row in prompts], policy, sft)
+        first = slice(None, None, self.replies_per_prompt)
+        policy, sft = self.policy.replies[first], self.sft.replies[first]
+        judgements = judge.judge([row.prompt for row in self.prompts[first]], policy, sft)
         longer_by = length_differences(policy, sft)[judgements.judged]
         comparison = compare_outcomes(judgements.outcomes(), bootstrap, seed, longer_by)
         return replace(self, pairwise={**self.pairwise, judge.name: PairwiseEvaluation(judgements, comparison)})
@@ -176,8 +175,9 @@ class Evaluation:
         prompt, further = divmod(row, self.replies_per_prompt)
         columns: dict[str, float | str | None] = {}
         for judge, pairwise in self.pairwise.items():
-            pair = None if further else pairwise.judgements.pairs[prompt]
-            columns |= {f"{judge}_outcome": pair and pair.outcome, f"{judge}_reason": pair and pair.reason}
+            pair = pairwise.judgements.pairs[prompt]
+            columns[f"{judge}_outcome"] = None if further else pair.outcome
+            columns[f"{judge}_reason"] = None if further else pair.reason
         return columns
 
     def bad_cases(self, judge: str, limit: int) -> list[dict[str, Any]]:

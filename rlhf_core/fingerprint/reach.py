@@ -108,12 +108,15 @@ class Package:
 
 
 def data_files(folder: Path) -> list[Path]:
-    """Files right in ``folder`` that are not code, such as templates."""
-    return [
-        path
-        for path in folder.iterdir()
-        if path.is_file() and path.suffix not in NO_DATA and not path.name.startswith(".") and path.name[-1] != "~"
-    ]
+    """Files of a package that are not code, such as templates: right in ``folder``, or in a folder that is no package."""
+    hidden = {path for path in folder.iterdir() if path.name.startswith((".", "__pycache__"))}
+    data: list[Path] = []
+    for path in sorted(set(folder.iterdir()) - hidden):
+        if path.is_dir() and not (path / "__init__.py").exists():
+            data += data_files(path)
+        elif path.is_file() and path.suffix not in NO_DATA and path.name[-1] != "~":
+            data.append(path)
+    return data
 
 
 def derived_classes(module: Module) -> list[Definition]:

@@ -84,7 +84,7 @@ def test_a_changed_health_rule_makes_ppo_and_the_report_stale(copy: Path, before
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"), [("report/report.html.j2", "report"), ("data_card/card.html.j2", "validate")]
+    ("name", "stage"), [("report/templates/gates.html.j2", "report"), ("data_card/card.html.j2", "validate")]
 )
 def test_a_changed_template_makes_its_stage_stale(copy: Path, before: dict[str, str], name: str, stage: str) -> None:
     template = copy / "evaluation" / name

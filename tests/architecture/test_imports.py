@@ -49,10 +49,9 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.serve": {"serving"},
     "flows.commands.serving_commands": {"serving.limits.ServingLimits"},
     "flows.registry.served_versions": {"serving.policy_source"},
-    "flows.pipeline.verdict": {
-        "evaluation.judges.final.final_judges",
-        "evaluation.judges.final.stand_in_note",
-    },
+    "flows.pipeline.verdict": {"evaluation.judges.final.stand_in_note", "evaluation.standing"},
+    "flows.commands.display.stage_results": {"evaluation.standing.judge_results"},
+    "flows.commands.summary": {"evaluation.standing.Standing"},
     "flows.registry.decisions": {"evaluation.promotion.criteria.Criterion"},
     "flows.registry.governance.terms": {"evaluation.judges.final.judging_model"},
     "flows.registry.match": {
@@ -69,6 +68,7 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.judges.final.SELECTED_BY",
         "evaluation.judges.final.TRAINED_ON",
         "evaluation.judges.final.stand_in_note",
+        "evaluation.standing",
     },
     "flows.jobs.remote_client": {
         "ppo.reward_sources.tracked_files.function_files",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
@@ -28,7 +28,7 @@ COLOURS = {
 }
 SERIES = tuple(COLOURS[name] for name in ("s0", "s1", "s2", "s3", "s4"))
 # With these the same numbers give the same bytes, and texts stay texts in the page's own font.
-SVG_SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": FONT_SIZE, "svg.id": None}
+SVG_SETTINGS: Any = {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": FONT_SIZE, "svg.id": None}
 
 
 def draw_svg(draw: Callable[[Axes], None], title: str, height: int = HEIGHT) -> Markup:
