@@ -108,7 +108,7 @@ class Package:
 
 
 def data_files(folder: Path) -> list[Path]:
-    """Files of a package that are not code, such as templates: right in ``folder``, or in a folder that is no package."""
+    """Files of a package that are not code, such as templates: in ``folder``, or below it in folders without code."""
     hidden = {path for path in folder.iterdir() if path.name.startswith((".", "__pycache__"))}
     data: list[Path] = []
     for path in sorted(set(folder.iterdir()) - hidden):
