@@ -281,7 +281,7 @@ def read_options(
 
     if format_name is not None and format_name not in get_args(FormatName):
         raise ConfigError(f"--format {format_name} is unknown; known are {', '.join(get_args(FormatName))}")
-    fields = {}
+    fields: dict[str, str] = {}
     for given in columns or ():
         field, separator, column = given.partition("=")
         if not separator:
