@@ -131,7 +131,7 @@ def transcript_in(text: str) -> str | None:
 def require_no_markup(text: str, name: str) -> None:
     """Refuse a text that is a dialogue in the markup of a chat template or as JSON, which would be learned as text."""
     rendered = RENDERED.match(text)
-    if rendered:
+    if rendered and text[rendered.end() :].strip():
         raise Refusal(f"{name} is rendered by a chat template ({rendered.group().strip()}); give messages instead")
     is_list = TURNS_AS_TEXT.match(text) and CONTENT_AS_TEXT.search(text)
     if is_list and any(role.lower() in ROLE_NAMES for role in ROLE_AS_TEXT.findall(text)):
