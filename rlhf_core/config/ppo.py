@@ -122,10 +122,15 @@ class EntropyConfig(Strict):
 
 
 class PtxConfig(Strict):
-    """PPO-ptx: cross-entropy on ``batch_size`` pretraining or demonstration texts in every policy update."""
+    """PPO-ptx: cross-entropy on ``batch_size`` pretraining or demonstration texts in every policy update.
+
+    Texts may be far longer than replies: ``micro_batch_size`` bounds those of one pass (null: as PPO's own) and never
+    changes a gradient.
+    """
 
     weight: NonNegativeFloat = 0.1
     batch_size: PositiveInt = 16
+    micro_batch_size: PositiveInt | None = None
     data: Literal["demonstrations", "pretrain"] = "demonstrations"
 
 

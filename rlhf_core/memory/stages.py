@@ -105,7 +105,8 @@ def ppo_stage(inputs: StageInputs) -> StageEstimate:
     phases["update policy"] = _policy_update(inputs, policy) + held
     if config.ptx.weight > 0:
         rows = inputs.layout.share(config.ptx.batch_size)
-        texts = inputs.lengths.ptx.batch(min(config.micro_batch_size or config.ptx.batch_size, rows))
+        size = config.ptx.micro_batch_size or config.micro_batch_size or config.ptx.batch_size
+        texts = inputs.lengths.ptx.batch(min(size, rows))
         update = passes.reply_loss(policy.variant, texts, True, inputs.layout.logits_bytes)
         phases["update ptx"] = policy.peak_of_update(update) + held
     if critic is not None:

@@ -149,9 +149,8 @@ def step_both(learner: Learner, minibatch: Experience, kl_coef: float, sign: flo
     policy, value = accumulate_gradients(learner, minibatch, kl_coef, sign)
     if learner.ptx is not None and config.ptx.weight > 0:
         engine, weight = pair.engines["policy"], config.ptx.weight
-        ptx_loss = accumulate_ptx_gradient(
-            engine, pair.policy, learner.ptx, step, weight, config.micro_batch_size, pair.scorer.limit
-        )
+        size = config.ptx.micro_batch_size or config.micro_batch_size
+        ptx_loss = accumulate_ptx_gradient(engine, pair.policy, learner.ptx, step, weight, size, pair.scorer.limit)
     results = clip_and_step(pair.engines, config.gradient_norm, config.policy_optimizer.max_grad_norm)
     return StepMetrics(policy, value, results, ptx_loss, pair.limits.padding_share(minibatch.batch))
 

@@ -15,8 +15,8 @@ from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.ppo.advantages import masked_whiten
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.gae import gae
-from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
-from rlhf_core.ppo.update import accumulate_gradients, update
+from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient, ptx_loss_sum
+from rlhf_core.ppo.update import accumulate_gradients, step_both, update
 
 MODELS = make_tiny()
 
@@ -54,6 +54,25 @@ def test_micro_batches_and_order_never_change_the_gradient(
     expected = gradients(tiny, experience, whole)
     parts = make_config(minibatches=1, micro_batch_size=size, **switches)
     assert torch.allclose(gradients(tiny, experience.select(order), parts), expected, atol=2e-6, rtol=1e-4)
+
+
+def test_long_texts_of_ptx_may_come_fewer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    after: dict[int | None, torch.Tensor] = {}
+    sizes: dict[int | None, list[int]] = {}
+    for size in (None, 1):
+        tiny, config = MODELS.copy(), make_config(minibatches=1, micro_batch_size=8, ptx={"micro_batch_size": size})
+        passes: list[int] = []
+
+        def counted(model: Any, pairs: Any, *rest: Any, passes: list[int] = passes) -> torch.Tensor:
+            passes.append(len(pairs))
+            return ptx_loss_sum(model, pairs, *rest)
+
+        monkeypatch.setattr("rlhf_core.ppo.ptx.ptx_loss_sum", counted)
+        step_both(make_learner(tiny, config), collect(tiny, config), 0.0, 0.0, 0)
+        after[size] = torch.cat([p.detach().flatten() for p in tiny.policy.parameters()])
+        sizes[size] = passes
+    assert len(sizes[None]) == 1 and sizes[1] == [1] * sizes[None][0] and sizes[None][0] > 1
+    assert torch.allclose(after[1], after[None], atol=2e-6, rtol=1e-4)
 
 
 @settings(max_examples=10, deadline=None)
