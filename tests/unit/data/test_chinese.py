@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from rlhf_core.data.prompts_to_try import prompts_to_try
 from rlhf_core.data.refusals import is_refusal
 from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt, write_rows
 from rlhf_core.models.base import train_tokenizer
+from rlhf_core.sampling.reply import sample_reply
 from rlhf_core.training.examples import collate, tokenised_examples
 from rlhf_core.training.reward.baselines import bag_of_words_accuracy
 
@@ -82,13 +85,22 @@ def test_bytes_that_no_character_has_stay_visible_in_a_reply_that_ended(tokenize
     assert decode_reply(tokenizer, [*half, tokenizer.eos_token_id]) == ("\ufffd", True)
 
 
-def test_streamed_pieces_are_whole_characters(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_streamed_pieces_are_whole_characters(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = f"喝茶{UNSEEN}吧"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+
+    def generate(model: Any, prompts: Any, uniforms: Any, sampling: Any, on_tokens: Any) -> Any:
+        for token in tokens:
+            on_tokens(torch.tensor([token]))
+        return SimpleNamespace(replies=lambda: [tokens])
+
+    monkeypatch.setattr("rlhf_core.sampling.reply.evaluation_generate", generate)
     pieces: list[str] = []
-    stream = ReplyStream(tokenizer, pieces.append)
-    for token in tokenizer.encode(text, add_special_tokens=False):
-        stream.add(torch.tensor([token]))
-    stream.finish(text)
+    stream = ReplyStream(pieces.append)
+    unread: Any = None  # the model, its sampling and its random numbers are those of the function above
+    stream.finish(sample_reply(unread, tokenizer, [], unread, unread, stream.write).text)
     assert "".join(pieces) == text and len(pieces) > 5
 
 
