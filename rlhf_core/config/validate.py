@@ -35,7 +35,7 @@ class NearDuplicatesConfig(Strict):
 
     Attributes:
         search: Whether rows are compared at all, which takes longer than all other checks together; ``auto``: where no
-            kind has more than 10,000 clean rows.
+            kind has more than 10,000 clean rows, or where a rule about it refuses rows or fails the set.
         similarity: From which Jaccard similarity of their runs of words on two texts count as nearly the same.
         permutations: Length of a signature; the estimate of the similarity is off by up to ``0.5 / sqrt`` of it.
         max_rows: At most so many rows of a kind are compared, the first ones: the index takes about 4 kB for each.
@@ -47,9 +47,12 @@ class NearDuplicatesConfig(Strict):
     permutations: int = Field(default=128, ge=16, le=1024)
     max_rows: PositiveInt = 100_000
 
-    def searches(self, rows: int) -> bool:
-        """Return whether rows are compared, given the number of clean rows of the kind that has most."""
-        return self.search if isinstance(self.search, bool) else rows <= AUTOMATIC_ROWS
+    def searches(self, rows: int, decides: bool) -> bool:
+        """Return whether rows are compared, given the number of clean rows of the kind that has most.
+
+        ``decides`` says that what is found does more than warn.
+        """
+        return self.search if isinstance(self.search, bool) else decides or rows <= AUTOMATIC_ROWS
 
 
 class ValidateConfig(StageConfig):

@@ -18,7 +18,8 @@ _UNSEEN = re.compile(
     r"\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
 )
 # Joiners alter Arabic and Indic letters and emoji on both sides of them, and nothing elsewhere.
-_IDLE_JOINER = re.compile(r"(?<![^\x00-\x7f\s])[\u200c\u200d]+|[\u200c\u200d]+(?![^\x00-\x7f\s])")
+_JOINERS = re.compile(r"[\u200c\u200d]+")
+_JOINED = re.compile(r"[^\x00-\x7f\s]")
 # Control characters other than white space, and marks that turn the direction of what follows.
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
@@ -31,8 +32,14 @@ def has_visible_text(text: str) -> bool:
 def comparable(text: str) -> str:
     """Return a text as it is compared with others: composed (NFC), single spaces, without invisible characters."""
     if not text.isascii():
-        text = unicodedata.normalize("NFC", _IDLE_JOINER.sub("", _UNSEEN.sub("", text)))
+        text = unicodedata.normalize("NFC", _JOINERS.sub(_needed_joiners, _UNSEEN.sub("", text)))
     return " ".join(text.split())
+
+
+def _needed_joiners(run: re.Match[str]) -> str:
+    """Return a run of joiners as it is where it stands between characters that it can alter, else nothing."""
+    before, after = run.string[max(run.start() - 1, 0) : run.start()], run.string[run.end() : run.end() + 1]
+    return run[0] if _JOINED.match(before) and _JOINED.match(after) else ""
 
 
 def escaped_controls(text: str) -> str:

@@ -12,7 +12,7 @@ from rlhf_core.config.collect import CollectConfig, FileSources
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.derived import DERIVED_FROM
 from rlhf_core.data.inspect import percentile_table, wrapped
-from rlhf_core.data.lengths import LengthPercentiles
+from rlhf_core.data.lengths import PERCENTILES, LengthPercentiles
 from rlhf_core.data.schema import ROW_TYPES, read_table
 from rlhf_core.errors import GateFailed
 from rlhf_core.files import read_json
@@ -133,13 +133,13 @@ def _warned(metrics: Mapping[str, float]) -> dict[str, int]:
 
 
 def _tokens(metrics: Mapping[str, float]) -> dict[str, dict[str, int]]:
-    """Return percentiles of tokens by text column, as the metrics of a kind have them."""
-    tokens: dict[str, dict[str, int]] = {}
-    for name, value in metrics.items():
-        column, separator, percentile = name.rpartition("_tokens_")
-        if separator:
-            tokens.setdefault(column.replace("_and_", " + "), {})[percentile] = int(value)
-    return tokens
+    """Return percentiles of tokens by text column, in the order of :data:`PERCENTILES`, from the metrics of a kind."""
+    columns = [name.removesuffix(f"_tokens_{PERCENTILES[0]}") for name in metrics]
+    return {
+        column.replace("_and_", " + "): {str(p): int(metrics[f"{column}_tokens_{p}"]) for p in PERCENTILES}
+        for column in columns
+        if f"{column}_tokens_{PERCENTILES[0]}" in metrics
+    }
 
 
 def _refused(quarantine: Path, given: Sequence[str]) -> list[RefusedRow]:

@@ -229,14 +229,16 @@ def _holds_rows(fields: Sequence[str], delimiter: str) -> bool:
     """Return whether a field of at least three lines looks like rows between two stray quotes.
 
     Without the quotes, each of its lines would have as many fields as the row. A delimiter with a space behind it is
-    punctuation.
+    punctuation, and so may one be in every line of a text: rows of two fields do not count.
     """
+    if len(fields) < 3:
+        return False
     for index, field in enumerate(fields):
         lines = field.replace("\r\n", "\n").split("\n") if "\n" in field else []
         if len(lines) < 3 or f"{delimiter} " in field:
             continue
         expected = [len(fields) - index - 1, *[len(fields) - 1] * (len(lines) - 2), index]
-        if len(fields) > 1 and [line.count(delimiter) for line in lines] == expected:
+        if [line.count(delimiter) for line in lines] == expected:
             return True
     return False
 
@@ -282,15 +284,23 @@ def _arrow(name: str, content: bytes) -> pa.Table:
         if content.startswith(b"ARROW1"):
             table = pa.ipc.open_file(pa.BufferReader(content)).read_all()
         else:
-            table = pa.ipc.open_stream(pa.BufferReader(content)).read_all()
+            source = pa.BufferReader(content)
+            table = pa.ipc.open_stream(source).read_all()
             if not content.endswith(END_OF_STREAM):
                 raise pa.ArrowInvalid("the mark of its end is missing: it was cut off, or never closed")
+            require_end(source, len(content))
         require_consistent(table)
         DecodedSize(name, len(content)).add(table)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{name} is not a readable arrow file ({error})") from error
     require_distinct(name, table.column_names)
     return table
+
+
+def require_end(source: pa.NativeFile, size: int) -> None:
+    """Raise ``ArrowInvalid`` where a stream that was read to its end is not the whole file, as of two joined ones."""
+    if source.tell() < size:
+        raise pa.ArrowInvalid(f"{size - source.tell()} bytes follow the end of its stream: save one stream to a file")
 
 
 def require_consistent(table: pa.Table) -> None:

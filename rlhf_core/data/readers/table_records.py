@@ -14,6 +14,7 @@ from rlhf_core.data.readers.containers import (
     parquet_batches,
     require_consistent,
     require_distinct,
+    require_end,
     table_records,
 )
 from rlhf_core.data.readers.table_checks import BATCH_ROWS, DecodedSize
@@ -41,14 +42,15 @@ def parquet_records(path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
 def arrow_records(path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
     """Yield the rows of an Arrow file (feather version 2) or stream, as ``datasets`` writes it.
 
-    The file is mapped into memory: what is not looked at does not count.
+    It is read and not mapped into memory, where a file that shrinks meanwhile would end the process.
 
     Raises:
-        DataError: It is no such file, or a stream that was cut off; messages call it ``name``.
+        DataError: It is no such file, or a stream that was cut off or has bytes behind its end; messages call it
+            ``name``.
     """
     size, rows, read = path.stat().st_size, 0, 0
     try:
-        with pa.memory_map(str(path)) as source:
+        with pa.OSFile(str(path)) as source:
             is_file = source.read(len(ARROW_FILE)) == ARROW_FILE
             if not is_file:
                 source.seek(max(size - len(END_OF_STREAM), 0))
@@ -69,6 +71,8 @@ def arrow_records(path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
                     rows += part.num_rows
                 on_read(min(batch.nbytes, size - read))
                 read += min(batch.nbytes, size - read)
+            if not is_file:
+                require_end(source, size)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{name} is not a readable arrow file ({error})") from error
     on_read(size - read)

@@ -167,3 +167,8 @@ def test_a_csv_field_of_any_length_and_a_file_that_ends_early(tmp_path: Path) ->
     assert read(tmp_path, "x.csv", f"{HEADER}a,{long},c\n").rows[0]["chosen"] == long
     with pytest.raises(DataError, match="nested too deeply"):
         read(tmp_path, "x.json", "[" * 100_000)
+
+
+def test_a_text_of_a_file_of_two_columns_may_have_a_comma_in_every_line() -> None:
+    (record,) = records_of("x.csv", b'prompt,reply\nwho?,"Here:\nname,age\nBob,3\nAnn,4"\n')
+    assert record.value == {"prompt": "who?", "reply": "Here:\nname,age\nBob,3\nAnn,4"}

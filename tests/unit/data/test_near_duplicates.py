@@ -96,6 +96,8 @@ def test_by_default_small_sets_are_compared_and_large_ones_are_not(monkeypatch: 
     assert "no_near_duplicates" not in validated.warned_checks["preferences"] and not findings.breaches
     validated, _ = found(near_duplicates={"search": True})
     assert validated.warned_checks["preferences"]["no_near_duplicates"] == 1
+    _, findings = found(rules={"no_near_duplicates": "refuse"})
+    assert findings.breaches, "a rule that decides is applied to a set of any size"
 
 
 def test_rows_are_not_compared_where_that_is_not_wanted() -> None:

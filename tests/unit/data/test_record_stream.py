@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import math
+import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -256,3 +257,29 @@ def test_messages_of_a_tree_may_be_in_different_chunks(tmp_path: Path, monkeypat
     (file,) = source_files(["x.jsonl"], tmp_path)
     (chunk,) = source_chunks(file, "preferences", None, lambda count: None)
     assert (chunk.format, chunk.records, len(chunk.rows)) == ("oasst-messages", 1, 6) and not chunk.refused
+
+
+def arrow_stream(rows: range) -> bytes:
+    buffer = pa.BufferOutputStream()
+    table = pa.table({"prompt": [f"{i:0900}" for i in rows]})
+    with pa.ipc.new_stream(buffer, table.schema) as writer:
+        writer.write_table(table, max_chunksize=50)
+    return buffer.getvalue().to_pybytes()
+
+
+def test_two_arrow_streams_in_a_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.arrow"
+    path.write_bytes(arrow_stream(range(4)) + arrow_stream(range(4)))
+    for read in (streamed, load_records):
+        with pytest.raises(DataError, match="follow the end of its stream"):
+            read(path)
+
+
+def test_an_arrow_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.arrow"
+    path.write_bytes(arrow_stream(range(1000)))
+    records = stream_records(path, lambda count: None)
+    next(records)
+    os.truncate(path, 100_000)
+    with pytest.raises(DataError, match="not a readable arrow file"):
+        list(records)

@@ -43,3 +43,16 @@ def test_texts_are_composed_and_of_single_spaces(text: str) -> None:
 def test_control_characters_are_escaped_and_white_space_is_not() -> None:
     assert escaped_controls("a\x00\x1b[31m\x9b\u202eb\n\tc") == "a\\x00\\x1b[31m\\x9b\\u202eb\n\tc"
     assert escaped_controls("\u5929 caf\u00e9") == "\u5929 caf\u00e9"
+
+
+@pytest.mark.parametrize(
+    ("text", "compared"), [("\u0645\u200d\u200d\u0645",) * 2, ("\u0645\u200d\u200d a", "\u0645 a"), ("\u200c", "")]
+)
+def test_a_run_of_joiners_stays_between_letters_that_it_can_alter(text: str, compared: str) -> None:
+    assert comparable(text) == compared
+
+
+def test_a_long_run_of_joiners_takes_no_longer_than_other_text() -> None:
+    # Time that grew with the square of its length would not end within a day.
+    text = "\u0645" + "\u200d" * 1_000_000 + "\u0645"
+    assert comparable(text) == text and comparable(text[:-1]) == "\u0645"

@@ -163,6 +163,7 @@ def test_tokens_are_counted_with_the_tokenizer_that_is_named(tmp_path: Path, mon
     assert "| preferences: chosen | 8 | 8 | 8 | 8 |" in (tmp_path / "out/data/card/card.md").read_text()
     text = CliRunner().invoke(app, arguments).stdout
     assert "tokens of preferences" in text and "prompt + reply" in text
+    assert list(value["tokens"]["preferences"]["prompt"]) == ["50", "90", "99", "100"], "the headings' order"
     wrong = CliRunner().invoke(app, ["data", "validate", file, "--tokenizer", "scratch"])
     assert "a tokenizer that is made from nothing is trained on the clean data" in str(wrong.exception)
 

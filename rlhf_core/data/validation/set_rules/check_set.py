@@ -72,7 +72,8 @@ def check_set(
             "test_prefix_leaks": float(leakage.prefix[kind]),
             "test_first_turn_leaks": float(leakage.first_turn[kind]),
         }
-    if config.near_duplicates.searches(max((clean[kind].num_rows for kind in filled), default=0)):
+    decides = any(config.severity(rule) != "warn" for rule in (NEAR_DUPLICATES, SIMILAR_PROMPTS))
+    if config.near_duplicates.searches(max((clean[kind].num_rows for kind in filled), default=0), decides):
         given = [kind for kind in filled if kind not in derived]
         duplicates = near_duplicates(rows, given, config.near_duplicates)
         findings.add(duplicates.breaches, given, NEAR_DUPLICATES)
