@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core.data.formats import FileRows
+from rlhf_core.data.readers.containers import records_of
 from rlhf_core.data.sources import read_sources
 from rlhf_core.errors import DataError
 
