@@ -89,14 +89,9 @@ def promote(
         if approval or config.approval:
             decision, transaction = _approval_step(client, decision, model_tags)
         elif decision.promoted and not dry_run:
-            transaction = champion_transaction(
-                client,
-                config,
-                [*champion_versions(client, config, champion), decision.challenger],
-                cleared_refusals(challenger),
-                decision,
-                model_tags=model_tags,
-            )
+            champions = [*champion_versions(client, config, champion), decision.challenger]
+            cleared = cleared_refusals(challenger)
+            transaction = champion_transaction(client, config, champions, cleared, decision, model_tags=model_tags)
         if dry_run or decision.unchanged:
             return decision
         if transaction is not None:

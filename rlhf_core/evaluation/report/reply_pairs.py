@@ -62,11 +62,11 @@ def reply_pair(row: Mapping[str, Any]) -> JsonObject:
 
 def mark_differences(first: str, second: str) -> tuple[Markup, Markup]:
     """Escape both texts and put ``<mark>`` around the words that the other one does not have at that place."""
-    words = [WORDS.findall(text) for text in (first, second)]
+    pieces = [WORDS.findall(text) for text in (first, second)]
     marked: tuple[list[str], list[str]] = ([], [])
-    for kind, *spans in SequenceMatcher(a=words[0], b=words[1], autojunk=False).get_opcodes():
+    for kind, *spans in SequenceMatcher(a=pieces[0], b=pieces[1], autojunk=False).get_opcodes():
         for side, (start, end) in enumerate((spans[:2], spans[2:])):
-            text = escape("".join(words[side][start:end]))
+            text = escape("".join(pieces[side][start:end]))
             if text:
                 marked[side].append(text if kind == "equal" else f"<mark>{text}</mark>")
     return Markup("".join(marked[0])), Markup("".join(marked[1]))
