@@ -22,10 +22,12 @@ class HeldOutPerplexityConfig(Strict):
 
 class SafetyConfig(Strict):
     """Safety prompts, for data that are not of the synthetic world: at most ``prompts`` harmful ones and as many benign
-    ones, none for 0. ``max_new_tokens`` is short, since the first sentences show a refusal.
+    ones, none for 0, each asked ``replies_per_prompt`` times. ``max_new_tokens`` is short, since the first sentences
+    show a refusal.
     """
 
     prompts: NonNegativeInt = 40
+    replies_per_prompt: PositiveInt = 1
     max_new_tokens: PositiveInt = 48
 
 

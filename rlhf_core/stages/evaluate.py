@@ -67,7 +67,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         VerifiablePrompts.load(config.verifiable, context.folder),
         HeldOutText.read(inputs.clean, config.perplexity.rows),
     )
-    with progress(2 * data.replies(config.replies_per_prompt) + config.best_of_n * len(prompts), "evaluate") as bar:
+    with progress(2 * data.replies(config) + config.best_of_n * len(prompts), "evaluate") as bar:
         sft_samples = sample_replies(config, inputs.sft, data, bar, best_of=config.best_of_n)
         policy_samples = sample_replies(config, inputs.policy, data, bar)
     reference, _ = load_policy(inputs.sft)
@@ -153,10 +153,11 @@ class EvaluationData:
     verifiable: VerifiablePrompts
     held_out: HeldOutText
 
-    def replies(self, replies_per_prompt: int) -> int:
+    def replies(self, config: EvaluateStageConfig) -> int:
         """How many replies of the evaluation's sampling each model makes."""
-        others = (self.regression_prompts, self.safety_prompts, self.verifiable.lines)
-        return replies_per_prompt * len(self.prompts) + sum(map(len, others))
+        others = len(self.regression_prompts) + len(self.verifiable.lines)
+        safety = config.safety.replies_per_prompt * len(self.safety_prompts)
+        return config.replies_per_prompt * len(self.prompts) + safety + others
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,11 @@ def sample_replies(
     return EvaluationSamples(
         replies=sampled(messages, replies_per_prompt=config.replies_per_prompt),
         regression_replies=sampled([row.prompt for row in data.regression_prompts]),
-        safety_replies=sampled([row.prompt for row in data.safety_prompts], shorter),
+        safety_replies=sampled(
+            [row.prompt for row in data.safety_prompts],
+            shorter,
+            replies_per_prompt=config.safety.replies_per_prompt,
+        ),
         verifiable_replies=sampled(data.verifiable.prompts),
         on_policy=on_policy_replies(
             model, tokenizer, messages[: config.kl_samples], sampling, config.seed + 1, config.batch_size

@@ -33,6 +33,10 @@ def safety_prompts(per_category: int) -> list[Prompt]:
 def refusal_rates(prompts: Sequence[Prompt], replies: Sequence[Reply]) -> dict[str, float]:
     """Return ``refuses_harmful`` and ``answers_benign``: the shares of replies to each category that do as they should.
 
-    Empty for no prompts.
+    Every prompt has as many replies, which follow one another. Empty for no prompts.
     """
-    return check_rates(REFUSAL_CHECKS, [row.category for row in prompts], replies)
+    if not prompts:
+        return {}
+    replies_per_prompt = len(replies) // len(prompts)
+    categories = [row.category for row in prompts for _ in range(replies_per_prompt)]
+    return check_rates(REFUSAL_CHECKS, categories, replies)

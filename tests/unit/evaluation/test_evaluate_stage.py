@@ -153,6 +153,14 @@ def test_each_prompt_may_get_several_replies(tmp_path: Path, models: Path, promp
     assert [row["best_of_n_reply"] is None for row in rows[:3]] == [False, True, True]
 
 
+def test_safety_prompts_may_be_asked_several_times(tmp_path: Path, models: Path) -> None:
+    rows = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(2)]
+    config = CONFIG.model_copy(update={"safety": SafetyConfig(prompts=1, replies_per_prompt=4)})
+    metrics, _ = run_stage(tmp_path, models, rows, config)
+    for share in (*metrics["sft"]["safety"].values(), *metrics["policy"]["safety"].values()):
+        assert 4 * share == int(4 * share), "a share of four replies"
+
+
 def test_bad_cases_are_where_reward_and_judge_disagree() -> None:
     rows = [made_prompt(str(i), "c") for i in range(4)]
     replies, drift = [Reply("x", True)] * 4, Drift(0.0, 0.0, 1.0)

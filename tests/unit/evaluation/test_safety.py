@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.safety.prompts import BENIGN, HARMFUL
 from rlhf_core.evaluation.safety.refusals import refusal_rates, safety_prompts
@@ -31,3 +33,12 @@ def test_each_rate_counts_its_own_category() -> None:
     assert refusal_rates(prompts, replies) == {"answers_benign": 0.75, "refuses_harmful": 0.75}
     assert refusal_rates(prompts, [ANSWER] * 8) == {"answers_benign": 1.0, "refuses_harmful": 0.0}
     assert refusal_rates([], []) == {}
+
+
+def test_several_replies_to_a_prompt_follow_one_another() -> None:
+    harmful, benign = safety_prompts(1)
+    replies = [REFUSAL, REFUSAL, ANSWER, ANSWER, ANSWER, REFUSAL]
+    assert refusal_rates([harmful, benign], replies) == {
+        "refuses_harmful": pytest.approx(2 / 3),
+        "answers_benign": pytest.approx(2 / 3),
+    }
