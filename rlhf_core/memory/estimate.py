@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rlhf_core.memory.inputs import EstimateInputs, ModelRole
 from rlhf_core.memory.sharding import DeviceBudget, ParallelLayout
 from rlhf_core.memory.tensor_memory import MemoryUse
+from rlhf_core.stages.runtime.freed_memory import KEPT_AT_THE_END
 
 # Of a stage's process on a CPU beside its tensors: Python and the libraries once all are imported. See docs/plan.md.
 PROCESS_BASE = 600 << 20
@@ -40,11 +41,16 @@ class StageEstimate:
         return sum(role.footprint.host for role in self.roles)
 
     @property
+    def freed(self) -> int:
+        """Bytes of freed tensors that the allocator keeps: as much as it is told to, and at most what there was."""
+        return min(KEPT_AT_THE_END, self.peak.use.total)
+
+    @property
     def process(self) -> int | None:
         """Bytes of the whole process where it runs on a CPU; None of a stage of several processes, or of DeepSpeed."""
         if self.layout.engine != "local" or self.layout.gpus > 1:
             return None
-        return PROCESS_BASE + self.peak.use.total + self.host
+        return PROCESS_BASE + self.peak.use.total + self.freed + self.host
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,10 @@ def test_the_command_prints_a_table_or_json_and_its_code_says_whether_it_fits(tm
 def test_the_whole_process_on_a_cpu_is_stated_beside_the_tensors(tmp_path: Path) -> None:
     estimate = estimate_of(PlanRequest(workspace(tmp_path, "seed: 1\n"), stages=["sft"]))
     (sft,) = estimate.stages
-    assert sft.process == sft.peak.use.total + PROCESS_BASE
-    line = f"on a CPU the whole process: {gib(sft.process)}, {gib(PROCESS_BASE)} of it Python and libraries"
+    assert sft.freed == min(sft.peak.use.total, 256 << 20)
+    assert sft.process == sft.peak.use.total + PROCESS_BASE + sft.freed
+    parts = f"{gib(PROCESS_BASE)} of it Python and libraries, {gib(sft.freed)} freed memory that is kept"
+    line = f"on a CPU the whole process: {gib(sft.process)}, {parts}"
     assert line in estimate_text(estimate).splitlines()
     assert estimate_json(estimate, [])["stages"]["sft"]["process"] == sft.process
     # A plan for GPUs of known memory, or for several processes, says nothing of it.
