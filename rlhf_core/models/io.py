@@ -196,7 +196,8 @@ def require_equal(path: Path, saved: Tensor, expected: Tensor) -> None:
 
 
 def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Copy an engine's gathered weights into the model, in place."""
+    """Copy an engine's trained weights into the model, in place; its other parameters stay."""
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
+        for name, weight in weights.items():
+            parameters[name].copy_(weight)

@@ -99,7 +99,7 @@ class ActorCriticPair(Protocol):
         """Backward passes of the value loss alone; None, and nothing done, where they would move the policy."""
 
     def policy_weights(self) -> dict[str, Tensor]:
-        """The policy's weights by its own names, on the CPU of the first rank."""
+        """The policy's trained weights by its own names, on the CPU of the first rank."""
 
     def release_policy(self) -> PreTrainedModel:
         """Return the trained policy as a plain model on the first rank, where alone the stage continues."""
@@ -173,7 +173,7 @@ class SeparateActorCritic:
 
     def policy_weights(self) -> dict[str, Tensor]:
         """Gathered by the policy's engine."""
-        return self.engines["policy"].full_weights()
+        return self.engines["policy"].trained_weights()
 
     def release_policy(self) -> PreTrainedModel:
         """The policy as its engine leaves it."""
@@ -251,7 +251,7 @@ class SharedActorCritic:
 
     def policy_weights(self) -> dict[str, Tensor]:
         """Gathered by the engine, without the value head."""
-        return policy_weights(self.engine.full_weights())
+        return policy_weights(self.engine.trained_weights())
 
     def release_policy(self) -> PreTrainedModel:
         """The policy as the engine leaves it; the value head is no part of it."""

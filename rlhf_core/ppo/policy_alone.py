@@ -94,7 +94,7 @@ class PolicyAlone:
 
     def policy_weights(self) -> dict[str, Tensor]:
         """Gathered by the engine."""
-        return self.engine.full_weights()
+        return self.engine.trained_weights()
 
     def release_policy(self) -> PreTrainedModel:
         """The policy as its engine leaves it."""

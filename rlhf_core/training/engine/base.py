@@ -45,8 +45,8 @@ class EngineState:
     """All that a resumed run needs, in a form that is the same for every engine and number of ranks.
 
     Attributes:
-        tensors: Whole weights (``weights.NAME``) and AdamW moments (``optimizer.NAME.SLOT``), in float32 where the
-            engine keeps them so. Empty on non-zero ranks.
+        tensors: Whole weights (``weights.NAME``) and AdamW moments (``optimizer.NAME.SLOT``) of the parameters that
+            are trained, in float32 where the engine keeps them so. Empty on non-zero ranks.
         meta: Counters, as JSON.
     """
 
@@ -101,11 +101,16 @@ class Engine(Protocol):
     def load_state(self, state: EngineState) -> None:
         """Restore :meth:`state`; gradients are cleared."""
 
-    def full_weights(self) -> dict[str, Tensor]:
-        """All parameters by name, gathered from all ranks, on the CPU of rank 0; empty on the others."""
+    def trained_weights(self) -> dict[str, Tensor]:
+        """Trained parameters by name, gathered from all ranks, on the CPU of rank 0; empty on the others."""
 
     def release(self) -> nn.Module:
         """Return the trained model as a plain module of one process; the engine cannot be used afterwards."""
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return by name the parameters that training changes; frozen ones are those of the model that it began with."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 class StepCount:

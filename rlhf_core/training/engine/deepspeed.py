@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from rlhf_core.training.engine.base import (
     StepCount,
     StepResult,
     clip_scale,
+    trained_parameters,
 )
 from rlhf_core.training.engine.build_locks import remove_stale_build_locks
 from rlhf_core.training.engine.local import require_same_model
@@ -172,9 +173,9 @@ class DeepSpeedEngine(StepCount):
             yield
 
     def state(self) -> EngineState:
-        """Whole float32 weights and moments, under the names common to all engines."""
+        """Whole float32 trained weights and their moments, under the names common to all engines."""
         tensors = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in trained_parameters(self.model).items():
             for key, value in self.shards.read(parameter, self.optimizer_steps).items():
                 if distributed.is_rank_zero():
                     tensors[key.replace("NAME", name)] = value
@@ -182,7 +183,7 @@ class DeepSpeedEngine(StepCount):
 
     def load_state(self, state: EngineState) -> None:
         """Restore :meth:`state` of any engine and number of ranks; gradients are cleared."""
-        parameters = dict(self.model.named_parameters())
+        parameters = trained_parameters(self.model)
         saved = set(distributed.broadcast_from_rank0(sorted(state.tensors)))
         require_same_model(saved, set(parameters), self.name)
         self.load_counters(state.meta)
@@ -198,10 +199,14 @@ class DeepSpeedEngine(StepCount):
             moments = {key.rpartition(".")[2]: tensors[key] for key in keys if key.startswith("optimizer.")}
             self.shards.write(parameter, tensors[f"weights.{name}"], moments)
 
-    def full_weights(self) -> dict[str, Tensor]:
-        """All parameters by name in their computing precision, gathered one at a time, on the CPU of rank 0."""
+    def trained_weights(self) -> dict[str, Tensor]:
+        """Trained parameters by name in their computing precision, on the CPU of rank 0."""
+        return self._gathered(trained_parameters(self.model))
+
+    def _gathered(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Gather whole parameters one at a time; empty but on rank 0."""
         weights = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in parameters.items():
             value = self.shards.weight(parameter)
             if distributed.is_rank_zero():
                 weights[name] = value.cpu()
@@ -215,7 +220,7 @@ class DeepSpeedEngine(StepCount):
         """
         with self.gathered_parameters():
             expected = probe(self.model)
-        weights = self.full_weights()
+        weights = self._gathered(dict(self.model.named_parameters()))
         self.ds.destroy()
         released = self.skeleton.filled(weights, distributed.device())
         if distributed.is_rank_zero() and not torch.allclose(probe(released), expected, atol=1e-5, rtol=1e-4):

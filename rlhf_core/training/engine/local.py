@@ -23,6 +23,7 @@ from rlhf_core.training.engine.base import (
     StepCount,
     StepResult,
     clip_scale,
+    trained_parameters,
 )
 from rlhf_core.training.engine.master_weights import MasterWeights
 from rlhf_core.training.optim import build_adamw
@@ -121,12 +122,12 @@ class LocalEngine(StepCount):
         return nullcontext()
 
     def state(self) -> EngineState:
-        """Copies of weights (``weights.NAME``) and AdamW moments (``optimizer.NAME.SLOT``), and the counters.
+        """Copies of the trained weights (``weights.NAME``) and of their AdamW moments (``optimizer.NAME.SLOT``).
 
-        Weights that are trained in float32 are saved so.
+        Weights that are trained in float32 are saved so. ``meta`` has the counters.
         """
         tensors = {}
-        for name, parameter in self.model.named_parameters() if distributed.is_rank_zero() else ():
+        for name, parameter in trained_parameters(self.model).items() if distributed.is_rank_zero() else ():
             updated = self.masters.of(parameter)
             tensors[f"weights.{name}"] = updated.detach().cpu().clone()
             for slot, value in self.optimizer.state.get(updated, {}).items():
@@ -137,7 +138,7 @@ class LocalEngine(StepCount):
     def load_state(self, state: EngineState) -> None:
         """Restore :meth:`state`; gradients are cleared. ``CheckpointError`` if it is of another model."""
         self._clear()
-        parameters = dict(self.model.named_parameters())
+        parameters = trained_parameters(self.model)
         saved = set(distributed.broadcast_from_rank0(sorted(state.tensors)))
         require_same_model(saved, set(parameters), self.name)
         for name, parameter in parameters.items():
@@ -156,11 +157,11 @@ class LocalEngine(StepCount):
         self.masters.round_to_model()
         self.load_counters(state.meta)
 
-    def full_weights(self) -> dict[str, Tensor]:
-        """All parameters by name (tied ones once) in the model's precision, as copies on the CPU of rank 0."""
+    def trained_weights(self) -> dict[str, Tensor]:
+        """Trained parameters by name (tied ones once) in the model's precision, as copies on the CPU of rank 0."""
         if not distributed.is_rank_zero():
             return {}
-        return {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
+        return {name: p.detach().cpu().clone() for name, p in trained_parameters(self.model).items()}
 
     def release(self) -> nn.Module:
         """Return the model itself, without gradients."""

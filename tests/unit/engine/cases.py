@@ -103,7 +103,7 @@ def train(case: str, make: MakeEngine, lr: float, steps: int, stored: Path) -> t
 
 def changes(engines: list[Engine], before: dict[str, Tensor]) -> dict[str, Tensor]:
     """By how much each weight has moved (on the first rank)."""
-    after = {f"{e.name}.{name}": weight for e in engines for name, weight in e.full_weights().items()}
+    after = {f"{e.name}.{name}": weight for e in engines for name, weight in e.trained_weights().items()}
     return {name: weight - before[name] for name, weight in after.items()}
 
 

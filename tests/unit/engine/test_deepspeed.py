@@ -67,7 +67,7 @@ def with_checkpointing(folder: Path, make: cases.MakeEngine) -> None:
     engine = make(model, cases.optimizer(0.1), "policy")
     engine.forward_context = recomputing(model)
     steps(engine, range(2))
-    cases.write_result(folder, "checkpointing", engine.full_weights(), {})
+    cases.write_result(folder, "checkpointing", engine.trained_weights(), {})
 
 
 def with_bfloat16(make: cases.MakeEngine) -> None:
@@ -81,7 +81,7 @@ def with_bfloat16(make: cases.MakeEngine) -> None:
         moved = (after["weights.lm_head.weight"] - before["weights.lm_head.weight"]).abs()
         assert after["weights.lm_head.weight"].dtype == torch.float32
         assert 1e-6 < float(moved.max()) < 4e-5
-    assert {weight.dtype for weight in engine.full_weights().values()} <= {torch.bfloat16}
+    assert {weight.dtype for weight in engine.trained_weights().values()} <= {torch.bfloat16}
 
 
 def with_frozen(folder: Path) -> None:
@@ -133,7 +133,7 @@ def with_going_back(make: cases.MakeEngine) -> None:
         ends = []
         for restored in range(2):
             steps(engine, range(3, 5))
-            ends.append(engine.full_weights())
+            ends.append(engine.trained_weights())
             # Gradients of a step that will never be made.
             loss = engine.forward(lambda: engine.model(input_ids=torch.arange(12).view(2, 6)).logits.square().mean())
             engine.backward(loss * (math.nan if restored else 100.0))
@@ -196,7 +196,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     plain = make_tiny().policy
     engine = LocalEngine(plain, cases.optimizer(0.1), 9, build=cases.sgd)
     steps(engine, range(2))
-    cases.write_result(root / "1", "plain", engine.full_weights(), {})
+    cases.write_result(root / "1", "plain", engine.trained_weights(), {})
     with_adapters(root / "1", "local", cases.local)
     for size in (1, 2):
         run_ranks(everything, size, root / str(size), stored)

@@ -12,7 +12,7 @@ from unit.engine import cases
 from unit.ppo.tiny import make_tiny
 
 from rlhf_core.config.launch import LaunchConfig
-from rlhf_core.errors import ModelError, RlhfError
+from rlhf_core.errors import CheckpointError, ModelError, RlhfError
 from rlhf_core.training.engine import LocalEngine
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.engine.frozen import FrozenModels
@@ -97,3 +97,27 @@ def test_a_missing_deepspeed_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch
     context = launched(LaunchConfig(engine="deepspeed"))
     with pytest.raises(RlhfError, match=r"pip install 'rlhf-pipeline\[gpu\]'"):
         build_engine(make_tiny().policy, cases.optimizer(0.1), 1, "policy", context)
+
+
+def test_a_state_holds_what_is_trained_and_nothing_frozen() -> None:
+    def frozen_but_head() -> LocalEngine:
+        model = make_tiny().policy
+        model.requires_grad_(False)
+        model.lm_head.requires_grad_(True)
+        return LocalEngine(model, cases.optimizer(0.1), 4, "policy")
+
+    engine = frozen_but_head()
+    engine.backward(engine.model(input_ids=torch.arange(6).view(1, 6)).logits.square().mean())
+    engine.step()
+    state = engine.state()
+    assert set(state.tensors) == {
+        "weights.lm_head.weight",
+        *(f"optimizer.lm_head.weight.{slot}" for slot in ("exp_avg", "exp_avg_sq", "step")),
+    }
+    assert set(engine.trained_weights()) == {"lm_head.weight"}
+    resumed = frozen_but_head()
+    resumed.load_state(state)
+    assert torch.equal(resumed.model.lm_head.weight, engine.model.lm_head.weight)
+    whole = LocalEngine(make_tiny().policy, cases.optimizer(0.1), 4, "policy")
+    with pytest.raises(CheckpointError, match="of another model"):
+        whole.load_state(state)

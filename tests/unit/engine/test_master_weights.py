@@ -83,7 +83,7 @@ def test_resume_restores_masters_and_moments_bit_for_bit() -> None:
 def test_gathered_and_released_weights_are_the_models_own() -> None:
     engine = LocalEngine(layer(), PAPER, 10)
     steps(engine, range(3))
-    assert {weight.dtype for weight in engine.full_weights().values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in engine.trained_weights().values()} == {torch.bfloat16}
     released = engine.release()
     released.weight.sum().backward()
     assert released.weight.grad is not None  # what comes after is no longer the engine's

@@ -64,7 +64,7 @@ def with_budget(folder: Path) -> None:
     learner = make_learner(tiny, config, logits_bytes=cases.FEW_LOGITS)
     experience = cases.rollout(tiny, pair=learner.pair)
     figures = update(learner, experience, 0.1, 0).as_metrics()
-    cases.write_result(folder, "budget", learner.pair.engines["policy"].full_weights(), figures)
+    cases.write_result(folder, "budget", learner.pair.engines["policy"].trained_weights(), figures)
 
 
 def with_shared_backbone(folder: Path) -> None:
@@ -81,7 +81,7 @@ def with_shared_backbone(folder: Path) -> None:
     experience = cases.rollout(tiny)
     for iteration in range(2):
         figures = update(learner, experience, 0.1, iteration).as_metrics()
-    cases.write_result(folder, "shared", learner.pair.engines["policy"].full_weights(), figures)
+    cases.write_result(folder, "shared", learner.pair.engines["policy"].trained_weights(), figures)
 
 
 def without_critic(folder: Path) -> None:
