@@ -105,7 +105,7 @@ def generate(
     lengths = torch.full((count,), steps, device=model.device)
     finished = torch.zeros(count, dtype=torch.bool, device=model.device)
     if count == 0:
-        return _trimmed(prompts, prompt_mask, response, logprobs, lengths, finished)
+        return trimmed_rollout(prompts, prompt_mask, response, logprobs, lengths, finished)
     uniforms = uniforms.to(model.device)
     stop_ids = prompts.new_tensor(base.stop_ids)
     look_every = 1 if on_tokens is not None else LOOK_EVERY.get(model.device.type, 1)
@@ -134,10 +134,10 @@ def generate(
             if len(kept) <= COMPACT_BELOW * len(rows):
                 active.keep(kept)
         active.forward(model, active.tokens[:, -1:], active.mask.sum(dim=1, keepdim=True) - 1)
-    return _trimmed(prompts, prompt_mask, response, logprobs, lengths, finished)
+    return trimmed_rollout(prompts, prompt_mask, response, logprobs, lengths, finished)
 
 
-def _trimmed(
+def trimmed_rollout(
     prompts: Tensor, prompt_mask: Tensor, response: Tensor, logprobs: Tensor, lengths: Tensor, finished: Tensor
 ) -> Rollout:
     """Cut the response to its longest reply and build the masks from lengths alone (so pad may equal eos)."""
