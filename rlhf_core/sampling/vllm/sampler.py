@@ -66,12 +66,12 @@ class VllmSampler:
                 self._load(policy, version)
             except RlhfError as error:
                 problem = str(error)
-        own = [str(self._server.socket), self._server.token] if self._server is not None else None
-        problem, self._name, own = distributed.broadcast_from_rank0([problem, self._name, own])
+        address = self._server.address if self._server is not None else None
+        problem, self._name, address = distributed.broadcast_from_rank0([problem, self._name, address])
         if problem:
             raise RlhfError(problem)
         if self._client is None:
-            self._client = self._connect(own)
+            self._client = self._connect(address)
         self._vocabulary, self.version = int(policy.config.get_text_config().vocab_size), version
 
     @contextmanager
@@ -92,8 +92,10 @@ class VllmSampler:
             yield
         finally:
             self._awake = False
-        if self.config.sleep and not distributed.any_rank(False) and distributed.is_rank_zero():
-            self._client.sleep()
+        if self.config.sleep:
+            distributed.any_rank(False)  # the others may sample still
+            if distributed.is_rank_zero():
+                self._client.sleep()
 
     def sample(self, prompts: PromptBatch, sampling: TokenDistribution) -> Rollout:
         """Send a request per prompt, all at once; see :meth:`Sampler.sample`.
@@ -135,7 +137,7 @@ class VllmSampler:
                 self._server = VllmServer(
                     self.config.python, self.config.arguments, self._weights, precision, self._log, self.config.sleep
                 )
-            self._client = self._connect()
+            self._client = self._connect(self._server.address if self._server is not None else None)
             self._client.wait_until_ready(self.config.start_seconds)
         elif self.config.sleep:
             self._client.wake_up()
@@ -159,13 +161,11 @@ class VllmSampler:
                 f"most {limit:g}): it did not take them, or computes in another precision than {policy.dtype}"
             )
 
-    def _connect(self, own: list[str] | None = None) -> VllmClient:
-        """Connect to the server that rank 0 started, ``own`` (socket and token), or to the one at ``config.url``."""
-        if self._server is not None:
-            own = [str(self._server.socket), self._server.token]
+    def _connect(self, address: list[str] | None) -> VllmClient:
+        """Connect to the server that rank 0 started, at ``address`` (socket and token), or to the one at ``url``."""
         limits = httpx.Limits(max_connections=self.config.concurrent_requests)
-        if own is not None:
-            socket, token = own
+        if address is not None:
+            socket, token = address
             transport, url = httpx.HTTPTransport(uds=socket, limits=limits), "http://localhost"
         else:
             token = bearer_token(self.config.token_env, "ppo.sampler")

@@ -80,6 +80,11 @@ class VllmServer:
                 "that has vLLM"
             ) from error
 
+    @property
+    def address(self) -> list[str]:
+        """Socket and token."""
+        return [str(self.socket), self.token]
+
     def end_report(self) -> str:
         """How the server ended, with the last line of its log; empty while it runs."""
         status = self.process.poll()
