@@ -37,9 +37,11 @@ from rlhf_core.ppo.rewards import RewardFn, reward_model_fn, with_rewards
 from rlhf_core.ppo.rollout import predict_tokens
 from rlhf_core.ppo.update import Learner
 from rlhf_core.ppo.value_loss import ValueObjective
+from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
-from rlhf_core.sampling.local import PromptBatch, sample_replies
+from rlhf_core.sampling.local import LocalSampler
+from rlhf_core.sampling.sampler import PromptBatch
 from rlhf_core.sampling.token_scoring import Tokens
 from rlhf_core.training.engine import Engine, joint_step
 from rlhf_core.training.engine.factory import build_engine
@@ -270,7 +272,7 @@ def _ptx(subject: Subject) -> PtxData | None:
 
 def _rollout(subject: Subject, policy: PreTrainedModel, rows: int, at_once: int | None = None) -> Rollout:
     prompts = PromptBatch([subject.ragged(i, subject.prompt) for i in range(rows)], range(rows), 0)
-    return sample_replies(policy, prompts, _sampling(subject), at_once)
+    return sample_replies(LocalSampler.of(policy), 0, prompts, _sampling(subject), at_once)
 
 
 def _experience(

@@ -22,8 +22,10 @@ from transformers import AutoModelForCausalLM
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.models.io import load_model
 from rlhf_core.models.lora import add_adapters
+from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.local import PromptBatch, sample_replies
+from rlhf_core.sampling.local import LocalSampler
+from rlhf_core.sampling.sampler import PromptBatch
 
 
 def main() -> int:
@@ -91,7 +93,8 @@ def _add_random_adapters(model: Any, rank: int) -> None:
 
 def _ours(model: Any, prompts: torch.Tensor, reply: int) -> None:
     sampling = Sampling(eos_id=1, pad_id=0, max_new_tokens=reply, min_new_tokens=reply)
-    sample_replies(model, PromptBatch(prompts.tolist(), range(len(prompts)), 0), sampling)
+    batch = PromptBatch(prompts.tolist(), range(len(prompts)), 0)
+    sample_replies(LocalSampler.of(model), 0, batch, sampling)
 
 
 @torch.inference_mode()

@@ -39,6 +39,7 @@ from rlhf_core.ppo.run_checkpoint import load_best
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.factory import opened_sampler
 from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
 
@@ -115,7 +116,9 @@ def train_ppo(
     seed_everything(config.seed)
     with evaluating(model), run_context(context, "train_ppo", *inputs.identity()) as run:
         ppo = assemble(inputs, run)
-        ppo.trainer.run()
+        with opened_sampler(config.sampler, run.work) as sampler:
+            ppo.trainer.sampler = sampler
+            ppo.trainer.run()
         trained, choice = ppo.trainer.learner.pair.release_policy(), None
         if ppo.selector is not None:
             choice = ppo.selector.choice()

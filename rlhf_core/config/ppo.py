@@ -12,6 +12,7 @@ from rlhf_core.config.health.health import HealthConfig
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict, changed_field
 from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
+from rlhf_core.config.sampler import LocalSamplerConfig, SamplerConfig
 
 CriticMode = Literal["separate", "shared"]
 KL_ERROR_CLIP = 0.2  # the relative error of one rollout's KL moves an adaptive coefficient by at most this share
@@ -204,6 +205,7 @@ class PpoConfig(StageConfig):
     vf_loss_weight: PositiveFloat = 1.0
     gradient_norm: Literal["separate", "joint"] = "separate"
     target_kl_early_stop: PositiveFloat | None = None
+    sampler: SamplerConfig = LocalSamplerConfig()
     kl: KlConfig = KlConfig()
     reward: RewardShapingConfig = RewardShapingConfig()
     advantage: AdvantageConfig = AdvantageConfig()
@@ -326,6 +328,22 @@ class PpoConfig(StageConfig):
             raise ValueError(
                 "target_kl_early_stop is looked at before each step, and the first step of an update has a KL of 0: "
                 "with epochs 1 and minibatches 1 it never acts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _other_samplers_are_corrected(self) -> PpoConfig:
+        if self.sampler.kind == "local":
+            return self
+        if self.importance_sampling_correction.mode != "always":
+            raise ValueError(
+                f"sampler.kind {self.sampler.kind} rounds otherwise than the trainer in every precision: set "
+                "importance_sampling_correction.mode to always"
+            )
+        if self.policy_lora is not None and self.policy_lora.quantize is not None:
+            raise ValueError(
+                f"sampler.kind {self.sampler.kind} gets the adapters merged into the weights, which 4-bit weights "
+                "cannot take: set policy_lora.quantize to null, or sampler.kind to local"
             )
         return self
 

@@ -13,9 +13,10 @@ from rlhf_core.data.chat import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.data.sharding import passes
 from rlhf_core.evaluation.reply import Reply, generated_replies
-from rlhf_core.sampling.decoding_layers import decoding_layers
-from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, philox_uniforms
-from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
+from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
+from rlhf_core.sampling.generation import Rollout
+from rlhf_core.sampling.local import LocalSampler
+from rlhf_core.sampling.sampler import PromptBatch
 from rlhf_core.training.rng import derive_seed
 
 BATCH = 64
@@ -59,15 +60,15 @@ def evaluation_replies(
     draws: list[list[list[int]]] = []
     starts = range(0, len(prompts), batch_size)
     steps = replies_per_prompt * len(starts) * config.max_new_tokens
-    with decoding_layers(model, min(batch_size, len(prompts)), steps):
+    sampler = LocalSampler.of(model)
+    with sampler.awake(0, min(batch_size, len(prompts)), steps):
         for number in range(replies_per_prompt):
             draw_seed = derive_seed(seed, "evaluation replies", number) if number else seed
             draws.append([])
             for start in starts:
                 rows = range(start, min(start + batch_size, len(prompts)))
-                uniforms = philox_uniforms(draw_seed, rows, config.max_new_tokens)
-                rollout = evaluation_generate(model, encoded[start : rows.stop], uniforms, sampling)
-                draws[-1] += rollout.replies()
+                batch = PromptBatch(encoded[start : rows.stop], rows, draw_seed)
+                draws[-1] += sampler.sample(batch, sampling).replies()
                 on_batch(len(rows))
     return generated_replies(tokenizer, [reply for of_prompt in zip(*draws, strict=True) for reply in of_prompt])
 
@@ -88,10 +89,11 @@ def on_policy_replies(
     rollouts, weights = [], []
     shared = list(passes(list(range(len(prompts))), batch_size))
     largest = max((len(rows) for rows, _ in shared), default=0)
-    with decoding_layers(model, largest, len(shared) * sampling.max_new_tokens):
+    sampler = LocalSampler.of(model)
+    with sampler.awake(0, largest, len(shared) * sampling.max_new_tokens):
         for rows, weight in shared:
             ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
-            rollouts.append(generate(model, ids, philox_uniforms(seed, rows, sampling.max_new_tokens), sampling))
+            rollouts.append(sampler.sample(PromptBatch(ids, rows, seed), sampling))
             weights.append(weight)
             if weight:
                 sequences += rollouts[-1].replies()

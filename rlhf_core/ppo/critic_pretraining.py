@@ -23,7 +23,9 @@ from rlhf_core.ppo.rollout import score_rollout
 from rlhf_core.ppo.run_checkpoint import JsonLines, RunCheckpoints
 from rlhf_core.ppo.value_loss import ValueObjective
 from rlhf_core.progress import progress
-from rlhf_core.sampling.local import sample_replies
+from rlhf_core.sampling.data_parallel import sample_replies
+from rlhf_core.sampling.local import LocalSampler
+from rlhf_core.sampling.sampler import Sampler
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
@@ -76,6 +78,7 @@ class CriticTrainer:
         context: Where metrics are logged and the partial state is kept.
         moments: Running moments of raw rewards.
         frozen: The models that are only read.
+        sampler: Samples the rollouts.
     """
 
     config: CriticConfig
@@ -86,6 +89,7 @@ class CriticTrainer:
     context: RunContext
     moments: RunningMeanStd = field(default_factory=RunningMeanStd)
     frozen: FrozenModels = field(default_factory=FrozenModels)
+    sampler: Sampler = field(default_factory=LocalSampler)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -140,7 +144,9 @@ class CriticTrainer:
 
         with self.frozen.on_device(), gathered_parameters(pair):
             with clock.phase("generation"):
-                rollout = sample_replies(pair.policy, prompts, pair.sampling, self.rollout.sampling_batch_size)
+                if self.sampler.version is None:  # the policy is frozen: one version of it is all there is
+                    self.sampler.sync(pair.policy, 0)
+                rollout = sample_replies(self.sampler, 0, prompts, pair.sampling, self.rollout.sampling_batch_size)
             with clock.phase("forward"):
                 experience = score_rollout(pair, pair.policy, rollout)
             with clock.phase("rewards"):

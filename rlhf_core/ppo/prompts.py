@@ -11,7 +11,7 @@ from rlhf_core.data.batching import batch_at
 from rlhf_core.data.chat import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
-from rlhf_core.sampling.local import PromptBatch
+from rlhf_core.sampling.sampler import PromptBatch
 
 
 @dataclass(frozen=True)

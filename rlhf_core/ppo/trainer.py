@@ -25,7 +25,9 @@ from rlhf_core.ppo.rollout_metrics import RolloutMetrics
 from rlhf_core.ppo.run_checkpoint import JsonLines, RunCheckpoints
 from rlhf_core.ppo.update import Learner, UpdateMetrics, update
 from rlhf_core.progress import progress
-from rlhf_core.sampling.local import sample_replies
+from rlhf_core.sampling.data_parallel import sample_replies
+from rlhf_core.sampling.local import LocalSampler
+from rlhf_core.sampling.sampler import Sampler
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
@@ -45,6 +47,7 @@ class Trainer:
         callbacks: What happens around an iteration, in this order: selection, health.
         referee: A second reward function, for metrics only.
         frozen: The models that are only read.
+        sampler: Samples the rollouts.
     """
 
     learner: Learner
@@ -56,6 +59,7 @@ class Trainer:
     callbacks: Sequence[TrainerCallback] = ()
     referee: RewardFn | None = None
     frozen: FrozenModels = field(default_factory=FrozenModels)
+    sampler: Sampler = field(default_factory=LocalSampler)
 
     def __post_init__(self) -> None:
         self.config, work = self.learner.config, self.context.work
@@ -107,7 +111,8 @@ class Trainer:
 
         with self.frozen.on_device(), gathered_parameters(pair):
             with clock.phase("generation"):
-                rollout = sample_replies(pair.policy, prompts, pair.sampling, config.sampling_batch_size)
+                self.sampler.sync(pair.policy, self.done)
+                rollout = sample_replies(self.sampler, self.done, prompts, pair.sampling, config.sampling_batch_size)
             with clock.phase("forward"):
                 experience = score_rollout(pair, learner.reference, rollout)
             with clock.phase("rewards"):

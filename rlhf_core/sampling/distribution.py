@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +22,17 @@ from rlhf_core.data.chat import pad_id, special_token_ids, stop_token_ids
 
 # Finite, because -inf minus -inf would turn an exact KL into NaN; exp of it is exactly zero all the same.
 FORBIDDEN = -1e9
+
+
+class TokenDistribution(Protocol):
+    """A distribution that replies are sampled from, token by token."""
+
+    @property
+    def base(self) -> Sampling:
+        """The training distribution in it, and the token ids that a reply needs."""
+
+    def next_token(self, logits: Tensor, generated: Tensor) -> Tensor:
+        """Log-probabilities (B, V) of the token after the reply tokens ``generated`` (B, t), from its logits (B, V)."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,15 @@ class Sampling:
     def stop_ids(self) -> tuple[int, ...]:
         """All tokens that end a reply."""
         return (self.eos_id, *self.other_stop_ids)
+
+    @property
+    def base(self) -> Sampling:
+        """Itself: there are no filters."""
+        return self
+
+    def next_token(self, logits: Tensor, generated: Tensor) -> Tensor:
+        """Log-probabilities (B, V) of the next token; see :meth:`TokenDistribution.next_token`."""
+        return log_distribution(logits.unsqueeze(1), self, generated.shape[1]).squeeze(1)
 
     @classmethod
     def for_tokenizer(
@@ -90,6 +111,10 @@ class EvaluationSampling:
         """The filters of ``config`` over what ``tokenizer`` can write as text, and the tokens that end a reply."""
         base = Sampling.for_tokenizer(tokenizer, config.max_new_tokens, config.temperature)
         return cls(base, config.top_p, config.repetition_penalty)
+
+    def next_token(self, logits: Tensor, generated: Tensor) -> Tensor:
+        """Filtered log-probabilities (B, V) of the next token; see :func:`evaluation_distribution`."""
+        return evaluation_distribution(logits, generated, self)
 
 
 def log_distribution(logits: Tensor, sampling: Sampling, first: int = 0) -> Tensor:

@@ -15,17 +15,9 @@ from transformers import PreTrainedModel
 
 from rlhf_core.data.chat import left_pad
 from rlhf_core.models.forward import position_ids_from_mask
-from rlhf_core.sampling.distribution import (
-    EvaluationSampling,
-    Sampling,
-    evaluation_distribution,
-    inverse_cdf,
-    log_distribution,
-)
+from rlhf_core.sampling.distribution import TokenDistribution, inverse_cdf
 from rlhf_core.sampling.kv_cache import BlockCache
 
-# (logits (b, V), reply tokens so far (b, t)) -> log-probabilities of response position t (b, V)
-Distribution = Callable[[Tensor, Tensor], Tensor]
 OnTokens = Callable[[Tensor], None]
 COMPACT_BELOW = 0.75
 # Steps between looks at which replies have ended. Looking waits for a GPU to finish what was queued; on a CPU looking
@@ -53,38 +45,6 @@ class Rollout:
         width = self.response_mask.shape[1]
         rows = self.tokens[:, self.tokens.shape[1] - width :].tolist()
         return [row[:length] for row, length in zip(rows, self.lengths.tolist(), strict=True)]
-
-
-def generate(
-    model: PreTrainedModel, prompt_ids: Sequence[Sequence[int]], uniforms: Tensor, sampling: Sampling
-) -> Rollout:
-    """Sample one reply per prompt (of which there may be none) from the training distribution: temperature, no filters.
-
-    ``uniforms`` (B, max_new_tokens) float64 decide every draw; see ``sampling.philox_uniforms``.
-    """
-
-    def distribution(logits: Tensor, generated: Tensor) -> Tensor:
-        return log_distribution(logits.unsqueeze(1), sampling, generated.shape[1]).squeeze(1)
-
-    return _decode(model, prompt_ids, uniforms, sampling, distribution)
-
-
-def evaluation_generate(
-    model: PreTrainedModel,
-    prompt_ids: Sequence[Sequence[int]],
-    uniforms: Tensor,
-    sampling: EvaluationSampling,
-    on_tokens: OnTokens | None = None,
-) -> Rollout:
-    """Sample with the evaluation filters (top-p, repetition penalty). Its log-probabilities are of no use to PPO.
-
-    ``on_tokens`` is called after each step with the new token of every reply that was still being written.
-    """
-
-    def distribution(logits: Tensor, generated: Tensor) -> Tensor:
-        return evaluation_distribution(logits, generated, sampling)
-
-    return _decode(model, prompt_ids, uniforms, sampling.base, distribution, on_tokens)
 
 
 @dataclass
@@ -120,31 +80,40 @@ class _Active:
 
 
 @torch.inference_mode()
-def _decode(
+def generate(
     model: PreTrainedModel,
     prompt_ids: Sequence[Sequence[int]],
     uniforms: Tensor,
-    sampling: Sampling,
-    distribution: Distribution,
+    sampling: TokenDistribution,
     on_tokens: OnTokens | None = None,
 ) -> Rollout:
-    prompts, prompt_mask = left_pad(prompt_ids, sampling.pad_id)
+    """Sample one reply per prompt, of which there may be none.
+
+    Args:
+        model: The model, in evaluation mode.
+        prompt_ids: Token ids of each prompt.
+        uniforms: (B, max_new_tokens) float64, which decide every draw; see ``philox_uniforms``.
+        sampling: The training distribution, or the filtered one, whose log-probabilities are of no use to PPO.
+        on_tokens: Called after each step with the new token of every reply that was still being written.
+    """
+    base = sampling.base
+    prompts, prompt_mask = left_pad(prompt_ids, base.pad_id)
     prompts, prompt_mask = prompts.to(model.device), prompt_mask.to(model.device)
-    count, steps = len(prompt_ids), sampling.max_new_tokens
-    response = prompts.new_full((count, steps), sampling.pad_id)
+    count, steps = len(prompt_ids), base.max_new_tokens
+    response = prompts.new_full((count, steps), base.pad_id)
     logprobs = torch.zeros(count, steps, device=model.device)
     lengths = torch.full((count,), steps, device=model.device)
     finished = torch.zeros(count, dtype=torch.bool, device=model.device)
     if count == 0:
-        return _trimmed(prompts, prompt_mask, response, logprobs, lengths, finished)
+        return trimmed_rollout(prompts, prompt_mask, response, logprobs, lengths, finished)
     uniforms = uniforms.to(model.device)
-    stop_ids = prompts.new_tensor(sampling.stop_ids)
+    stop_ids = prompts.new_tensor(base.stop_ids)
     look_every = 1 if on_tokens is not None else LOOK_EVERY.get(model.device.type, 1)
     active = _Active(torch.arange(count, device=model.device), BlockCache(model.config), prompts,
                      prompt_mask, prompts.new_empty(0))  # fmt: skip
     active.forward(model, prompts, position_ids_from_mask(prompt_mask))
     for t in range(steps):
-        log_probabilities = distribution(active.logits, active.tokens[:, prompts.shape[1] :])
+        log_probabilities = sampling.next_token(active.logits, active.tokens[:, prompts.shape[1] :])
         picked = inverse_cdf(log_probabilities, uniforms[active.rows, t])
         rows, writing = active.rows, ~finished[active.rows]
         response[rows, t] = picked.where(writing, response[rows, t])
@@ -165,10 +134,10 @@ def _decode(
             if len(kept) <= COMPACT_BELOW * len(rows):
                 active.keep(kept)
         active.forward(model, active.tokens[:, -1:], active.mask.sum(dim=1, keepdim=True) - 1)
-    return _trimmed(prompts, prompt_mask, response, logprobs, lengths, finished)
+    return trimmed_rollout(prompts, prompt_mask, response, logprobs, lengths, finished)
 
 
-def _trimmed(
+def trimmed_rollout(
     prompts: Tensor, prompt_mask: Tensor, response: Tensor, logprobs: Tensor, lengths: Tensor, finished: Tensor
 ) -> Rollout:
     """Cut the response to its longest reply and build the masks from lengths alone (so pad may equal eos)."""

@@ -1,105 +1,56 @@
-"""Sampling replies with the trainer's own weights: each rank samples its share of the prompts, and gets all replies.
-
-Shapes: B sequences, P prompt width (left-padded), T response width (right-padded).
-"""
+"""Sampling in the trainer's own process, with its own model. Bit-exact: a reply is a function of weights and stream."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core import distributed
+from rlhf_core.errors import RlhfError
 from rlhf_core.sampling.decoding_layers import decoding_layers
-from rlhf_core.sampling.distribution import Sampling, philox_uniforms
+from rlhf_core.sampling.distribution import TokenDistribution, philox_uniforms
 from rlhf_core.sampling.generation import Rollout, generate
+from rlhf_core.sampling.sampler import PromptBatch, require_version
 
 
-@dataclass(frozen=True)
-class PromptBatch:
-    """Prompts to sample one reply each.
+class LocalSampler:
+    """Samples with the model of the last :meth:`sync`; no weight is copied but those of decoding layers."""
 
-    Attributes:
-        ids: Token ids of each prompt.
-        streams: Number of each reply's random stream. With ``seed`` it alone decides the reply's draws, whatever rank
-            or batch the prompt falls into.
-        seed: Seed of all streams.
-    """
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self._policy: PreTrainedModel | None = None
+        self._awake = False
 
-    ids: Sequence[Sequence[int]]
-    streams: Sequence[int]
-    seed: int
+    @classmethod
+    def of(cls, policy: PreTrainedModel) -> LocalSampler:
+        """A sampler of a model that does not change, whose only version is 0."""
+        sampler = cls()
+        sampler.sync(policy, 0)
+        return sampler
 
-    def __len__(self) -> int:
-        return len(self.ids)
+    def sync(self, policy: PreTrainedModel, version: int) -> None:
+        """Sample with ``policy`` from now on; see :meth:`Sampler.sync`."""
+        if self._awake:
+            raise RlhfError("the weights of a sampler that is awake must not change: call sync before awake")
+        self._policy, self.version = policy, version
 
+    @contextmanager
+    def awake(self, version: int, rows: int, steps: int) -> Iterator[None]:
+        """Put decoding layers into the model for the block; see :meth:`Sampler.awake`."""
+        require_version(self.version, version)
+        assert self._policy is not None
+        with decoding_layers(self._policy, rows, steps):
+            self._awake = True
+            try:
+                yield
+            finally:
+                self._awake = False
 
-def sample_replies(
-    policy: PreTrainedModel, prompts: PromptBatch, sampling: Sampling, batch_size: int | None = None
-) -> Rollout:
-    """Sample one reply per prompt, at most ``batch_size`` prompts of a rank at a time (all of them for ``None``).
-
-    Returns:
-        The replies to all prompts, on every rank, equal to those of a single process and batch.
-    """
-    ids, streams = distributed.shard_for_rank(prompts.ids), distributed.shard_for_rank(prompts.streams)
-    together = batch_size or max(len(ids), 1)
-    starts = range(0, max(len(ids), 1), together)
-    parts = []
-    with decoding_layers(policy, min(together, len(ids)), len(starts) * sampling.max_new_tokens):
-        for start in starts:
-            rows = slice(start, start + together)
-            uniforms = philox_uniforms(prompts.seed, streams[rows], sampling.max_new_tokens)
-            parts.append(generate(policy, ids[rows], uniforms, sampling))
-    own = concatenate(parts, sampling.pad_id)
-    rollout = gather_rollout(own, [len(prompt) for prompt in prompts.ids], sampling.pad_id)
-    # Inference tensors cannot take part in autograd later, so plain copies go on.
-    return Rollout(**{field.name: getattr(rollout, field.name).clone() for field in fields(Rollout)})
-
-
-def concatenate(parts: Sequence[Rollout], pad_id: int) -> Rollout:
-    """Join rollouts of several batches: prompts padded on the left, responses on the right, to the widest."""
-    if len(parts) == 1:
-        return parts[0]
-    prompt = max(part.tokens.shape[1] - part.response_mask.shape[1] for part in parts)
-    reply = max(part.response_mask.shape[1] for part in parts)
-
-    def widened(part: Rollout, values: Tensor, fill: float) -> Tensor:
-        width = part.response_mask.shape[1]
-        left = prompt - (part.tokens.shape[1] - width) if values.shape[1] > width else 0
-        return torch.nn.functional.pad(values, (left, reply - width), value=fill)
-
-    return Rollout(
-        tokens=torch.cat([widened(part, part.tokens, pad_id) for part in parts]),
-        attention_mask=torch.cat([widened(part, part.attention_mask, 0) for part in parts]),
-        response_mask=torch.cat([widened(part, part.response_mask, 0) for part in parts]),
-        logprobs=torch.cat([widened(part, part.logprobs, 0) for part in parts]),
-        finished=torch.cat([part.finished for part in parts]),
-    )
-
-
-def gather_rollout(own: Rollout, prompt_lengths: Sequence[int], pad_id: int) -> Rollout:
-    """Join the rollouts of all ranks, given the lengths of all prompts."""
-    if distributed.world_size() == 1:
-        return own
-    total, width = len(prompt_lengths), own.response_mask.shape[1]
-    prompt = own.tokens.shape[1] - width
-    missing = max(prompt_lengths) - prompt
-
-    def gathered(values: Tensor, fill: float = 0) -> Tensor:
-        return distributed.gather_rows(values, total, fill)
-
-    def gathered_prompts(values: Tensor, fill: float) -> Tensor:
-        return gathered(torch.nn.functional.pad(values[:, :prompt], (missing, 0), value=fill))
-
-    attention = gathered_prompts(own.attention_mask, 0), gathered(own.attention_mask[:, prompt:])
-    return Rollout(
-        tokens=torch.cat([gathered_prompts(own.tokens, pad_id), gathered(own.tokens[:, prompt:], pad_id)], dim=1),
-        attention_mask=torch.cat(attention, dim=1),
-        response_mask=gathered(own.response_mask),
-        logprobs=gathered(own.logprobs),
-        finished=gathered(own.finished),
-    )
+    def sample(self, prompts: PromptBatch, sampling: TokenDistribution) -> Rollout:
+        """Sample all ``prompts`` together; see :meth:`Sampler.sample`."""
+        if not self._awake:
+            raise RlhfError("a sampler samples only while it is awake: call sample inside of awake")
+        assert self._policy is not None
+        uniforms = philox_uniforms(prompts.seed, prompts.streams, sampling.base.max_new_tokens)
+        return generate(self._policy, prompts.ids, uniforms, sampling)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.chat import decode_reply
 from rlhf_core.sampling.distribution import EvaluationSampling
-from rlhf_core.sampling.generation import evaluation_generate
+from rlhf_core.sampling.generation import generate
 
 OnText = Callable[[str], None]
 Check = Callable[[], None]
@@ -53,7 +53,7 @@ def sample_reply(
     partial = _PartialReply(tokenizer, on_text, stop, check)
     on_tokens = partial.add if on_text is not None or stop or check is not None else None
     try:
-        rollout = evaluation_generate(model, [prompt_ids], uniforms, sampling, on_tokens)
+        rollout = generate(model, [prompt_ids], uniforms, sampling, on_tokens)
     except _StopStringReached:
         return SampledReply(partial.text, tuple(partial.token_ids), "stop")
     token_ids = rollout.replies()[0]

@@ -28,6 +28,7 @@ from rlhf_core.ppo.rewards import reward_model_fn
 from rlhf_core.ppo.run_checkpoint import load_best, nonfinite_as_none
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
+from rlhf_core.sampling.factory import opened_sampler
 from rlhf_core.stages.ppo_models import PolicyModels, build_pair, initial_moments, ptx_data
 from rlhf_core.stages.ppo_selection import make_selector
 from rlhf_core.stages.runtime.contract import Paths, Stage
@@ -50,7 +51,9 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, context: RunContext) -
     """Train, choose a checkpoint, save it, and describe the run."""
     ppo = assemble(config, inputs, context)
     try:
-        ppo.trainer.run()
+        with opened_sampler(config.sampler, context.work) as sampler:
+            ppo.trainer.sampler = sampler
+            ppo.trainer.run()
         choice = ppo.selector.choice()
         require_admissible(choice, config)
     except TrainingPaused:

@@ -68,7 +68,7 @@ def test_special_tokens_of_a_reply_are_visible_and_stay_in_the_conversation(
     ids = tokenizer.encode("sky<|user|> blue", add_special_tokens=False)
     reply, mask = torch.tensor([ids]), torch.ones(1, len(ids))
     rollout = Rollout(reply, mask.long(), mask.bool(), mask, torch.tensor([False]))
-    monkeypatch.setattr(reply_sampling, "evaluation_generate", lambda *args: rollout)
+    monkeypatch.setattr(reply_sampling, "generate", lambda *args: rollout)
     assert session.say("the sky") == "sky<|user|> blue"
     assert session.turns[-1].content == "sky<|user|> blue"
 
@@ -152,7 +152,7 @@ def test_a_character_of_several_tokens_is_written_once_it_is_whole(
         mask = torch.ones(1, len(ids))
         return Rollout(torch.tensor([ids]), mask.long(), mask.bool(), mask, torch.tensor([False]))
 
-    monkeypatch.setattr(reply_sampling, "evaluation_generate", generate)
+    monkeypatch.setattr(reply_sampling, "generate", generate)
     pieces: list[str] = []
     assert ChatSession(model, tokenizer, SAMPLING).say("the sky", pieces.append) == "a \u20ac b"
     assert pieces == ["a", " \u20ac", " b"]

@@ -96,7 +96,7 @@ def test_streamed_pieces_are_whole_characters(
             on_tokens(torch.tensor([token]))
         return SimpleNamespace(replies=lambda: [tokens])
 
-    monkeypatch.setattr("rlhf_core.sampling.reply.evaluation_generate", generate)
+    monkeypatch.setattr("rlhf_core.sampling.reply.generate", generate)
     pieces: list[str] = []
     stream = ReplyStream(pieces.append)
     unread: Any = None  # the model, its sampling and its random numbers are those of the function above

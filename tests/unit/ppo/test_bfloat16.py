@@ -12,9 +12,12 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.rollout import predict_tokens
-from rlhf_core.ppo.sampler_agreement import LIMITS, SamplerAgreement, require_agreement
+from rlhf_core.ppo.sampler_agreement import SamplerAgreement, require_agreement
+from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.local import PromptBatch, sample_replies
+from rlhf_core.sampling.local import LocalSampler
+from rlhf_core.sampling.rounding_limits import LIMITS
+from rlhf_core.sampling.sampler import PromptBatch
 
 
 def in_bfloat16() -> Tiny:
@@ -42,7 +45,7 @@ def test_iterations_in_bfloat16_go_through_and_report_what_was_corrected(tmp_pat
 def test_a_wrong_weight_is_noticed_in_bfloat16(factor: float) -> None:
     tiny = in_bfloat16()
     sampling = Sampling(tiny.sampling.eos_id, tiny.sampling.pad_id, 40)
-    rollout = sample_replies(tiny.policy, PromptBatch(tiny.prompts, range(20), 3), sampling)
+    rollout = sample_replies(LocalSampler.of(tiny.policy), 0, PromptBatch(tiny.prompts, range(20), 3), sampling)
     with torch.no_grad():
         tiny.policy.model.layers[1].mlp.down_proj.weight.mul_(factor)
     scored = predict_tokens(tiny.untrained_pair(sampling), tiny.reference, rollout)

@@ -30,8 +30,14 @@ from rlhf_core.models.nf4 import NF4Linear
 from rlhf_core.sampling import decoding_layers as layers
 from rlhf_core.sampling import generation
 from rlhf_core.sampling.decoding_layers import PackedLinear, decoding_layers, packing_pays
-from rlhf_core.sampling.distribution import Sampling, inverse_cdf, log_distribution, philox_uniforms
-from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
+from rlhf_core.sampling.distribution import (
+    EvaluationSampling,
+    Sampling,
+    inverse_cdf,
+    log_distribution,
+    philox_uniforms,
+)
+from rlhf_core.sampling.generation import Rollout, generate
 from rlhf_core.sampling.kv_cache import BLOCK, BlockCache, BlockLayer
 
 V, STEPS = 29, 40
@@ -149,10 +155,8 @@ def test_looking_for_ended_replies_less_often_changes_nothing(
         assert torch.equal(getattr(rollout, name), getattr(expected, name)), name
     torch.testing.assert_close(rollout.logprobs, expected.logprobs)
     written: list[int] = []
-    filtered = generation.EvaluationSampling(tiny.sampling)
-    streamed = evaluation_generate(
-        tiny.policy, tiny.prompts[:1], uniforms[:1], filtered, lambda ids: written.extend(ids.tolist())
-    )
+    filtered = EvaluationSampling(tiny.sampling)
+    streamed = generate(tiny.policy, tiny.prompts[:1], uniforms[:1], filtered, lambda ids: written.extend(ids.tolist()))
     assert written == streamed.replies()[0]
 
 

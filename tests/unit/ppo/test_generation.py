@@ -20,6 +20,7 @@ from rlhf_core.ppo.experience import TokenPredictions
 from rlhf_core.ppo.kl import kl_estimate
 from rlhf_core.ppo.rollout import predict_tokens
 from rlhf_core.ppo.sampler_agreement import SamplerAgreement, require_agreement
+from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import (
     EvaluationSampling,
     Sampling,
@@ -28,8 +29,9 @@ from rlhf_core.sampling.distribution import (
     log_distribution,
     philox_uniforms,
 )
-from rlhf_core.sampling.generation import Rollout, evaluation_generate, generate
-from rlhf_core.sampling.local import PromptBatch, sample_replies
+from rlhf_core.sampling.generation import Rollout, generate
+from rlhf_core.sampling.local import LocalSampler
+from rlhf_core.sampling.sampler import PromptBatch
 from rlhf_core.sampling.token_scoring import Tokens, response_logits
 from rlhf_core.sampling.token_statistics import DistributionScorer, entropy, full_kl, gather_logprobs
 
@@ -89,7 +91,7 @@ def test_another_distribution_is_noticed(tiny: Tiny, wrong: Sampling) -> None:
 def test_evaluation_filters_are_noticed_as_another_distribution(tiny: Tiny) -> None:
     uniforms = philox_uniforms(11, range(12), 7)
     filtered = EvaluationSampling(tiny.sampling, top_p=0.5)
-    rollout = evaluation_generate(tiny.policy, tiny.prompts[:12], uniforms, filtered)
+    rollout = generate(tiny.policy, tiny.prompts[:12], uniforms, filtered)
     scored = predict(tiny, rollout, tiny.sampling, None)
     with pytest.raises(RlhfError, match="log-probabilities"):
         require_agreement(compared(rollout, scored), "float32")
@@ -217,7 +219,7 @@ def test_padding_and_role_tokens_are_never_sampled_by_a_policy_that_wants_them(t
     sampling = dataclasses.replace(tiny.sampling, forbidden_ids=tuple(wanted), vocabulary_size=20)
     for rollout in (
         sample(eager, sampling),
-        evaluation_generate(
+        generate(
             eager.policy, eager.prompts[:12], philox_uniforms(11, range(12), 7), EvaluationSampling(sampling, 0.9, 1.2)
         ),
     ):
@@ -296,8 +298,8 @@ def test_repetition_penalty_counts_generated_tokens_only() -> None:
     sampling = EvaluationSampling(Sampling(eos_id=9, pad_id=0, max_new_tokens=4), repetition_penalty=1e4)
     uniforms = torch.tensor([[0.1, 0.1, 0.1, 0.1], [0.9, 0.1, 0.9, 0.1]], dtype=torch.float64)
     model: Any = Uniform()
-    fresh = evaluation_generate(model, [[2], [2]], uniforms, sampling).replies()
-    primed = evaluation_generate(model, [[2], [0, 1, 3, 3]], uniforms, sampling).replies()
+    fresh = generate(model, [[2], [2]], uniforms, sampling).replies()
+    primed = generate(model, [[2], [0, 1, 3, 3]], uniforms, sampling).replies()
     assert primed == fresh == [[0, 1, 2, 3], [3, 0, 2, 1]]
 
 
@@ -311,8 +313,8 @@ def test_a_batch_of_one_long_reply(tiny: Tiny) -> None:
 def test_sampling_a_few_prompts_at_a_time_gives_the_same_rollout(tiny: Tiny, at_once: int) -> None:
     prompts, streams = tiny.prompts[:12], list(range(12))
     batch = PromptBatch(prompts, streams, 11)
-    whole = sample_replies(tiny.policy, batch, tiny.sampling)
-    parts = sample_replies(tiny.policy, batch, tiny.sampling, at_once)
+    whole = sample_replies(LocalSampler.of(tiny.policy), 0, batch, tiny.sampling)
+    parts = sample_replies(LocalSampler.of(tiny.policy), 0, batch, tiny.sampling, at_once)
     assert len(set(whole.lengths.tolist())) > 2
     for name in ("tokens", "attention_mask", "response_mask", "finished"):
         assert torch.equal(getattr(parts, name), getattr(whole, name)), name

@@ -7,7 +7,8 @@ import torch
 from unit.ppo.tensors import NAN, t
 
 from rlhf_core.errors import RlhfError
-from rlhf_core.ppo.sampler_agreement import LIMITS, SamplerAgreement, require_agreement
+from rlhf_core.ppo.sampler_agreement import SamplerAgreement, require_agreement
+from rlhf_core.sampling.rounding_limits import LIMITS
 
 
 def test_mean_share_growth_and_largest_by_hand() -> None:

@@ -33,8 +33,10 @@ from rlhf_core.ppo.rewards import RewardFn, reward_model_fn, with_rewards
 from rlhf_core.ppo.rollout import score_rollout
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
+from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.local import PromptBatch, sample_replies
+from rlhf_core.sampling.local import LocalSampler
+from rlhf_core.sampling.sampler import PromptBatch
 from rlhf_core.training.engine import LocalEngine
 from rlhf_core.training.run_context import RunContext
 
@@ -161,7 +163,9 @@ def collect(
     """A rollout of some prompts through all phases before the update."""
     pair = pair or make_learner(tiny, config).pair
     batch = PromptBatch([tiny.prompts[row] for row in rows], rows if streams is None else streams, seed)
-    experience = score_rollout(pair, tiny.reference, sample_replies(pair.policy, batch, pair.sampling))
+    experience = score_rollout(
+        pair, tiny.reference, sample_replies(LocalSampler.of(pair.policy), 0, batch, pair.sampling)
+    )
     kl_coef = config.kl.coefficient if kl_coef is None else kl_coef
     rewards = tiny.reward_fn(experience.batch)
     moments = RunningMeanStd()

@@ -1,0 +1,28 @@
+"""The choice of a sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from rlhf_core.config.sampler import SamplerConfig
+from rlhf_core.sampling.local import LocalSampler
+from rlhf_core.sampling.sampler import Sampler
+
+
+@contextmanager
+def opened_sampler(config: SamplerConfig, work: Path) -> Iterator[Sampler]:
+    """Yield the sampler that ``config`` names, and end what it started after the block.
+
+    Args:
+        config: ``ppo.sampler``.
+        work: Folder of the run's partial state.
+    """
+    if config.kind == "local":
+        yield LocalSampler()
+        return
+    from rlhf_core.sampling.vllm.sampler import VllmSampler
+
+    with closing(VllmSampler(config, work / "sampler")) as sampler:
+        yield sampler
