@@ -111,6 +111,7 @@ def _json(name: str, content: bytes) -> Iterator[Record]:
         raise DataError(f"{name} is not UTF-8 ({error}); save it as UTF-8") from error
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
+            require_one_list(name, json.loads(error.doc[: error.pos]), str(error))
             yield from json_line_records(name, io.BytesIO(content))
             return
         raise DataError(f"{name} is not valid JSON: {error}") from error
@@ -139,6 +140,16 @@ def json_value_records(name: str, value: Any, marked: bool) -> Iterator[Record]:
         raise DataError(f"{name} holds a single JSON {type(value).__name__}; a list of rows is expected")
     for position, row in enumerate(value, 1):
         yield Record(position, row, problem_in(row) if marked else "")
+
+
+def require_one_list(name: str, first: Any, extra: str) -> None:
+    """Raise ``DataError`` where a list of objects is not all of a file, as ``extra`` says: it is no JSON lines."""
+    if _is_list_of_objects(first):
+        where = extra.removeprefix("Extra data: ")
+        raise DataError(
+            f"{name} goes on behind the end of its list, at {where}: join several lists into one, or give each a file "
+            "of its own"
+        )
 
 
 def _is_list_of_objects(value: Any) -> bool:

@@ -6,7 +6,7 @@ import csv
 import io
 
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.data.readers.containers import records_of
@@ -91,6 +91,7 @@ def test_a_carriage_return_without_quotes_does_not_cut_a_text() -> None:
 TEXTS = st.lists(st.sampled_from(["a", ",", ",", "\n", "\n", "\r\n", "\r", '"', " "]), max_size=7).map("".join)
 
 
+@settings(max_examples=60)
 @given(
     columns=st.integers(1, 4),
     line_end=st.sampled_from(["\n", "\r\n"]),
@@ -110,8 +111,9 @@ PIECES = st.sampled_from(["a", "b,c", "1,2,3", "4,5,6", "d,e", "f"])
 TABLES = st.lists(PIECES, min_size=1, max_size=4).map("\n".join)
 
 
+@settings(max_examples=60)
 @given(
-    rows=st.lists(st.lists(TABLES, min_size=3, max_size=3), min_size=1),
+    rows=st.lists(st.lists(TABLES, min_size=3, max_size=3), min_size=1, max_size=5),
     line_end=st.sampled_from(["\n", "\r\n"]),
 )
 @example([["a", "b", "f\n1,2,3"], ["a", "b", "c"]], "\n")
