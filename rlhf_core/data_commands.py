@@ -278,6 +278,8 @@ def _validate_config(workspace: Path | None, sets: Sequence[str], tokenizer: str
     if other:
         raise ConfigError(f"--set {other[0]} has no effect on data files; only validate.… and seed have")
     if tokenizer is not None:
+        if not tokenizer.strip():
+            raise ConfigError("--tokenizer is empty; give a model's folder, a .gguf file or a hub id")
         path = Path(tokenizer).expanduser()
         sets = [*sets, f"validate.tokenizer={json.dumps(str(path.absolute()) if path.exists() else tokenizer)}"]
     text = ""

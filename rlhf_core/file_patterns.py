@@ -32,7 +32,9 @@ def expand(spec: str, base: Path, remedy: str = NOT_FOUND) -> list[Path]:
     """
     if not spec.strip():
         raise DataError(f"the path {spec!r} is empty; {remedy}")
-    name = spec if len(spec) <= EXCERPT else f"{spec[:EXCERPT]}…"
+    # A name that is not UTF-8 has surrogates, which no terminal can print.
+    name = spec.encode("utf-8", "backslashreplace").decode()
+    name = name if len(name) <= EXCERPT else f"{name[:EXCERPT]}…"
     try:
         return _matches(spec, name, base, remedy)
     except OSError as error:

@@ -11,12 +11,14 @@ from typing import Any
 
 from rlhf_core.errors import DataError
 
+UNREACHABLE = "check the address, the network, and the access to it"
+
 
 def expand_url(url: str, remedy: str) -> list[str]:
     """Return the files that a URL names or, with ``*``, ``?`` or ``[``, matches, as their store spells them; sorted.
 
     Raises:
-        DataError: There are none, or the store cannot be reached; the message ends with ``remedy``.
+        DataError: There are none, and the message ends with ``remedy``, or the store cannot be reached.
     """
     filesystem, path = _open(url)
     try:
@@ -28,10 +30,10 @@ def expand_url(url: str, remedy: str) -> list[str]:
             filesystem.info(path)  # A store that cannot be reached says so only here, as the cause.
     except FileNotFoundError as error:
         if error.__cause__ is not None:
-            raise DataError(f"cannot look up {url}: {_reason(error.__cause__)}; {remedy}") from error
+            raise DataError(f"cannot look up {url}: {_reason(error.__cause__)}; {UNREACHABLE}") from error
         matches, files = [], []
     except Exception as error:  # Every store raises errors of its own.
-        raise DataError(f"cannot look up {url}: {_reason(error)}; {remedy}") from error
+        raise DataError(f"cannot look up {url}: {_reason(error)}; {UNREACHABLE}") from error
     if files:
         return [filesystem.unstrip_protocol(file) for file in files]
     if matches:

@@ -26,8 +26,8 @@ from rlhf_core.data.readers.columns import with_columns
 from rlhf_core.data.readers.registry import PROBE, detect, format_named
 from rlhf_core.data.readers.unused_summary import LISTED_COLUMNS, commonest_unused, unused_summary
 from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.data.sources import SourceFile, open_source
-from rlhf_core.file_patterns import NOT_FOUND, expand, is_url
+from rlhf_core.data.sources import SourceFile, open_source, require_utf8_name
+from rlhf_core.file_patterns import expand, is_url
 from rlhf_core.remote_files import expand_url
 
 if TYPE_CHECKING:
@@ -140,10 +140,12 @@ def describe_sources(
         if spec.startswith(PREFIX):
             sources = [SourceFile(spec, None)]
         elif is_url(spec):
-            sources = [SourceFile(url, None) for url in expand_url(spec, NOT_FOUND)]
+            sources = [SourceFile(url, None) for url in expand_url(spec, "correct the address")]
         else:
             paths = [path for path in expand(spec, base) if path.resolve() not in seen]
-            seen.update(path.resolve() for path in paths)
+            for path in paths:
+                require_utf8_name(path)
+                seen.add(path.resolve())
             sources = [SourceFile(str(path), path) for path in paths]
         described += [_describe(source, spec, tokens, options, show) for source in sources]
     return Description(described, options, base, tokens)
@@ -215,6 +217,13 @@ def as_text(description: Description, width: int = 80) -> str:
         width: Columns of the terminal: rows are cut to it, other texts wrapped.
     """
     blocks = [_block(file, description, width) for file in description.files]
+    unusable = [file.name for file in description.files if not file.read.rows]
+    if unusable:
+        without = (
+            f"no row of {', '.join(unusable)} can be used: mend what is refused, or say how the rows are to be read "
+            "(--format, --column)"
+        )
+        blocks.append(textwrap.fill(without, max(width, 40), break_long_words=False, break_on_hyphens=False))
     command = _init_command(description)
     if command is None:
         missing = "next: a pipeline needs pairs of replies; add a file that serves as preferences to these"
@@ -313,11 +322,12 @@ def percentile_table(unit: str, rows: Sequence[LengthPercentiles], width: int) -
 def _init_command(description: Description) -> list[str] | None:
     """Return the arguments of the ``rlhf init`` command for these sources, by the kind that each serves as best.
 
-    None if no file serves as preferences.
+    Sources without usable rows are left out. None if no other serves as preferences.
     """
     kind_of: dict[str, str] = {}
     for file in description.files:
-        kind_of.setdefault(file.spec, file.kind)
+        if file.read.rows:
+            kind_of.setdefault(file.spec, file.kind)
     by_kind: dict[str, list[str]] = {}
     for spec, kind in kind_of.items():
         by_kind.setdefault(kind, []).append(spec)

@@ -26,6 +26,7 @@ from rlhf_core.files import sha256_file
 from rlhf_core.remote_files import expand_url, local_copy, read_url
 
 COLLECT_FILES = "collect.files"
+ARGUMENTS = "the command"
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,11 @@ def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFi
         yield from ((url, SourceFile(url if glob.has_magic(spec) else spec, None)) for url in urls)
     else:
         for path in expand(spec, base, remedy):
-            _require_utf8_name(path)
+            require_utf8_name(path)
             yield str(path.resolve()), SourceFile(spelled(path, spec, base), path)
 
 
-def _require_utf8_name(path: Path) -> None:
+def require_utf8_name(path: Path) -> None:
     """Raise ``DataError`` for a path that no manifest and no table can hold."""
     try:
         str(path).encode("utf-8")
@@ -123,7 +124,7 @@ def sources_by_kind(files: Sequence[str], base: Path, options: ReadOptions, kind
     sources: dict[str, list[DataSource]] = {}
     for spec in files:
         source = DataSource(path=spec, **options.model_dump())
-        sources.setdefault(kind or kinds_of(source_files([source], base)[0])[0], []).append(source)
+        sources.setdefault(kind or kinds_of(source_files([source], base, ARGUMENTS)[0])[0], []).append(source)
     return FileSources(**{name: tuple(listed) for name, listed in sources.items()})
 
 

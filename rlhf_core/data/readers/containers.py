@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -15,8 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_core.data.readers.compression import COMPRESSIONS, decompressed
+from rlhf_core.data.readers.csv_lines import CsvLines
 from rlhf_core.data.readers.foreign_content import require_content, require_narrow_text, require_text
 from rlhf_core.data.readers.json_values import JsonParser, RepeatedKey, problem_in
+from rlhf_core.data.readers.swallowed_rows import SwallowedRows
 from rlhf_core.data.readers.table_checks import DecodedSize, as_bytes, batch_rows, require_row_counts
 from rlhf_core.errors import DataError
 
@@ -109,6 +111,7 @@ def _json(name: str, content: bytes) -> Iterator[Record]:
         raise DataError(f"{name} is not UTF-8 ({error}); save it as UTF-8") from error
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
+            require_one_list(name, json.loads(error.doc[: error.pos]), str(error))
             yield from json_line_records(name, io.BytesIO(content))
             return
         raise DataError(f"{name} is not valid JSON: {error}") from error
@@ -137,6 +140,16 @@ def json_value_records(name: str, value: Any, marked: bool) -> Iterator[Record]:
         raise DataError(f"{name} holds a single JSON {type(value).__name__}; a list of rows is expected")
     for position, row in enumerate(value, 1):
         yield Record(position, row, problem_in(row) if marked else "")
+
+
+def require_one_list(name: str, first: Any, extra: str) -> None:
+    """Raise ``DataError`` where a list of objects is not all of a file, as ``extra`` says: it is no JSON lines."""
+    if _is_list_of_objects(first):
+        where = extra.removeprefix("Extra data: ")
+        raise DataError(
+            f"{name} goes on behind the end of its list, at {where}: join several lists into one, or give each a file "
+            "of its own"
+        )
 
 
 def _is_list_of_objects(value: Any) -> bool:
@@ -170,16 +183,24 @@ def json_line_records(name: str, stream: BinaryIO) -> Iterator[Record]:
 
 
 def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]:
-    """Read rows below a header; a quote that is opened and not closed makes every later row uncertain."""
+    """Read rows below a header.
+
+    Raises:
+        DataError: A quote that is opened and not closed, or that may swallow rows, makes every later row uncertain; or
+            a carriage return in unquoted text splits a row.
+    """
     csv.field_size_limit(CSV_FIELD_LIMIT)
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-    rows = csv.reader(_utf8_lines(name, text), delimiter=delimiter, strict=True)
+    lines = CsvLines(name, stream)
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] = []
+    header_end = ""
+    swallowed = SwallowedRows(name, delimiter)
     while True:
         line = rows.line_num + 1
         try:
             fields = next(rows)
         except StopIteration:
+            swallowed.require_none()
             return
         except csv.Error as error:
             fault = "a quote that is opened there is not closed"
@@ -189,16 +210,15 @@ def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]
                 f"{name}, line {line}: not readable CSV ({error}); {fault}, or a quote inside quoted text is not "
                 'doubled (""): correct the line, or save the file as .jsonl'
             ) from error
+        if header and lines.end == "\r" != header_end:
+            raise DataError(
+                f"{name}, line {line}: a carriage return in text without quotes splits the row, as some versions of "
+                "pandas write it; quote the text, or save the file as .jsonl"
+            )
         if not fields:
             continue
-        if len(fields) == len(header) and _holds_rows(fields, delimiter):
-            raise DataError(
-                f"{name}, line {line}: a quoted field runs to line {rows.line_num}, over lines that have "
-                f"{len(header)} fields each, as the header: a quote that is opened there may swallow rows; double the "
-                'quotes inside text (""), or save the file as .jsonl'
-            )
         if not header:
-            header = fields
+            header, header_end = fields, lines.end
             require_distinct(name, header)
             continue
         problem = ""
@@ -206,41 +226,9 @@ def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]
             problem = "the line repeats the header: files were joined; remove it"
         elif len(fields) != len(header):
             problem = "more fields than the header" if len(fields) > len(header) else "fewer fields than the header"
+        swallowed.add(fields, len(header), (line, rows.line_num), lines.end or header_end)
         value: Any = dict(zip(header, fields, strict=True)) if not problem else fields
         yield Record(line, value, problem)
-
-
-def _utf8_lines(name: str, text: Iterable[str]) -> Iterator[str]:
-    """Yield lines, of which bytes that are not UTF-8 were escaped as surrogates; ``DataError`` for the first such."""
-    for number, line in enumerate(text, 1):
-        if not line.isascii():
-            try:
-                line.encode("utf-8")
-            except UnicodeEncodeError as error:
-                byte = ord(line[error.start]) - 0xDC00
-                raise DataError(
-                    f"{name}, line {number}, is not UTF-8 (byte 0x{byte:02x} after {error.start} characters); save the "
-                    "file as UTF-8"
-                ) from error
-        yield line
-
-
-def _holds_rows(fields: Sequence[str], delimiter: str) -> bool:
-    """Return whether a field of at least three lines looks like rows between two stray quotes.
-
-    Without the quotes, each of its lines would have as many fields as the row. A delimiter with a space behind it is
-    punctuation, and so may one be in every line of a text: rows of two fields do not count.
-    """
-    if len(fields) < 3:
-        return False
-    for index, field in enumerate(fields):
-        lines = field.replace("\r\n", "\n").split("\n") if "\n" in field else []
-        if len(lines) < 3 or f"{delimiter} " in field:
-            continue
-        expected = [len(fields) - index - 1, *[len(fields) - 1] * (len(lines) - 2), index]
-        if [line.count(delimiter) for line in lines] == expected:
-            return True
-    return False
 
 
 def require_distinct(name: str, columns: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ from rlhf_core.data.readers.containers import (
     kind_of,
     load_records,
     no_rows,
+    require_one_list,
 )
 from rlhf_core.data.readers.foreign_content import HEAD, require_content, require_text
 from rlhf_core.data.readers.json_list import ExtraData, JsonValues
@@ -178,6 +179,7 @@ def _json_records(file: _StoredFile) -> Iterator[Record]:
     except UnicodeDecodeError as error:
         raise DataError(f"{file.name} is not UTF-8 ({error}); save it as UTF-8") from error
     except ExtraData as extra:
+        require_one_list(file.name, [record.value for record in waiting], str(extra))
         if are_given:
             raise DataError(f"{file.name} is not valid JSON: {extra}") from extra
     with _opened(replace(file, on_read=count_beyond)) as stream:

@@ -30,11 +30,17 @@ WORD_BORDER = re.compile(r"[\s\u3000-\u303f\u3400-\u9fff\uff00-\uffef]")
 
 
 def is_hh(record: Any) -> bool:
-    return (
-        has(record, chosen=str, rejected=str)
-        and not {"conversations", "instruction"} & record.keys()
-        and any(transcript_in(record[name]) is not None for name in ("chosen", "rejected"))
-    )
+    """Whether two texts are transcripts. Where one is damaged, the other tells, unless a prompt is no transcript.
+
+    A reply may hold a dialogue that its prompt asks for.
+    """
+    if not has(record, chosen=str, rejected=str) or {"conversations", "instruction"} & record.keys():
+        return False
+    transcripts = [transcript_in(record[name]) is not None for name in ("chosen", "rejected")]
+    prompt = record.get("prompt")
+    if isinstance(prompt, str) and prompt and transcript_in(prompt) is None:
+        return all(transcripts)
+    return any(transcripts)
 
 
 def _hh(record: Any) -> Parsed:

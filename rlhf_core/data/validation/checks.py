@@ -99,7 +99,7 @@ def checks_for(kind: str, config: ValidateConfig, derived: bool = False) -> list
             RowCheck("margin_finite", "the margin is not a finite number"),
         ]
     checks += [
-        RowCheck("not_duplicate", "an exact copy of an earlier row"),
+        RowCheck("not_duplicate", "the same texts as an earlier row"),
         RowCheck("no_control_characters", "control or replacement characters"),
         RowCheck("no_mojibake", "text decoded with the wrong encoding (mojibake)"),
     ]

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_core.config.validate import AUTOMATIC_ROWS, NearDuplicatesConfig, ValidateConfig
 from rlhf_core.config.validation_rules import RULES
+from rlhf_core.data.validation.checks import SOURCE_PASSED
 from rlhf_core.data.validation.set_rules.check_set import SetFindings
 from rlhf_core.data.validation.set_rules.findings_file import RuleFinding
 from rlhf_core.data.validation.set_rules.pair_statistics import balance, category_counts
@@ -18,11 +19,11 @@ from rlhf_core.evaluation.data_card.card import CardSection, CardTable, DataCard
 from rlhf_core.evaluation.data_card.lengths import length_section
 from rlhf_core.evaluation.data_card.refused_rows import refused_section
 from rlhf_core.evaluation.data_card.safe_text import safe_card, shortened
+from rlhf_core.evaluation.data_card.similar_rows import SimilarRows, similar_rows, similar_section
 
 CATEGORIES = 12
 LONGEST_CATEGORY = 60
 FILE_COUNTS = ("records", "expanded", "rows", "refused")
-EXAMPLES_OF_A_RULE = 3
 ROW_METRICS = (
     *("raw", "quarantined", "left_out", "cut", "clean", "groups", "train", "validation", "test"),
     *("referee_train", "referee_validation", "judge_train", "judge_validation"),
@@ -49,6 +50,7 @@ class CardSources:
 def build_card(sources: CardSources, config: ValidateConfig) -> DataCard:
     """Return the card; its text depends on the data and the parameters alone."""
     verdict = f"The data gate failed: {', '.join(sources.failed)}" if sources.failed else "The data passed its gate"
+    similar = similar_rows(sources.findings, sources.validated)
     kinds = [kind for kind in sources.validated.clean if isinstance(sources.metrics.get(kind), Mapping)]
     card = DataCard(
         not sources.failed,
@@ -58,8 +60,9 @@ def build_card(sources: CardSources, config: ValidateConfig) -> DataCard:
             _rows(sources.metrics, kinds),
             length_section(sources.validated.clean, sources.tokens),
             _balance(sources),
-            _rules(sources.metrics, kinds, config),
-            _leakage(sources, config.near_duplicates),
+            rules_section(sources.metrics, kinds, config),
+            _leakage(sources, similar, config.near_duplicates),
+            *similar_section(similar),
             refused_section(row for rows in sources.validated.quarantine() for row in rows),
         ],
     )
@@ -132,17 +135,21 @@ def _balance(sources: CardSources) -> CardSection:
     return CardSection("Balance", notes, tables)
 
 
-def _rules(metrics: Mapping[str, Any], kinds: Sequence[str], config: ValidateConfig) -> CardSection:
+def rules_section(metrics: Mapping[str, Any], kinds: Sequence[str], config: ValidateConfig) -> CardSection:
+    """Return how many rows of each kind break each rule."""
     rows = []
-    for rule in RULES:
+    for rule in (*RULES, SOURCE_PASSED):
         counts = [_count(metrics[kind], f"failed_{rule}", f"warned_{rule}") for kind in kinds]
         if any(count is not None for count in counts):
             rows.append((rule, config.severity(rule), *counts))
-    notes = ["Rows that break each rule. Refused rows are in the quarantine, rows that were warned about are not."]
+    notes = [
+        "Rows that break each rule. Refused rows are in the quarantine, rows that were warned about are not. "
+        f"A derived row breaks {SOURCE_PASSED} if every row that it comes from was refused."
+    ]
     return CardSection("Rules", notes, [CardTable(("rule", "severity", *kinds), rows)] if rows else [])
 
 
-def _leakage(sources: CardSources, config: NearDuplicatesConfig) -> CardSection:
+def _leakage(sources: CardSources, similar: Sequence[SimilarRows], config: NearDuplicatesConfig) -> CardSection:
     notes, tables = [], []
     rows = [
         (kind, *(_count(numbers, name) for name in ("test", "test_prefix_leaks", "test_first_turn_leaks")))
@@ -165,12 +172,10 @@ def _leakage(sources: CardSources, config: NearDuplicatesConfig) -> CardSection:
         tables.append(CardTable(("evaluation file", "prompts", "unreadable", "met in training", "share"), files))
     else:
         notes.append("No evaluation files were given (validate.evaluation_files).")
-    examples = []
-    for rule in dict.fromkeys(finding.rule for finding in sources.findings):
-        listed = [finding for finding in sources.findings if finding.rule == rule][:EXAMPLES_OF_A_RULE]
-        for finding in listed:
-            origin = f"{finding.source}:{finding.position}" if finding.source else finding.id
-            examples.append((rule, finding.kind, origin, finding.reason, finding.other, finding.similarity))
+    examples = [
+        (pair.finding.rule, pair.finding.kind, pair.row, pair.finding.reason, pair.other, pair.finding.similarity)
+        for pair in similar
+    ]
     if examples:
         notes.append("Examples are below; data/card/findings.parquet has all findings.")
         tables.append(CardTable(("rule", "kind", "row", "finding", "other", "similarity"), examples))

@@ -120,6 +120,7 @@ def test_a_url_that_holds_no_file_is_a_users_error(store: fsspec.AbstractFileSys
         ("nothing://pairs/a.jsonl", "nothing://pairs/a.jsonl cannot be opened: Protocol not known"),
         ("dir://pairs/a.jsonl", "cannot be opened: dir:// needs more than a URL"),
         ("http://127.0.0.1:1/a.jsonl", "cannot look up http://127.0.0.1:1/a.jsonl: Cannot connect to host"),
+        ("http://127.0.0.1:1/a.jsonl", "; check the address, the network, and the access to it"),
     ]:
         with pytest.raises(DataError, match=message):
             list(read_sources([url], "preferences", tmp_path))

@@ -86,3 +86,19 @@ def test_the_description_of_a_file_takes_a_format_too(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps(row) for row in [PROMPT] * 3 + [PAIR] * 7))
     text = as_text(describe_sources(["x.jsonl"], tmp_path, options=ReadOptions(format="standard")))
     assert "rows     7 as preferences, of 10" in text and "refused  3" in text
+
+
+def test_a_prompt_that_asks_for_a_dialogue_is_no_transcript(tmp_path: Path) -> None:
+    dialogue = "Human: hi\n\nAssistant: hello"
+    rows = [{"prompt": f"Write a dialogue {n}", "chosen": dialogue, "rejected": "no"} for n in range(3)]
+    result = read(tmp_path, [*rows, PAIR])
+    assert result.format == "standard" and len(result.rows) == 1
+    assert all("transcript" in refused["reason"] for refused in result.refused)
+    transcripts = [{"prompt": "hi", "chosen": dialogue, "rejected": "Human: hi\n\nAssistant: go"}]
+    assert read(tmp_path, transcripts).format == "hh-rlhf"
+
+
+def test_an_unreachable_url_is_not_said_to_be_a_pattern(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"127\.0\.0\.1:1.*; check the address, the network, and the access") as caught:
+        describe_sources(["http://127.0.0.1:1/a.jsonl"], tmp_path)
+    assert "pattern" not in str(caught.value)

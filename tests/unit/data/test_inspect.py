@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.loading.overlay import parse_assignment
 from rlhf_core.data.inspect import TokenLimit, TokenLimits, as_text, describe_sources
 from rlhf_core.data.lengths import LengthPercentiles, character_counts, token_lengths
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.base import load_tokenizer, new_model, save_policy, train_tokenizer
 from rlhf_core.stages.token_limits import local_token_limits, token_limits
 
@@ -244,3 +245,29 @@ def test_wrong_options_of_a_source_are_named(
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["data", write(tmp_path, PAIR), *given])
     assert result.exit_code != 0 and message in str(result.exception)
+
+
+def test_a_file_without_usable_rows_is_in_no_command(tmp_path: Path) -> None:
+    write(tmp_path, PAIR | {"margin": "great"}, name="bad.jsonl")
+    text = described(tmp_path, "bad.jsonl")
+    assert "rlhf init" not in text and "no row of bad.jsonl can be used" in " ".join(text.split()).replace(
+        f"{tmp_path}/", ""
+    )
+    write(tmp_path, PAIR, name="good.jsonl")
+    both = described(tmp_path, "bad.jsonl", "good.jsonl")
+    assert """'collect.files.preferences=["good.jsonl"]'""" in both
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / os.fsdecode(b"bad\xff.jsonl")).write_text(json.dumps(PAIR))
+    (tmp_path / os.fsdecode(b"folder\xff")).mkdir()
+    for given, message in (
+        ("*.jsonl", r"bad\udcff.jsonl is not UTF-8; rename the file"),
+        (os.fsdecode(b"bad\xff.jsonl"), r"bad\udcff.jsonl is not UTF-8; rename the file"),
+        (os.fsdecode(b"folder\xff"), r"folder\udcff is a folder; name its files, for example folder\udcff/*.jsonl"),
+        (os.fsdecode(b"gone\xff.jsonl"), r"no file matches 'gone\\udcff.jsonl'"),
+    ):
+        result = CliRunner().invoke(app, ["data", "inspect", given])
+        assert isinstance(result.exception, DataError) and message in str(result.exception)
+        assert str(result.exception).encode()

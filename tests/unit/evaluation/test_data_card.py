@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,12 @@ from rlhf_core.data.validation.set_rules.findings_file import named_findings
 from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
 from rlhf_core.data.validation.tables import RawData, Validated
 from rlhf_core.data.validation.token_counts import count_tokens
-from rlhf_core.evaluation.data_card.bar_chart import bar_chart
-from rlhf_core.evaluation.data_card.build import CardSources, build_card, source_section
+from rlhf_core.evaluation.data_card.build import CardSources, build_card, rules_section, source_section
 from rlhf_core.evaluation.data_card.card import CardTable, Histogram
 from rlhf_core.evaluation.data_card.lengths import length_section
 from rlhf_core.evaluation.data_card.refused_rows import refused_section, spread_over_reasons
 from rlhf_core.evaluation.data_card.write import write_card
+from rlhf_core.evaluation.report.charts import bar_chart
 from rlhf_core.models.base import train_tokenizer
 from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths
@@ -118,8 +119,11 @@ def test_what_the_card_says(tmp_path: Path) -> None:
     assert "2 categories, evenness 0.81" in text
     assert "No pair has more than one label" in text
     headings = [line for line in text.splitlines() if line.startswith("## ")]
-    assert headings[0] == "## Sources" and headings[-1] == "## Refused rows"
-    assert [line for line in release.splitlines() if line.startswith("## ")] == headings[:-1]
+    assert headings[0] == "## Sources" and headings[-2:] == ["## Similar rows", "## Refused rows"]
+    assert [line for line in release.splitlines() if line.startswith("## ")] == headings[:-2]
+    similar = text.split("## Similar rows")[1].split("##")[0]
+    assert r"| a\|b.jsonl:1 | Hello? " in similar and r"| a\|b.jsonl:2 | Hello? Hi. And? " in similar
+    assert "Hello?" not in release and r"| a\|b.jsonl:2 |" in release
     assert page.count("<h2>") == len(headings) and page.count("<svg") == len(["prompt", "chosen", "rejected"])
     (prefix, *_) = pq.read_table(tmp_path / "card/findings.parquet").to_pylist()
     assert (prefix["rule"], prefix["severity"], prefix["source"], prefix["position"]) == (
@@ -128,6 +132,13 @@ def test_what_the_card_says(tmp_path: Path) -> None:
         "a|b.jsonl",
         1,
     )
+
+
+def test_rows_whose_source_was_refused_are_listed_with_the_rules() -> None:
+    config = ValidateConfig(rules={"turns": "warn"})
+    metrics = {"demonstrations": {"failed_source_passed": 2.0, "warned_turns": 1.0}}
+    (table,) = rules_section(metrics, ["demonstrations"], config).tables
+    assert table.rows == [("turns", "warn", 1), ("source_passed", "refuse", 2)]
 
 
 def test_no_key_is_quoted_and_markup_stays_text(tmp_path: Path) -> None:
@@ -240,9 +251,12 @@ def test_rows_that_the_chat_template_refuses_are_counted_apart() -> None:
 
 
 def test_bars_are_as_high_as_their_values() -> None:
-    svg = bar_chart(["<a>", "b"], [1, 4], "t")
-    heights = [float(part.split('"')[1]) for part in str(svg).split("<rect")[1:] for part in [part.split("height=")[1]]]
-    assert heights[1] == 4 * heights[0] and "<a>" not in svg
+    svg = str(bar_chart(["<a>", "b", "$c$"], [1, 4, 0], "t"))
+    bars = [[float(y) for y in re.findall(r"[ML] \S+ (\S+)", path)] for path in re.findall(r'd="(M [^"]* z) "', svg)]
+    heights = [max(ys) - min(ys) for ys in bars]
+    assert heights[1] == pytest.approx(4 * heights[0]) and heights[2] == 0
+    assert "<a>" not in svg and "<title>t; &lt;a&gt;: 1, b: 4, $c$: 0</title>" in svg
+    assert "var(--s0)" in svg and "#2a62c9" not in svg and svg == str(bar_chart(["<a>", "b", "$c$"], [1, 4, 0], "t"))
 
 
 def test_the_licence_of_a_source_is_in_the_manifest_and_on_the_card(tmp_path: Path) -> None:

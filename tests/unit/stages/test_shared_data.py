@@ -20,7 +20,7 @@ from rlhf_core.training.run_context import RunContext
 HH, EVAL = "hh_rlhf_harmless.sample.jsonl.gz", "alpaca_eval_pairs.conversational.jsonl.gz"
 EN, ZH = "llama_factory_dpo_en.json", "llama_factory_dpo_zh.json"
 ALPACA, MOSS = "alpaca_en.json", "moss_rlhf_ppo.json"
-COPY, CONTROL = "an exact copy of an earlier row", "control or replacement characters"
+COPY, CONTROL = "the same texts as an earlier row", "control or replacement characters"
 MOJIBAKE = "text decoded with the wrong encoding (mojibake)"
 LONG_PROMPT = "the prompt is over 4000 characters"
 # Of every file, the rows in it and how many are refused for which reasons together.

@@ -76,7 +76,7 @@ def test_bad_rows_are_quarantined_with_every_reason(tmp_path: Path) -> None:
     assert reasons == [
         ("preferences", ["no prompt"]),
         ("preferences", swapped),
-        ("preferences", ["an exact copy of an earlier row"]),
+        ("preferences", ["the same texts as an earlier row"]),
         (
             "preferences",
             ["chosen is empty", "control or replacement characters", "looks like an access key or a private key"],

@@ -160,7 +160,7 @@ FILES = [
         pair,
         "reply-CRLF-transcript",
         pair("rc", chosen="\r\n\r\nHuman: a?\r\n\r\nAssistant: b"),
-        "does not match the format standard",
+        "chosen is a whole transcript, not a reply",
     ),
     *(
         after(

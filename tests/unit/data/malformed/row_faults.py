@@ -97,7 +97,7 @@ FILES = [
     ),
     quarantined("empty-prompt", pair("empty-prompt", prompt=""), "a turn of the user or the assistant is empty"),
     quarantined("long-prompt", pair("long-prompt", prompt="x" * 4001), "the prompt is over 4000 characters"),
-    quarantined("copy", pairs("copy", 1)[0], "an exact copy of an earlier row"),
+    quarantined("copy", pairs("copy", 1)[0], "the same texts as an earlier row"),
     quarantined("secret", pair("secret", chosen="key AKIA" + "ABCDEFGHIJKLMNOP"), "access key"),
     both_ways("contradiction", pair("con"), pair("con", chosen="bad con x", rejected="good con x")),
     both_ways(
