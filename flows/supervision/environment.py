@@ -13,6 +13,8 @@ CHILD_SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DVC_NO_ANALYTICS": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    # MLflow's jobs judge traces of language model applications; eight processes of 180 MB wait for them.
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     "GX_ANALYTICS_ENABLED": "false",
     "GIT_TERMINAL_PROMPT": "0",
     "PREFECT_CLI_PROMPT": "false",

@@ -1,4 +1,4 @@
-"""The Prefect server is killed with -9 in the middle of a training, and the run continues."""
+"""An external Prefect server is killed with -9 in the middle of a training, and the run continues."""
 
 from __future__ import annotations
 
@@ -10,22 +10,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from lasting import ACTIVE, LastingServer
-from toys import assert_nothing_held, assert_nothing_lost, find_process, in_the_middle, processes_of, training_toy
+from toys import assert_nothing_lost, in_the_middle, processes_of, training_toy
 
-pytestmark = pytest.mark.services
-
-
-def test_the_server_of_a_run_is_restarted_and_no_step_is_repeated(tmp_path: Path, prefect_database: Path) -> None:
-    toy = training_toy(tmp_path, prefect_database)
-    run = in_the_middle(toy)
-    find_process(toy, "prefect server start").kill()
-    assert run.wait(600) == 0, (toy / "out.log").read_text()
-    assert "the Prefect server exited (status 137); restarting it" in (toy / "out.log").read_text()
-    assert_nothing_lost(toy, faults=0)
-    assert_nothing_held(toy)
+pytestmark = [pytest.mark.services, pytest.mark.slow]
 
 
-@pytest.mark.slow
 def test_a_run_survives_ten_seconds_without_an_external_server(tmp_path: Path) -> None:
     toy, server = training_toy(tmp_path / "toy", pace=1.0), LastingServer(tmp_path / "server")
     try:

@@ -60,7 +60,7 @@ def test_two_hosts_train_what_two_ranks_on_one_host_train(tmp_path: Path) -> Non
         train_on(hosts, far, [*STAGE, str(far)])
         assert_same(weights(near), weights(far))
 
-        if shutil.which("c++") and importlib.util.find_spec("deepspeed"):
+        if importlib.util.find_spec("deepspeed"):
             launch(sharded, f"{{{meet}, engine: deepspeed, zero: 3}}")
             train_on(hosts, sharded, [*STAGE, str(sharded)])
             assert_same(weights(near), weights(sharded), atol=1e-5)

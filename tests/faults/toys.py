@@ -13,7 +13,7 @@ from flow_toys import begin, environment, find_process, make_toy, processes_of, 
 
 __all__ = ["begin", "environment", "find_process", "make_toy", "processes_of", "rlhf", "wait_until"]
 
-STEPS, SAVE_EVERY = 18, 3
+STEPS, SAVE_EVERY = 36, 3
 PIPELINE = """
 stages:
   collect: {cmd: echo x >> collects.log && echo x > raw.txt, outs: [raw.txt]}
@@ -41,12 +41,18 @@ pathlib.Path("policy.txt").write_text(weights)
 ACTIVE = "state_type in ('RUNNING', 'PENDING', 'CANCELLING')"
 
 
-def training_toy(folder: Path, prefect_database: Path | None = None, params: str = PARAMS, pace: float = 0.25) -> Path:
+def training_toy(folder: Path, prefect_database: Path | None = None, params: str = PARAMS, pace: float = 0.125) -> Path:
     """Create a workspace with :data:`PIPELINE`; a step of PPO takes ``pace`` seconds."""
     toy = make_toy(folder, PIPELINE, params, prefect_database)
     (toy / "train.py").write_text(TRAIN)
-    (toy / "pace.txt").write_text(str(pace))
+    set_pace(toy, pace)
     return toy
+
+
+def set_pace(toy: Path, seconds: float) -> None:
+    """From the next step on, let a step of PPO take ``seconds``."""
+    (toy / "pace.part").write_text(str(seconds))
+    (toy / "pace.part").replace(toy / "pace.txt")
 
 
 def steps_done(toy: Path) -> list[int]:

@@ -124,6 +124,12 @@ def test_the_zombie_automation_and_the_three_deployments_are_on_the_server(lasti
     assert len(rows(lasting, "select name from automation where name like 'rlhf:%'")) == 1
 
 
+def test_mlflow_starts_no_processes_for_jobs_that_nothing_here_submits(lasting: Path) -> None:
+    commands = [" ".join(process.cmdline()) for process in processes_of(lasting)]
+    assert any("mlflow server" in command for command in commands)
+    assert not [command for command in commands if "mlflow.server.jobs" in command]
+
+
 def test_a_second_up_is_refused(lasting: Path) -> None:
     answer = rlhf("up", cwd=lasting)
     assert answer.returncode == 2 and answer.stderr.count("\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,9 @@ from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Running, State
-from prefect.testing.utilities import prefect_test_harness
+from prefect_database import prefect_server
 
 from flows.jobs.deployments import deploy_jobs
 from flows.jobs.job import Job
@@ -44,9 +46,18 @@ def params() -> Params:
 
 
 @pytest.fixture(scope="module")
-def client(params: Params, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncPrefectClient]:
+def client(
+    params: Params, prefect_database: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SyncPrefectClient]:
     """A client of a fresh server with a Kubernetes pool, a process pool, and the deployments of both."""
-    with prefect_test_harness(server_startup_timeout=180), get_client(sync_client=True) as client:
+    database = Path(shutil.copy(prefect_database, tmp_path_factory.mktemp("prefect")))
+    with (
+        prefect_server(database) as url,
+        pytest.MonkeyPatch.context() as patch,
+        temporary_settings({PREFECT_API_URL: url}),
+        get_client(sync_client=True) as client,
+    ):
+        patch.setenv("PREFECT_API_URL", url)  # other threads do not inherit the settings
         template = json.loads(TEMPLATE.read_text())
         client.create_work_pool(WorkPoolCreate(name="cluster", type="kubernetes", base_job_template=template))
         deploy_jobs(tmp_path_factory.mktemp("w"), params)

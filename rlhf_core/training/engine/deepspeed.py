@@ -57,6 +57,8 @@ def load_deepspeed() -> Any:
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     distributed.require_group()
     remove_stale_build_locks()
+    # On CPUs DeepSpeed would first compile an all-reduce that only its tensor parallelism calls.
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
     return deepspeed
 

@@ -133,6 +133,7 @@ def test_a_second_rollback_goes_further_back_and_never_to_the_bad_version(contes
         rollback(contest, "once more")
 
 
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_rollback_to_a_named_earlier_champion(contest: Path) -> None:
     promote(contest, play=ScriptedMatch(judge=0.9))
     make_policy(contest, 8)
@@ -184,6 +185,7 @@ def test_an_ungated_version_is_no_challenger_and_only_force_promotes_it(contest:
     assert "is ungated" in reports(contest)[-1]["reason"]
 
 
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_an_empty_registry_does_not_crown_an_ungated_version(workspace: Path) -> None:
     fail_reward_gate_in_report_mode(workspace)
     make_policy(workspace, 9)
@@ -237,6 +239,7 @@ def test_a_match_file_that_no_match_has_written_is_not_believed(contest: Path) -
     assert match.played == 2 and aliases(contest)["champion"] == "1"
 
 
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_the_real_match_runs_in_a_process_of_its_own(contest: Path) -> None:
     decision = promote(contest)
     assert decision.match is not None
@@ -255,6 +258,7 @@ def test_the_referee_stands_in_where_no_judge_was_trained_and_the_reason_says_so
     assert decision.reason.endswith("there is no judge: the referee stands in, which selected the checkpoint")
 
 
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_a_match_that_cannot_be_played_is_one_line(contest: Path) -> None:
     (contest / "data" / "clean" / "prompts" / "test.parquet").unlink()
     with pytest.raises(RlhfError, match=r"the match ended with code .*log: .*match.log"):
