@@ -30,7 +30,8 @@ Changes = dict[str, Any]
 def adapter_settings(params: Params, stage: str) -> tuple[str, ...]:
     """Paths of the settings of a stage's adapters; a critic has some only where there is one."""
     paths = ADAPTERS.get(stage, ())
-    return tuple(path for path in paths if not (path == "ppo.critic_lora" and params.ppo.advantage.critic_free))
+    without_critic = params.ppo.advantage.critic_free or params.policy.method != "ppo"
+    return tuple(path for path in paths if not (path == "ppo.critic_lora" and without_critic))
 
 
 @dataclass(frozen=True)
@@ -129,14 +130,19 @@ def _steps(inputs: EstimateInputs, stage: str, taken: Sequence[Changes]) -> tupl
 def _candidates(params: Params, before: StageEstimate) -> tuple[list[Changes], ...]:
     """Changes that may save memory, by what they do; those that cost least come first."""
     stage, layout, ppo = before.stage, before.layout, params.ppo
-    launch, rolls_out, trains = f"compute.launch.{stage}", stage in ("critic", "ppo"), stage != "evaluate"
+    launch, trains = f"compute.launch.{stage}", stage != "evaluate"
+    by_dpo = stage == "ppo" and params.policy.method == "dpo"
+    rolls_out = stage in ("critic", "ppo") and not by_dpo
     shardable = trains and launch_of(params, stage).deepspeed is None
     fewer_replies: list[Changes] = []
     micro_batches: list[Changes] = []
     sharding: list[Changes] = []
     offloading: list[Changes] = []
     fewer_pairs: list[Changes] = []
-    if stage == "ppo":
+    if by_dpo:
+        rows = layout.share(params.policy.dpo.batch_size)
+        micro_batches += _half("policy.dpo.micro_batch_size", min(params.policy.dpo.micro_batch_size or rows, rows))
+    elif stage == "ppo":
         rows = min(ppo.selection.batch_size, layout.share(ppo.selection.prompts))
         fewer_replies += _half("ppo.selection.batch_size", rows)
     if rolls_out:

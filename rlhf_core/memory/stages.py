@@ -21,6 +21,7 @@ from rlhf_core.memory.sharding import parallel_layout, trained_footprint
 from rlhf_core.memory.tensor_memory import MemoryUse, largest
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.token_scoring import MICRO_BATCH
+from rlhf_core.training.dpo.task import scoring_rows
 from rlhf_core.training.reward.linear_probe import FEATURE_ROWS, FEATURE_TOKENS
 from rlhf_core.training.reward.trainer import SCORING_ROWS, SCORING_TOKENS
 from rlhf_core.training.sft import EVALUATION_ROWS
@@ -117,6 +118,27 @@ def ppo_stage(inputs: StageInputs) -> StageEstimate:
     return _stage("ppo", inputs, [*trained, *frozen], phases, _ppo_loading(inputs, trained, reference, scorers))
 
 
+def dpo_stage(inputs: StageInputs) -> StageEstimate:
+    """DPO: the policy alone, on both replies of each pair; as its own reference it is read once before training."""
+    config, lengths, limit = inputs.params.policy.dpo, inputs.lengths.pairs, inputs.layout.logits_bytes
+    policy = inputs.trained("policy", "causal_lm", inputs.params.ppo.policy_lora)
+    pairs = inputs.layout.share(config.batch_size)
+    micro = min(config.micro_batch_size or config.batch_size, pairs)
+    reference = passes.reply_loss(policy.variant.in_inference, lengths.batch(scoring_rows(config)), logits_bytes=limit)
+    update = passes.reply_loss(policy.variant, lengths.batch(2 * micro), pairs > micro, limit)
+    phases = {
+        "log-probabilities": largest(reference) + _at_work([policy]),
+        "update": policy.peak_of_update(update),
+        "step": _optimizer_step([policy]),
+    }
+    return _stage("ppo", inputs, [policy], phases, _whole(policy))
+
+
+def policy_stage(inputs: StageInputs) -> StageEstimate:
+    """The stage ``ppo`` by the method that trains the policy."""
+    return dpo_stage(inputs) if inputs.params.policy.method == "dpo" else ppo_stage(inputs)
+
+
 def evaluate_stage(inputs: StageInputs) -> StageEstimate:
     """The evaluation: SFT, policy and judges are in memory one after the other.
 
@@ -153,14 +175,15 @@ STAGES: dict[str, Callable[[StageInputs], StageEstimate]] = {
     "referee": partial(reward_stage, stage="referee"),
     "judge": partial(reward_stage, stage="judge"),
     "critic": critic_stage,
-    "ppo": ppo_stage,
+    "ppo": policy_stage,
     "evaluate": evaluate_stage,
 }
 
 
 def planned_stages(params: Params) -> tuple[str, ...]:
-    """The stages that run a model: critic pre-training only where advantages need a critic."""
-    return tuple(name for name in STAGES if name != "critic" or not params.ppo.advantage.critic_free)
+    """The stages that run a model: critic pre-training only where PPO's advantages need a critic."""
+    with_critic = params.policy.method == "ppo" and not params.ppo.advantage.critic_free
+    return tuple(name for name in STAGES if name != "critic" or with_critic)
 
 
 def estimate_memory(inputs: EstimateInputs, stages: Sequence[str] = ()) -> MemoryEstimate:
