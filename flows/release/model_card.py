@@ -42,7 +42,6 @@ LIMITS = (
     "prompt too, so long prompts can give other replies there.",
 )
 
-
 TRAINED_BY = {
     "ppo": (
         "by PPO against a reward model (PPO-max, *Secrets of RLHF in Large Language Models, Part I: PPO*, "
@@ -52,8 +51,17 @@ TRAINED_BY = {
         "on preference pairs by DPO (*Direct Preference Optimization*, "
         "[arXiv:2305.18290](https://arxiv.org/abs/2305.18290))"
     ),
+    "rejection_sampling": (
+        "on the best of several of its own replies by a reward model (rejection sampling; *RAFT*, "
+        "[arXiv:2304.06767](https://arxiv.org/abs/2304.06767))"
+    ),
 }
-TAGS = {"ppo": ["rlhf", "ppo", "ppo-max"], "dpo": ["rlhf", "dpo"]}
+NO_JUDGE = {
+    "ppo": f"The reward model that the policy was optimised against (`{TRAINED_ON}`) is no judge",
+    "dpo": f"The reward model of the pairs that it was trained on (`{TRAINED_ON}`) is no judge",
+    "rejection_sampling": f"The reward model that chose the replies it was trained on (`{TRAINED_ON}`) is no judge",
+}
+TAGS = {"ppo": ["rlhf", "ppo", "ppo-max"], "dpo": ["rlhf", "dpo"], "rejection_sampling": ["rlhf", "raft"]}
 
 
 def card_data(evidence: ReleaseEvidence, license_id: str | None) -> dict[str, Any]:
@@ -124,10 +132,11 @@ def _judges(evidence: ReleaseEvidence) -> str:
         for j in judges
     ]
     note = stand_in_note(j.judge for j in judges)
-    excluded = f"The reward model that the policy was optimised against (`{TRAINED_ON}`) is no judge"
-    excluded += f"; {note}" if note else f", nor is the one that selected its checkpoint (`{SELECTED_BY}`)"
-    if evidence.method == "dpo":
-        excluded = f"The reward model of the pairs that it was trained on (`{TRAINED_ON}`) is no judge"
+    excluded = NO_JUDGE[evidence.method]
+    if note:
+        excluded += f"; {note}"
+    elif evidence.method == "ppo":
+        excluded += f", nor is the one that selected its checkpoint (`{SELECTED_BY}`)"
     return f"Policy against the SFT model that it started from, ties as half a win. {excluded}.\n\n" + _table(
         ("judge", "win rate", "95 % interval", "at equal length", "prompts"), rows
     )

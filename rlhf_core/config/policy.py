@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, Strict
 from rlhf_core.config.ppo import PpoConfig
 
-Method = Literal["ppo", "dpo"]
+Method = Literal["ppo", "dpo", "rejection_sampling"]
 
 
 class DpoConfig(Strict):
@@ -33,13 +33,32 @@ class DpoConfig(Strict):
     checkpoint: CheckpointConfig = CheckpointConfig(every=100)
 
 
+class RejectionSamplingConfig(Strict):
+    """Fine-tuning on the best of ``replies_per_prompt`` replies of SFT by ``ppo.reward.sources`` (Dong et al. 2023).
+
+    Replies to ``prompts`` training prompts (null: all) are sampled as PPO's rollouts are, once, from SFT. One that did
+    not end is never kept. ``micro_batch_size`` bounds the replies of one training pass and changes no gradient.
+    """
+
+    replies_per_prompt: int = Field(default=8, ge=2)
+    prompts: PositiveInt | None = None
+    steps: PositiveInt = 200
+    batch_size: PositiveInt = 32
+    micro_batch_size: PositiveInt | None = None
+    eval_every: PositiveInt = 50
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
+    checkpoint: CheckpointConfig = CheckpointConfig(every=100)
+
+
 class PolicyConfig(Strict):
-    """``method`` decides which sections are read: ``ppo`` that of PPO, the others their own here and of ``ppo`` only
-    ``policy_lora``. Evaluation, gates and registration are the same for all.
+    """``method`` decides which sections are read: ``ppo`` that of PPO; ``dpo`` its own here and of ``ppo`` only
+    ``policy_lora``; ``rejection_sampling`` also how ``ppo`` samples and rewards. Evaluation, gates and registration are
+    the same for all.
     """
 
     method: Method = "ppo"
     dpo: DpoConfig = DpoConfig()
+    rejection_sampling: RejectionSamplingConfig = RejectionSamplingConfig()
 
 
 class PolicyStageConfig(PpoConfig):

@@ -55,8 +55,9 @@ def learning_rates(
         LearningRate("judge.optimizer.lr", judge.optimizer.lr, judge.lora is not None),
     ]
     adapted = ppo.policy_lora is not None
-    if policy.method == "dpo":
-        return [*rates, LearningRate("policy.dpo.optimizer.lr", policy.dpo.optimizer.lr, adapted)]
+    if policy.method != "ppo":
+        rate = getattr(policy, policy.method).optimizer.lr
+        return [*rates, LearningRate(f"policy.{policy.method}.optimizer.lr", rate, adapted)]
     rates.append(LearningRate("ppo.policy_optimizer.lr", ppo.policy_optimizer.lr, adapted))
     # With a shared backbone critic pre-training moves a new value head alone.
     if ppo.critic_mode == "shared" or ppo.advantage.critic_free:

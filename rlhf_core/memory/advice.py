@@ -12,6 +12,7 @@ from rlhf_core.memory.estimate import MemoryEstimate, StageEstimate
 from rlhf_core.memory.inputs import EstimateInputs
 from rlhf_core.memory.sharding import launch_of, planned_precision
 from rlhf_core.memory.stages import estimate_stage
+from rlhf_core.ppo.rejection_sampling import PROMPTS_AT_ONCE
 from rlhf_core.sampling.token_scoring import MICRO_BATCH
 
 # A change that takes away less than this share of a phase's peak is not worth advising.
@@ -131,17 +132,21 @@ def _candidates(params: Params, before: StageEstimate) -> tuple[list[Changes], .
     """Changes that may save memory, by what they do; those that cost least come first."""
     stage, layout, ppo = before.stage, before.layout, params.ppo
     launch, trains = f"compute.launch.{stage}", stage != "evaluate"
-    by_dpo = stage == "ppo" and params.policy.method == "dpo"
-    rolls_out = stage in ("critic", "ppo") and not by_dpo
+    alternative = params.policy.method if stage == "ppo" and params.policy.method != "ppo" else ""
+    rolls_out = stage in ("critic", "ppo") and not alternative
     shardable = trains and launch_of(params, stage).deepspeed is None
     fewer_replies: list[Changes] = []
     micro_batches: list[Changes] = []
     sharding: list[Changes] = []
     offloading: list[Changes] = []
     fewer_pairs: list[Changes] = []
-    if by_dpo:
-        rows = layout.share(params.policy.dpo.batch_size)
-        micro_batches += _half("policy.dpo.micro_batch_size", min(params.policy.dpo.micro_batch_size or rows, rows))
+    if alternative:
+        method = getattr(params.policy, alternative)
+        rows = layout.share(method.batch_size)
+        micro_batches += _half(f"policy.{alternative}.micro_batch_size", min(method.micro_batch_size or rows, rows))
+        if alternative == "rejection_sampling":
+            rows = layout.share(PROMPTS_AT_ONCE * method.replies_per_prompt)
+            fewer_replies += _half("ppo.sampling_batch_size", min(ppo.sampling_batch_size or rows, rows))
     elif stage == "ppo":
         rows = min(ppo.selection.batch_size, layout.share(ppo.selection.prompts))
         fewer_replies += _half("ppo.selection.batch_size", rows)

@@ -32,7 +32,7 @@ from rlhf_core.ppo.rewards import reward_model_fn
 from rlhf_core.ppo.run_checkpoint import load_best, nonfinite_as_none
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
-from rlhf_core.stages import policy_by_dpo
+from rlhf_core.stages import policy_by_dpo, policy_by_rejection_sampling
 from rlhf_core.stages.ppo_models import PolicyModels, build_pair, initial_moments, ptx_data
 from rlhf_core.stages.ppo_selection import make_selector
 from rlhf_core.stages.runtime.contract import Paths, Stage
@@ -81,6 +81,8 @@ def train_policy(config: PolicyStageConfig, inputs: Paths, outputs: Paths, conte
             return run(config, inputs, outputs, context)
         case "dpo":
             return policy_by_dpo.run(config, inputs, outputs, context)
+        case "rejection_sampling":
+            return policy_by_rejection_sampling.run(config, inputs, outputs, context)
 
 
 STAGE = Stage(
