@@ -10,6 +10,7 @@ from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, Strict
 from rlhf_core.config.ppo import PpoConfig
 
 Method = Literal["ppo", "dpo", "rejection_sampling"]
+METHOD_NAMES: dict[Method, str] = {"ppo": "PPO", "dpo": "DPO", "rejection_sampling": "rejection sampling"}
 
 
 class DpoConfig(Strict):

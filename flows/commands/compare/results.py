@@ -7,23 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.commands.compare.training_cost import TrainingCost, training_cost
 from flows.dvc_repo.lock_file import RecordedStage, recorded_stages
 from flows.registry.registered_here import RegisteredHere, read_registered
 from flows.stage.gate_conditions import condition_rows
 from flows.workspace.folder import display_path, is_workspace
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import PARAMS_FILE
+from rlhf_core.config.policy import METHOD_NAMES
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.final import JUDGE, SELECTED_BY
+from rlhf_core.evaluation.training_cost import TrainingCost, best_of_n_cost, training_cost
 from rlhf_core.files import read_json, sha256_file
+from rlhf_core.training.history import read_history
 
 EVALUATION = Path("metrics") / "evaluation.json"
 GATE = Path("gates") / "policy.json"
 GATED, FAILED, REPORTED, OUTDATED, UNGATED = "passed", "failed", "failed, mode report", "outdated", "not judged"
-METHODS = {"gae": "PPO", "rloo": "RLOO", "grpo": "GRPO"}
-LABELS = {"dpo": "DPO", "rejection_sampling": "rejection sampling"}
+WITHOUT_CRITIC = {"rloo": "RLOO", "grpo": "GRPO"}
+HISTORIES = ("ppo", "ppo_abandoned", "critic", "reward", "referee")
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class RunResults:
         perplexity_tax: Perplexity of held-out text over SFT's, by kind of text, minus one.
         length: Tokens per reply.
         sft_length: Those of SFT's replies.
-        cost: None for best of n, which trains nothing.
+        cost: What training it cost.
         sampled_tokens_per_reply: Tokens that are generated for each reply that is used, where that is more than one.
         gate: None for best of n, which no gate judges.
         registered: The version of the registered model that holds the policy.
@@ -80,7 +82,7 @@ class RunResults:
     perplexity_tax: Mapping[str, float]
     length: float | None
     sft_length: float | None
-    cost: TrainingCost | None
+    cost: TrainingCost
     sampled_tokens_per_reply: float | None
     gate: GateDecision | None
     registered: RegisteredHere | None
@@ -112,7 +114,7 @@ def read_workspace(folder: Path) -> EvaluatedWorkspace:
         raise RlhfError(f"{name}: {EVALUATION} has no comparison by a judge; `rlhf run --workspace {name}`")
     stages = recorded_stages(folder)
     policy = policy_results(folder, name, evaluation, judge, stages)
-    best = best_of_n_results(name, evaluation, judge)
+    best = best_of_n_results(folder, name, evaluation, judge)
     return EvaluatedWorkspace(name, (policy, best) if best is not None else (policy,), stages)
 
 
@@ -129,7 +131,7 @@ def policy_results(
     comparison, policy, sft = evaluation["comparison"], evaluation.get("policy", {}), evaluation.get("sft", {})
     return RunResults(
         workspace=name,
-        method=LABELS.get(method) or METHODS.get(estimator, "PPO"),
+        method=WITHOUT_CRITIC.get(estimator, METHOD_NAMES[method]) if method == "ppo" else METHOD_NAMES[method],
         judge=judge,
         win_rate=_estimate(comparison[judge], "win_rate"),
         lc_win_rate=_interval(comparison[judge], "lc_win_rate"),
@@ -141,14 +143,14 @@ def policy_results(
         perplexity_tax=_perplexity_tax(policy, sft),
         length=policy.get("length"),
         sft_length=sft.get("length"),
-        cost=training_cost(folder, method, batch_size, selects),
+        cost=training_cost(_histories(folder), method, batch_size, selects),
         sampled_tokens_per_reply=None,
         gate=_gate_decision(folder),
         registered=read_registered(folder, "models/policy"),
     )
 
 
-def best_of_n_results(name: str, evaluation: Mapping[str, Any], judge: str) -> RunResults | None:
+def best_of_n_results(folder: Path, name: str, evaluation: Mapping[str, Any], judge: str) -> RunResults | None:
     """The results of choosing among n replies of SFT; None where the evaluation has none."""
     best = evaluation.get("best_of_n")
     if best is None or judge not in best.get("comparison", {}):
@@ -167,7 +169,7 @@ def best_of_n_results(name: str, evaluation: Mapping[str, Any], judge: str) -> R
         perplexity_tax={},
         length=best.get("length"),
         sft_length=evaluation.get("sft", {}).get("length"),
-        cost=None,
+        cost=best_of_n_cost(_histories(folder)),
         sampled_tokens_per_reply=best["sampled_tokens_per_reply"],
         gate=None,
         registered=None,
@@ -178,6 +180,10 @@ def _training_params(folder: Path, stages: Mapping[str, RecordedStage]) -> Mappi
     """The parameters that the policy was trained with, those of params.yaml where dvc.lock records none."""
     recorded = stages.get("ppo", RecordedStage()).params
     return recorded or yaml_text.plain(yaml_text.read(folder / PARAMS_FILE))
+
+
+def _histories(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    return {name: read_history(folder / "history" / f"{name}.jsonl") for name in HISTORIES}
 
 
 def _interval(values: Mapping[str, Any], name: str) -> Interval | None:

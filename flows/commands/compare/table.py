@@ -56,13 +56,11 @@ def _rows(result: RunResults) -> Iterator[tuple[str, str]]:
 
 def _cost_rows(result: RunResults) -> Iterator[tuple[str, str]]:
     cost = result.cost
-    total = cost.total_seconds if cost is not None else 0.0
-    yield "training time", MISSING if total is None else format_seconds(total) if total else "none"
-    seconds = cost.seconds if cost is not None else {}
+    yield "training time", MISSING if cost.total_seconds is None else format_seconds(cost.total_seconds)
     for stage in ("policy", "critic", "reward", "referee"):
-        yield f"  of {stage}", format_seconds(seconds[stage]) if stage in seconds else MISSING
-    yield "tokens sampled", _count(cost.sampled_tokens if cost is not None else None)
-    yield "tokens trained on", _count(cost.trained_tokens if cost is not None else None)
+        yield f"  of {stage}", format_seconds(cost.seconds[stage]) if stage in cost.seconds else MISSING
+    yield "tokens sampled", _count(cost.sampled_tokens)
+    yield "tokens trained on", _count(cost.trained_tokens)
     yield "tokens per reply", _number(result.sampled_tokens_per_reply, 0)
 
 

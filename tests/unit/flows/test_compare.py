@@ -92,7 +92,6 @@ def test_a_run_is_read_with_its_cost_gate_and_version(tmp_path: Path) -> None:
     (result,) = read_workspace(folder).results
     assert result.method == "PPO" and result.win_rate.low95 == pytest.approx(0.6)
     assert result.perplexity_tax == {"preferred": pytest.approx(0.25)}
-    assert result.cost is not None
     assert result.cost.seconds == {"policy": 8.5, "reward": 9.0, "critic": 4.0}  # the referee chose nothing
     assert result.cost.total_seconds == 21.5 and result.cost.sampled_tokens == 700
     assert result.gate == GateDecision("failed", ("kl",))
@@ -129,13 +128,14 @@ def test_dpo_costs_its_own_steps_alone(tmp_path: Path) -> None:
     histories = HISTORIES | {"ppo": [{"step": 5, "seconds": 3.0, "tokens": 700}], "ppo_abandoned": []}
     params = {"ppo": {}, "policy": {"method": "dpo"}}
     (result,) = read_workspace(workspace(tmp_path / "a", params=params, histories=histories)).results
-    assert result.cost is not None and result.cost.seconds == {"policy": 3.0}
+    assert result.cost.seconds == {"policy": 3.0}
     assert (result.cost.sampled_tokens, result.cost.trained_tokens) == (None, 700)
 
 
 def test_best_of_n_is_a_column_of_its_own(tmp_path: Path) -> None:
     _, best = read_workspace(workspace(tmp_path / "a", evaluation=EVALUATION | {"best_of_n": BEST})).results
-    assert best.method == "best of 16" and best.kl_is_bound and best.cost is None and best.gate is None
+    assert best.method == "best of 16" and best.kl_is_bound and best.gate is None
+    assert best.cost.seconds == {"reward": 9.0} and best.cost.total_seconds == 9.0  # no policy, but what chooses
 
 
 def test_other_prompts_judges_and_sft_models_are_warned_of(tmp_path: Path) -> None:

@@ -179,6 +179,13 @@ def test_dpo_holds_the_policy_alone() -> None:
     assert larger.phases[2].use.total > stage.phases[2].use.total
 
 
+def test_rejection_sampling_samples_and_fine_tunes_without_a_reference() -> None:
+    inputs = subjects.large(80, policy={"method": "rejection_sampling"})
+    stage = estimate_stage(inputs, "ppo")
+    assert roles_of(stage) == ["policy", "reward"] and "critic" not in planned_stages(inputs.params)
+    assert [phase.name for phase in stage.phases] == ["loading", "generation", "rewards", "update", "step"]
+
+
 def test_adapters_on_shared_weights_hold_themselves_alone() -> None:
     pytest.importorskip("peft")
     assert roles_of(ppo(policy_lora={"rank": 8})) == ["policy", "critic", "reward", "referee"]
