@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from flows.commands import data_diff, registry_commands, serving_commands
+from flows.commands.compare import command as compare_command
 from flows.commands.help_text import Commands, CommandWithProfiles, profile_names
 from flows.commands.options import Reason, Workspace
 from rlhf_core import __version__
@@ -166,6 +167,7 @@ def ablate(
     raise typer.Exit(run_ablation(folder, request, AblationOptions(jobs, docs)))
 
 
+app.registered_commands += compare_command.app.registered_commands
 app.registered_commands += registry_commands.app.registered_commands
 
 

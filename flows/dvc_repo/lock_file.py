@@ -1,10 +1,42 @@
-"""The hashes that dvc.lock records."""
+"""What dvc.lock records: hashes of files, and the parameters that a stage ran with."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rlhf_core.config.loading.yaml_text import plain, read
+
+LOCK_FILE = "dvc.lock"
+
+
+@dataclass(frozen=True)
+class RecordedStage:
+    """The last successful run of a stage.
+
+    Attributes:
+        inputs: Hash of each file or folder that it read, by its path.
+        outputs: Hash of each one that it wrote.
+        params: Values of params.yaml by the dotted name that dvc.yaml gives them.
+    """
+
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+def recorded_stages(workspace: Path) -> dict[str, RecordedStage]:
+    """Return what dvc.lock records of each stage by its name; empty before the first stage has run."""
+    lock = workspace / LOCK_FILE
+    stages = (plain(read(lock)) if lock.is_file() else {}).get("stages") or {}
+    return {
+        name: RecordedStage(
+            _hashes(stage.get("deps")), _hashes(stage.get("outs")), (stage.get("params") or {}).get("params.yaml") or {}
+        )
+        for name, stage in stages.items()
+    }
 
 
 def recorded_hash(workspace: Path, path: str) -> str | None:
@@ -14,7 +46,9 @@ def recorded_hash(workspace: Path, path: str) -> str | None:
 
 def recorded_hashes(workspace: Path) -> dict[str, str]:
     """Return the hash of each output that dvc.lock records; empty before the first stage has run."""
-    lock = workspace / "dvc.lock"
-    stages = (plain(read(lock)) if lock.is_file() else {}).get("stages") or {}
-    outputs = (output for stage in stages.values() for output in stage.get("outs") or [])
-    return {output["path"]: str(output["md5"]) for output in outputs if "md5" in output}
+    stages = recorded_stages(workspace).values()
+    return {path: value for stage in stages for path, value in stage.outputs.items()}
+
+
+def _hashes(entries: Any) -> dict[str, str]:
+    return {entry["path"]: str(entry["md5"]) for entry in entries or [] if "md5" in entry}

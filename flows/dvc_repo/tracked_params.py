@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.judge_section import add_judge
 from rlhf_core.config.loading.load import PARAMS_FILE, Params
+from rlhf_core.config.policy import PolicyConfig
 from rlhf_core.errors import ConfigError
 
 DVC_FILE = "dvc.yaml"
@@ -21,10 +22,19 @@ def check_tracked_params(workspace: Path) -> None:
     there was a judge is completed by the referee's settings.
 
     Raises:
-        ConfigError: some are left out; the message has the lines to add.
+        ConfigError: some are left out, and the message has the lines to add; or ``policy.method`` is set and a dvc.yaml
+            from before there was one would not see it.
     """
     document = yaml_text.plain(yaml_text.read(workspace / PARAMS_FILE))
-    missing = [path for path in tracked_params(workspace) if not _has(document, path)]
+    tracked = tracked_params(workspace)
+    method = _value_at(document, "policy.method") or PolicyConfig().method
+    if method != PolicyConfig().method and not {"policy", "policy.method"} <= set(tracked):
+        raise ConfigError(
+            f"{workspace / PARAMS_FILE}: policy.method is {method}, but {workspace / DVC_FILE} does not name it, so "
+            "that DVC would not train the policy anew; add policy.method to params of stage critic and policy to those "
+            "of stage ppo, or take both from a dvc.yaml of `rlhf init DIR`"
+        )
+    missing = [path for path in tracked if not _has(document, path)]
     if not missing:
         return
     defaults = Params().model_dump(mode="json", by_alias=True)

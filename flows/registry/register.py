@@ -26,6 +26,7 @@ from flows.registry.mlflow_client import (
     prepare_tracking,
 )
 from flows.registry.model_artifacts import CONTENT_TAG, log_model
+from flows.registry.registered_here import RegisteredHere, write_registered
 from flows.workspace.run_label import SEPARATOR, run_label
 from rlhf_core.config.loading.load import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
@@ -132,6 +133,15 @@ def register(workspace: Path, run_id: str | None = None) -> Registration:
                 continue
             result.registered[model.name] = version
             reward_version = {REWARD_VERSION_TAG: version.version}
+    by_folder = {model.folder: (model.name, result.registered.get(model.name)) for model in registrable_models(config)}
+    write_registered(
+        workspace,
+        {
+            folder: RegisteredHere(name, version.version, version.ungated)
+            for folder, (name, version) in by_folder.items()
+            if version is not None
+        },
+    )
     return result
 
 

@@ -40,6 +40,6 @@ def describe_run(workspace: Path, run_id: str, verdict: str, description: str) -
 def model_descriptions(config: RegistryConfig) -> Mapping[str, str]:
     """Return what each registered model is, by its name."""
     return {
-        config.policy: "The policy that PPO trained. Its version @champion is the one that `rlhf chat` talks to.",
+        config.policy: "The policy. Its version @champion is the one that `rlhf chat` talks to.",
         config.reward_model: "The reward model that the policy was optimised against; it is no judge of the policy.",
     }

@@ -37,6 +37,7 @@ class ReleaseEvidence:
         obstacle: Why it must not be released without force; empty if nothing stands against.
         data_card: The data card in Markdown, without texts of the data; empty for versions that were registered
             without one.
+        method: How the policy was trained, as ``policy.method`` has it.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ReleaseEvidence:
     lineage: Mapping[str, str]
     obstacle: str
     data_card: str = ""
+    method: str = "ppo"
 
 
 def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obstacle: str) -> ReleaseEvidence:
@@ -73,6 +75,8 @@ def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obsta
         gates = {path.stem: read_json(path) for path in local.glob("*.json")}
         metrics = Path(download_artifacts(run_id=version.run_id, artifact_path="metrics", dst_path=temporary))
         evaluation = read_json(metrics / "evaluation.json")
+        training = metrics / "ppo.json"
+        method = str(read_json(training).get("method", "ppo")) if training.is_file() else "ppo"
         data_card = read_data_card(connect(workspace), version.run_id, Path(temporary))
         sampling = stored_sampling(folder)
     order = [gate for gate in ("data", "sft", "reward", "policy") if gate in gates]
@@ -86,4 +90,5 @@ def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obsta
         lineage={key.removeprefix(LINEAGE): value for key, value in version.tags.items() if key.startswith(LINEAGE)},
         obstacle=obstacle,
         data_card=data_card,
+        method=method,
     )

@@ -42,13 +42,34 @@ LIMITS = (
     "prompt too, so long prompts can give other replies there.",
 )
 
+TRAINED_BY = {
+    "ppo": (
+        "by PPO against a reward model (PPO-max, *Secrets of RLHF in Large Language Models, Part I: PPO*, "
+        "[arXiv:2307.04964](https://arxiv.org/abs/2307.04964))"
+    ),
+    "dpo": (
+        "on preference pairs by DPO (*Direct Preference Optimization*, "
+        "[arXiv:2305.18290](https://arxiv.org/abs/2305.18290))"
+    ),
+    "rejection_sampling": (
+        "on the best of several of its own replies by a reward model (rejection sampling; *RAFT*, "
+        "[arXiv:2304.06767](https://arxiv.org/abs/2304.06767))"
+    ),
+}
+NO_JUDGE = {
+    "ppo": f"The reward model that the policy was optimised against (`{TRAINED_ON}`) is no judge",
+    "dpo": f"The reward model of the pairs that it was trained on (`{TRAINED_ON}`) is no judge",
+    "rejection_sampling": f"The reward model that chose the replies it was trained on (`{TRAINED_ON}`) is no judge",
+}
+TAGS = {"ppo": ["rlhf", "ppo", "ppo-max"], "dpo": ["rlhf", "dpo"], "rejection_sampling": ["rlhf", "raft"]}
+
 
 def card_data(evidence: ReleaseEvidence, license_id: str | None) -> dict[str, Any]:
     """The metadata at the head of the card, as hubs read it."""
     data: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["rlhf", "ppo", "ppo-max"],
+        "tags": TAGS[evidence.method],
     }
     if license_id:
         data["license"] = license_id
@@ -76,7 +97,7 @@ def card_text(evidence: ReleaseEvidence, title: str, forced: str | None) -> str:
         )
     blocks += [
         "## Evaluation",
-        _judges(evidence.evaluation),
+        _judges(evidence),
         _both_models(evidence.evaluation),
         _kl(evidence.evaluation),
     ]
@@ -99,14 +120,11 @@ def _opening(evidence: ReleaseEvidence) -> str:
         if evidence.data_card
         else ""
     )
-    return (
-        f"{trained}Fine-tuned with supervision, then trained by PPO against a reward model (PPO-max, *Secrets of RLHF "
-        f"in Large Language Models, Part I: PPO*, [arXiv:2307.04964](https://arxiv.org/abs/2307.04964)).{data_card}"
-    )
+    return f"{trained}Fine-tuned with supervision, then trained {TRAINED_BY[evidence.method]}.{data_card}"
 
 
-def _judges(evaluation: Mapping[str, Any]) -> str:
-    judges = judge_results(evaluation.get("comparison") or {})
+def _judges(evidence: ReleaseEvidence) -> str:
+    judges = judge_results(evidence.evaluation.get("comparison") or {})
     if not judges:
         return "No comparison with the SFT model was recorded."
     rows = [
@@ -114,11 +132,13 @@ def _judges(evaluation: Mapping[str, Any]) -> str:
         for j in judges
     ]
     note = stand_in_note(j.judge for j in judges)
-    return (
-        "Policy against the SFT model that it started from, ties as half a win. The reward model that the policy was "
-        f"optimised against (`{TRAINED_ON}`) is no judge"
-        + (f"; {note}.\n\n" if note else f", nor is the one that selected its checkpoint (`{SELECTED_BY}`).\n\n")
-        + _table(("judge", "win rate", "95 % interval", "at equal length", "prompts"), rows)
+    excluded = NO_JUDGE[evidence.method]
+    if note:
+        excluded += f"; {note}"
+    elif evidence.method == "ppo":
+        excluded += f", nor is the one that selected its checkpoint (`{SELECTED_BY}`)"
+    return f"Policy against the SFT model that it started from, ties as half a win. {excluded}.\n\n" + _table(
+        ("judge", "win rate", "95 % interval", "at equal length", "prompts"), rows
     )
 
 

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig
+from rlhf_core.config.policy import PolicyConfig
 from rlhf_core.config.ppo import PpoConfig
 
 
@@ -36,6 +37,16 @@ class CriticConfig(StageConfig):
 
 
 class CriticStageConfig(CriticConfig):
-    """The stage's settings with PPO's beside them: of ``ppo`` only ``ppo.rollout`` is read."""
+    """The stage's settings with the policy's beside them: only ``ppo.rollout`` and ``policy.method`` are read."""
 
     ppo: PpoConfig = PpoConfig()
+    policy: PolicyConfig = PolicyConfig()
+
+    @property
+    def no_critic_because(self) -> str:
+        """The setting by which no critic is needed; empty where one is."""
+        if self.policy.method != "ppo":
+            return f"policy.method {self.policy.method}"
+        if self.ppo.advantage.critic_free:
+            return f"ppo.advantage.estimator {self.ppo.advantage.estimator}"
+        return ""

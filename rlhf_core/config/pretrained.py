@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.critic import CriticConfig
+from rlhf_core.config.policy import PolicyConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.config.sft import SftConfig
@@ -44,6 +45,7 @@ def learning_rates(
     judge: RewardConfig,
     critic: CriticConfig,
     ppo: PpoConfig,
+    policy: PolicyConfig,
 ) -> list[LearningRate]:
     """The rates of all that trains weights of the base model, or adapters on them."""
     rates = [
@@ -51,8 +53,12 @@ def learning_rates(
         LearningRate("reward.optimizer.lr", reward.optimizer.lr, reward.lora is not None),
         LearningRate("referee.optimizer.lr", referee.optimizer.lr, referee.lora is not None),
         LearningRate("judge.optimizer.lr", judge.optimizer.lr, judge.lora is not None),
-        LearningRate("ppo.policy_optimizer.lr", ppo.policy_optimizer.lr, ppo.policy_lora is not None),
     ]
+    adapted = ppo.policy_lora is not None
+    if policy.method != "ppo":
+        rate = getattr(policy, policy.method).optimizer.lr
+        return [*rates, LearningRate(f"policy.{policy.method}.optimizer.lr", rate, adapted)]
+    rates.append(LearningRate("ppo.policy_optimizer.lr", ppo.policy_optimizer.lr, adapted))
     # With a shared backbone critic pre-training moves a new value head alone.
     if ppo.critic_mode == "shared" or ppo.advantage.critic_free:
         return rates

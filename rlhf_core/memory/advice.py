@@ -12,6 +12,7 @@ from rlhf_core.memory.estimate import MemoryEstimate, StageEstimate
 from rlhf_core.memory.inputs import EstimateInputs
 from rlhf_core.memory.sharding import launch_of, planned_precision
 from rlhf_core.memory.stages import estimate_stage
+from rlhf_core.ppo.rejection_sampling import PROMPTS_AT_ONCE
 from rlhf_core.sampling.token_scoring import MICRO_BATCH
 
 # A change that takes away less than this share of a phase's peak is not worth advising.
@@ -30,7 +31,8 @@ Changes = dict[str, Any]
 def adapter_settings(params: Params, stage: str) -> tuple[str, ...]:
     """Paths of the settings of a stage's adapters; a critic has some only where there is one."""
     paths = ADAPTERS.get(stage, ())
-    return tuple(path for path in paths if not (path == "ppo.critic_lora" and params.ppo.advantage.critic_free))
+    without_critic = params.ppo.advantage.critic_free or params.policy.method != "ppo"
+    return tuple(path for path in paths if not (path == "ppo.critic_lora" and without_critic))
 
 
 @dataclass(frozen=True)
@@ -129,14 +131,23 @@ def _steps(inputs: EstimateInputs, stage: str, taken: Sequence[Changes]) -> tupl
 def _candidates(params: Params, before: StageEstimate) -> tuple[list[Changes], ...]:
     """Changes that may save memory, by what they do; those that cost least come first."""
     stage, layout, ppo = before.stage, before.layout, params.ppo
-    launch, rolls_out, trains = f"compute.launch.{stage}", stage in ("critic", "ppo"), stage != "evaluate"
+    launch, trains = f"compute.launch.{stage}", stage != "evaluate"
+    alternative = params.policy.method if stage == "ppo" and params.policy.method != "ppo" else ""
+    rolls_out = stage in ("critic", "ppo") and not alternative
     shardable = trains and launch_of(params, stage).deepspeed is None
     fewer_replies: list[Changes] = []
     micro_batches: list[Changes] = []
     sharding: list[Changes] = []
     offloading: list[Changes] = []
     fewer_pairs: list[Changes] = []
-    if stage == "ppo":
+    if alternative:
+        method = getattr(params.policy, alternative)
+        rows = layout.share(method.batch_size)
+        micro_batches += _half(f"policy.{alternative}.micro_batch_size", min(method.micro_batch_size or rows, rows))
+        if alternative == "rejection_sampling":
+            rows = layout.share(PROMPTS_AT_ONCE * method.replies_per_prompt)
+            fewer_replies += _half("ppo.sampling_batch_size", min(ppo.sampling_batch_size or rows, rows))
+    elif stage == "ppo":
         rows = min(ppo.selection.batch_size, layout.share(ppo.selection.prompts))
         fewer_replies += _half("ppo.selection.batch_size", rows)
     if rolls_out:

@@ -16,11 +16,14 @@ from rlhf_core.memory import passes
 from rlhf_core.memory.dry_run import model_size
 from rlhf_core.memory.estimate import MemoryEstimate, PhaseEstimate, StageEstimate
 from rlhf_core.memory.inputs import EstimateInputs, ModelRole, StageInputs
+from rlhf_core.memory.roles_memory import at_work, gathered_by_one, held, optimizer_step, whole
 from rlhf_core.memory.sequence_lengths import BatchShape
 from rlhf_core.memory.sharding import parallel_layout, trained_footprint
 from rlhf_core.memory.tensor_memory import MemoryUse, largest
+from rlhf_core.ppo.rejection_sampling import PROMPTS_AT_ONCE
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.token_scoring import MICRO_BATCH
+from rlhf_core.training.dpo.task import scoring_rows
 from rlhf_core.training.reward.linear_probe import FEATURE_ROWS, FEATURE_TOKENS
 from rlhf_core.training.reward.trainer import SCORING_ROWS, SCORING_TOKENS
 from rlhf_core.training.sft import EVALUATION_ROWS
@@ -35,13 +38,13 @@ def sft_stage(inputs: StageInputs) -> StageEstimate:
     micro = min(config.micro_batch_size or config.batch_size, rows)
     held_out, limit = data.batch(config.micro_batch_size or EVALUATION_ROWS), inputs.layout.logits_bytes
     evaluation = passes.reply_loss(policy.variant.in_inference, held_out, logits_bytes=limit)
-    phases = {"evaluation": largest(evaluation) + _at_work([policy])}
+    phases = {"evaluation": largest(evaluation) + at_work([policy])}
     if config.steps > 0:
         phases["update"] = policy.peak_of_update(
             passes.reply_loss(policy.variant, data.batch(micro), rows > micro, limit)
         )
-        phases["step"] = _optimizer_step([policy])
-    return _stage("sft", inputs, [policy], phases, _whole(policy))
+        phases["step"] = optimizer_step([policy])
+    return _stage("sft", inputs, [policy], phases, whole(policy))
 
 
 def reward_stage(inputs: StageInputs, stage: Literal["reward", "referee", "judge"]) -> StageEstimate:
@@ -57,14 +60,14 @@ def reward_stage(inputs: StageInputs, stage: Literal["reward", "referee", "judge
     update = passes.pair_loss(model.variant, BatchShape(2 * own, batch.width, imitated), inputs.layout.logits_bytes)
     scored = max(1, min(SCORING_ROWS, SCORING_TOKENS // lengths.width))
     held_out = passes.reply_scores(model.variant, BatchShape(scored, lengths.width))
-    phases = {"evaluation": largest(held_out) + _at_work([model])}
+    phases = {"evaluation": largest(held_out) + at_work([model])}
     if config.linear_probe is not None:
         read = max(1, min(FEATURE_ROWS, FEATURE_TOKENS // lengths.width))
         features = passes.reply_scores(model.variant, BatchShape(read, lengths.width))
-        phases["linear probe"] = largest(features) + _at_work([model])
+        phases["linear probe"] = largest(features) + at_work([model])
     if config.steps > 0:
-        phases |= {"update": model.peak_of_update(update), "step": _optimizer_step([model])}
-    return _stage(stage, inputs, [model], phases, _whole(model))
+        phases |= {"update": model.peak_of_update(update), "step": optimizer_step([model])}
+    return _stage(stage, inputs, [model], phases, whole(model))
 
 
 def critic_stage(inputs: StageInputs) -> StageEstimate:
@@ -75,12 +78,12 @@ def critic_stage(inputs: StageInputs) -> StageEstimate:
     if inputs.params.ppo.critic_mode == "shared":
         head = replace(inputs.variant("scalar"), trained="value_head")
         critic = ModelRole("critic", head, trained_footprint(model_size(head), inputs.layout))
-    held = _rollout_tensors(inputs, config.batch_size)
+    rollout_memory = _rollout_tensors(inputs, config.batch_size)
     phases = _rollout_phases(inputs, config.batch_size, policy, critic, None, [critic], scorers) | {
-        "update critic": _critic_update(inputs, config.batch_size, config.minibatches, critic) + held,
-        "step": _optimizer_step([critic]) + held,
+        "update critic": _critic_update(inputs, config.batch_size, config.minibatches, critic) + rollout_memory,
+        "step": optimizer_step([critic]) + rollout_memory,
     }
-    loading = _whole(policy, critic, *scorers[-1:]) + _held(scorers[:-1])
+    loading = whole(policy, critic, *scorers[-1:]) + held(scorers[:-1])
     return _stage("critic", inputs, [policy, critic, *scorers], phases, loading)
 
 
@@ -100,21 +103,60 @@ def ppo_stage(inputs: StageInputs) -> StageEstimate:
     scorers = [role for role in inputs.reward_models() if role.name != "reward"]
     scorers += [inputs.frozen_scalar("reward"), inputs.frozen_scalar("referee")]
     frozen = [*([reference] if reference else []), *scorers]
-    held = _rollout_tensors(inputs, config.batch_size)
+    rollout_memory = _rollout_tensors(inputs, config.batch_size)
     phases = _rollout_phases(inputs, config.batch_size, policy, critic, reference, trained, scorers)
-    phases["update policy"] = _policy_update(inputs, policy) + held
+    phases["update policy"] = _policy_update(inputs, policy) + rollout_memory
     if config.ptx.weight > 0:
         rows = inputs.layout.share(config.ptx.batch_size)
         size = config.ptx.micro_batch_size or config.micro_batch_size or config.ptx.batch_size
         texts = inputs.lengths.ptx.batch(min(size, rows))
         update = passes.reply_loss(policy.variant, texts, True, inputs.layout.logits_bytes)
-        phases["update ptx"] = policy.peak_of_update(update) + held
+        phases["update ptx"] = policy.peak_of_update(update) + rollout_memory
     if critic is not None:
         update_of_critic = _critic_update(inputs, config.batch_size, config.minibatches, critic)
-        phases["update critic"] = update_of_critic + MemoryUse(gradients=policy.footprint.gradients) + held
-    phases["step"] = _optimizer_step(trained) + held
-    phases["selection"] = _selection(inputs, policy, frozen) + _at_work([policy, *frozen]) + held
+        phases["update critic"] = update_of_critic + MemoryUse(gradients=policy.footprint.gradients) + rollout_memory
+    phases["step"] = optimizer_step(trained) + rollout_memory
+    phases["selection"] = _selection(inputs, policy, frozen) + at_work([policy, *frozen]) + rollout_memory
     return _stage("ppo", inputs, [*trained, *frozen], phases, _ppo_loading(inputs, trained, reference, scorers))
+
+
+def dpo_stage(inputs: StageInputs) -> StageEstimate:
+    """DPO: the policy alone, on both replies of each pair; as its own reference it is read once before training."""
+    config, lengths, limit = inputs.params.policy.dpo, inputs.lengths.pairs, inputs.layout.logits_bytes
+    policy = inputs.trained("policy", "causal_lm", inputs.params.ppo.policy_lora)
+    pairs = inputs.layout.share(config.batch_size)
+    micro = min(config.micro_batch_size or config.batch_size, pairs)
+    reference = passes.reply_loss(policy.variant.in_inference, lengths.batch(scoring_rows(config)), logits_bytes=limit)
+    update = passes.reply_loss(policy.variant, lengths.batch(2 * micro), pairs > micro, limit)
+    phases = {
+        "log-probabilities": largest(reference) + at_work([policy]),
+        "update": policy.peak_of_update(update),
+        "step": optimizer_step([policy]),
+    }
+    return _stage("ppo", inputs, [policy], phases, whole(policy))
+
+
+def rejection_sampling_stage(inputs: StageInputs) -> StageEstimate:
+    """Rejection sampling: the policy samples, the reward sources score, and the policy is fine-tuned on the best.
+
+    The scorers are counted throughout, although they are freed before the fine-tuning.
+    """
+    config = inputs.params.policy.rejection_sampling
+    policy, scorers = inputs.trained("policy", "causal_lm", inputs.params.ppo.policy_lora), inputs.reward_models()
+    sampled = PROMPTS_AT_ONCE * config.replies_per_prompt
+    phases = _rollout_phases(inputs, sampled, policy, None, None, [policy], scorers)
+    del phases["scoring"]  # no log-probabilities are needed
+    rows = inputs.layout.share(config.batch_size)
+    micro = min(config.micro_batch_size or config.batch_size, rows)
+    update = passes.reply_loss(policy.variant, inputs.rollout_batch(micro), rows > micro, inputs.layout.logits_bytes)
+    phases |= {"update": policy.peak_of_update(update), "step": optimizer_step([policy])}
+    return _stage("ppo", inputs, [policy, *scorers], phases, whole(policy, *scorers[-1:]) + held(scorers[:-1]))
+
+
+def policy_stage(inputs: StageInputs) -> StageEstimate:
+    """The stage ``ppo`` by the method that trains the policy."""
+    by_method = {"ppo": ppo_stage, "dpo": dpo_stage, "rejection_sampling": rejection_sampling_stage}
+    return by_method[inputs.params.policy.method](inputs)
 
 
 def evaluate_stage(inputs: StageInputs) -> StageEstimate:
@@ -139,12 +181,12 @@ def evaluate_stage(inputs: StageInputs) -> StageEstimate:
     width = min(config.perplexity.max_tokens, inputs.lengths.pairs.width)
     text = BatchShape(ROWS_PER_PASS, width, min(ROWS_PER_PASS * width, POSITIONS_PER_CHUNK))
     phases = {
-        "generation": largest(generation) + _whole(model),
-        "perplexity": largest(passes.reply_loss(model.variant.in_inference, text)) + _whole(model),
-        "drift": largest(passes.reply_logprobs(model.variant, drift, unfiltered)) + _whole(model),
-        "judging": largest(passes.reply_scores(judge.variant, judged)) + _whole(judge),
+        "generation": largest(generation) + whole(model),
+        "perplexity": largest(passes.reply_loss(model.variant.in_inference, text)) + whole(model),
+        "drift": largest(passes.reply_logprobs(model.variant, drift, unfiltered)) + whole(model),
+        "judging": largest(passes.reply_scores(judge.variant, judged)) + whole(judge),
     }
-    return _stage("evaluate", inputs, [], phases, _whole(model))
+    return _stage("evaluate", inputs, [], phases, whole(model))
 
 
 STAGES: dict[str, Callable[[StageInputs], StageEstimate]] = {
@@ -153,14 +195,15 @@ STAGES: dict[str, Callable[[StageInputs], StageEstimate]] = {
     "referee": partial(reward_stage, stage="referee"),
     "judge": partial(reward_stage, stage="judge"),
     "critic": critic_stage,
-    "ppo": ppo_stage,
+    "ppo": policy_stage,
     "evaluate": evaluate_stage,
 }
 
 
 def planned_stages(params: Params) -> tuple[str, ...]:
-    """The stages that run a model: critic pre-training only where advantages need a critic."""
-    return tuple(name for name in STAGES if name != "critic" or not params.ppo.advantage.critic_free)
+    """The stages that run a model: critic pre-training only where PPO's advantages need a critic."""
+    with_critic = params.policy.method == "ppo" and not params.ppo.advantage.critic_free
+    return tuple(name for name in STAGES if name != "critic" or with_critic)
 
 
 def estimate_memory(inputs: EstimateInputs, stages: Sequence[str] = ()) -> MemoryEstimate:
@@ -186,8 +229,8 @@ def _stage(
     stage: str, inputs: StageInputs, roles: Sequence[ModelRole], phases: dict[str, MemoryUse], loading: MemoryUse
 ) -> StageEstimate:
     """``phases`` by what they need beyond what all roles hold; ``loading`` comes before that and stands alone."""
-    held = _held(roles)
-    during = [PhaseEstimate(name, held + use) for name, use in phases.items()]
+    of_roles = held(roles)
+    during = [PhaseEstimate(name, of_roles + use) for name, use in phases.items()]
     return StageEstimate(stage, inputs.layout, tuple(roles), (PhaseEstimate("loading", loading), *during))
 
 
@@ -203,8 +246,8 @@ def _rollout_phases(
     """Generation, scoring by policy, reference and critic, and rewards, with trained models whole and frozen ones
     brought in. In critic pre-training, where the policy is not trained, it is its own reference."""
     references = [reference] if reference is not None else []
-    at_work = _at_work([*trained, *references, *scorers])
-    held = _rollout_tensors(inputs, batch) + at_work
+    gathered = at_work([*trained, *references, *scorers])
+    rollout_memory = _rollout_tensors(inputs, batch) + gathered
     rows = inputs.layout.share(batch)
     together = min(inputs.params.ppo.sampling_batch_size or rows, rows)
     part = inputs.rollout_batch(_rows_per_pass(inputs, rows))
@@ -219,9 +262,9 @@ def _rollout_phases(
     )
     rewards = passes.reply_scores(inputs.variant("scalar"), part)
     return {
-        "generation": largest(generation) + at_work,
-        "scoring": largest(scoring) + _gathered_by_one(references) + held,
-        "rewards": largest(rewards) + _gathered_by_one(scorers) + held,
+        "generation": largest(generation) + gathered,
+        "scoring": largest(scoring) + gathered_by_one(references) + rollout_memory,
+        "rewards": largest(rewards) + gathered_by_one(scorers) + rollout_memory,
     }
 
 
@@ -266,7 +309,7 @@ def _selection(inputs: StageInputs, policy: ModelRole, frozen: Sequence[ModelRol
     generation = passes.generation(policy.variant, rows, inputs.lengths.prompt, inputs.sampling)
     drift = passes.reply_logprobs(inputs.variant("causal_lm"), batch, inputs.sampling)
     judging = passes.reply_scores(inputs.variant("scalar"), batch)
-    return largest([*generation, largest([*drift, *judging]) + _gathered_by_one(frozen)])
+    return largest([*generation, largest([*drift, *judging]) + gathered_by_one(frozen)])
 
 
 def _ppo_loading(
@@ -275,42 +318,17 @@ def _ppo_loading(
     """Models are loaded whole: the reference, each scorer before it is placed, SFT's replies for the selection; then
     the reference is placed, and policy and critic follow. Where the policy is the reference, it is packed at once."""
     policy = trained[0]
-    first = _whole(reference) if reference is not None else MemoryUse(weights=policy.footprint.loaded)
-    last = _whole(*trained) + _held([reference]) if reference is not None else _whole(*trained[1:]) + first
+    first = whole(reference) if reference is not None else MemoryUse(weights=policy.footprint.loaded)
+    last = whole(*trained) + held([reference]) if reference is not None else whole(*trained[1:]) + first
     sft = inputs.on_device("sft", "causal_lm")
     return largest(
         [
-            _whole(policy),
-            first + _held(scorers) + _whole(scorers[-1]),
-            first + _held(scorers) + _at_work(scorers) + _selection(inputs, sft, scorers),
-            last + _held(scorers),
+            whole(policy),
+            first + held(scorers) + whole(scorers[-1]),
+            first + held(scorers) + at_work(scorers) + _selection(inputs, sft, scorers),
+            last + held(scorers),
         ]
     )
-
-
-def _optimizer_step(roles: Sequence[ModelRole]) -> MemoryUse:
-    """The optimiser step of ``roles`` together: all their gradients, and what DeepSpeed makes of them."""
-    footprints = [role.footprint for role in roles]
-    return MemoryUse(gradients=sum(one.gradients for one in footprints), other=sum(one.at_step for one in footprints))
-
-
-def _held(roles: Sequence[ModelRole]) -> MemoryUse:
-    return sum((role.footprint.held for role in roles), MemoryUse())
-
-
-def _at_work(roles: Sequence[ModelRole]) -> MemoryUse:
-    """Weights that rollouts, selection and evaluation need on top."""
-    return MemoryUse(weights=sum(role.footprint.sampling for role in roles))
-
-
-def _whole(*roles: ModelRole) -> MemoryUse:
-    """Models as they are loaded, before they are sharded or moved away."""
-    return MemoryUse(weights=sum(role.footprint.whole for role in roles))
-
-
-def _gathered_by_one(roles: Sequence[ModelRole]) -> MemoryUse:
-    """What the neediest frozen model gathers; they run one after the other."""
-    return MemoryUse(weights=max((role.footprint.running for role in roles), default=0))
 
 
 def _rollout_tensors(inputs: StageInputs, rows: int) -> MemoryUse:

@@ -1,7 +1,8 @@
 """Critic pre-training: from the reward model (or SFT with a random head) to a value function in PPO's units.
 
 With ``ppo.critic_mode: shared`` PPO takes only the value head from the critic's folder. With a critic-free
-``ppo.advantage.estimator`` the stage trains nothing: DVC's stages have no conditions, so it says so in its outputs.
+``ppo.advantage.estimator``, or a ``policy.method`` other than PPO, the stage trains nothing: DVC's stages have no
+conditions, so it says so in its outputs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
     """Roll out the frozen SFT policy and regress values on returns until explained variance holds."""
-    if config.ppo.advantage.critic_free:
+    if config.no_critic_because:
         return train_nothing(config, outputs)
     seed_everything(config.seed)
     rollout = config.ppo.rollout
@@ -106,7 +107,7 @@ STAGE = Stage(
 
 def train_nothing(config: CriticStageConfig, outputs: Paths) -> dict[str, Any]:
     """Write outputs that hold the reason instead of a critic, and no model is loaded."""
-    reason = f"no critic is trained: ppo.advantage.estimator {config.ppo.advantage.estimator} needs none"
+    reason = f"no critic is trained: {config.no_critic_because} needs none"
     logger.warning(reason)
     with atomic_dir(outputs.model) as folder:
         atomic_write_json(folder / "not_trained.json", {"reason": reason})

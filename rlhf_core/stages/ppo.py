@@ -1,4 +1,7 @@
-"""PPO: from SFT, reward model and pre-trained critic to the policy that the referee chose under limits."""
+"""PPO: from SFT, reward model and pre-trained critic to the policy that the referee chose under limits.
+
+The stage trains the policy by ``policy.method``: by PPO, or by an alternative that has a module of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core import distributed
 from rlhf_core.api.selection import CheckpointSelector
 from rlhf_core.config.health.rule_changes import rules_for
+from rlhf_core.config.policy import PolicyStageConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.chat import decode_reply
 from rlhf_core.errors import TrainingPaused
@@ -29,6 +33,7 @@ from rlhf_core.ppo.run_checkpoint import load_best, nonfinite_as_none
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.sampling.factory import opened_sampler
+from rlhf_core.stages import policy_by_dpo, policy_by_rejection_sampling
 from rlhf_core.stages.ppo_models import PolicyModels, build_pair, initial_moments, ptx_data
 from rlhf_core.stages.ppo_selection import make_selector
 from rlhf_core.stages.runtime.contract import Paths, Stage
@@ -72,11 +77,22 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, context: RunContext) -
     return metrics
 
 
+def train_policy(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
+    """Train the policy by ``policy.method``."""
+    match config.policy.method:
+        case "ppo":
+            return run(config, inputs, outputs, context)
+        case "dpo":
+            return policy_by_dpo.run(config, inputs, outputs, context)
+        case "rejection_sampling":
+            return policy_by_rejection_sampling.run(config, inputs, outputs, context)
+
+
 STAGE = Stage(
     name="ppo",
     section="ppo",
-    config=PpoConfig,
-    run=run,
+    config=PolicyStageConfig,
+    run=train_policy,
     inputs={
         "clean": "data/clean",
         "base": "models/base",

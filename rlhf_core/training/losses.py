@@ -22,16 +22,21 @@ def token_cross_entropy(logits: Tensor, targets: Tensor, total: int) -> Tensor:
 
 def chunked_cross_entropy(logits: LazyLogits, targets: Tensor, total: int, limit: int = LOGITS_BYTES) -> Tensor:
     """:func:`token_cross_entropy` of (N, V), (N,) with at most ``limit`` bytes of float32 logits at a time: ()."""
-    count = logits.chunks(limit)
-    if count == 1:
+    if logits.chunks(limit) == 1:
         return token_cross_entropy(logits.whole(), targets, total)
-    head = logits.repeatable_head()
+    return -chunked_token_logprobs(logits, targets, limit).sum() / total
+
+
+def chunked_token_logprobs(logits: LazyLogits, targets: Tensor, limit: int = LOGITS_BYTES) -> Tensor:
+    """Log-probability of each target, ``limit`` bytes of float32 logits at a time: (N, V), (N,) -> (N,)."""
+    count = logits.chunks(limit)
+    head = logits.head if count == 1 else logits.repeatable_head()
 
     def compute(states: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        return (functional.cross_entropy(head(states).float(), targets, reduction="none"),)
+        return (-functional.cross_entropy(head(states).float(), targets, reduction="none"),)
 
-    (losses,) = compute_in_chunks(compute, (logits.states, targets), count)
-    return losses.sum() / total
+    columns = (logits.states, targets)
+    return (compute(*columns) if count == 1 else compute_in_chunks(compute, columns, count))[0]
 
 
 def pairwise_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None, total: int) -> Tensor:

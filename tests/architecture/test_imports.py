@@ -38,6 +38,14 @@ FLOWS_MAY_USE = {"config", "gates", "errors", "files", "file_patterns", "garbage
 FLOWS_MAY_ALSO_USE = {
     "flows.cli": {"chat_terminal", "cli", "data_commands"},  # it mounts the core's commands on its own command line
     "flows.commands.data_diff": {"data_commands", "data.changes"},  # one of the group rlhf data
+    "flows.commands.compare.command": {"data_commands"},
+    "flows.commands.compare.results": {
+        "evaluation.judges.final.JUDGE",
+        "evaluation.judges.final.SELECTED_BY",
+        "evaluation.training_cost",
+        "training.history.read_history",
+    },
+    "flows.commands.compare.table": {"evaluation.judges.final.JUDGE"},
     "flows.commands.checks.workspace": {"models.starting_model.open_starting_model"},
     "flows.commands.replay": {
         "evaluation.judges.final.MODELS",

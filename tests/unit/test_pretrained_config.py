@@ -60,6 +60,7 @@ PRETRAINED = {
     "referee": {"optimizer": {"lr": 1e-5}},
     "judge": {"optimizer": {"lr": 1e-5}},
     "critic": {"optimizer": {"lr": 1e-5}},
+    "policy": {"method": "ppo"},
     "ppo": {"policy_optimizer": {"lr": 1e-6}, "critic_optimizer": {"lr": 5e-6}, "warmup_iterations": 0},
 }
 
@@ -74,6 +75,7 @@ PRETRAINED = {
         ("critic", {"optimizer": {"lr": 1e-3}}),
         ("ppo", {"policy_optimizer": {"lr": 7e-4}}),
         ("ppo", {"critic_optimizer": {"lr": 1e-3}}),
+        ("policy", {"method": "dpo", "dpo": {"optimizer": {"lr": 3e-4}}}),
     ],
 )
 def test_rates_that_would_wreck_the_model_are_refused(section: str, change: dict) -> None:

@@ -37,6 +37,10 @@ def _win_rates(evaluation: Mapping[str, Any]) -> str:
 
 
 def _selected(ppo: Mapping[str, Any]) -> str:
+    if ppo.get("method") == "dpo":
+        return f"DPO, held-out loss {ppo['validation_loss']:.3f}, accuracy {ppo['validation_accuracy']:.2f}"
+    if ppo.get("method") == "rejection_sampling":
+        return f"reward {ppo['reward_sampled']:.2f} of all replies, {ppo['reward_kept']:.2f} of those trained on"
     selected = ppo["selected"]
     return f"iteration {selected['iteration']} selected, KL {selected['kl']:.2f}, win rate {selected['win_rate']:.2f}"
 

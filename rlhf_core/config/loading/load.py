@@ -22,6 +22,7 @@ from rlhf_core.config.model import StageConfig, Strict
 from rlhf_core.config.operations import CheckpointsConfig, ComputeConfig, FlowConfig, RegistryConfig, TrackingConfig
 from rlhf_core.config.placement import PlacementOrPool, WorkPoolConfig
 from rlhf_core.config.plan import PlanConfig
+from rlhf_core.config.policy import PolicyConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.pretrained import learning_rates, refuse_high_learning_rates
 from rlhf_core.config.report import ReportConfig
@@ -47,6 +48,7 @@ class Params(Strict):
     referee: RefereeConfig = RefereeConfig()
     judge: JudgeConfig = JudgeConfig()
     gates: GatesConfig = GatesConfig()
+    policy: PolicyConfig = PolicyConfig()
     critic: CriticConfig = CriticConfig()
     ppo: PpoConfig = PpoConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -73,7 +75,7 @@ class Params(Strict):
                 f"evaluate.max_new_tokens {self.evaluate.max_new_tokens} is not above ppo.min_new_tokens "
                 f"{self.ppo.min_new_tokens}: no reply of the evaluation could end; raise the one or lower the other"
             )
-        rates = learning_rates(self.sft, self.reward, self.referee, self.judge, self.critic, self.ppo)
+        rates = learning_rates(self.sft, self.reward, self.referee, self.judge, self.critic, self.ppo, self.policy)
         refuse_high_learning_rates(self.base, rates)
         if self.ppo.critic_mode == "shared":
             self._critic_is_a_head()

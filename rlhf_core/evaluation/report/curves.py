@@ -84,6 +84,22 @@ CHARTS = (
         "On fixed validation prompts; it selects the checkpoint.",
         {"95 %": ("win_rate_low95", "win_rate_high95")},
     ),
+    ChartSpec("ppo", "Loss", {"training": ("loss",), "validation": ("validation_loss",)}),
+    ChartSpec(
+        "ppo",
+        "Accuracy of the implicit reward",
+        {"training": ("accuracy",), "validation": ("validation_accuracy",)},
+        "Share of pairs whose chosen reply became likelier than the rejected one, beside SFT.",
+    ),
+    ChartSpec(
+        "ppo",
+        "Implicit reward of held-out replies",
+        {
+            "chosen": ("validation_implicit_reward_chosen",),
+            "rejected": ("validation_implicit_reward_rejected",),
+        },
+        "Both far below zero: the policy moves away from the replies of the pairs altogether.",
+    ),
     ChartSpec("ppo", "Reply length", {"mean tokens": ("length",), "95th percentile": ("length_p95",)}),
     ChartSpec(
         "ppo", "Repetition and missing end", {"repeated trigrams": ("repetition",), "missing end": ("missing_eos",)}

@@ -9,9 +9,10 @@ from typing import Any
 from markupsafe import Markup
 
 from rlhf_core.config.health.default_rules import DEFAULT_RULES
+from rlhf_core.config.policy import METHOD_NAMES
 from rlhf_core.evaluation.format_number import format_number
 from rlhf_core.evaluation.judges.final import final_judges, stand_in_note
-from rlhf_core.evaluation.report.alternatives import alternatives
+from rlhf_core.evaluation.report.alternatives import alternatives, method_of
 from rlhf_core.evaluation.report.category_outcomes import category_outcomes
 from rlhf_core.evaluation.report.charts import interval_chart, outcome_chart
 from rlhf_core.evaluation.report.conclusion import conclude
@@ -49,6 +50,7 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
     history = sources.histories.get("ppo", [])
     policy_gate = sources.gates.get("policy", {})
     fired = findings(sources)
+    method = method_of(sources.metrics.get("ppo", {}))
     return {
         "title": title,
         "conclusion": conclude(sources.gates, evaluation),
@@ -62,7 +64,8 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "category_metrics": list(dict.fromkeys(key for row in evaluation.get("category", {}).values() for key in row)),
         "category_charts": _category_charts(sources, comparisons),
         "over_optimization": over_optimization_chart(history, evaluation, sources.comparisons),
-        "alternatives": alternatives(evaluation),
+        "alternatives": alternatives(evaluation, method, sources.histories),
+        "method": METHOD_NAMES[method],
         "policy_against_best": evaluation.get("best_of_n", {}).get("policy_comparison", {}),
         "regression": _regression(evaluation),
         "findings": fired,

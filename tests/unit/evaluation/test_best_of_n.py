@@ -82,8 +82,17 @@ def test_the_report_shows_the_three_ways_side_by_side() -> None:
     }  # fmt: skip
     sides = {"sft": {"judge": 0.1, "length": 20.0}, "policy": {"judge": 0.5, "length": 22.0}}
     rows = alternatives({**sides, "kl": 2.0, "comparison": comparison, "best_of_n": best})
-    assert [row["name"] for row in rows] == ["SFT", "best of 8", "policy"]
+    assert [row["name"] for row in rows] == ["SFT", "best of 8", "policy, by PPO"]
     assert [row["sampled"] for row in rows] == [20.0, 160.0, 22.0]
     assert [row["kl"] for row in rows] == [0.0, 1.2, 2.0] and rows[1]["kl_prefix"] == "≤ "
     assert rows[0]["by_judge"] == {} and rows[2]["by_judge"]["win_rate"] == 0.6 and rows[2]["gold"] is None
     assert alternatives(sides) == []
+
+
+def test_the_report_has_the_method_and_its_cost_where_it_is_no_ppo() -> None:
+    sides = {"sft": {"judge": 0.1}, "policy": {"judge": 0.5}, "comparison": {}}
+    histories = {"ppo": [{"step": 9, "seconds": 4.0}], "reward": [{"step": 9, "seconds": 7.0}]}
+    assert [(row["name"], row["seconds"]) for row in alternatives(sides, "dpo", histories)] == [
+        ("SFT", 0.0), ("policy, by DPO", 4.0),
+    ]  # fmt: skip
+    assert alternatives(sides, "rejection_sampling", histories)[-1]["seconds"] == 11.0  # with the reward model

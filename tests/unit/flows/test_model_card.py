@@ -104,3 +104,10 @@ def test_the_language_of_the_prompts_is_named_where_their_script_tells_it() -> N
     assert "language" not in card_data(evidence(), None)
     judged = replace(evidence(), evaluation=EVALUATION | {"languages": {"ja": 0.05, "zh": 0.9}})
     assert card_data(judged, None)["language"] == ["zh"]
+
+
+def test_a_policy_of_dpo_is_not_said_to_be_trained_by_ppo() -> None:
+    by_dpo = replace(evidence(), method="dpo")
+    text = card_text(by_dpo, "m", None)
+    assert "by DPO" in text and "PPO" not in text and "(`referee`)" not in text
+    assert card_data(by_dpo, None)["tags"] == ["rlhf", "dpo"]

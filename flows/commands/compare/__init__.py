@@ -1,0 +1,1 @@
+"""``rlhf compare``: the results of finished runs side by side."""

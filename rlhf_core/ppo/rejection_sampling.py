@@ -1,0 +1,151 @@
+"""Best of n as training data: of n replies of the policy to each prompt, the one that the reward function likes best.
+
+RAFT (Dong et al. 2023) and the rejection sampling of Llama 2 (Touvron et al. 2023, section 3.2.3), in one round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from rlhf_core import distributed
+from rlhf_core.errors import DataError
+from rlhf_core.files import atomic_write_json, read_json
+from rlhf_core.ppo.prompts import TrainingPrompts
+from rlhf_core.ppo.rewards import RewardFn
+from rlhf_core.preemption import PreemptionSignal
+from rlhf_core.progress import progress
+from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.local import PromptBatch, sample_replies
+from rlhf_core.sampling.token_scoring import Tokens
+from rlhf_core.training.engine.frozen import FrozenModels
+
+PROMPTS_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class BestReplies:
+    """The best reply to each of some prompts, and what it cost to find them.
+
+    Attributes:
+        prompts: Number of each prompt that has one.
+        replies: Its token ids, end marker included.
+        rewards: Its raw reward.
+        sampled_rewards: Sum of the raw rewards of all replies that were sampled.
+        sampled_replies: How many those were.
+        sampled_tokens: Their tokens.
+        seconds: Time of sampling and scoring.
+    """
+
+    prompts: list[int]
+    replies: list[list[int]]
+    rewards: list[float]
+    sampled_rewards: float
+    sampled_replies: int
+    sampled_tokens: int
+    seconds: float
+
+
+def best_of_each_prompt(rewards: Sequence[float], finished: Sequence[bool], n: int) -> list[int | None]:
+    """Return the number of the best finished reply to each prompt, whose ``n`` replies follow each other.
+
+    Of equal rewards the first wins. None where no reply has ended: the reward model has seen finished replies alone,
+    and a policy that is trained on others learns not to end its own.
+    """
+    best: list[int | None] = []
+    for start in range(0, len(rewards), n):
+        ended = [row for row in range(start, start + n) if finished[row]]
+        best.append(max(ended, key=lambda row: rewards[row], default=None))
+    return best
+
+
+@dataclass
+class RejectionSampler:
+    """Samples and scores replies part by part; the parts of an interrupted run in ``work`` are not made again.
+
+    Attributes:
+        policy: Whose replies are sampled.
+        reward_fn: Their raw reward.
+        prompts: The training prompts.
+        sampling: The training distribution.
+        replies_per_prompt: n.
+        batch_size: Replies that a process samples at once; None for all of a part.
+        seed: Seed of every reply's random stream.
+        frozen: The frozen models of the run.
+        work: Folder of finished parts.
+        preemption: Says between parts whether SIGTERM asks the run to stop.
+    """
+
+    policy: PreTrainedModel
+    reward_fn: RewardFn
+    prompts: TrainingPrompts
+    sampling: Sampling
+    replies_per_prompt: int
+    batch_size: int | None
+    seed: int
+    frozen: FrozenModels
+    work: Path
+    preemption: PreemptionSignal
+
+    def best_replies(self, rows: Sequence[int]) -> BestReplies:
+        """Return the best replies to the prompts ``rows``.
+
+        Raises:
+            DataError: No reply to any of them has ended.
+            Preempted: SIGTERM came; the part was finished and is kept.
+        """
+        parts = []
+        starts = range(0, len(rows), PROMPTS_AT_ONCE)
+        with progress(len(rows), "rejection sampling") as bar, self.preemption.deferred():
+            for start in starts:
+                if self.preemption.requested():
+                    made = f"rejection_sampling sampled replies to {start} of {len(rows)} prompts"
+                    self.preemption.raise_preempted(made, saved=start > 0)
+                parts.append(self._part(rows[start : start + PROMPTS_AT_ONCE], start))
+                bar.advance(len(parts[-1].prompts))
+        kept = [row for part in parts for row in part.prompts]
+        if not kept:
+            raise DataError(
+                f"none of {self.replies_per_prompt} replies to each of {len(rows)} prompts ended within "
+                f"{self.sampling.max_new_tokens} tokens; raise ppo.max_new_tokens"
+            )
+        return BestReplies(
+            prompts=kept,
+            replies=[reply for part in parts for reply in part.replies],
+            rewards=[reward for part in parts for reward in part.rewards],
+            sampled_rewards=sum(part.sampled_rewards for part in parts),
+            sampled_replies=sum(part.sampled_replies for part in parts),
+            sampled_tokens=sum(part.sampled_tokens for part in parts),
+            seconds=sum(part.seconds for part in parts),
+        )
+
+    def _part(self, rows: Sequence[int], start: int) -> BestReplies:
+        """Sample and score the replies to the prompts that stand at ``start`` of all, or read them."""
+        file = self.work / f"{start:08}.json"
+        if file.is_file():
+            return BestReplies(**read_json(file))
+        started, n = time.perf_counter(), self.replies_per_prompt
+        asked = [row for row in rows for _ in range(n)]
+        streams = range(start * n, start * n + len(asked))
+        batch = PromptBatch([self.prompts.ids[row] for row in asked], streams, self.seed)
+        with self.frozen.on_device():
+            rollout = sample_replies(self.policy, batch, self.sampling, self.batch_size)
+            rewards = self.reward_fn(Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)).tolist()
+        replies = rollout.replies()
+        best = best_of_each_prompt(rewards, rollout.finished.tolist(), n)
+        part = BestReplies(
+            prompts=[row for row, reply in zip(rows, best, strict=True) if reply is not None],
+            replies=[replies[reply] for reply in best if reply is not None],
+            rewards=[rewards[reply] for reply in best if reply is not None],
+            sampled_rewards=sum(rewards),
+            sampled_replies=len(replies),
+            sampled_tokens=sum(map(len, replies)),
+            seconds=time.perf_counter() - started,
+        )
+        if distributed.is_rank_zero():
+            atomic_write_json(file, asdict(part))
+        return part

@@ -1,0 +1,43 @@
+"""The policy by DPO instead of PPO, on the pairs that the reward model is trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.policy import PolicyStageConfig
+from rlhf_core.data.chat import pad_id
+from rlhf_core.data.schema import Demonstration, read_rows
+from rlhf_core.data.splits import PairUser
+from rlhf_core.files import atomic_write_json, atomic_write_lines
+from rlhf_core.models.base import fitting_length, load_policy, save_policy
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.training.dpo.run import train_dpo
+from rlhf_core.training.reward.run import read_split
+from rlhf_core.training.rng import derive_seed, seed_everything
+from rlhf_core.training.run_context import RunContext
+from rlhf_core.training.sft import sample_replies
+
+
+def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
+    """Train SFT's model by DPO and write the outputs that PPO writes: policy, metrics, history, samples."""
+    seed_everything(config.seed)
+    dpo = config.policy.dpo
+    policy, tokenizer = load_policy(inputs.sft)
+    longest = fitting_length(dpo.max_tokens, policy)
+    train, validation = (
+        read_split(inputs.clean / PairUser.REWARD / f"{split}.parquet", tokenizer, longest)
+        for split in ("train", "validation")
+    )
+    trained = train_dpo(policy, pad_id(tokenizer), train, validation, dpo, config.seed, context, config.policy_lora)
+    save_policy(outputs.model, trained.model, tokenizer)
+    atomic_write_lines(outputs.history, trained.history)
+    atomic_write_lines(outputs.abandoned, [])  # PPO's: DPO rolls nothing back
+    rows = read_rows(inputs.clean / "demonstrations" / "validation.parquet", Demonstration)[: dpo.samples]
+    sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
+    seed = derive_seed(config.seed, "dpo", "samples")
+    atomic_write_lines(outputs.samples, sample_replies(trained.model, tokenizer, rows, sampling, seed))
+    context.tracker.log_artifact(outputs.samples, "samples")
+    metrics = {"method": config.policy.method, **trained.metrics}
+    atomic_write_json(outputs.metrics, metrics)
+    return metrics

@@ -1,0 +1,163 @@
+"""The policy by rejection sampling instead of PPO: supervised fine-tuning of SFT on its own best replies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.config.policy import PolicyStageConfig, RejectionSamplingConfig
+from rlhf_core.config.sft import SftConfig
+from rlhf_core.data.batching import epoch_order
+from rlhf_core.data.chat import decode_reply, pad_id
+from rlhf_core.errors import DataError
+from rlhf_core.files import atomic_write_json, atomic_write_lines
+from rlhf_core.models.base import load_policy, save_policy
+from rlhf_core.models.lora import add_adapters, merge_adapters
+from rlhf_core.ppo.prompts import TrainingPrompts
+from rlhf_core.ppo.rejection_sampling import BestReplies, RejectionSampler
+from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn
+from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.stages.training_prompts import read_training_prompts
+from rlhf_core.training.engine.factory import build_engine, finish
+from rlhf_core.training.engine.frozen import FrozenModels
+from rlhf_core.training.examples import Example
+from rlhf_core.training.loop import Loop, LoopResult, LoopSettings
+from rlhf_core.training.rng import derive_seed, seed_everything
+from rlhf_core.training.run_context import RunContext
+from rlhf_core.training.sft import SftTask
+
+NAME = "rejection_sampling"
+HELD_OUT_SHARE = 16  # every so many of the best replies is held out
+SAMPLES = 64
+
+
+def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
+    """Sample, keep the best, fine-tune on them; write the outputs that PPO writes."""
+    seed_everything(config.seed)
+    settings = config.policy.rejection_sampling
+    policy, tokenizer = load_policy(inputs.sft)
+    prompts = read_training_prompts(inputs.clean, tokenizer, policy, config.max_new_tokens)
+    best = sample_best(config, inputs, policy, tokenizer, prompts, context)
+    examples = [Example(prompts.ids[row], reply) for row, reply in zip(best.prompts, best.replies, strict=True)]
+    trained = fine_tune_on(examples, policy, pad_id(tokenizer), config, context)
+    save_policy(outputs.model, trained.model, tokenizer)
+    sampling_cost = {"sampled_tokens": best.sampled_tokens, "seconds_sampling": best.seconds}
+    first, *rest = trained.result.history
+    atomic_write_lines(outputs.history, [first | sampling_cost, *rest])
+    atomic_write_lines(outputs.abandoned, [])  # PPO's: nothing is rolled back here
+    atomic_write_lines(outputs.samples, sample_rows(best, prompts, tokenizer))
+    context.tracker.log_artifact(outputs.samples, "samples")
+    first_loss, last = trained.result.evaluations()[0], trained.result.evaluations()[-1]
+    metrics = {
+        "method": config.policy.method,
+        "replies_per_prompt": settings.replies_per_prompt,
+        "prompts_without_finished_reply": best.sampled_replies // settings.replies_per_prompt - len(best.prompts),
+        "reward_sampled": best.sampled_rewards / best.sampled_replies,
+        "reward_kept": sum(best.rewards) / len(best.rewards),
+        **sampling_cost,
+        "steps": settings.steps,
+        "train_rows": trained.rows,
+        "validation_loss_before": first_loss["validation_loss"],
+        "validation_loss": last["validation_loss"],
+        "train_tokens": trained.result.tokens,
+        "train_seconds": trained.result.seconds,
+        "tokens_per_second": trained.result.tokens_per_second,
+        "skipped_steps": trained.skipped_steps,
+    }
+    atomic_write_json(outputs.metrics, metrics)
+    return metrics
+
+
+def sample_best(
+    config: PolicyStageConfig,
+    inputs: Paths,
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: TrainingPrompts,
+    context: RunContext,
+) -> BestReplies:
+    """Sample replies to the training prompts from ``policy``, and keep the best by ``ppo.reward.sources``."""
+    settings, frozen = config.policy.rejection_sampling, FrozenModels(context.launch)
+    size, budget = config.micro_batch_size, config.micro_batch_tokens
+    sources = SourceContext(inputs.reward, inputs.clean, tokenizer, prompts, size, policy.device, frozen, budget)
+    sampler = RejectionSampler(
+        policy=policy,
+        reward_fn=build_reward_fn(config.reward.sources, sources),
+        prompts=prompts,
+        sampling=Sampling.for_rollouts(tokenizer, config.rollout),
+        replies_per_prompt=settings.replies_per_prompt,
+        batch_size=config.sampling_batch_size,
+        seed=derive_seed(config.seed, NAME, "replies"),
+        frozen=frozen,
+        work=context.work / "best_replies",
+        preemption=context.preemption,
+    )
+    order = epoch_order(len(prompts), derive_seed(config.seed, NAME, "prompts"), 0)
+    return sampler.best_replies(order[: settings.prompts])
+
+
+@dataclass(frozen=True)
+class FineTunedPolicy:
+    """The policy after training on ``rows`` of the best replies, without adapters."""
+
+    model: PreTrainedModel
+    result: LoopResult
+    rows: int
+    skipped_steps: int
+
+
+def fine_tune_on(
+    examples: Sequence[Example], policy: PreTrainedModel, pad: int, config: PolicyStageConfig, context: RunContext
+) -> FineTunedPolicy:
+    """Train ``policy`` in place by cross-entropy on the replies; every sixteenth is held out.
+
+    Raises:
+        DataError: There are too few examples to hold one out.
+    """
+    settings = config.policy.rejection_sampling
+    train = [example for number, example in enumerate(examples) if number % HELD_OUT_SHARE]
+    held_out = examples[::HELD_OUT_SHARE]
+    if not train:
+        raise DataError("only one prompt has a finished reply, which is too little to train on; add prompts")
+    if config.policy_lora is not None:
+        add_adapters(policy, config.policy_lora, derive_seed(config.seed, NAME, "lora"))
+    engine = build_engine(policy, settings.optimizer, settings.steps, NAME, context)
+    task = SftTask(engine, policy, train, held_out, as_sft(settings, config.seed), pad, context.launch.logits_bytes)
+    loop = LoopSettings(NAME, config.seed, settings.steps, settings.eval_every, settings.checkpoint)
+    result = Loop(engine, task, loop, context).run()
+    policy = finish(engine, policy)
+    if config.policy_lora is not None:
+        merge_adapters(policy)
+    return FineTunedPolicy(policy, result, len(train), engine.skipped_steps)
+
+
+def as_sft(settings: RejectionSamplingConfig, seed: int) -> SftConfig:
+    """The settings of the fine-tuning as those of supervised fine-tuning."""
+    return SftConfig(
+        seed=seed,
+        steps=settings.steps,
+        batch_size=settings.batch_size,
+        micro_batch_size=settings.micro_batch_size,
+        eval_every=settings.eval_every,
+        optimizer=settings.optimizer,
+        checkpoint=settings.checkpoint,
+    )
+
+
+def sample_rows(
+    best: BestReplies, prompts: TrainingPrompts, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """The first of the best replies with prompt and reward, for people to read."""
+    rows = zip(best.prompts[:SAMPLES], best.replies, best.rewards, strict=False)
+    return [
+        {
+            "prompt": [{"role": turn.role, "content": turn.content} for turn in prompts.messages[row]],
+            "reply": decode_reply(tokenizer, reply)[0],
+            "reward": reward,
+        }
+        for row, reply, reward in rows
+    ]

@@ -1,0 +1,1 @@
+"""Direct preference optimisation: a policy from preference pairs, without reward model or sampling."""

@@ -1,0 +1,179 @@
+"""``rlhf compare``: what a workspace has on disk side by side, and where runs are not comparable."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from flows.cli import app
+from flows.commands.compare.comparability import comparability_warnings
+from flows.commands.compare.results import GateDecision, read_workspace
+from flows.commands.compare.table import results_table
+from flows.registry.registered_here import RegisteredHere, write_registered
+from rlhf_core.errors import RlhfError
+from rlhf_core.files import sha256_file
+
+
+def compared(win_rate: float) -> dict[str, float]:
+    return {"win_rate": win_rate, "win_rate_low95": win_rate - 0.1, "win_rate_high95": win_rate + 0.1, "prompts": 9}
+
+
+EVALUATION = {
+    "sft": {"gold": 0.2, "reward": 0.1, "length": 20.0, "perplexity_preferred": 4.0},
+    "policy": {"gold": 0.6, "reward": 0.9, "length": 23.0, "perplexity_preferred": 5.0},
+    "kl": 1.5,
+    "comparison": {"judge": compared(0.7) | {"lc_win_rate": 0.65}, "gold": compared(0.75)},
+}
+BEST = {
+    "n": 16,
+    "kl_bound": 1.835,
+    "sampled_tokens_per_reply": 310.0,
+    "gold": 0.5,
+    "length": 21.0,
+    "comparison": {"judge": compared(0.6)},
+}
+HISTORIES = {
+    # Two iterations of PPO with 10 replies each, one of which a rollback repeated.
+    "ppo": [{"iteration": n, "length": 20.0, "seconds_update": 2.0, "seconds_forward": 1.0} for n in (1, 2)],
+    "ppo_abandoned": [{"iteration": 2, "length": 30.0, "seconds_update": 2.5, "rollback": 1}],
+    "critic": [{"iteration": 1, "seconds_forward": 4.0}],
+    "reward": [{"step": 10, "seconds": 5.0, "tokens": 100}, {"step": 20, "seconds": 9.0, "tokens": 200}],
+}
+
+
+def workspace(
+    folder: Path,
+    hashes: Mapping[str, str] | None = None,
+    params: Mapping[str, Any] | None = None,
+    evaluation: Mapping[str, Any] = EVALUATION,
+    histories: Mapping[str, Any] = HISTORIES,
+) -> Path:
+    """A workspace with what a finished run leaves, as far as it is compared."""
+    for name in ("metrics", "gates", "history"):
+        (folder / name).mkdir(parents=True)
+    trained = params or {"ppo": {"batch_size": 10, "selection": {"method": "last"}}}
+    (folder / "params.yaml").write_text("seed: 1\n")
+    (folder / "dvc.yaml").write_text("stages: {}\n")
+    metrics = folder / "metrics" / "evaluation.json"
+    metrics.write_text(json.dumps(evaluation))
+    condition = {"metric": "kl", "value": 1.5, "bound": "<= 1", "limit": 1.0, "passed": False}
+    gate = {"passed": False, "conditions": [condition], "evidence": {"metrics/evaluation.json": sha256_file(metrics)}}
+    (folder / "gates" / "policy.json").write_text(json.dumps(gate))
+    for name, rows in histories.items():
+        (folder / "history" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = {"data/clean": "d", "models/sft": "s", "models/judge": "j", "models/policy": "p"} | dict(hashes or {})
+    lock = {
+        "stages": {
+            "ppo": {"params": {"params.yaml": trained}, "outs": [{"path": "models/policy", "md5": "p"}]},
+            "evaluate": {
+                "deps": [{"path": path, "md5": value} for path, value in read.items()],
+                "params": {"params.yaml": {"seed": 1, "evaluate": {"prompts": 9}}},
+            },
+        }
+    }
+    (folder / "dvc.lock").write_text(json.dumps(lock))
+    return folder
+
+
+def command(*words: str | Path) -> Result:
+    return CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"}).invoke(app, ["compare", *map(str, words)])
+
+
+def test_a_run_is_read_with_its_cost_gate_and_version(tmp_path: Path) -> None:
+    folder = workspace(tmp_path / "a")
+    write_registered(folder, {"models/policy": RegisteredHere("rlhf-policy", "3")})
+    (result,) = read_workspace(folder).results
+    assert result.method == "PPO" and result.win_rate.low95 == pytest.approx(0.6)
+    assert result.perplexity_tax == {"preferred": pytest.approx(0.25)}
+    assert result.cost.seconds == {"policy": 8.5, "reward": 9.0, "critic": 4.0}  # the referee chose nothing
+    assert result.cost.total_seconds == 21.5 and result.cost.sampled_tokens == 700
+    assert result.gate == GateDecision("failed", ("kl",))
+    assert result.registered == RegisteredHere("rlhf-policy", "3")
+
+
+def test_a_version_of_an_earlier_policy_and_a_gate_of_an_earlier_evaluation_do_not_count(tmp_path: Path) -> None:
+    folder = workspace(tmp_path / "a")
+    write_registered(folder, {"models/policy": RegisteredHere("rlhf-policy", "3")})
+    lock = (folder / "dvc.lock").read_text()
+    (folder / "dvc.lock").write_text(
+        lock.replace('"path": "models/policy", "md5": "p"', '"path": "models/policy", "md5": "q"', 1)
+    )
+    (folder / "metrics" / "evaluation.json").write_text(json.dumps(EVALUATION | {"kl": 1.6}))
+    read = read_workspace(folder)
+    assert read.results[0].registered is None and read.results[0].gate == GateDecision("outdated")
+    assert any("trained anew" in warning for warning in comparability_warnings([read]))
+
+
+@pytest.mark.parametrize(
+    ("params", "method"),
+    [
+        ({"ppo": {"advantage": {"estimator": "rloo"}}}, "RLOO"),
+        ({"ppo": {}, "policy": {"method": "dpo"}}, "DPO"),
+        ({"ppo": {}, "policy": {"method": "rejection_sampling"}}, "rejection sampling"),
+    ],
+)
+def test_the_method_is_what_the_policy_was_trained_with(tmp_path: Path, params: dict[str, Any], method: str) -> None:
+    (result,) = read_workspace(workspace(tmp_path / "a", params=params)).results
+    assert result.method == method
+
+
+def test_dpo_costs_its_own_steps_alone(tmp_path: Path) -> None:
+    histories = HISTORIES | {"ppo": [{"step": 5, "seconds": 3.0, "tokens": 700}], "ppo_abandoned": []}
+    params = {"ppo": {}, "policy": {"method": "dpo"}}
+    (result,) = read_workspace(workspace(tmp_path / "a", params=params, histories=histories)).results
+    assert result.cost.seconds == {"policy": 3.0}
+    assert (result.cost.sampled_tokens, result.cost.trained_tokens) == (None, 700)
+
+
+def test_best_of_n_is_a_column_of_its_own(tmp_path: Path) -> None:
+    _, best = read_workspace(workspace(tmp_path / "a", evaluation=EVALUATION | {"best_of_n": BEST})).results
+    assert best.method == "best of 16" and best.kl_is_bound and best.gate is None
+    assert best.cost.seconds == {"reward": 9.0} and best.cost.total_seconds == 9.0  # no policy, but what chooses
+
+
+def test_other_prompts_judges_and_sft_models_are_warned_of(tmp_path: Path) -> None:
+    same = [read_workspace(workspace(tmp_path / name)) for name in "ab"]
+    assert comparability_warnings(same) == []
+    for path in ("data/clean", "models/sft", "models/judge"):
+        other = read_workspace(workspace(tmp_path / path.replace("/", "-"), {path: "other"}))
+        (warning,) = comparability_warnings([*same, other])
+        assert warning.startswith("not comparable") and "differ" in warning and warning.endswith(other.name)
+
+
+def test_a_folder_without_results_is_one_line_and_the_others_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    unevaluated = workspace(tmp_path / "b")
+    (unevaluated / "metrics" / "evaluation.json").unlink()
+    done = command(workspace(tmp_path / "a"), tmp_path / "empty", unevaluated)
+    assert done.exit_code == 0
+    errors = [line for line in done.stderr.splitlines() if line]
+    assert len(errors) == 2 and "not a workspace" in errors[0] and "not been evaluated" in errors[1]
+    assert "70.0%" in done.stdout
+    nothing = command(tmp_path / "empty")
+    assert isinstance(nothing.exception, RlhfError) and nothing.exception.exit_code == 2
+
+
+def test_the_table_fits_80_columns_with_any_number_of_runs(tmp_path: Path) -> None:
+    folders = [workspace(tmp_path / f"a-rather-long-name-of-run-{n}", {"models/sft": str(n)}) for n in range(6)]
+    results = [result for folder in folders for result in read_workspace(folder).results]
+    output = io.StringIO()
+    Console(width=80, file=output).print(results_table(results, 80))
+    printed = output.getvalue()
+    assert max(map(len, printed.splitlines())) <= 80
+    assert printed.count("training time") == 2  # four runs side by side, then the others
+
+
+def test_json_has_everything_and_the_warnings(tmp_path: Path) -> None:
+    other = workspace(tmp_path / "b", {"models/judge": "other"})
+    done = command(workspace(tmp_path / "a"), other, "--json")
+    document = json.loads(done.stdout)
+    assert [run["win_rate"]["value"] for run in document["runs"]] == [0.7, 0.7]
+    assert document["runs"][0]["cost"]["seconds"]["policy"] == 8.5
+    assert len(document["warnings"]) == 1

@@ -1,0 +1,246 @@
+"""DPO: the loss against published and hand-computed numbers, log-probabilities, gradients, resuming, adapters."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architecture.glossary import undocumented
+from transformers import PreTrainedModel
+
+from rlhf_core.config.critic import CriticStageConfig
+from rlhf_core.config.policy import DpoConfig, PolicyStageConfig
+from rlhf_core.data.chat import pad_id
+from rlhf_core.data.pairs import TokenisedPair
+from rlhf_core.data.schema import Preference, read_rows
+from rlhf_core.files import sha256_file
+from rlhf_core.models.base import load_policy
+from rlhf_core.stages import critic, ppo
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.tracking import NullTracker, Tracker
+from rlhf_core.training.dpo.logprobs import all_logprobs, batch_logprobs, reference_logprobs
+from rlhf_core.training.dpo.loss import ImplicitRewards, PairLogprobs, dpo_loss, implicit_rewards
+from rlhf_core.training.dpo.task import DpoTask
+from rlhf_core.training.engine import LocalEngine
+from rlhf_core.training.history import CLOCK_FIELDS, read_history
+from rlhf_core.training.reward.run import Split, split_of
+from rlhf_core.training.run_context import RunContext
+
+POLICY = PairLogprobs(torch.tensor([-10.0, -22.5, -7.25]), torch.tensor([-14.0, -20.0, -9.5]))
+REFERENCE = PairLogprobs(torch.tensor([-12.0, -21.0, -7.0]), torch.tensor([-13.0, -21.5, -8.0]))
+SETTINGS: dict[str, Any] = {
+    "steps": 8, "batch_size": 8, "eval_every": 4, "samples": 2, "optimizer": {"lr": 1e-2}, "checkpoint": {"every": 3},
+}  # fmt: skip
+
+
+def rewards(beta: float = 0.1) -> ImplicitRewards:
+    return implicit_rewards(POLICY, REFERENCE, beta)
+
+
+def test_the_loss_of_one_pair_is_equation_7() -> None:
+    # Log-ratios 2 and -1: with beta 0.1 the margin is 0.3, and -log sigmoid(0.3) = log(1 + exp(-0.3)).
+    margin = rewards().margins[:1]
+    assert float(margin) == pytest.approx(0.3)
+    assert float(dpo_loss(margin, 0.0, 1)) == pytest.approx(math.log1p(math.exp(-0.3)))
+    assert float(dpo_loss(torch.zeros(4), 0.0, 4)) == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize(
+    ("beta", "label_smoothing", "losses", "chosen", "rejected"),
+    [
+        (0.1, 0.0, [0.554355244469, 0.854355244469, 0.632599035317], [0.2, -0.15, -0.025], [-0.1, 0.15, -0.15]),
+        (0.5, 0.0, [0.201413277983, 1.701413277983, 0.428700678277], [1.0, -0.75, -0.125], [-0.5, 0.75, -0.75]),
+        (0.1, 0.2, [0.614355244469, 0.794355244469, 0.657599035317], [0.2, -0.15, -0.025], [-0.1, 0.15, -0.15]),
+    ],
+)
+def test_the_loss_is_that_of_trl(
+    beta: float, label_smoothing: float, losses: list[float], chosen: list[float], rejected: list[float]
+) -> None:
+    """Constants: DPOTrainer.dpo_loss of TRL 0.24.0, loss_type "sigmoid", on the same log-probabilities in float64."""
+    implicit = rewards(beta)
+    each = [float(dpo_loss(margin, label_smoothing, 1)) for margin in implicit.margins.unsqueeze(1)]
+    assert each == pytest.approx(losses, abs=1e-6)
+    assert float(dpo_loss(implicit.margins, label_smoothing, 3)) == pytest.approx(sum(losses) / 3, abs=1e-6)
+    assert implicit.chosen.tolist() == pytest.approx(chosen, abs=1e-6)
+    assert implicit.rejected.tolist() == pytest.approx(rejected, abs=1e-6)
+
+
+def test_the_gradient_pushes_most_where_the_implicit_reward_is_wrong() -> None:
+    # Rafailov et al., section 4: beta * sigmoid(r_l - r_w) weighs the gradient of the log-probabilities.
+    chosen = POLICY.chosen.clone().requires_grad_(True)
+    margins = implicit_rewards(PairLogprobs(chosen, POLICY.rejected), REFERENCE, 0.5).margins
+    dpo_loss(margins, 0.0, 3).backward()
+    expected = -0.5 * torch.sigmoid(-margins.detach()) / 3
+    assert chosen.grad is not None and torch.allclose(chosen.grad, expected)
+
+
+def test_label_smoothing_has_its_minimum_at_the_log_odds() -> None:
+    margin = torch.tensor([math.log(0.9 / 0.1)], requires_grad=True)
+    dpo_loss(margin, 0.1, 1).backward()
+    assert margin.grad is not None and float(margin.grad) == pytest.approx(0.0, abs=1e-7)
+
+
+class Fixture:
+    """The tiny workspace's SFT model, tokenizer and pairs."""
+
+    def __init__(self, root: Path) -> None:
+        self.model, self.tokenizer = load_policy(root / "models/sft")
+        self.pad = pad_id(self.tokenizer)
+        rows = read_rows(root / "data/clean/preferences/train.parquet", Preference)
+        self.train: Split = split_of(rows, self.tokenizer, 256, "train")
+
+
+@pytest.fixture(scope="module")
+def loaded(workspace: Path) -> Fixture:
+    return Fixture(workspace)
+
+
+def by_hand(model: PreTrainedModel, prompt: Sequence[int], reply: Sequence[int]) -> float:
+    """The log-probability of one unpadded reply from the model's own logits."""
+    ids = torch.tensor([[*prompt, *reply]])
+    with torch.no_grad():
+        logprobs = model(input_ids=ids).logits[0].log_softmax(-1)
+    return sum(float(logprobs[len(prompt) - 1 + t, token]) for t, token in enumerate(reply))
+
+
+def test_logprobs_are_sums_over_reply_tokens_whatever_the_padding(loaded: Fixture) -> None:
+    pairs = loaded.train.pairs[:9]
+    expected = [[by_hand(loaded.model, p.prompt, reply) for p in pairs for reply in (p.chosen, p.rejected)]]
+    for size in (2, 64):
+        values = all_logprobs(loaded.model, pairs, loaded.pad, size)
+        both = torch.stack((values.chosen, values.rejected), dim=1).flatten()
+        assert both.tolist() == pytest.approx(expected[0], abs=1e-4)
+    with torch.no_grad():
+        batch = batch_logprobs(loaded.model, pairs, loaded.pad)
+        chunked = batch_logprobs(loaded.model, pairs, loaded.pad, logits_bytes=4 * 300 * 10)
+    assert torch.allclose(batch.chosen.double(), values.chosen, atol=1e-4)
+    assert torch.allclose(batch.rejected, chunked.rejected, atol=1e-5)
+
+
+def test_the_reference_is_computed_once_and_for_the_pairs_that_are_used(
+    loaded: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "reference.safetensors"
+    first = reference_logprobs(loaded.model, loaded.train.pairs, {1, 4}, loaded.pad, file)
+    assert (~first.chosen.isnan()).nonzero().flatten().tolist() == [1, 4]
+    monkeypatch.setattr("rlhf_core.training.dpo.logprobs.all_logprobs", pytest.fail)
+    again = reference_logprobs(loaded.model, loaded.train.pairs, {1, 4}, loaded.pad, file)
+    assert torch.equal(again.chosen.nan_to_num(), first.chosen.nan_to_num())
+
+
+def task(loaded: Fixture, model: PreTrainedModel, tmp_path: Path, **settings: Any) -> DpoTask:
+    config = DpoConfig.model_validate(SETTINGS | settings)
+    pairs: list[TokenisedPair] = loaded.train.pairs
+    reference = reference_logprobs(
+        loaded.model, pairs, range(len(pairs)), loaded.pad, tmp_path / "reference.safetensors"
+    )
+    engine = LocalEngine(model, config.optimizer, config.steps, "dpo")
+    return DpoTask(engine, model, pairs, pairs[:20], (reference, reference), config, 1, loaded.pad)
+
+
+def test_training_begins_at_log_2_and_micro_batches_change_no_gradient(
+    loaded: Fixture, workspace: Path, tmp_path: Path
+) -> None:
+    gradients = []
+    for micro in (None, 3):
+        model, _ = load_policy(workspace / "models/sft")
+        one = task(loaded, model, tmp_path, micro_batch_size=micro)
+        report = one.train_step(0)
+        assert report.metrics["loss"] == pytest.approx(math.log(2), abs=1e-5)
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert gradients[0] and max(float(g.abs().max()) for g in gradients[0]) > 1e-4
+    for whole, parts in zip(*gradients, strict=True):
+        assert torch.allclose(whole, parts, atol=1e-6)
+
+
+def test_length_normalised_rewards_are_means_over_tokens(loaded: Fixture, workspace: Path, tmp_path: Path) -> None:
+    model, _ = load_policy(workspace / "models/base")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    plain, normalised = (task(loaded, model, tmp_path, length_normalized=on) for on in (False, True))
+    rows = range(5)
+    pairs = [loaded.train.pairs[row] for row in rows]
+    lengths = torch.tensor([float(len(pair.chosen)) for pair in pairs])
+    sums, means = (one._loss(pairs, rows, 5)[1].chosen.detach() for one in (plain, normalised))
+    assert float(sums.abs().max()) > 1e-3 and torch.allclose(means, sums / lengths, atol=1e-6)
+
+
+class Interrupting(NullTracker):
+    """Ends the stage when it records step 6."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if step == 6:
+            raise KeyboardInterrupt
+
+
+def train(workspace: Path, out: Path, tracker: Tracker | None = None, **policy: Any) -> dict[str, Any]:
+    """Run the stage that trains the policy, with method dpo."""
+    inputs = {key: workspace / path for key, path in ppo.STAGE.inputs.items()}
+    outputs = {key: out / path for key, path in ppo.STAGE.outputs.items()}
+    for path in outputs.values():
+        path.parent.mkdir(parents=True, exist_ok=True)
+    config = PolicyStageConfig.model_validate(
+        {"policy": {"method": "dpo", "dpo": SETTINGS}, "max_new_tokens": 6} | policy
+    )
+    context = RunContext(out / "work", tracker or NullTracker())
+    return dict(ppo.STAGE.run(config, Paths(inputs), Paths(outputs), context))
+
+
+@pytest.fixture(scope="module")
+def trained(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("dpo")
+    return out, train(workspace, out)
+
+
+def test_the_stage_writes_what_ppo_writes_and_learns_the_pairs(trained: tuple[Path, dict[str, Any]]) -> None:
+    out, metrics = trained
+    assert metrics == json.loads((out / "metrics/ppo.json").read_text())
+    assert metrics["method"] == "dpo" and metrics["steps"] == 8
+    # Chosen replies say "good", rejected ones "bad".
+    assert metrics["validation_loss"] < 0.6 < metrics["validation_loss_before"] == pytest.approx(math.log(2), abs=1e-4)
+    assert metrics["validation_accuracy"] > 0.9 and metrics["train_tokens"] > 0
+    rows = read_history(out / "history/ppo.jsonl")
+    assert [row["step"] for row in rows] == [0, 3, 4, 6, 8] and undocumented(rows) == set()
+    assert undocumented([metrics]) == set()
+    assert len((out / "samples/ppo.jsonl").read_text().splitlines()) == 2
+    assert (out / "history/ppo_abandoned.jsonl").read_text() == ""
+    assert not list((out / "models").glob("critic"))
+
+
+def test_an_interrupted_run_ends_the_same(
+    workspace: Path, trained: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(workspace, tmp_path, Interrupting())
+    train(workspace, tmp_path)
+    one, other = (folder / "models/policy/model.safetensors" for folder in (trained[0], tmp_path))
+    assert sha256_file(one) == sha256_file(other)
+    histories = [
+        [{k: v for k, v in row.items() if k not in CLOCK_FIELDS} for row in read_history(folder / "history/ppo.jsonl")]
+        for folder in (trained[0], tmp_path)
+    ]
+    assert histories[0] == histories[1]
+
+
+def test_adapters_are_merged_into_a_plain_model(workspace: Path, tmp_path: Path) -> None:
+    metrics = train(workspace, tmp_path, policy_lora={"rank": 4, "alpha": 8})
+    assert metrics["validation_loss_before"] == pytest.approx(math.log(2), abs=1e-4)
+    assert metrics["validation_loss"] < metrics["validation_loss_before"]
+    sft, policy = (
+        load_policy(root / "models" / name)[0].state_dict() for root, name in ((workspace, "sft"), (tmp_path, "policy"))
+    )
+    assert sft.keys() == policy.keys() and any(not torch.equal(sft[name], policy[name]) for name in sft)
+
+
+def test_the_critic_stage_trains_nothing_and_says_why(workspace: Path, tmp_path: Path) -> None:
+    outputs = {key: tmp_path / path for key, path in critic.STAGE.outputs.items()}
+    config = CriticStageConfig.model_validate({"policy": {"method": "dpo"}})
+    metrics = critic.STAGE.run(config, Paths({}), Paths(outputs), RunContext(tmp_path / "work"))
+    assert metrics["reason"] == "no critic is trained: policy.method dpo needs none"
+    assert [path.name for path in (tmp_path / "models/critic").iterdir()] == ["not_trained.json"]
