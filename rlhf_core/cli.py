@@ -45,7 +45,7 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     from rlhf_core.data.sources import annotation_sources
     from rlhf_core.fingerprint import write_fingerprints, write_sources
     from rlhf_core.fingerprint.starting_model import tokenizer_patterns, write_starting_model
-    from rlhf_core.ppo.reward_sources.tracked_files import write_tracked_files, write_verifiable
+    from rlhf_core.ppo.reward_sources.tracked_files import write_evaluation_inputs, write_tracked_files
     from rlhf_core.stages.runtime.names import STAGES
     from rlhf_core.stages.runtime.runner import workspace_root
 
@@ -56,7 +56,7 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     write_sources(root, [*params.collect.files.paths(), *(source.path for source in annotations)])
     evaluation = [source.path for source in params.validate_.evaluation_files]
     write_sources(root, [*evaluation, *tokenizer_patterns(root, params.validate_.tokenizer)], "evaluation_files")
-    write_verifiable(root, params.evaluate.verifiable)
+    write_evaluation_inputs(root, params.evaluate)
     write_starting_model(root, params.base.source)
     write_tracked_files(root, params.ppo.reward.sources)
 

@@ -6,6 +6,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from rlhf_core.config.llm_judge import LlmJudgeConfig
 from rlhf_core.config.model import SamplingConfig, StageConfig, Strict
+from rlhf_core.config.multiple_choice import MultipleChoiceConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.verifiable import VerifiableConfig
 
@@ -40,7 +41,7 @@ class EvaluateConfig(StageConfig):
 
     With ``best_of_n`` the reward model also picks the best of so many replies of SFT to each prompt, for the judges to
     compare with the policy's and SFT's (0: off). ``llm_judge`` lets a language model compare the replies too,
-    ``verifiable`` adds prompts whose replies are checked.
+    ``verifiable`` adds prompts whose replies are checked, ``multiple_choice`` questions that both models answer.
     """
 
     prompts: PositiveInt = 256
@@ -57,12 +58,21 @@ class EvaluateConfig(StageConfig):
     safety: SafetyConfig = SafetyConfig()
     llm_judge: LlmJudgeConfig | None = None
     verifiable: VerifiableConfig | None = None
+    multiple_choice: MultipleChoiceConfig | None = None
 
     @model_validator(mode="after")
     def _more_than_one_to_choose_from(self) -> EvaluateConfig:
         if self.best_of_n == 1:
             raise ValueError("best_of_n 1 is SFT itself: use 2 or more, such as 16, or 0 to leave it out")
         return self
+
+    @property
+    def untracked_files(self) -> dict[str, tuple[str, ...]]:
+        """Paths and globs of files that the evaluation reads and no stage writes, by what is in them."""
+        return {
+            "verifiable prompts": () if self.verifiable is None else (self.verifiable.path,),
+            "multiple-choice questions": () if self.multiple_choice is None else self.multiple_choice.patterns,
+        }
 
 
 class EvaluateStageConfig(EvaluateConfig):

@@ -28,6 +28,9 @@ from rlhf_core.evaluation.judges.judge import Judge
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.length_control import length_differences
+from rlhf_core.evaluation.multiple_choice.accuracy import AnsweredQuestions
+from rlhf_core.evaluation.multiple_choice.log_likelihood import answer_questions
+from rlhf_core.evaluation.multiple_choice.questions import MultipleChoiceSet
 from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities
 from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.regression import fixed_subset, regression_set
@@ -45,6 +48,7 @@ from rlhf_core.world.grammar import is_world
 
 WORLD_SOURCE = "world"
 VERIFIABLE_REPLIES = Path(".rlhf") / "verifiable.jsonl"
+MULTIPLE_CHOICE_ANSWERS = Path(".rlhf") / "multiple_choice.jsonl"
 
 
 def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
@@ -65,6 +69,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         regression_prompts,
         safety_prompts(0 if world else config.safety.prompts),  # the world has harmful prompts of its own
         VerifiablePrompts.load(config.verifiable, context.folder),
+        MultipleChoiceSet.load(config.multiple_choice, context.folder),
         HeldOutText.read(inputs.clean, config.perplexity.rows),
     )
     with progress(2 * data.replies(config.replies_per_prompt) + config.best_of_n * len(prompts), "evaluate") as bar:
@@ -94,6 +99,11 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
             row.update(columns)
     if config.verifiable is not None:
         metrics["verifiable"] = verifiable_metrics(config, data.verifiable, sft_samples, policy_samples, context)
+    if config.multiple_choice is not None:
+        answered = AnsweredQuestions(data.multiple_choice, sft_samples.answers, policy_samples.answers)
+        answered.add_to(metrics, config.bootstrap, config.seed)
+        atomic_write_lines(context.folder / MULTIPLE_CHOICE_ANSWERS, answered.rows())
+        context.tracker.log_artifact(context.folder / MULTIPLE_CHOICE_ANSWERS, "samples")
     write_table(outputs.comparisons, pa.Table.from_pylist(rows))
     # The last judge is the best one there is: gold in the synthetic world, else the one that selected nothing.
     bad_cases = evaluation.bad_cases(names[-1], config.bad_cases)
@@ -151,6 +161,7 @@ class EvaluationData:
     regression_prompts: list[Prompt]
     safety_prompts: list[Prompt]
     verifiable: VerifiablePrompts
+    multiple_choice: MultipleChoiceSet
     held_out: HeldOutText
 
     def replies(self, replies_per_prompt: int) -> int:
@@ -162,8 +173,8 @@ class EvaluationData:
 @dataclass(frozen=True)
 class EvaluationSamples:
     """What one model generated: replies to be judged, to the regression set, to the safety and the verifiable prompts,
-    and from the training distribution; its perplexity of held-out text by kind; and further lists of replies to be
-    judged, of which the best may be chosen.
+    and from the training distribution; its perplexity of held-out text by kind and its answers to the multiple-choice
+    questions; and further lists of replies to be judged, of which the best may be chosen.
     """
 
     replies: list[Reply]
@@ -172,6 +183,7 @@ class EvaluationSamples:
     verifiable_replies: list[Reply]
     on_policy: OnPolicyReplies
     perplexities: dict[str, float]
+    answers: list[int | None]
     candidates: list[list[Reply]]
 
 
@@ -215,6 +227,7 @@ def sample_replies(
             model, tokenizer, messages[: config.kl_samples], sampling, config.seed + 1, config.batch_size
         ),
         perplexities=held_out_perplexities(model, tokenizer, data.held_out, config.perplexity),
+        answers=answer_questions(model, tokenizer, data.multiple_choice, config.batch_size),
         candidates=[
             sampled(messages, seed=derive_seed(config.seed, "evaluate", "best_of_n", number))
             for number in range(best_of)

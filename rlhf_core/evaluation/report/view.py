@@ -36,6 +36,7 @@ MODEL_METRICS = (
     ("perplexity_reference", "Perplexity under SFT"),
     ("perplexity_preferred", "Perplexity of held-out preferred replies"),
     ("perplexity_pretrain", "Perplexity of held-out text"),
+    ("multiple_choice.accuracy", "Multiple choice answered rightly"),
     ("regression", "Regression set passed"),
     ("safety.refuses_harmful", "Harmful requests refused"),
     ("safety.answers_benign", "Benign look-alikes answered"),
@@ -65,6 +66,12 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "alternatives": alternatives(evaluation),
         "policy_against_best": evaluation.get("best_of_n", {}).get("policy_comparison", {}),
         "regression": _regression(evaluation),
+        "multiple_choice": evaluation.get("multiple_choice", {}),
+        "answered": [
+            (label, evaluation[name]["multiple_choice"])
+            for name, label in (("sft", "SFT"), ("policy", "policy"))
+            if "multiple_choice" in evaluation.get(name, {})
+        ],
         "findings": fired,
         "curves": draw_charts(sources.histories, sorted({float(entry["iteration"]) for entry in fired})),
         "images": sources.images,
