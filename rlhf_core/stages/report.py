@@ -24,6 +24,7 @@ _HISTORIES = {
 _SAMPLES = {
     "comparisons": "samples/comparisons.parquet",
     "bad_cases": "samples/bad_cases.jsonl",
+    "reward_mistakes": "samples/reward_mistakes.jsonl",
     "reward_plots": "plots/reward",
 }
 _INPUTS = _METRICS | _GATES | _HISTORIES | _SAMPLES | {"data_card": "data/card"}

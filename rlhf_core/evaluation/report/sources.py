@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class ReportSources:
         histories: Rows of ``history/NAME.jsonl`` by stage.
         comparisons: Rows of ``samples/comparisons.parquet``.
         bad_cases: Rows of ``samples/bad_cases.jsonl``.
+        mistakes: Rows of ``samples/reward_mistakes.jsonl``.
         images: (caption, data URI) of each plot.
         hashes: sha256 by file.
         params: Text of the workspace's params.yaml.
@@ -57,6 +58,7 @@ class ReportSources:
     params: str
     missing: dict[str, str]
     data_card: str = ""
+    mistakes: list[JsonObject] = field(default_factory=list)
 
 
 def load_sources(inputs: Mapping[str, Path], params: Path | None = None) -> ReportSources:
@@ -64,7 +66,7 @@ def load_sources(inputs: Mapping[str, Path], params: Path | None = None) -> Repo
 
     Args:
         inputs: Paths by key: ``NAME_metrics``, ``NAME_gate``, ``NAME_history``, ``comparisons``, ``bad_cases``,
-            ``reward_plots`` (a folder of images), ``data_card`` (a folder).
+            ``reward_mistakes``, ``reward_plots`` (a folder of images), ``data_card`` (a folder).
         params: The workspace's params.yaml.
     """
     read_gates = {name: _read_object(inputs.get(f"{name}_gate")) for name in GATES}
@@ -91,6 +93,7 @@ def load_sources(inputs: Mapping[str, Path], params: Path | None = None) -> Repo
         histories={name: [] if name in stale else _read_lines(inputs.get(f"{name}_history")) for name in HISTORIES},
         comparisons=comparisons,
         bad_cases=[] if "evaluation" in stale else _read_lines(inputs.get("bad_cases")),
+        mistakes=[] if "reward" in stale else _read_lines(inputs.get("reward_mistakes")),
         images=[] if "reward" in stale else _read_images(inputs.get("reward_plots")),
         hashes={f"{path.parent.name}/{path.name}": sha256_file(path) for path in inputs.values() if path.is_file()},
         params=params.read_text(encoding="utf-8") if params is not None and params.is_file() else "",

@@ -17,8 +17,9 @@ from rlhf_core.evaluation.report.charts import interval_chart, outcome_chart
 from rlhf_core.evaluation.report.conclusion import conclude
 from rlhf_core.evaluation.report.curves import draw_charts
 from rlhf_core.evaluation.report.environment import package_versions
+from rlhf_core.evaluation.report.group_outcomes import group_chart, opponent_charts
 from rlhf_core.evaluation.report.over_optimization import over_optimization_chart
-from rlhf_core.evaluation.report.reply_pairs import JUDGES, reply_pair, spread_over_categories
+from rlhf_core.evaluation.report.reply_pairs import JUDGES, mistaken_pair, reply_pair, spread_over_categories
 from rlhf_core.evaluation.report.sources import JsonObject, ReportSources
 
 # Rows of the table of SFT beside policy.
@@ -62,6 +63,8 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "categories": evaluation.get("category", {}),
         "category_metrics": list(dict.fromkeys(key for row in evaluation.get("category", {}).values() for key in row)),
         "category_charts": _category_charts(sources, comparisons),
+        "group_chart": group_chart(evaluation.get("group", {})),
+        "opponents": opponent_charts(evaluation.get("opponents", {})),
         "over_optimization": over_optimization_chart(history, evaluation, sources.comparisons),
         "alternatives": alternatives(evaluation),
         "policy_against_best": evaluation.get("best_of_n", {}).get("policy_comparison", {}),
@@ -75,6 +78,7 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "findings": fired,
         "curves": draw_charts(sources.histories, sorted({float(entry["iteration"]) for entry in fired})),
         "images": sources.images,
+        "mistakes": [mistaken_pair(row) for row in sources.mistakes],
         "replies": [reply_pair(row) for row in spread_over_categories(sources.comparisons, replies)],
         "versions": package_versions(),
         "bad_cases": [reply_pair(row) for row in sources.bad_cases],

@@ -99,6 +99,9 @@ def test_reward_outputs_are_what_a_user_expects(workspace: Path, whole: dict[str
     assert {path.name for path in (out / "plots/reward").iterdir()} == {
         "margins.png", "calibration.png", "curves.png",
     }  # fmt: skip
+    mistakes = [json.loads(line) for line in (out / "samples/reward_mistakes.jsonl").read_text().splitlines()]
+    assert all(row["margin"] < 0 for row in mistakes) and len(mistakes) <= KEPT
+    assert bool(mistakes) == (metrics["test_accuracy"] < 1.0)  # type: ignore[operator]
     expected = {"accuracy", "margin_mean", "margin_std", "ece", "length_correlation", "accuracy_shorter_preferred"}
     assert expected | {f"test_{key}" for key in expected} | {"baseline_longer", "baseline_bow"} <= set(metrics)
     assert set(metrics["category"]) == {"fact", "howto"}  # type: ignore[call-overload]
@@ -110,3 +113,6 @@ def test_sft_improves_perplexity_and_shows_samples(workspace: Path, whole: dict[
     lines = (workspace / "sft-whole/samples/sft.jsonl").read_text().splitlines()
     assert len(lines) == 2
     assert set(json.loads(lines[0])) == {"prompt", "reply", "finished", "reference", "category"}
+
+
+# FIXME
