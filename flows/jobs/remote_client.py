@@ -24,11 +24,11 @@ from flows.stage.outcome import StageOutcome
 from flows.stage.run import run_stage, stage_log
 from flows.stage.stage_hash import stage_hash
 from flows.supervision.signals import StopRequested
-from flows.workspace.git import git_revision
 from rlhf_core.config.loading.load import PARAMS_FILE, Params, load_params
 from rlhf_core.errors import EXIT_USER_ERROR, ConfigError, DataError
 from rlhf_core.file_patterns import expand, spelled
 from rlhf_core.files import atomic_write_text
+from rlhf_core.git import git_revision
 from rlhf_core.ppo.reward_sources.tracked_files import function_files, verifiable_functions
 
 RECIPE_FILES = (PARAMS_FILE, "dvc.yaml", "dvc.lock", ".dvcignore")

@@ -36,7 +36,7 @@ def opponent_charts(opponents: Mapping[str, Mapping[str, Any]]) -> list[JsonObje
                     for group, by_judge in parts.items()
                     if judge in by_judge
                 ]
-        chart = outcome_chart(rows, f"wins, ties and losses against {name}", name, "ours")
+        chart = outcome_chart(rows, f"wins, ties and losses against {name}", name, "our side")
         charts.append(
             {"name": name, "chart": chart, **{key: opponent[key] for key in ("prompts", "missing", "unused")}}
         )

@@ -20,6 +20,7 @@ from rlhf_core.evaluation.report.environment import package_versions
 from rlhf_core.evaluation.report.group_outcomes import group_chart, opponent_charts
 from rlhf_core.evaluation.report.over_optimization import over_optimization_chart
 from rlhf_core.evaluation.report.reply_pairs import JUDGES, mistaken_pair, reply_pair, spread_over_categories
+from rlhf_core.evaluation.report.reward_histograms import reward_histograms
 from rlhf_core.evaluation.report.sources import JsonObject, ReportSources
 
 # Rows of the table of SFT beside policy.
@@ -78,6 +79,7 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "findings": fired,
         "curves": draw_charts(sources.histories, sorted({float(entry["iteration"]) for entry in fired})),
         "images": sources.images,
+        "reward_histograms": reward_histograms(history),
         "mistakes": [mistaken_pair(row) for row in sources.mistakes],
         "replies": [reply_pair(row) for row in spread_over_categories(sources.comparisons, replies)],
         "versions": package_versions(),
@@ -89,6 +91,7 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "data_card": sources.data_card,
         "params": sources.params,
         "hashes": sources.hashes,
+        "lineage": sources.lineage,
         "missing": sources.missing,
     }
 

@@ -76,4 +76,4 @@ def test_the_charts_have_a_row_for_each_group_and_judge(tmp_path: Path) -> None:
     opponent = {"prompts": 3, "missing": 1, "unused": 0, "sft": side, "policy": side}
     (shown,) = opponent_charts({"Other <b>": opponent})
     assert shown["missing"] == 1 and "policy, harmless, gold" in shown["chart"] and "<b>" not in shown["chart"]
-    assert "Other &lt;b&gt; wins" in shown["chart"] and "ours wins" in shown["chart"]
+    assert "Other &lt;b&gt; wins" in shown["chart"] and "our side wins" in shown["chart"]

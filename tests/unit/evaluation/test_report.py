@@ -64,7 +64,7 @@ def render(root: Path) -> str:
     page = (root / "report.html").read_text()
     parser = Balanced()
     parser.feed(page)
-    assert parser.open == [] and "script" not in parser.seen
+    assert parser.open == [] and "script" not in parser.seen and "&lt;wbr" not in page
     # Nothing is loaded; the one link to another file is that to the data card beside the report.
     assert not re.search(r"(src|href)=\"(?!data:|#|data/card/card\.html\")", page) and "http" not in page.replace(
         "http-equiv", ""
@@ -117,45 +117,6 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert "0.654" in page and "0.543 to 0.765" in page and "; 0.65 at equal length" in page
     assert "held-out pairs; 0.60 on length-balanced ones" in page
     assert "gets most wrong" not in page and "multiple-choice" not in page and "Helpful and harmless apart" not in page
-
-
-def test_mistakes_groups_opponents_and_multiple_choice_are_shown(tmp_path: Path) -> None:
-    fill(tmp_path)
-    evaluation = json.loads((tmp_path / "metrics/evaluation.json").read_text())
-    versus = evaluation["comparison"]["gold"]
-    side = {"comparison": {"gold": versus}, "group": {"harmless": {"gold": versus}}}
-    for name, accuracy in (("sft", 0.4), ("policy", 0.6)):
-        evaluation[name]["multiple_choice"] = {
-            "accuracy": accuracy,
-            "accuracy_low95": accuracy - 0.123,
-            "accuracy_high95": accuracy + 0.123,
-            "subject_mean": 0.5,
-        }
-    evaluation |= {
-        "group": {"helpful": {"judge": versus}},
-        "opponents": {ATTACK: {"prompts": 3, "missing": 2, "unused": 7, "sft": side, "policy": side}},
-        "multiple_choice": {
-            "questions": 5, "too_long": 1, "difference": 0.2, "difference_low95": -0.321, "difference_high95": 0.7,
-            "policy_alone_right": 2, "sft_alone_right": 1,
-            "subject": {ATTACK: {"questions": 5, "sft": 0.4, "policy": 0.6}, "城市": {"questions": 1, "sft": 0.0, "policy": 1.0}},
-        },
-    }  # fmt: skip
-    write(tmp_path / "metrics/evaluation.json", json.dumps(evaluation))
-    pair = {"category": ATTACK, "prompt": "我很好", "chosen": f"same {ATTACK}", "rejected": "same other", "margin": -2.345,
-            "reward_chosen": -1.5, "reward_rejected": 0.845, "tokens_chosen": 6, "tokens_rejected": 2}  # fmt: skip
-    write(tmp_path / "samples/reward_mistakes.jsonl", json.dumps(pair) + "\n")
-    page = render(tmp_path)
-    assert "gets most wrong" in page and "margin -2.35" in page and "reward -1.50 · 6 tokens" in page
-    assert "same <mark>&lt;script&gt;" in page and '<p class="text" lang="zh">我很好</p>' in page
-    assert "Helpful and harmless apart" in page and "helpful, judge" in page
-    assert "Against &lt;script&gt;" in page and "2 more have no reply of it; 7 of its replies" in page
-    assert "policy, harmless, gold" in page and "SFT, gold" in page
-    assert "0.477 to 0.723" in page and "-0.321 to 0.700" in page and "城市" in page
-    assert "1 more questions were too long" in page and "Multiple choice answered rightly" in page
-    decide("reward", [Condition(metric="accuracy", at_least=0.9, why="no")], {"accuracy": 0.8}).save(
-        tmp_path / "gates/reward.json"
-    )
-    assert "gets most wrong" in render(tmp_path), "they say why the reward gate failed"
 
 
 def test_best_of_n_stands_beside_the_policy_where_it_was_measured(tmp_path: Path) -> None:
@@ -289,10 +250,10 @@ def test_outcomes_by_category_count_prompts_and_begin_with_the_worst() -> None:
         {"id": "3", "category": "b", "sft_judge": 1.0, "policy_judge": 0.0},
     ]
     worst, best = category_outcomes(rows, "judge", 0.1)
-    assert (worst.label, worst.win_rate, worst.sft, worst.prompts) == ("b", 0.0, 1.0, 1)
+    assert (worst.label, worst.win_rate, worst.lose, worst.prompts) == ("b", 0.0, 1.0, 1)
     # Prompt 1 is won twice; prompt 2 is lost once and tied once.
     assert (best.label, best.win_rate, best.prompts) == ("a", pytest.approx((1 + 0.25) / 2), 2)
-    assert (best.policy, best.tie, best.sft) == (0.5, 0.0, 0.5)
+    assert (best.win, best.tie, best.lose) == (0.5, 0.0, 0.5)
 
 
 def test_over_optimization_needs_kl_and_scores() -> None:

@@ -14,6 +14,7 @@ from architecture.glossary import undocumented
 
 from rlhf_core.files import sha256_file
 from rlhf_core.training.history import CLOCK_FIELDS, read_history
+from rlhf_core.training.reward.mistakes import KEPT
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,3 @@ def test_sft_improves_perplexity_and_shows_samples(workspace: Path, whole: dict[
     lines = (workspace / "sft-whole/samples/sft.jsonl").read_text().splitlines()
     assert len(lines) == 2
     assert set(json.loads(lines[0])) == {"prompt", "reply", "finished", "reference", "category"}
-
-
-# FIXME
