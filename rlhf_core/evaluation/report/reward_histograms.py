@@ -47,7 +47,7 @@ def reward_histograms(history: Sequence[Mapping[str, Any]]) -> Markup | None:
             axes.axhline(y, color=COLOURS["line"], linewidth=1)
             axes.plot([row["reward_p50"]] * 2, [y, y - OVERLAP], color=SERIES[1], linewidth=2)
         axes.set_yticks(range(count), [f"{row.get('iteration', '')}" for row in chosen])
-        axes.set_ylim(count - 0.5, -1.1)
+        axes.set_ylim(count - 0.5, -1.2)
         axes.locator_params(axis="x", nbins=5)
         axes.set_ylabel("iteration", color=COLOURS["soft"])
         axes.set_xlabel("reward", color=COLOURS["soft"], loc="right")

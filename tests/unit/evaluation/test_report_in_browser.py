@@ -40,7 +40,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     answered = {"accuracy": 0.4, "accuracy_low95": 0.3, "accuracy_high95": 0.5, "subject_mean": 0.4}
     for name in ("sft", "policy"):
         evaluation[name]["multiple_choice"] = answered
+    scored = [
+        f"{side}_{judge}" for judge in ("gold", "judge", "referee", "reward") for side in ("policy", "sft", "win_rate")
+    ]
     evaluation |= {
+        "category": {"selfinstruct": {"prompts": 100, **dict.fromkeys(scored, -0.123)}},
         "group": {"helpful": {"judge": versus, "gold": versus}},
         "opponents": {"another assistant of a third party": {
             "prompts": 3, "missing": 2, "unused": 7, "sft": side, "policy": side}},

@@ -12,6 +12,8 @@ from pydantic import ValidationError
 
 from rlhf_core.config.evaluate import EvaluateConfig, EvaluateStageConfig
 from rlhf_core.config.gates import Condition
+from rlhf_core.config.loading import yaml_text
+from rlhf_core.config.loading.overlay import rebase_sources
 from rlhf_core.config.opponents import OpponentConfig
 from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table, write_rows
 from rlhf_core.errors import DataError
@@ -23,6 +25,7 @@ from rlhf_core.evaluation.opponents.replies import Opponent, read_opponent
 from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.gates import check
+from rlhf_core.ppo.reward_sources.tracked_files import write_evaluation_inputs
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
@@ -167,3 +170,23 @@ def test_the_stage_judges_opponents_and_groups_for_gates(tmp_path: Path, models:
     assert all(row["opponent_other_judge"] is not None for row in rows.values() if row["opponent_other_reply"])
     condition = Condition(metric="group.harmless.judge.win_rate", at_least=0.0, why="a gate can use it")
     assert check(condition, results["plain"]).passed
+
+
+def test_paths_follow_the_parameters_and_are_fingerprinted(tmp_path: Path) -> None:
+    text = (
+        "evaluate:\n  multiple_choice: {files: ['val/*.csv', /abs.csv], few_shot: 1, few_shot_files: [dev.csv]}\n"
+        "  opponents: [{name: other, path: replies.jsonl}]\n"
+    )
+    moved = yaml_text.plain(yaml_text.parse(rebase_sources(text, Path("/w/a"), Path("/w/b/c")), ""))["evaluate"]
+    assert moved["multiple_choice"]["files"] == ["../../a/val/*.csv", "/abs.csv"]
+    assert moved["multiple_choice"]["few_shot_files"] == ["../../a/dev.csv"]
+    assert moved["opponents"] == [{"name": "other", "path": "../../a/replies.jsonl"}]
+    config = EvaluateConfig.model_validate(moved)
+    patterns = [pattern for kind in config.untracked_files.values() for pattern in kind]
+    assert set(patterns) == {"../../a/val/*.csv", "/abs.csv", "../../a/dev.csv", "../../a/replies.jsonl"}
+    fingerprints = []
+    for reply in ("one", "two"):
+        written(tmp_path, {"prompt": "x", "reply": reply})
+        write_evaluation_inputs(tmp_path, EvaluateConfig(opponents=(CONFIG,)))
+        fingerprints.append((tmp_path / ".fingerprints/verifiable.txt").read_text())
+    assert fingerprints[0] != fingerprints[1] and "replies.jsonl" in fingerprints[0]
