@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rlhf_core import annotate_commands, data_commands
-from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR
+from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR, ConfigError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(data_commands.app, name="data")
@@ -45,7 +45,7 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     from rlhf_core.data.sources import annotation_sources
     from rlhf_core.fingerprint import write_fingerprints, write_sources
     from rlhf_core.fingerprint.starting_model import tokenizer_patterns, write_starting_model
-    from rlhf_core.ppo.reward_sources.tracked_files import write_tracked_files, write_verifiable
+    from rlhf_core.ppo.reward_sources.tracked_files import write_evaluation_inputs, write_tracked_files
     from rlhf_core.stages.runtime.names import STAGES
     from rlhf_core.stages.runtime.runner import workspace_root
 
@@ -56,7 +56,7 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     write_sources(root, [*params.collect.files.paths(), *(source.path for source in annotations)])
     evaluation = [source.path for source in params.validate_.evaluation_files]
     write_sources(root, [*evaluation, *tokenizer_patterns(root, params.validate_.tokenizer)], "evaluation_files")
-    write_verifiable(root, params.evaluate.verifiable)
+    write_evaluation_inputs(root, params.evaluate)
     write_starting_model(root, params.base.source)
     write_tracked_files(root, params.ppo.reward.sources)
 
@@ -182,3 +182,47 @@ def benchmark(
         typer.echo(json.dumps(result.as_dict(), indent=2))
     else:
         typer.echo(as_text(result))
+
+
+@app.command("lm-eval", no_args_is_help=True)
+def lm_eval(
+    models: Annotated[
+        list[Path] | None, typer.Argument(help="Model folders; default: models/sft and models/policy of the workspace.")
+    ] = None,
+    tasks: Annotated[list[str] | None, typer.Option("--task", "-t", help="A task or group; may be repeated.")] = None,
+    include_path: Annotated[
+        list[Path] | None, typer.Option(help="Folder with task YAMLs of your own; may be repeated.")
+    ] = None,
+    few_shot: Annotated[int | None, typer.Option(min=0, help="Examples before a question; else the task's.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many rows of a task, to try it out.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a pass.")] = 16,
+    chat_template: Annotated[bool, typer.Option("--chat-template", help="Write prompts as dialogues.")] = False,
+    output: Annotated[Path, typer.Option(help="JSON file for lm-eval's results.")] = Path("lm_eval.json"),
+    workspace: WorkspaceOption = None,
+) -> None:
+    """Run tasks of lm-evaluation-harness on SFT and policy, or on other models (the extra lm-eval).
+
+    Metrics and standard errors are lm-eval's own. A task on local files needs no network; with HF_HUB_OFFLINE=1
+    nothing is downloaded. The Python functions that a task names run with your rights.
+
+    Examples:
+    $ rlhf lm-eval --task my_exam --include-path tasks
+    $ rlhf lm-eval models/policy --task arc_easy --task ceval-valid --few-shot 5
+    """
+    from rlhf_core.garbage_collection import skip_last_collection
+    from rlhf_core.stages.runtime.runner import workspace_root
+
+    if not tasks:
+        raise ConfigError("name at least one task with --task")
+    skip_last_collection()
+    folders = models or [workspace_root(workspace) / "models" / name for name in ("sft", "policy")]
+    names = [folder.name for folder in folders]
+    by_name = {folder.name if names.count(folder.name) == 1 else str(folder): folder for folder in folders}
+    from rlhf_core.evaluation.lm_evaluation_harness import TaskOptions, as_text, run_tasks
+    from rlhf_core.files import atomic_write_json
+
+    options = TaskOptions(tasks, include_path or [], few_shot, limit, batch_size, chat_template)
+    results = run_tasks(by_name, options)
+    atomic_write_json(output, results)
+    typer.echo(as_text(results))
+    typer.echo(f"\n{output}")

@@ -19,7 +19,13 @@ PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
 
 
 class Tracker(Protocol):
-    """Where a stage sends its metrics, parameters and files."""
+    """Where a stage sends its metrics, parameters and files.
+
+    Attributes:
+        run_id: MLflow's id of the run, empty where there is none.
+    """
+
+    run_id: str
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Record finite numbers, optionally at a step; non-finite ones are left out."""
@@ -36,6 +42,8 @@ class Tracker(Protocol):
 
 class NullTracker:
     """Discards everything: for library use and for runs with tracking switched off."""
+
+    run_id = ""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Discard."""

@@ -42,6 +42,7 @@ class Browser:
     """One browser process with one tab.
 
     ``profile`` is an empty folder for its settings and cache. The window is high: lists that are below it stay empty.
+    ``events`` has what the protocol reported, of the domains that are enabled, as of the last call.
     """
 
     def __init__(self, executable: str, profile: Path, width: int = 1280, height: int = 1800) -> None:
@@ -52,6 +53,7 @@ class Browser:
         self.socket = connect(f"ws://127.0.0.1:{port}{path}", max_size=None, proxy=None)
         self.numbers = itertools.count(1)
         self.session: str | None = None
+        self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
 
@@ -71,6 +73,8 @@ class Browser:
         self.socket.send(json.dumps({"id": number, "method": method, "params": parameters, **session}))
         while True:
             message = json.loads(self.socket.recv(timeout=PAGE_SECONDS))
+            if "method" in message:
+                self.events.append(message)
             if message.get("id") == number:
                 assert "error" not in message, f"{method}: {message['error']}"
                 result: dict[str, Any] = message["result"]

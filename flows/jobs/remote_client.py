@@ -24,10 +24,11 @@ from flows.stage.outcome import StageOutcome
 from flows.stage.run import run_stage, stage_log
 from flows.stage.stage_hash import stage_hash
 from flows.supervision.signals import StopRequested
-from flows.workspace.git import git_revision
 from rlhf_core.config.loading.load import PARAMS_FILE, Params, load_params
-from rlhf_core.errors import EXIT_USER_ERROR, ConfigError
+from rlhf_core.errors import EXIT_USER_ERROR, ConfigError, DataError
+from rlhf_core.file_patterns import expand, spelled
 from rlhf_core.files import atomic_write_text
+from rlhf_core.git import git_revision
 from rlhf_core.ppo.reward_sources.tracked_files import function_files, verifiable_functions
 
 RECIPE_FILES = (PARAMS_FILE, "dvc.yaml", "dvc.lock", ".dvcignore")
@@ -86,16 +87,27 @@ def prepare_remote_job(job: Job, node: StageNode) -> Job | None:
 
 
 def _untracked_inputs(workspace: Path, stage: str) -> list[str]:
-    """List files that the stage reads and DVC does not track: DeepSpeed settings, functions, verifiable prompts."""
+    """List files that the stage reads and DVC does not track: DeepSpeed settings, functions, questions."""
     params = load_params(workspace)
     launch = {str(name): config for name, config in params.compute.launch.items()}.get(stage)
     files = [launch.deepspeed] if launch and launch.deepspeed and not Path(launch.deepspeed).is_absolute() else []
     if stage in STAGES_WITH_REWARD_SOURCES:
         files += function_files(workspace, params.ppo.reward.sources)
-    verifiable = params.evaluate.verifiable
-    if stage == "evaluate" and verifiable is not None:
-        files += [verifiable.path, *function_files(workspace, verifiable_functions(verifiable))]
+    if stage == "evaluate":
+        patterns = [pattern for kind in params.evaluate.untracked_files.values() for pattern in kind]
+        files += [file for pattern in patterns for file in _carried(workspace, pattern)]
+        files += function_files(workspace, verifiable_functions(params.evaluate.verifiable))
     return files
+
+
+def _carried(workspace: Path, pattern: str) -> list[str]:
+    """List the files of a pattern that lie in the workspace; others must be at the same path on the other host."""
+    try:
+        files = expand(pattern, workspace)
+    except DataError as error:
+        raise TransferFailed(str(error), final=True) from error
+    root = workspace.resolve()
+    return [spelled(file, "", workspace) for file in files if file.resolve().is_relative_to(root)]
 
 
 def read_carried_files(workspace: Path, paths: Iterable[str]) -> dict[str, str]:

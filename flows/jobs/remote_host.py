@@ -31,10 +31,10 @@ from flows.supervision.python_module import run_module
 from flows.supervision.retry import retry
 from flows.supervision.signals import StopRequested
 from flows.workspace.cleanup import cleanup
-from flows.workspace.git import git_revision
 from flows.workspace.lock import locked
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_USER_ERROR, RlhfError
 from rlhf_core.files import atomic_write_text
+from rlhf_core.git import git_revision
 
 HOST_FOLDER_VARIABLE = "RLHF_HOST_FOLDER"
 FINGERPRINTS = ".fingerprints"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from rlhf_core.config.llm_judge import LlmJudgeConfig
 from rlhf_core.config.model import SamplingConfig, StageConfig, Strict
+from rlhf_core.config.multiple_choice import MultipleChoiceConfig
+from rlhf_core.config.opponents import OpponentConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.verifiable import VerifiableConfig
 
@@ -42,7 +46,9 @@ class EvaluateConfig(StageConfig):
 
     With ``best_of_n`` the reward model also picks the best of so many replies of SFT to each prompt, for the judges to
     compare with the policy's and SFT's (0: off). ``llm_judge`` lets a language model compare the replies too,
-    ``verifiable`` adds prompts whose replies are checked.
+    ``verifiable`` adds prompts whose replies are checked, ``multiple_choice`` questions that both models answer,
+    ``opponents`` replies of third parties that both models are compared with. ``groups`` says which categories or
+    sources of prompts are helpful and which harmless, beside those that are known.
     """
 
     prompts: PositiveInt = 256
@@ -59,12 +65,32 @@ class EvaluateConfig(StageConfig):
     safety: SafetyConfig = SafetyConfig()
     llm_judge: LlmJudgeConfig | None = None
     verifiable: VerifiableConfig | None = None
+    multiple_choice: MultipleChoiceConfig | None = None
+    opponents: tuple[OpponentConfig, ...] = Field(default=(), strict=False)
+    groups: dict[str, Annotated[str, Field(pattern=r"^[\w -]*$")]] = {}
 
     @model_validator(mode="after")
     def _more_than_one_to_choose_from(self) -> EvaluateConfig:
         if self.best_of_n == 1:
             raise ValueError("best_of_n 1 is SFT itself: use 2 or more, such as 16, or 0 to leave it out")
         return self
+
+    @model_validator(mode="after")
+    def _opponents_have_names_of_their_own(self) -> EvaluateConfig:
+        names = [opponent.name for opponent in self.opponents]
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise ValueError(f"two opponents are called {repeated!r}; give each a name of its own")
+        return self
+
+    @property
+    def untracked_files(self) -> dict[str, tuple[str, ...]]:
+        """Paths and globs of files that the evaluation reads and no stage writes, by what is in them."""
+        return {
+            "verifiable prompts": () if self.verifiable is None else (self.verifiable.path,),
+            "multiple-choice questions": () if self.multiple_choice is None else self.multiple_choice.patterns,
+            "opponents' replies": tuple(opponent.path for opponent in self.opponents),
+        }
 
 
 class EvaluateStageConfig(EvaluateConfig):

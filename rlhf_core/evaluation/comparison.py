@@ -97,9 +97,6 @@ def compare(
     # One row per prompt, one column per reply to it.
     difference = (first - second).reshape(len(first), -1)
     outcome = outcomes(difference, tie_margin)
-    # One row per prompt, one column per reply to it.
-    difference = (first - second).reshape(len(first), -1)
-    outcome = outcomes(difference, tie_margin)
     mean_difference = difference.mean(axis=1)
     low, high = bootstrap_bounds(np.stack([outcome.mean(axis=1), mean_difference]), bootstrap, seed)
     return ScoreComparison(
@@ -112,12 +109,12 @@ def compare(
 
 
 def compare_outcomes(
-    outcome: Sequence[float], bootstrap: int = 2000, seed: int = 0, length_difference: ArrayLike | None = None
+    outcome: ArrayLike, bootstrap: int = 2000, seed: int = 0, length_difference: ArrayLike | None = None
 ) -> Comparison:
     """Compare two sides by what a judge without scores said.
 
     Args:
-        outcome: 1 for a win of the candidate, ½ for a tie, 0 for a loss, (prompts,).
+        outcome: 1 for a win of the candidate, ½ for a tie, 0 for a loss, (prompts,) or (prompts, replies).
         bootstrap: Number of resamples; the same prompts are drawn as in :func:`compare`.
         seed: Seed of the resamples.
         length_difference: See :func:`compare`.
@@ -128,8 +125,9 @@ def compare_outcomes(
     values = np.asarray(outcome, dtype=np.float64)
     if values.size == 0:
         raise DataError("a comparison needs at least one prompt that was judged")
-    low, high = bootstrap_bounds(values[np.newaxis], bootstrap, seed)
-    return _compared(values[:, np.newaxis], low[0], high[0], bootstrap, seed, length_difference)
+    values = values.reshape(len(values), -1)
+    low, high = bootstrap_bounds(values.mean(axis=1)[np.newaxis], bootstrap, seed)
+    return _compared(values, low[0], high[0], bootstrap, seed, length_difference)
 
 
 def _compared(

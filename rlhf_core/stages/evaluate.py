@@ -23,13 +23,18 @@ from rlhf_core.evaluation.generation import (
     evaluation_replies,
     on_policy_replies,
 )
-from rlhf_core.evaluation.judges.gold import GoldJudge
-from rlhf_core.evaluation.judges.judge import Judge
 from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
+from rlhf_core.evaluation.judges.load import load_judge
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.length_control import length_differences
+from rlhf_core.evaluation.multiple_choice.accuracy import AnsweredQuestions
+from rlhf_core.evaluation.multiple_choice.log_likelihood import answer_questions
+from rlhf_core.evaluation.multiple_choice.questions import MultipleChoiceSet
+from rlhf_core.evaluation.opponents.judging import judge_opponents
+from rlhf_core.evaluation.opponents.replies import Opponent, read_opponent
 from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities
 from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
+from rlhf_core.evaluation.prompt_groups import compare_groups, group_of, policy_outcomes
 from rlhf_core.evaluation.regression import fixed_subset, regression_set
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.safety.refusals import refusal_rates, safety_prompts
@@ -45,6 +50,7 @@ from rlhf_core.world.grammar import is_world
 
 WORLD_SOURCE = "world"
 VERIFIABLE_REPLIES = Path(".rlhf") / "verifiable.jsonl"
+MULTIPLE_CHOICE_ANSWERS = Path(".rlhf") / "multiple_choice.jsonl"
 
 
 def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
@@ -53,21 +59,10 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     The gold judge scores only prompts of the synthetic world. Evaluation sampling makes the replies that are judged,
     the training distribution those that KL and perplexity are measured on.
     """
-    held_out = read_rows(inputs.clean / "prompts" / "test.parquet", Prompt)
-    if not held_out:
-        raise DataError(f"{inputs.clean / 'prompts' / 'test.parquet'} has no rows; raise validate.split.test")
     llm_judge = LlmJudge(config.llm_judge, context.folder / ANSWERS) if config.llm_judge else None
-    prompts = fixed_subset(held_out, config.prompts, "evaluation")
-    regression_prompts = regression_set(held_out)
-    world = all_of_the_world(prompts)
-    data = EvaluationData(
-        prompts,
-        regression_prompts,
-        safety_prompts(0 if world else config.safety.prompts),  # the world has harmful prompts of its own
-        VerifiablePrompts.load(config.verifiable, context.folder),
-        HeldOutText.read(inputs.clean, config.perplexity.rows),
-    )
-    with progress(2 * data.replies(config) + config.best_of_n * len(prompts), "evaluate") as bar:
+    data = EvaluationData.read(config, inputs.clean, context.folder)
+    world = all_of_the_world(data.prompts)
+    with progress(data.replies(config), "evaluate") as bar:
         sft_samples = sample_replies(config, inputs.sft, data, bar, best_of=config.best_of_n)
         policy_samples = sample_replies(config, inputs.policy, data, bar)
     reference, _ = load_policy(inputs.sft)
@@ -87,6 +82,15 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     if llm_judge is not None:
         evaluation = evaluation.judged_by(llm_judge, config.bootstrap, config.seed)
     metrics, rows = evaluation.metrics(world), evaluation.rows()
+    groups = [group_of(prompt, config.groups) for prompt in data.prompts]
+    if any(groups):
+        metrics["group"] = compare_groups(groups, policy_outcomes(evaluation), config.bootstrap, config.seed)
+    judges = (load_judge(name, inputs, config.batch_size) for name in evaluation.comparisons)
+    for judged in judge_opponents(data.opponents, evaluation, judges, llm_judge):
+        name = judged.opponent.name
+        metrics.setdefault("opponents", {})[name] = judged.metrics(groups, config.bootstrap, config.seed)
+        for row, columns in zip(rows[:: config.replies_per_prompt], judged.columns(), strict=True):
+            row.update(columns)
     if config.best_of_n:
         best = judged_best_of_n(config, inputs, evaluation, sft_samples.candidates)
         metrics["best_of_n"] = best_of_n_metrics(config, evaluation, best)
@@ -94,6 +98,11 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
             row.update(columns)
     if config.verifiable is not None:
         metrics["verifiable"] = verifiable_metrics(config, data.verifiable, sft_samples, policy_samples, context)
+    if config.multiple_choice is not None:
+        answered = AnsweredQuestions(data.multiple_choice, sft_samples.answers, policy_samples.answers)
+        answered.add_to(metrics, config.bootstrap, config.seed)
+        atomic_write_lines(context.folder / MULTIPLE_CHOICE_ANSWERS, answered.rows())
+        context.tracker.log_artifact(context.folder / MULTIPLE_CHOICE_ANSWERS, "samples")
     write_table(outputs.comparisons, pa.Table.from_pylist(rows))
     # The last judge is the best one there is: gold in the synthetic world, else the one that selected nothing.
     bad_cases = evaluation.bad_cases(names[-1], config.bad_cases)
@@ -151,20 +160,45 @@ class EvaluationData:
     regression_prompts: list[Prompt]
     safety_prompts: list[Prompt]
     verifiable: VerifiablePrompts
+    multiple_choice: MultipleChoiceSet
     held_out: HeldOutText
+    opponents: list[Opponent]
+
+    @classmethod
+    def read(cls, config: EvaluateStageConfig, clean: Path, workspace: Path) -> EvaluationData:
+        """Read the clean data and the files that the settings name; a mistake in one stops the stage at once.
+
+        Raises:
+            DataError: There are no test prompts, or a file cannot be used.
+        """
+        held_out = read_rows(clean / "prompts" / "test.parquet", Prompt)
+        if not held_out:
+            raise DataError(f"{clean / 'prompts' / 'test.parquet'} has no rows; raise validate.split.test")
+        prompts = fixed_subset(held_out, config.prompts, "evaluation")
+        has_harmful_prompts = all_of_the_world(prompts)
+        return cls(
+            prompts,
+            regression_set(held_out),
+            safety_prompts(0 if has_harmful_prompts else config.safety.prompts),
+            VerifiablePrompts.load(config.verifiable, workspace),
+            MultipleChoiceSet.load(config.multiple_choice, workspace),
+            HeldOutText.read(clean, config.perplexity.rows),
+            [read_opponent(opponent, prompts, workspace) for opponent in config.opponents],
+        )
 
     def replies(self, config: EvaluateStageConfig) -> int:
-        """How many replies of the evaluation's sampling each model makes."""
+        """How many replies of the evaluation's sampling the two models make together."""
         others = len(self.regression_prompts) + len(self.verifiable.lines)
         safety = config.safety.replies_per_prompt * len(self.safety_prompts)
-        return config.replies_per_prompt * len(self.prompts) + safety + others
+        of_each = config.replies_per_prompt * len(self.prompts) + safety + others
+        return 2 * of_each + config.best_of_n * len(self.prompts)
 
 
 @dataclass(frozen=True)
 class EvaluationSamples:
     """What one model generated: replies to be judged, to the regression set, to the safety and the verifiable prompts,
-    and from the training distribution; its perplexity of held-out text by kind; and further lists of replies to be
-    judged, of which the best may be chosen.
+    and from the training distribution; its perplexity of held-out text by kind and its answers to the multiple-choice
+    questions; and further lists of replies to be judged, of which the best may be chosen.
     """
 
     replies: list[Reply]
@@ -173,6 +207,7 @@ class EvaluationSamples:
     verifiable_replies: list[Reply]
     on_policy: OnPolicyReplies
     perplexities: dict[str, float]
+    answers: list[int | None]
     candidates: list[list[Reply]]
 
 
@@ -220,6 +255,7 @@ def sample_replies(
             model, tokenizer, messages[: config.kl_samples], sampling, config.seed + 1, config.batch_size
         ),
         perplexities=held_out_perplexities(model, tokenizer, data.held_out, config.perplexity),
+        answers=answer_questions(model, tokenizer, data.multiple_choice, config.batch_size),
         candidates=[
             sampled(messages, seed=derive_seed(config.seed, "evaluate", "best_of_n", number))
             for number in range(best_of)
@@ -242,7 +278,7 @@ def scored_evaluation(
     comparisons = {}
     for name in names:
         # One judge at a time: a large one needs the memory of the one before.
-        judge: Judge = GoldJudge() if name == "gold" else ModelJudge.load(inputs[name], name, config.batch_size)
+        judge = load_judge(name, inputs, config.batch_size)
         sft, policy = sft.scored_by(judge, asked), policy.scored_by(judge, asked)
         margin = tie_margin_of(judge, config.tie_margin, sft.scores[name])
         scores, baseline = (np.reshape(model.scores[name], by_prompt) for model in (policy, sft))
@@ -278,7 +314,7 @@ def judged_best_of_n(
     del reward
     for name in evaluation.comparisons:
         if name != "reward":
-            judge: Judge = GoldJudge() if name == "gold" else ModelJudge.load(inputs[name], name, config.batch_size)
+            judge = load_judge(name, inputs, config.batch_size)
             best = best.scored_by(judge, prompts)
     return best
 

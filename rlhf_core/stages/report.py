@@ -6,6 +6,7 @@ from typing import Any
 
 from rlhf_core.config.report import ReportConfig
 from rlhf_core.evaluation.report.headline import headline_metrics, write_curves
+from rlhf_core.evaluation.report.lineage import report_lineage
 from rlhf_core.evaluation.report.render import render
 from rlhf_core.evaluation.report.sources import load_sources
 from rlhf_core.evaluation.report.view import build_context
@@ -24,6 +25,7 @@ _HISTORIES = {
 _SAMPLES = {
     "comparisons": "samples/comparisons.parquet",
     "bad_cases": "samples/bad_cases.jsonl",
+    "reward_mistakes": "samples/reward_mistakes.jsonl",
     "reward_plots": "plots/reward",
 }
 _INPUTS = _METRICS | _GATES | _HISTORIES | _SAMPLES | {"data_card": "data/card"}
@@ -33,9 +35,12 @@ def run(config: ReportConfig, inputs: Paths, outputs: Paths, context: RunContext
     """Write ``report.html``, the headline metrics and the training curves.
 
     Missing parts are named. Files of stages behind a failed gate are from an earlier run and are left out. The
-    workspace's params.yaml is quoted for the reader; nothing depends on it.
+    workspace's params.yaml is quoted for the reader, beside the commit, dvc.lock and the run in MLflow; nothing depends
+    on them.
     """
-    sources = load_sources(inputs, outputs.report.parent / "params.yaml")
+    workspace = outputs.report.parent
+    lineage = report_lineage(workspace, context.tracker.run_id)
+    sources = load_sources(inputs, workspace / "params.yaml", lineage)
     atomic_write_text(outputs.report, render(build_context(sources, config.title, config.replies)))
     atomic_write_json(outputs.headline, headline_metrics(sources.metrics))
     write_curves(sources.histories, outputs.curves)

@@ -10,10 +10,11 @@ from functools import partial
 
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.splits import PairUser
-from rlhf_core.files import atomic_dir, atomic_write_json
+from rlhf_core.files import atomic_dir, atomic_write_json, atomic_write_lines
 from rlhf_core.models.base import fitting_length, load_tokenizer
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.reward.baselines import bag_of_words_accuracy
+from rlhf_core.training.reward.mistakes import worst_mistakes
 from rlhf_core.training.reward.plots import draw_reward_plots
 from rlhf_core.training.reward.run import (
     RewardModelRun,
@@ -71,7 +72,10 @@ def train_reward_model(
 
 
 def plots_and_baseline(run: RewardModelRun, outputs: Paths, context: RunContext) -> dict[str, float]:
-    """Draw margins, calibration and curves; return what a bag of words reaches on the same pairs."""
+    """Draw margins, calibration and curves, write the worst mistakes on the test pairs, and return what a bag of words
+    reaches on the same pairs.
+    """
+    atomic_write_lines(outputs.mistakes, worst_mistakes(run.scores["test"], run.held_out["test"]))
     with atomic_dir(outputs.plots) as plots:
         margins = {name: scored.margins for name, scored in run.scores.items()}
         draw_reward_plots(plots, margins, run.trained.result.history)
@@ -93,5 +97,6 @@ STAGE = Stage(
         "history": "history/reward.jsonl",
         "plots": "plots/reward",
         "scores": "samples/reward_scores.json",
+        "mistakes": "samples/reward_mistakes.jsonl",
     },
 )

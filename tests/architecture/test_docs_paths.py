@@ -83,7 +83,7 @@ def command_of(words: list[str]) -> Any:
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_commands_and_their_options_exist(page: Path) -> None:
     for words in rlhf_commands(page.read_text(encoding="utf-8")):
-        names = [word for word in words if re.fullmatch(r"[a-z]+", word)]
+        names = [word for word in words if re.fullmatch(r"[a-z]+(-[a-z]+)*", word)]
         if words[0].startswith("-"):
             assert words[0] in ("--help", "--debug")
             continue

@@ -19,7 +19,7 @@ LAYERS = (
     {"sampling", "training"},
     {"models", "data", "world"},
     {"config", "tracking", "progress", "fingerprint", "distributed", "preemption", "hub"},
-    {"files", "file_patterns", "garbage_collection", "remote_files", "http_retry", "user_function"},
+    {"files", "file_patterns", "garbage_collection", "remote_files", "http_retry", "user_function", "git"},
     {"errors"},
 )
 FLOWS_LAYERS = (
@@ -34,7 +34,7 @@ FLOWS_LAYERS = (
     {"supervision"},
 )
 # What flows uses of the core: these packages and modules, and single functions where a module asks for more.
-FLOWS_MAY_USE = {"config", "gates", "errors", "files", "file_patterns", "garbage_collection", "__version__"}
+FLOWS_MAY_USE = {"config", "gates", "errors", "files", "file_patterns", "garbage_collection", "git", "__version__"}
 FLOWS_MAY_ALSO_USE = {
     "flows.cli": {"chat_terminal", "cli", "data_commands"},  # it mounts the core's commands on its own command line
     "flows.commands.data_diff": {"data_commands", "data.changes"},  # one of the group rlhf data

@@ -91,8 +91,8 @@ def _sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
 
 
 def _judges(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
-    """Check what the evaluation needs besides models: the LLM judge's key, the file of verifiable prompts."""
-    llm_judge, verifiable = params.evaluate.llm_judge, params.evaluate.verifiable
+    """Check what the evaluation needs besides models: the LLM judge's key, files of prompts and questions."""
+    llm_judge = params.evaluate.llm_judge
     if llm_judge is not None and llm_judge.token_env is not None:
         name = llm_judge.token_env
         if os.environ.get(name, "").strip():
@@ -100,12 +100,15 @@ def _judges(workspace: Path, params: Params) -> Iterator[DoctorCheck]:
         else:
             remedy = f"export {name}=… wherever evaluate runs; without it the stage stops before it samples"
             yield DoctorCheck(WARN, "llm judge", f"the environment variable {name} is not set", remedy)
-    if verifiable is not None:
-        if (workspace / verifiable.path).is_file():
-            yield DoctorCheck(OK, "verifiable prompts", verifiable.path)
-        else:
-            remedy = "correct evaluate.verifiable.path; relative ones start at the workspace"
-            yield DoctorCheck(FAIL, "verifiable prompts", f"{workspace / verifiable.path} is no file", remedy)
+    for content, patterns in params.evaluate.untracked_files.items():
+        for pattern in patterns:
+            try:
+                files = expand(pattern, workspace)
+            except DataError as error:
+                remedy = "correct its path in the section evaluate; relative ones start at the workspace"
+                yield DoctorCheck(FAIL, content, str(error), remedy)
+            else:
+                yield DoctorCheck(OK, content, pattern if len(files) == 1 else f"{pattern}: {len(files)} files")
 
 
 def base_model_check(workspace: Path, source: str, revision: str | None) -> DoctorCheck:

@@ -97,17 +97,21 @@ def overridden(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
 def rebase_sources(text: str, origin: Path, target: Path) -> str:
     """``text`` with its relative paths, written for ``origin``, made right for ``target``.
 
-    These are the paths of data, evaluation and verifiable files, of the starting model, of the tokenizer to count with
-    and of reward sources. A workspace's own ``models/`` and ``data/annotations/`` stay its own.
+    These are the paths of data, evaluation, verifiable and multiple-choice files, of opponents' replies, of the
+    starting model, of the tokenizer to count with and of reward sources. A workspace's own ``models/`` and
+    ``data/annotations/`` stay its own.
     """
     document = yaml_text.parse(text, "params.yaml")
-    collect, verifiable = document.get("collect") or {}, (document.get("evaluate") or {}).get("verifiable") or {}
+    collect, evaluate = document.get("collect") or {}, document.get("evaluate") or {}
+    verifiable, multiple_choice = evaluate.get("verifiable") or {}, evaluate.get("multiple_choice") or {}
     if collect.get("annotations") and not collect["annotations"].startswith(OWN_ANNOTATIONS):
         collect["annotations"] = _rebase_file(collect["annotations"], origin, target)
     if verifiable:
         verifiable["path"] = _rebase_file(str(verifiable.get("path")), origin, target)
     files = collect.get("files") or {}
-    for sources in [*files.values(), (document.get("validate") or {}).get("evaluation_files")]:
+    questions = [multiple_choice.get(key) for key in ("files", "few_shot_files")]
+    opponents = evaluate.get("opponents")
+    for sources in [*files.values(), (document.get("validate") or {}).get("evaluation_files"), *questions, opponents]:
         for position, source in enumerate(sources or []):
             entries, key = (source, "path") if isinstance(source, dict) else (sources, position)
             entries[key] = _rebase_file(str(entries[key]), origin, target)

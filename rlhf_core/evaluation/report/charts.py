@@ -41,12 +41,12 @@ class Band:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Shares of prompts that each side wins, and the policy's win rate with its 95 % interval."""
+    """Shares of prompts that each side wins, and the candidate's win rate with its 95 % interval."""
 
     label: str
-    sft: float
+    lose: float
     tie: float
-    policy: float
+    win: float
     win_rate: float
     low95: float
     high95: float
@@ -102,13 +102,15 @@ def interval_chart(rows: Sequence[tuple[str, float, float, float]], centre: floa
     return draw_svg(draw, title, ROW_HEIGHT * len(rows) + AXIS_HEIGHT)
 
 
-def outcome_chart(rows: Sequence[Outcomes], title: str = "") -> Markup:
-    """Draw a bar per row: from the left the shares of prompts that SFT wins, that are ties, that the policy wins."""
+def outcome_chart(
+    rows: Sequence[Outcomes], title: str = "", baseline: str = "SFT", candidate: str = "policy"
+) -> Markup:
+    """Draw a bar per row: from the left the shares of prompts that the baseline wins, ties, and the candidate wins."""
 
     def draw(axes: Axes) -> None:
         for y, row in enumerate(rows):
             left = 0.0
-            for share, colour in ((row.sft, SERIES[1]), (row.tie, COLOURS["line"]), (row.policy, SERIES[0])):
+            for share, colour in ((row.lose, SERIES[1]), (row.tie, COLOURS["line"]), (row.win, SERIES[0])):
                 axes.barh(y, share, left=left, color=colour, height=0.62)
                 left += share
             label = f"{row.win_rate:.2f} ({row.low95:.2f} to {row.high95:.2f}), n {row.prompts}"
@@ -117,7 +119,7 @@ def outcome_chart(rows: Sequence[Outcomes], title: str = "") -> Markup:
         axes.set_xlim(0, 1)
         _label_rows(axes, [row.label for row in rows])
 
-    legend = _legend([("s1", "SFT wins"), ("tie", "tie"), ("s0", "policy wins")])
+    legend = _legend([("s1", f"{baseline} wins"), ("tie", "tie"), ("s0", f"{candidate} wins")])
     return draw_svg(draw, title, ROW_HEIGHT * len(rows) + AXIS_HEIGHT) + legend
 
 

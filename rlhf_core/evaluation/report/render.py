@@ -30,8 +30,9 @@ def lang_attribute(text: str) -> Markup:
 
 
 def breakable(text: str) -> Markup:
-    """Let a browser break a long name after its dots and underscores, and nowhere else."""
-    return Markup(re.sub(r"([._])(?=\w)", r"\1<wbr>", escape(text)))
+    """Let a browser break a long name after its dots and underscores, and nowhere else; numbers stay whole."""
+    # In text that is already Markup the substitution would escape the tags that it puts in.
+    return Markup(re.sub(r"([._])(?=[^\W\d])", r"\1<wbr>", str(escape(text))))
 
 
 @cache

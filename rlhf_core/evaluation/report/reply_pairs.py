@@ -60,6 +60,12 @@ def reply_pair(row: Mapping[str, Any]) -> JsonObject:
     }
 
 
+def mistaken_pair(row: Mapping[str, Any]) -> JsonObject:
+    """Return a pair that the reward model ranks wrongly, with the words marked in which its replies differ."""
+    chosen, rejected = mark_differences(str(row.get("chosen", "")), str(row.get("rejected", "")))
+    return {**row, "chosen_marked": chosen, "rejected_marked": rejected}
+
+
 def mark_differences(first: str, second: str) -> tuple[Markup, Markup]:
     """Escape both texts and put ``<mark>`` around the words that the other one does not have at that place."""
     pieces = [WORDS.findall(text) for text in (first, second)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from rlhf_core.data.schema import read_table
 from rlhf_core.errors import DataError
+from rlhf_core.evaluation.report.lineage import ReportLineage
 from rlhf_core.files import read_json, sha256_file
 
 STAGES = ("data", "sft", "reward", "referee", "judge", "critic", "ppo", "evaluation")
@@ -40,6 +41,8 @@ class ReportSources:
         histories: Rows of ``history/NAME.jsonl`` by stage.
         comparisons: Rows of ``samples/comparisons.parquet``.
         bad_cases: Rows of ``samples/bad_cases.jsonl``.
+        lineage: Where all of it comes from.
+        mistakes: Rows of ``samples/reward_mistakes.jsonl``.
         images: (caption, data URI) of each plot.
         hashes: sha256 by file.
         params: Text of the workspace's params.yaml.
@@ -57,15 +60,20 @@ class ReportSources:
     params: str
     missing: dict[str, str]
     data_card: str = ""
+    mistakes: list[JsonObject] = field(default_factory=list)
+    lineage: ReportLineage = field(default_factory=ReportLineage)
 
 
-def load_sources(inputs: Mapping[str, Path], params: Path | None = None) -> ReportSources:
+def load_sources(
+    inputs: Mapping[str, Path], params: Path | None = None, lineage: ReportLineage | None = None
+) -> ReportSources:
     """Read all inputs that exist.
 
     Args:
         inputs: Paths by key: ``NAME_metrics``, ``NAME_gate``, ``NAME_history``, ``comparisons``, ``bad_cases``,
-            ``reward_plots`` (a folder of images), ``data_card`` (a folder).
+            ``reward_mistakes``, ``reward_plots`` (a folder of images), ``data_card`` (a folder).
         params: The workspace's params.yaml.
+        lineage: Where all of it comes from, if that is known.
     """
     read_gates = {name: _read_object(inputs.get(f"{name}_gate")) for name in GATES}
     gates = {name: content for name, content in read_gates.items() if isinstance(content, dict)}
@@ -91,10 +99,12 @@ def load_sources(inputs: Mapping[str, Path], params: Path | None = None) -> Repo
         histories={name: [] if name in stale else _read_lines(inputs.get(f"{name}_history")) for name in HISTORIES},
         comparisons=comparisons,
         bad_cases=[] if "evaluation" in stale else _read_lines(inputs.get("bad_cases")),
+        mistakes=[] if "reward" in stale else _read_lines(inputs.get("reward_mistakes")),
         images=[] if "reward" in stale else _read_images(inputs.get("reward_plots")),
         hashes={f"{path.parent.name}/{path.name}": sha256_file(path) for path in inputs.values() if path.is_file()},
         params=params.read_text(encoding="utf-8") if params is not None and params.is_file() else "",
         missing=missing,
+        lineage=lineage or ReportLineage(),
         data_card=DATA_CARD if "data_card" in inputs and (inputs["data_card"] / Path(DATA_CARD).name).is_file() else "",
     )
 

@@ -18,8 +18,10 @@ from rlhf_core.evaluation.report.charts import interval_chart, outcome_chart
 from rlhf_core.evaluation.report.conclusion import conclude
 from rlhf_core.evaluation.report.curves import draw_charts
 from rlhf_core.evaluation.report.environment import package_versions
+from rlhf_core.evaluation.report.group_outcomes import group_chart, opponent_charts
 from rlhf_core.evaluation.report.over_optimization import over_optimization_chart
-from rlhf_core.evaluation.report.reply_pairs import JUDGES, reply_pair, spread_over_categories
+from rlhf_core.evaluation.report.reply_pairs import JUDGES, mistaken_pair, reply_pair, spread_over_categories
+from rlhf_core.evaluation.report.reward_histograms import reward_histograms
 from rlhf_core.evaluation.report.sources import JsonObject, ReportSources
 
 # Rows of the table of SFT beside policy.
@@ -37,6 +39,7 @@ MODEL_METRICS = (
     ("perplexity_reference", "Perplexity under SFT"),
     ("perplexity_preferred", "Perplexity of held-out preferred replies"),
     ("perplexity_pretrain", "Perplexity of held-out text"),
+    ("multiple_choice.accuracy", "Multiple choice answered rightly"),
     ("regression", "Regression set passed"),
     ("safety.refuses_harmful", "Harmful requests refused"),
     ("safety.answers_benign", "Benign look-alikes answered"),
@@ -63,14 +66,24 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "categories": evaluation.get("category", {}),
         "category_metrics": list(dict.fromkeys(key for row in evaluation.get("category", {}).values() for key in row)),
         "category_charts": _category_charts(sources, comparisons),
+        "group_chart": group_chart(evaluation.get("group", {})),
+        "opponents": opponent_charts(evaluation.get("opponents", {})),
         "over_optimization": over_optimization_chart(history, evaluation, sources.comparisons),
         "alternatives": alternatives(evaluation, method, sources.histories),
         "method": METHOD_NAMES[method],
         "policy_against_best": evaluation.get("best_of_n", {}).get("policy_comparison", {}),
         "regression": _regression(evaluation),
+        "multiple_choice": evaluation.get("multiple_choice", {}),
+        "answered": [
+            (label, evaluation[name]["multiple_choice"])
+            for name, label in (("sft", "SFT"), ("policy", "policy"))
+            if "multiple_choice" in evaluation.get(name, {})
+        ],
         "findings": fired,
         "curves": draw_charts(sources.histories, sorted({float(entry["iteration"]) for entry in fired})),
         "images": sources.images,
+        "reward_histograms": reward_histograms(history),
+        "mistakes": [mistaken_pair(row) for row in sources.mistakes],
         "replies": [reply_pair(row) for row in spread_over_categories(sources.comparisons, replies)],
         "versions": package_versions(),
         "bad_cases": [reply_pair(row) for row in sources.bad_cases],
@@ -81,6 +94,7 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "data_card": sources.data_card,
         "params": sources.params,
         "hashes": sources.hashes,
+        "lineage": sources.lineage,
         "missing": sources.missing,
     }
 

@@ -15,6 +15,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
+from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.reward_sources import (
     OWN_MODEL,
     ClassifierSource,
@@ -36,10 +37,11 @@ def write_tracked_files(workspace: Path, sources: RewardSources) -> None:
     write_sources(workspace, folder_patterns(workspace, sources), NAME, code_lines(workspace, sources))
 
 
-def write_verifiable(workspace: Path, config: VerifiableConfig | None) -> None:
-    """Refresh ``.fingerprints/verifiable.txt``: the file of verifiable prompts, and the code of their functions."""
-    paths = [] if config is None else [config.path]
-    write_sources(workspace, paths, "verifiable", code_lines(workspace, verifiable_functions(config)))
+def write_evaluation_inputs(workspace: Path, config: EvaluateConfig) -> None:
+    """Refresh ``.fingerprints/verifiable.txt``: the files that ``evaluate`` names, and the code of its functions."""
+    code = code_lines(workspace, verifiable_functions(config.verifiable))
+    patterns = [pattern for kind in config.untracked_files.values() for pattern in kind]
+    write_sources(workspace, patterns, "verifiable", code)
 
 
 def verifiable_functions(config: VerifiableConfig | None) -> tuple[FunctionSource, ...]:

@@ -64,7 +64,7 @@ def render(root: Path) -> str:
     page = (root / "report.html").read_text()
     parser = Balanced()
     parser.feed(page)
-    assert parser.open == [] and "script" not in parser.seen
+    assert parser.open == [] and "script" not in parser.seen and "&lt;wbr" not in page
     # Nothing is loaded; the one link to another file is that to the data card beside the report.
     assert not re.search(r"(src|href)=\"(?!data:|#|data/card/card\.html\")", page) and "http" not in page.replace(
         "http-equiv", ""
@@ -116,6 +116,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert page.count("&lt;script&gt;") >= 4
     assert "0.654" in page and "0.543 to 0.765" in page and "; 0.65 at equal length" in page
     assert "held-out pairs; 0.60 on length-balanced ones" in page
+    assert "gets most wrong" not in page and "multiple-choice" not in page and "Helpful and harmless apart" not in page
 
 
 def test_best_of_n_stands_beside_the_policy_where_it_was_measured(tmp_path: Path) -> None:
@@ -249,10 +250,10 @@ def test_outcomes_by_category_count_prompts_and_begin_with_the_worst() -> None:
         {"id": "3", "category": "b", "sft_judge": 1.0, "policy_judge": 0.0},
     ]
     worst, best = category_outcomes(rows, "judge", 0.1)
-    assert (worst.label, worst.win_rate, worst.sft, worst.prompts) == ("b", 0.0, 1.0, 1)
+    assert (worst.label, worst.win_rate, worst.lose, worst.prompts) == ("b", 0.0, 1.0, 1)
     # Prompt 1 is won twice; prompt 2 is lost once and tied once.
     assert (best.label, best.win_rate, best.prompts) == ("a", pytest.approx((1 + 0.25) / 2), 2)
-    assert (best.policy, best.tie, best.sft) == (0.5, 0.0, 0.5)
+    assert (best.win, best.tie, best.lose) == (0.5, 0.0, 0.5)
 
 
 def test_over_optimization_needs_kl_and_scores() -> None:

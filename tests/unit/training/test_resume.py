@@ -14,6 +14,7 @@ from architecture.glossary import undocumented
 
 from rlhf_core.files import sha256_file
 from rlhf_core.training.history import CLOCK_FIELDS, read_history
+from rlhf_core.training.reward.mistakes import KEPT
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +100,9 @@ def test_reward_outputs_are_what_a_user_expects(workspace: Path, whole: dict[str
     assert {path.name for path in (out / "plots/reward").iterdir()} == {
         "margins.png", "calibration.png", "curves.png",
     }  # fmt: skip
+    mistakes = [json.loads(line) for line in (out / "samples/reward_mistakes.jsonl").read_text().splitlines()]
+    assert all(row["margin"] < 0 for row in mistakes) and len(mistakes) <= KEPT
+    assert bool(mistakes) == (metrics["test_accuracy"] < 1.0)  # type: ignore[operator]
     expected = {"accuracy", "margin_mean", "margin_std", "ece", "length_correlation", "accuracy_shorter_preferred"}
     assert expected | {f"test_{key}" for key in expected} | {"baseline_longer", "baseline_bow"} <= set(metrics)
     assert set(metrics["category"]) == {"fact", "howto"}  # type: ignore[call-overload]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.config.evaluate import EvaluateStageConfig
+from rlhf_core.config.evaluate import EvaluateConfig, EvaluateStageConfig
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.verifiable import VerifiableConfig
@@ -19,7 +19,7 @@ from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.verifiable.prompts import VerifiablePrompts
 from rlhf_core.evaluation.verifiable.requirements import Requirements, check_reply
 from rlhf_core.gates import check
-from rlhf_core.ppo.reward_sources.tracked_files import write_verifiable
+from rlhf_core.ppo.reward_sources.tracked_files import write_evaluation_inputs
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
@@ -147,10 +147,10 @@ def test_a_changed_file_or_function_is_seen(tmp_path: Path) -> None:
         lambda: written(tmp_path, {"prompt": "!", "require": {"function": "f"}}),
     ):
         change()
-        write_verifiable(tmp_path, config)
+        write_evaluation_inputs(tmp_path, EvaluateConfig(verifiable=config))
         texts.append(seen.read_text())
     assert len(set(texts)) == 3
-    write_verifiable(tmp_path, None)
+    write_evaluation_inputs(tmp_path, EvaluateConfig())
     assert seen.read_text() == "\n"
 
 

@@ -1,0 +1,1 @@
+"""Multiple-choice questions, answered by log-likelihood: what PPO costs in knowledge (alignment tax)."""

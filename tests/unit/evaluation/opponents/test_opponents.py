@@ -1,0 +1,192 @@
+"""A third party's replies: matched by content, bad files in a line, and judged against both models in the stage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from rlhf_core.config.evaluate import EvaluateConfig, EvaluateStageConfig
+from rlhf_core.config.gates import Condition
+from rlhf_core.config.loading import yaml_text
+from rlhf_core.config.loading.overlay import rebase_sources
+from rlhf_core.config.opponents import OpponentConfig
+from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table, write_rows
+from rlhf_core.errors import DataError
+from rlhf_core.evaluation.comparison import compare, compare_outcomes, outcomes
+from rlhf_core.evaluation.drift import Drift
+from rlhf_core.evaluation.judges.pairwise import PairwiseJudgement, PairwiseJudgements
+from rlhf_core.evaluation.opponents.judging import judge_opponents
+from rlhf_core.evaluation.opponents.replies import Opponent, read_opponent
+from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
+from rlhf_core.evaluation.reply import Reply
+from rlhf_core.gates import check
+from rlhf_core.ppo.reward_sources.tracked_files import write_evaluation_inputs
+from rlhf_core.stages import evaluate
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.training.run_context import RunContext
+
+from ..conftest import made_prompt
+
+PROMPTS = [made_prompt(f"what is {i} and {i}?", "fact" if i % 2 else "harmful", "a file") for i in range(4)]
+CONFIG = OpponentConfig(name="other", path="replies.jsonl")
+
+
+def written(folder: Path, *rows: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / "replies.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def replies_to(*prompts: Prompt) -> list[dict[str, str]]:
+    return [{"prompt": row.prompt[-1].content, "reply": f"reply to {row.prompt[-1].content}"} for row in prompts]
+
+
+def test_replies_are_matched_by_content_and_missing_ones_counted(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "what is  2 and 2?\r\n"}]
+    rows = [{"prompt": turns, "reply": ""}, *replies_to(PROMPTS[0]), {"prompt": "something else", "reply": "x"}]
+    opponent = read_opponent(CONFIG, PROMPTS, written(tmp_path, *rows, rows[0]))
+    assert [reply and reply.text for reply in opponent.replies] == ["reply to what is 0 and 0?", None, "", None]
+    assert opponent.answered == [0, 2] and opponent.unused == 1
+    assert all(reply.finished and not reply.token_ids for reply in opponent.known_replies())
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", r"line 2: the line is not valid JSON"),
+        ({"prompt": "x"}, r"line 2, reply: missing"),
+        ({"prompt": "x", "reply": 3}, r"line 2, reply: not a text"),
+        ({"prompt": [], "reply": "x"}, r"line 2, prompt: neither a text nor a list of messages"),
+        ({"prompt": [{"role": "bot", "content": "x"}], "reply": "x"}, r"line 2, prompt: neither"),
+        (
+            {"prompt": PROMPTS[0].prompt[0].content, "reply": "another"},
+            r"line 2: another reply to the prompt of line 1",
+        ),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        read_opponent(CONFIG, PROMPTS, written(tmp_path, *replies_to(PROMPTS[0]), row))
+    assert "\n" not in str(caught.value) and "replies.jsonl" in str(caught.value)
+
+
+def test_a_file_of_other_prompts_or_none_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has replies to none of the 4 prompts of the evaluation"):
+        read_opponent(CONFIG, PROMPTS, written(tmp_path, {"prompt": "else", "reply": "x"}))
+    with pytest.raises(DataError, match=r"no file matches 'gone\.jsonl'.*correct evaluate\.opponents"):
+        read_opponent(OpponentConfig(name="other", path="gone.jsonl"), PROMPTS, tmp_path)
+    with pytest.raises(ValidationError, match="two opponents are called 'other'"):
+        EvaluateConfig(opponents=(CONFIG, CONFIG))
+    with pytest.raises(ValidationError, match="String should match pattern"):
+        OpponentConfig(name="a.b", path="x")
+
+
+class Longer:
+    """The longer reply is better."""
+
+    name, absolute_tie = "gold", 0.5
+
+    def score(self, prompts: Any, replies: Any) -> list[float]:
+        assert len(prompts) == len(replies)
+        return [float(len(reply.text)) for reply in replies]
+
+
+class Undecided:
+    """Decides on all pairs but the first: for the candidate."""
+
+    name = "llm"
+
+    def judge(self, prompts: Any, candidate: Any, baseline: Any) -> PairwiseJudgements:
+        return PairwiseJudgements([PairwiseJudgement(1.0 if i else None) for i in range(len(prompts))], {})
+
+
+def model(*texts: str) -> EvaluatedModel:
+    replies = [Reply(text, True) for text in texts]
+    return EvaluatedModel(replies, [], Drift(0.0, 0.0, 1.0), {"gold": [float(len(text)) for text in texts]})
+
+
+def test_both_models_meet_it_on_the_prompts_that_it_has() -> None:
+    # Two replies to each prompt; the first ones meet the opponent.
+    sft, policy = model("a", "-", "aa", "-", "aaa", "-"), model("aaaa", "-", "aa", "-", "a", "-")
+    asked = [row for row in PROMPTS[:3] for _ in range(2)]
+    gold = compare([4.0, 2.0, 1.0], [1.0, 2.0, 3.0], 0.5, 50)
+    evaluation = Evaluation(asked, [], sft, policy, {"gold": gold}, replies_per_prompt=2)
+    opponent = Opponent("other", [Reply("bb", True), None, Reply("bb", True)], 5)
+    (judged,) = judge_opponents([opponent], evaluation, [Longer()], Undecided())
+    metrics = judged.metrics(["harmless", "helpful", "harmless"], 50, 1)
+    assert (metrics["prompts"], metrics["missing"], metrics["unused"], metrics["gold"]) == (2, 1, 5, 2.0)
+    assert metrics["policy"]["comparison"]["gold"]["win_rate"] == 0.5, "4 against 2, and 1 against 2"
+    assert metrics["sft"]["comparison"]["gold"] == compare([1.0, 3.0], [2.0, 2.0], 0.5, 50, 1, [-1, 1]).as_dict()
+    assert metrics["policy"]["comparison"]["llm"]["prompts"] == 1
+    assert set(metrics["policy"]["group"]) == {"harmless"}
+    by_hand = compare_outcomes(outcomes(np.array([2.0, -1.0]), 0.5), 50, 1).as_dict()
+    assert metrics["policy"]["group"]["harmless"]["gold"] == by_hand
+    assert [row["opponent_other_reply"] for row in judged.columns()] == ["bb", None, "bb"]
+    assert [row["opponent_other_gold"] for row in judged.columns()] == [2.0, None, 2.0]
+
+
+def test_without_opponents_no_judge_is_loaded() -> None:
+    def never() -> Any:
+        raise AssertionError("a judge was loaded")
+        yield
+
+    assert judge_opponents([], Evaluation([], [], model(), model(), {}), never(), None) == []
+
+
+def test_the_stage_judges_opponents_and_groups_for_gates(tmp_path: Path, models: Path) -> None:
+    write_rows(tmp_path / "data/clean/prompts/test.parquet", PROMPTS)
+    pair = Preference("1", [Message("user", "?")], "a", "b", None, "", "", "")
+    write_rows(tmp_path / "data/clean/preferences/test.parquet", [pair])
+    write_rows(tmp_path / "data/clean/pretrain/validation.parquet", [PretrainText("1", "a text", "", "", "")])
+    written(tmp_path, *replies_to(PROMPTS[0], PROMPTS[3]))
+    plain = EvaluateStageConfig.model_validate(
+        {"prompts": 4, "kl_samples": 2, "max_new_tokens": 5, "bootstrap": 50, "safety": {"prompts": 0},
+         "sampling": {"max_new_tokens": 5}}
+    )  # fmt: skip
+    inputs = {key: models / Path(path).name for key, path in evaluate.STAGE.inputs.items()}
+    inputs["clean"] = tmp_path / "data/clean"
+    results = {}
+    for name, config in (("plain", plain), ("met", plain.model_copy(update={"opponents": (CONFIG,)}))):
+        outputs = Paths({key: tmp_path / name / path for key, path in evaluate.STAGE.outputs.items()})
+        evaluate.STAGE.run(config, Paths(inputs), outputs, RunContext(tmp_path / "work", folder=tmp_path))
+        results[name] = json.loads(outputs.metrics.read_text())
+    met = results["met"].pop("opponents")["other"]
+    assert results["met"] == results["plain"], "it changes no other number"
+    assert (met["prompts"], met["missing"], met["unused"]) == (2, 2, 0)
+    assert set(met["policy"]["comparison"]) == set(met["sft"]["comparison"]) == {"reward", "referee", "judge"}
+    assert set(met["policy"]["group"]) == {"helpful", "harmless"}
+    groups = results["plain"]["group"]
+    assert {name: by_judge["judge"]["prompts"] for name, by_judge in groups.items()} == {"helpful": 2, "harmless": 2}
+    whole = results["plain"]["comparison"]["judge"]["win_rate"]
+    assert np.mean([groups[name]["judge"]["win_rate"] for name in groups]) == pytest.approx(whole)
+    rows = {row["prompt"]: row for row in read_table(tmp_path / "met/samples/comparisons.parquet").to_pylist()}
+    assert sum(row["opponent_other_reply"] is not None for row in rows.values()) == 2
+    assert all(row["opponent_other_judge"] is not None for row in rows.values() if row["opponent_other_reply"])
+    condition = Condition(metric="group.harmless.judge.win_rate", at_least=0.0, why="a gate can use it")
+    assert check(condition, results["plain"]).passed
+
+
+def test_paths_follow_the_parameters_and_are_fingerprinted(tmp_path: Path) -> None:
+    text = (
+        "evaluate:\n  multiple_choice: {files: ['val/*.csv', /abs.csv], few_shot: 1, few_shot_files: [dev.csv]}\n"
+        "  opponents: [{name: other, path: replies.jsonl}]\n"
+    )
+    moved = yaml_text.plain(yaml_text.parse(rebase_sources(text, Path("/w/a"), Path("/w/b/c")), ""))["evaluate"]
+    assert moved["multiple_choice"]["files"] == ["../../a/val/*.csv", "/abs.csv"]
+    assert moved["multiple_choice"]["few_shot_files"] == ["../../a/dev.csv"]
+    assert moved["opponents"] == [{"name": "other", "path": "../../a/replies.jsonl"}]
+    config = EvaluateConfig.model_validate(moved)
+    patterns = [pattern for kind in config.untracked_files.values() for pattern in kind]
+    assert set(patterns) == {"../../a/val/*.csv", "/abs.csv", "../../a/dev.csv", "../../a/replies.jsonl"}
+    fingerprints = []
+    for reply in ("one", "two"):
+        written(tmp_path, {"prompt": "x", "reply": reply})
+        write_evaluation_inputs(tmp_path, EvaluateConfig(opponents=(CONFIG,)))
+        fingerprints.append((tmp_path / ".fingerprints/verifiable.txt").read_text())
+    assert fingerprints[0] != fingerprints[1] and "replies.jsonl" in fingerprints[0]

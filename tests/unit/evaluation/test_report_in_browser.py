@@ -1,0 +1,101 @@
+"""The report in headless Chromium: no errors on the console, nothing loaded, nothing wider than a phone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Browser, find_chromium
+
+from .test_report import ATTACK, fill, render, write
+
+CHROMIUM = find_chromium()
+pytestmark = [
+    pytest.mark.services,
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
+]
+PHONE, DESKTOP = 375, 1280
+LONG_WORD = "example.com/" + "averylongword" * 20
+# Elements that reach beyond the right edge and are not cut by an element around them.
+TOO_WIDE = """[...document.querySelectorAll('body *')].filter(element => {
+  const box = element.getBoundingClientRect();
+  if (box.width <= 1 || box.right <= innerWidth + 1 || element.closest('.stack thead')) return false;
+  for (let around = element.parentElement; around; around = around.parentElement)
+    if (getComputedStyle(around).overflowX != 'visible') return false;
+  return true;
+}).map(element => `${element.tagName}.${element.className.baseVal ?? element.className}`)"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report in which every part is shown, with texts that are hard to place."""
+    root = tmp_path_factory.mktemp("report")
+    fill(root)
+    evaluation = json.loads((root / "metrics/evaluation.json").read_text())
+    versus = evaluation["comparison"]["gold"]
+    side = {"comparison": {"gold": versus}, "group": {"harmless": {"gold": versus}}}
+    answered = {"accuracy": 0.4, "accuracy_low95": 0.3, "accuracy_high95": 0.5, "subject_mean": 0.4}
+    for name in ("sft", "policy"):
+        evaluation[name]["multiple_choice"] = answered
+    scored = [
+        f"{side}_{judge}" for judge in ("gold", "judge", "referee", "reward") for side in ("policy", "sft", "win_rate")
+    ]
+    evaluation |= {
+        "category": {"selfinstruct": {"prompts": 100, **dict.fromkeys(scored, -0.123)}},
+        "group": {"helpful": {"judge": versus, "gold": versus}},
+        "opponents": {"another assistant of a third party": {
+            "prompts": 3, "missing": 2, "unused": 7, "sft": side, "policy": side}},
+        "multiple_choice": {
+            "questions": 5, "too_long": 1, "difference": 0.2, "difference_low95": -0.3, "difference_high95": 0.7,
+            "policy_alone_right": 2, "sft_alone_right": 1,
+            "subject": {name: {"questions": 5, "sft": 0.4, "policy": 0.6} for name in ("城市", "a" * 60)},
+        },
+    }  # fmt: skip
+    write(root / "metrics/evaluation.json", json.dumps(evaluation))
+    pair = {"category": "fact", "prompt": LONG_WORD, "chosen": LONG_WORD, "rejected": ATTACK, "margin": -2.3,
+            "reward_chosen": -1.5, "reward_rejected": 0.8, "tokens_chosen": 6, "tokens_rejected": 2}  # fmt: skip
+    write(root / "samples/reward_mistakes.jsonl", json.dumps(pair) + "\n")
+    edges = {f"reward_{name}": value for name, value in
+             {"min": -3, "p05": -2, "p25": -1, "p50": 0, "p75": 1, "p95": 2, "max": 3}.items()}  # fmt: skip
+    history = [edges | {"iteration": i, "reward_mean": 0.1 * i, "kl": i, "findings": []} for i in range(1, 20)]
+    write(root / "history/ppo.jsonl", "\n".join(map(json.dumps, history)))
+    write(root / "dvc.lock", f"stages: {{sft: {{outs: [{{path: models/sft, md5: {'0123456789abcdef' * 2}.dir}}]}}}}\n")
+    text = render(root)
+    for part in ("Distribution of rewards over time", "gets most wrong", "Against another", "dvc.lock sha256"):
+        assert part in text
+    return root / "report.html"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    assert CHROMIUM is not None
+    opened = Browser(CHROMIUM, tmp_path_factory.mktemp("chromium"), width=DESKTOP, height=900)
+    for domain in ("Network", "Runtime", "Log"):
+        opened.call(f"{domain}.enable")
+    yield opened
+    opened.close()
+
+
+def reported(events: list[dict[str, Any]], method: str) -> list[dict[str, Any]]:
+    return [event["params"] for event in events if event["method"] == method]
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(PHONE, "dark"), (DESKTOP, "light")])
+def test_the_page_fits_loads_nothing_and_has_no_errors(page: Path, browser: Browser, width: int, scheme: str) -> None:
+    browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    browser.events.clear()
+    browser.open(page.as_uri(), "Configuration and lineage", "git commit")
+    browser.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
+    assert browser.evaluate("innerWidth") == width
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.evaluate(TOO_WIDE) == []
+    requests = [event["request"]["url"] for event in reported(browser.events, "Network.requestWillBeSent")]
+    loaded = [url for url in requests if not url.startswith("data:") and url != "about:blank"]
+    assert loaded == [page.as_uri()], "no request leaves the file"
+    assert reported(browser.events, "Runtime.exceptionThrown") == []
+    assert reported(browser.events, "Runtime.consoleAPICalled") == []
+    assert [entry["entry"]["text"] for entry in reported(browser.events, "Log.entryAdded")] == []
