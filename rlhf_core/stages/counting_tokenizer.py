@@ -30,7 +30,9 @@ def load_counting_tokenizer(source: str, base: Path) -> PreTrainedTokenizerBase:
         raise ModelError(f"the name of the tokenizer is empty; {WANTED}")
     path = base / Path(source).expanduser()
     if source.startswith(HUB_PREFIX) and not path.exists():
-        raise ModelError(f"{HUB_PREFIX} names data sets; the tokenizer's id is {source.removeprefix(HUB_PREFIX)!r}")
+        raise ModelError(
+            f"{source}: {HUB_PREFIX} is for data sets; name the tokenizer as {source.removeprefix(HUB_PREFIX)}"
+        )
     # Imported here: these load torch and transformers, which takes seconds and is for nothing without a tokenizer.
     from rlhf_core.models.gguf import is_gguf, load_gguf_tokenizer
     from rlhf_core.models.io import is_local

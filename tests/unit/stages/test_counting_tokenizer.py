@@ -17,7 +17,7 @@ from rlhf_core.stages.counting_tokenizer import load_counting_tokenizer
     ("source", "message"),
     [
         ("", "the name of the tokenizer is empty; give a model's folder, a .gguf file or a hub id"),
-        ("hub:owner/name", "hub: names data sets; the tokenizer's id is 'owner/name'"),
+        ("hub:owner/name", "hub:owner/name: hub: is for data sets; name the tokenizer as owner/name"),
         ("two words", "the tokenizer 'two words' is no file here and no hub id (owner/name); give a"),
         ("owner/no-such-name", "the tokenizer owner/no-such-name is not in the cache (HF_HUB_OFFLINE is set); give a"),
         ("notes", "the folder notes has no tokenizer (tokenizer.json); give a"),
