@@ -10,12 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from validation_rows import Rows, good_rows, make_row, run_validate
 
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.dataset import KindStatistics, data_metrics, split_parts
-from rlhf_core.data.formats import prompt_group
-from rlhf_core.data.schema import ROW_TYPES, Preference, arrow_schema, content_id, read_rows, write_dicts
-from rlhf_core.data.validation.quarantine import write_refused
+from rlhf_core.data.schema import ROW_TYPES, Preference, arrow_schema, read_rows, write_dicts
 from rlhf_core.data.validation.tables import RawData, Validated
 from rlhf_core.errors import EXIT_GATE_FAILED, DataError, GateFailed
 from rlhf_core.gates import decide
@@ -23,40 +22,7 @@ from rlhf_core.stages import validate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
 
-Rows = dict[str, list[dict[str, Any]]]
 REFUSED = {"kind": "preferences", "source": "x.jsonl", "position": 9, "reason": "no prompt", "row": "{}"}
-
-
-def make_row(kind: str, i: int, **changes: Any) -> dict[str, Any]:
-    prompt = [{"role": "user", "content": f"Question {i}?"}]
-    row = {
-        "prompt": prompt,
-        "chosen": f"good {i}",
-        "rejected": f"bad {i}",
-        "reply": f"good {i}",
-        "text": f"text {i}",
-        "margin": None,
-        "category": "c",
-        "source": "s",
-        "group": prompt_group(prompt),
-    } | changes
-    return row | {"id": content_id(kind, row)}
-
-
-def good_rows(n: int = 120) -> Rows:
-    return {kind: [make_row(kind, i) for i in range(n)] for kind in ROW_TYPES}
-
-
-def run(rows: Rows, workspace: Path, refused: bool = False, **settings: Any) -> tuple[dict[str, Any], Paths]:
-    raw = workspace / "data" / "raw"
-    for kind, listed in rows.items():
-        names = [name for name in ROW_TYPES[kind].__dataclass_fields__ if name != "KIND"]
-        write_dicts(raw / kind / "data.parquet", kind, [{name: row[name] for name in names} for row in listed])
-    write_refused(raw / "refused.parquet", [REFUSED] if refused else [])
-    outputs = Paths({key: workspace / path for key, path in validate.STAGE.outputs.items()})
-    return validate.run(
-        ValidateConfig(**settings), Paths({"raw": raw}), outputs, RunContext(workspace / "work")
-    ), outputs
 
 
 def test_bad_rows_are_quarantined_with_every_reason(tmp_path: Path) -> None:
@@ -69,7 +35,7 @@ def test_bad_rows_are_quarantined_with_every_reason(tmp_path: Path) -> None:
         make_row("preferences", 2, chosen="bad 2", rejected="good 2"),
     ]
     rows["prompts"] += [make_row("prompts", 7, prompt=[{"role": "assistant", "content": "Hm?"}])]
-    metrics, outputs = run(rows, tmp_path, refused=True)
+    metrics, outputs = run_validate(rows, tmp_path, refused=[REFUSED])
     quarantined = pq.read_table(outputs.quarantine).to_pylist()
     reasons = [(row["kind"], sorted(row["reasons"])) for row in quarantined]
     swapped = ["the same pair is also labelled the other way round"]
@@ -94,7 +60,7 @@ def test_bad_rows_are_quarantined_with_every_reason(tmp_path: Path) -> None:
 
 
 def test_clean_data_metrics_docs_and_gate(tmp_path: Path) -> None:
-    metrics, outputs = run(good_rows(), tmp_path)
+    metrics, outputs = run_validate(good_rows(), tmp_path)
     held = [f"{prefix}{split}" for prefix in ("", "referee_", "judge_") for split in ("train", "validation")]
     assert sum(metrics["preferences"][part] for part in [*held, "test"]) == metrics["preferences"]["clean"] == 120
     assert metrics["group_overlap"] == 0
@@ -119,7 +85,7 @@ def test_too_much_quarantine_shuts_the_gate_and_leaves_evidence(tmp_path: Path) 
     with pytest.raises(
         GateFailed, match=r"demonstrations.quarantined_share is 0.5, must be <= 0.2 \(most often check reply_not"
     ) as e:
-        run(rows, tmp_path)
+        run_validate(rows, tmp_path)
     assert "\n" not in str(e.value) and e.value.exit_code == EXIT_GATE_FAILED
     assert not (tmp_path / "data/clean").exists(), "clean data of the earlier run must not pass for this one's"
     gate = json.loads((tmp_path / "gates/data.json").read_text())
@@ -129,7 +95,7 @@ def test_too_much_quarantine_shuts_the_gate_and_leaves_evidence(tmp_path: Path) 
 
 def test_no_rows_at_all_shut_the_gate(tmp_path: Path) -> None:
     with pytest.raises(GateFailed, match=r"preferences.clean is 0, must be >= 50; .* and \d+ more"):
-        run({kind: [] for kind in ROW_TYPES}, tmp_path)
+        run_validate({kind: [] for kind in ROW_TYPES}, tmp_path)
     assert not json.loads((tmp_path / "gates/data.json").read_text())["passed"]
 
 
