@@ -133,15 +133,13 @@ def register(workspace: Path, run_id: str | None = None) -> Registration:
                 continue
             result.registered[model.name] = version
             reward_version = {REWARD_VERSION_TAG: version.version}
-    by_folder = {model.folder: (model.name, result.registered.get(model.name)) for model in registrable_models(config)}
-    write_registered(
-        workspace,
-        {
-            folder: RegisteredHere(name, version.version, version.ungated)
-            for folder, (name, version) in by_folder.items()
-            if version is not None
-        },
-    )
+    outcomes = ((model, result.registered.get(model.name)) for model in registrable_models(config))
+    registered = {
+        model.folder: RegisteredHere(model.name, version.version, version.ungated)
+        for model, version in outcomes
+        if version is not None
+    }
+    write_registered(workspace, registered)
     return result
 
 

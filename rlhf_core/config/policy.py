@@ -24,13 +24,13 @@ class DpoConfig(Strict):
     beta: PositiveFloat = 0.1
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     length_normalized: bool = False
-    steps: PositiveInt = 400
+    steps: PositiveInt = 200
     batch_size: PositiveInt = 32
     micro_batch_size: PositiveInt | None = None
     max_tokens: PositiveInt = 256
     eval_every: PositiveInt = 50
     samples: PositiveInt = 8
-    optimizer: OptimizerConfig = OptimizerConfig(lr=3e-4, warmup=0.1)
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-4, warmup=0.1)
     checkpoint: CheckpointConfig = CheckpointConfig(every=100)
 
 

@@ -18,6 +18,7 @@ from flows.registry.mlflow_client import connect
 from flows.registry.model_artifacts import verified_folder
 from flows.registry.promotion import promote, rollback
 from flows.registry.register import register
+from flows.registry.registered_here import read_registered
 from rlhf_core.errors import ModelError, RlhfError
 
 
@@ -192,6 +193,9 @@ def test_an_empty_registry_does_not_crown_an_ungated_version(workspace: Path) ->
     register(workspace)
     assert not promote(workspace, version="1").promoted
     assert aliases(workspace) == {}
+    # What `rlhf compare` says of this very policy, without asking the registry.
+    here = read_registered(workspace, "models/policy")
+    assert here is not None and (here.model, here.version) == (policy_name(workspace), "1") and here.ungated
 
 
 def test_a_version_without_a_record_of_its_gates_is_not_promoted(contest: Path) -> None:
