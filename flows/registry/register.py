@@ -75,9 +75,10 @@ class Registration:
     registered: dict[str, RegisteredVersion] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
-    def made_challenger(self, name: str) -> bool:
-        """Whether ``name`` has a version from this registration that may be promoted."""
-        return name in self.registered and not self.registered[name].ungated
+    def challenger(self, name: str) -> str | None:
+        """The version of ``name`` from this registration that may be promoted, None if there is none."""
+        entry = self.registered.get(name)
+        return None if entry is None or entry.ungated else entry.version
 
     def describe(self) -> str:
         """What was registered and what was refused, in one line."""
@@ -109,10 +110,9 @@ def register(workspace: Path, run_id: str | None = None) -> Registration:
     """
     workspace = workspace.resolve()
     config = load_section(workspace, "registry", RegistryConfig)
-    prepare_tracking(workspace)
+    client = prepare_tracking(workspace)
     result = Registration()
     with registry_lock(workspace, config.policy):
-        client = connect(workspace)
         finish_interrupted(client, workspace, config)
         held, here = read_terms(client, config.policy), terms_of(workspace, config)
         freshness = Freshness.of(workspace)
