@@ -51,7 +51,7 @@ missing() {
         echo "PostgreSQL does not run as root, and there is no user postgres"
       fi
       ;;
-    s3) has_modules moto flask flask_cors boto3 || echo "moto's server is not installed (pip install 'moto[server]' boto3)" ;;
+    s3) has_modules moto flask flask_cors boto3 || echo "moto's server is not installed (pip install 'moto[s3]' flask-cors boto3)" ;;
     mlflow)
       missing postgres
       has_modules mlflow psycopg2 flask_wtf || echo "its login needs pip install psycopg2-binary Flask-WTF"

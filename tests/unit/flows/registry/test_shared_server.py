@@ -27,9 +27,9 @@ def test_a_run_promotes_the_version_that_it_registered(
 def test_status_shows_no_run_of_a_workspace_elsewhere_with_the_same_name(registry: Registry) -> None:
     here, elsewhere = registry.workspace("here/demo"), registry.workspace("elsewhere/demo")
     start_pipeline_run(elsewhere, "demo · elsewhere")
-    assert recorded_run(here, "rlhf", False, None) == []
+    assert recorded_run(here, "rlhf-pipeline", False, None) == []
     own = start_pipeline_run(here, "demo · here")
     end_pipeline_run(start_pipeline_run(elsewhere, "demo · again"), "completed", elsewhere)
-    assert own in recorded_run(here, "rlhf", False, None)[0]
+    assert own in recorded_run(here, "rlhf-pipeline", False, None)[0]
     registry.client.delete_tag(own, "rlhf.workspace_id")  # as earlier versions recorded runs
-    assert own in recorded_run(here, "rlhf", False, None)[0]
+    assert own in recorded_run(here, "rlhf-pipeline", False, None)[0]
