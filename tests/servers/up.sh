@@ -219,6 +219,7 @@ CONFIG
   (
     export MLFLOW_BACKEND_STORE_URI=$database/mlflow MLFLOW_FLASK_SERVER_SECRET_KEY=$mlflow_secret
     export MLFLOW_AUTH_CONFIG_PATH=$folder/auth.ini MLFLOW_ARTIFACTS_DESTINATION=$artifacts
+    export MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false # seven processes for the judging of traces
     unset MLFLOW_TRACKING_URI MLFLOW_REGISTRY_URI
     cd "$folder"
     launch mlflow env "${storage[@]}" "$python" -m mlflow server --host 127.0.0.1 --port "$mlflow_port" \
