@@ -1,6 +1,6 @@
 """The pipeline's side of MLflow: where the record lives, its schema, and the parent run of a pipeline run.
 
-The core writes to the same place (``rlhf_core/tracking.py``); a test holds the two to one address.
+The core writes to the same place (``rlhf_core/tracking/``); a test holds the two to one address.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from flow_toys import ROOT, environment, make_toy, rlhf, wait_until
+from integration.flow_toys import ROOT, environment, make_toy, rlhf, wait_until
 from servers.conftest import Servers
 from servers.test_prefect import ask, login, training
 
