@@ -194,10 +194,11 @@ def fluent(workspace: Path) -> Iterator[None]:
     """
     import mlflow
 
-    names = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
+    names = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_RUN_ID")
     before = {name: os.environ.get(name) for name in names}
     uri = tracking_uri(workspace)
     try:
+        os.environ.pop("MLFLOW_RUN_ID", None)  # the run that a user's own script goes on with
         mlflow.set_tracking_uri(uri)
         mlflow.set_registry_uri(uri)
         yield

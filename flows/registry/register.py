@@ -268,7 +268,7 @@ def _create_version(
         fluent(workspace),
         _registration_run(client, workspace, model, run_id) as own_run,
     ):
-        logged = log_model(workspace, model.kind, model.folder, tags[CONTENT_TAG], own_run)
+        logged = log_model(workspace, model.kind, model.folder, tags[CONTENT_TAG])
         for gate in evidence:
             client.log_artifact(own_run, str(workspace / "gates" / f"{gate.gate}.json"), "gates")
         for path in files.values():
@@ -299,15 +299,16 @@ def _ensure_registered_model(client: MlflowClient, name: str) -> None:
 def _registration_run(
     client: MlflowClient, workspace: Path, model: RegistrableModel, parent: str | None
 ) -> Iterator[str]:
+    """A run for one model, the active one of MLflow's module-level functions; to be used within :func:`fluent`.
+
+    To make another run active costs four more requests.
+    """
+    import mlflow
+
     experiment = experiment_id(client, workspace)
     label = run_label(workspace, load_params(workspace).profile, datetime.now())
     tags = {"mlflow.runName": f"register {model.name}{SEPARATOR}{label}"}
     if parent:
         tags["mlflow.parentRunId"] = parent
-    run = str(client.create_run(experiment, tags=tags).info.run_id)
-    try:
-        yield run
-    except BaseException:
-        client.set_terminated(run, "FAILED")
-        raise
-    client.set_terminated(run, "FINISHED")
+    with mlflow.start_run(experiment_id=experiment, tags=tags, log_system_metrics=False) as run:
+        yield str(run.info.run_id)

@@ -37,7 +37,9 @@ def test_secrets_reach_containers_by_reference_only() -> None:
 
 def test_git_and_image_leave_filled_in_secrets_out() -> None:
     ignored = (places.ROOT / ".gitignore").read_text().splitlines()
-    assert {"/infra/untried/.env", "/infra/untried/kubernetes/*.env", "!/infra/untried/kubernetes/settings.env"} <= set(ignored)
+    assert {"/infra/untried/.env", "/infra/untried/kubernetes/*.env", "!/infra/untried/kubernetes/settings.env"} <= set(
+        ignored
+    )
     lines = (places.ROOT / ".dockerignore").read_text().splitlines()
     assert lines[1] == "*" and {"infra/untried/.env", "infra/untried/kubernetes/secrets.env"} <= set(lines)
 
