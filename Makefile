@@ -14,7 +14,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export GX_ANALYTICS_ENABLED := false
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-.PHONY: setup run test test-slow coverage lint docs bench clean
+.PHONY: setup run test test-slow test-servers coverage lint docs bench clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,10 @@ test: setup $(VENV)/models
 
 test-slow: setup $(VENV)/models
 	$(BIN)/python -m pytest -m slow
+
+# With real servers on loopback (tests/servers/up.sh); those that are not installed are skipped and named.
+test-servers: setup
+	$(BIN)/python -m pytest -m servers -rs tests/servers
 
 coverage: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/unit tests/architecture --cov --cov-report=term --cov-report=html

@@ -132,7 +132,7 @@ class PipelineRun:
             self.display.line(f"Prefect UI {services.ui_url} (while this runs)")
         try:
             monitor = self._prepare(services)
-            self.flow = self._start_flow()
+            self.flow = self._start_flow(services)
             self._watch(self.flow, monitor)
         except KeyboardInterrupt:
             signals.STOP.set()
@@ -148,6 +148,7 @@ class PipelineRun:
         from flows.jobs.deployments import deploy_jobs
         from flows.prefect_server.automations import try_zombie_automation
         from flows.prefect_server.flow_runs import end_stale_runs
+        from flows.prefect_server.pools import idle_workers
 
         if services.embedded:
             wait_for_server(services, signals.STOP.is_set)
@@ -163,9 +164,12 @@ class PipelineRun:
         monitor = ServiceMonitor(services, self.params, pools, self.display.line, WORKER_RESTARTS)
         monitor.workers.start_missing()
         monitor.workers.require_remote()
+        if not services.embedded:
+            for line in idle_workers(self.params):
+                self.display.line(line)
         return monitor
 
-    def _start_flow(self) -> SupervisedProcess:
+    def _start_flow(self, services: Services) -> SupervisedProcess:
         self.display.phase("reading the stages")
         command = [sys.executable, "-m", "flows.pipeline.run_flow", str(self.workspace)]
         variables = {LOCK_HELD_VARIABLE: os.environ[LOCK_HELD_VARIABLE], EVENTS_VARIABLE: str(self.reader.path)}
@@ -173,7 +177,7 @@ class PipelineRun:
             command if self.options.promote else [*command, "--no-promote"],
             name="flow",
             cwd=self.workspace,
-            env=child_environment(self.workspace, **variables),
+            env=child_environment(self.workspace, **variables, **services.client_settings),
             log=private_path(self.workspace, "logs", "flow.log"),
             grace=FLOW_GRACE,
         )

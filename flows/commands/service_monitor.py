@@ -56,7 +56,8 @@ class ServiceMonitor:
         self.restarts_left -= 1
         pool = service.name.removeprefix(WORKER_PREFIX)
         self.report(f"the worker of {pool} exited (status {status}), and its job with it; starting another worker")
-        flow_runs.crash_pool_runs(pool, "the worker and its job were killed")
+        own = None if self.services.embedded else self.services.workspace
+        flow_runs.crash_pool_runs(pool, "the worker and its job were killed", own)
         STOP.wait(RESTART_PAUSE_SECONDS)
         self.services.start_worker(pool, self.params.pool_limit(pool))
         return None

@@ -20,12 +20,14 @@ from flows.commands.registry_status import RegistryStatus, registry_status
 from flows.commands.summary import command_for, verdict_rows
 from flows.dvc_repo.status import describe_changes, dvc_status
 from flows.pipeline.last_run import LastRun, read_last_run
-from flows.registry.mlflow_client import PIPELINE_TAG, connect, has_record
+from flows.registry.governance.identity import known_workspace_id
+from flows.registry.mlflow_client import PIPELINE_TAG, WORKSPACE_ID_TAG, connect, has_record
 from flows.workspace.lock import LockHolder, lock_holder
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.config.loading.yaml_text import plain, read
 from rlhf_core.errors import RlhfError
 from rlhf_core.files import read_json
+from rlhf_core.tracking.journal import waiting_records
 
 DETAIL = 70
 INDENT = "  "
@@ -70,6 +72,8 @@ def status(workspace: Path, width: int | None = None) -> str:
             recorded = recorded_run(workspace, params.tracking.experiment, holder is not None, last)
         except RlhfError as error:
             recorded = [str(error)]
+        if waiting := waiting_records(workspace):
+            recorded.append(f"{waiting} records wait for MLflow to answer again; the next run delivers them")
         try:
             registry = registry_status(workspace, params.registry, stages.not_run + stages.stale, now)
         except RlhfError as error:
@@ -217,13 +221,14 @@ def recorded_run(workspace: Path, experiment: str, in_use: bool, last: LastRun |
     mlflow_experiment = client.get_experiment_by_name(experiment)
     if mlflow_experiment is None:
         return []
-    of_workspace = f"tags.`{PIPELINE_TAG}` = 'true' and tags.`rlhf.workspace` = '{workspace.name}'"
+    of_name = f"tags.`{PIPELINE_TAG}` = 'true' and tags.`rlhf.workspace` = '{workspace.name}'"
     newest_first = ["attributes.start_time DESC"]
-    ids = [mlflow_experiment.experiment_id]
-    runs = client.search_runs(ids, of_workspace, max_results=1, order_by=newest_first)
-    if not runs:
+    runs = client.search_runs([mlflow_experiment.experiment_id], of_name, max_results=100, order_by=newest_first)
+    # A server may know workspaces of that name elsewhere. Runs of earlier versions do not tell which is theirs.
+    own = known_workspace_id(workspace)
+    info = next((run.info for run in runs if run.data.tags.get(WORKSPACE_ID_TAG, own) == own), None)
+    if info is None:
         return []
-    info = runs[0].info
     if last is not None and abs(info.start_time / 1000 - last.started.timestamp()) < SAME_RUN_SECONDS:
         return [f"MLflow run  {info.run_id}"]
     return [_describe_run(info, in_use)]

@@ -125,9 +125,10 @@ def deep_links(workspace: Path, prefect_url: str) -> list[str]:
 
 def _start_mlflow(services: Services, port: int) -> str:
     """Return the address of the MLflow UI: the server of ``MLFLOW_TRACKING_URI``, else one that is started here."""
-    from flows.registry.mlflow_client import prepare_tracking
+    from flows.registry.mlflow_client import prepare_tracking, tracking_uri
 
-    uri = prepare_tracking(services.workspace)
+    prepare_tracking(services.workspace)
+    uri = tracking_uri(services.workspace)
     if uri.startswith(("http://", "https://")):
         return uri
     command = [sys.executable, "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(port)]

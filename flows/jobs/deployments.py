@@ -18,9 +18,9 @@ from rlhf_core.errors import RlhfError
 
 JOB_ENTRYPOINT = "flows.jobs.stage_job.stage_job"
 PREFECT_FILE = "prefect.yaml"
-# For jobs on other hosts: heartbeats, so that a lost host does not keep its pool slot, and a client that tries for
-# eight minutes to reach the server.
-REMOTE_JOB_SETTINGS = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30", "PREFECT_CLIENT_MAX_RETRIES": "8"}
+# Heartbeats, so that a lost host does not keep its pool slot, and a client that tries for eight minutes to reach a
+# server that is being restarted.
+JOB_SETTINGS = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30", "PREFECT_CLIENT_MAX_RETRIES": "8"}
 
 
 def deploy_jobs(workspace: Path, params: Params) -> None:
@@ -38,7 +38,7 @@ def deploy_jobs(workspace: Path, params: Params) -> None:
                 job_name(pool, pool not in remote_pools),
                 entrypoint=JOB_ENTRYPOINT,
                 pull_steps=None if pool in remote_pools else in_workspace,
-                job_variables={"env": REMOTE_JOB_SETTINGS} if pool in remote_pools else None,
+                job_variables={"env": JOB_SETTINGS},
                 work_pool_name=pool,
                 parameter_openapi_schema=parameter_schema(stage_job).model_dump_for_openapi(),
                 enforce_parameter_schema=False,

@@ -330,12 +330,12 @@ def _register(context: PipelineContext, run_id: str, promote: bool) -> Registrat
         registration = register_task(context.workspace, run_id)
         registered = registration.message
         context.events.emit(RegistryUpdated(registered))
-        if not registration.has_challenger:
+        if registration.challenger is None:
             return RegistrationResult(registered)
         if because := undecided_because(promote, config.auto_promote):
             return RegistrationResult(registered, undecided_because=because)
         context.events.emit(PhaseStarted("promotion", log=MATCH_LOG))
-        decision = promote_task(context.workspace)
+        decision = promote_task(context.workspace, registration.challenger)
         verb = "promoted to" if decision.promoted else "not promoted to"
         described = decision.describe() if decision.awaiting_approval else f"{verb} @champion: {decision.reason}"
         context.events.emit(RegistryUpdated(described))

@@ -18,21 +18,20 @@ MATCH_LOG = "match"
 
 @dataclass(frozen=True)
 class RegistrationSummary:
-    """One line on what was registered and what was refused, and whether there is a policy to promote."""
+    """One line on what was registered and what was refused, and the version of the policy that may be promoted."""
 
     message: str
-    has_challenger: bool
+    challenger: str | None
 
 
 @task(name="register", task_run_name="register", persist_result=False, cache_policy=NO_CACHE)
 def register_task(workspace: Path, run_id: str | None = None) -> RegistrationSummary:
     """Register the models of the workspace that passed their gates."""
     result = register(workspace, run_id)
-    has_challenger = result.made_challenger(load_params(workspace).registry.policy)
-    return RegistrationSummary(result.describe(), has_challenger)
+    return RegistrationSummary(result.describe(), result.challenger(load_params(workspace).registry.policy))
 
 
 @task(name="promote", task_run_name="promote", persist_result=False, cache_policy=NO_CACHE)
-def promote_task(workspace: Path) -> PromotionDecision:
-    """Decide on the challenger and return the decision."""
-    return promote(workspace)
+def promote_task(workspace: Path, version: str) -> PromotionDecision:
+    """Decide on the version that this run registered, whatever has become challenger from elsewhere since."""
+    return promote(workspace, version=version)

@@ -103,11 +103,12 @@ def _standing_registration(workspace: Path, promotes: bool) -> RegistrationResul
     if registration is None:
         return None
     described = registration.describe()
-    if not registration.made_challenger(config.policy):
+    version = registration.challenger(config.policy)
+    if version is None:
         return RegistrationResult(described)
     if because := undecided_because(promotes, config.auto_promote):
         return RegistrationResult(described, undecided_because=because)
-    decision = promote(workspace, dry_run=True, play=_no_match)
+    decision = promote(workspace, version=version, dry_run=True, play=_no_match)
     return RegistrationResult(described, decision) if decision.unchanged else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -18,6 +19,8 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Cancelled, Cancelling, Crashed, State
+
+from flows.supervision.processes import start_token
 
 ACTIVE = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 UNFINISHED = [StateType.RUNNING, StateType.PENDING, StateType.SCHEDULED, StateType.PAUSED]
@@ -52,13 +55,28 @@ def _state_after_restart(run: FlowRun) -> State[Any] | None:
     return Crashed(message="its process died without reporting an outcome; ended at the next start")
 
 
-def crash_pool_runs(pool: str, message: str) -> int:
-    """Mark the begun runs of ``pool`` as Crashed after its only worker has died with them; return how many."""
+def crash_pool_runs(pool: str, message: str, workspace: Path | None = None) -> int:
+    """Mark the begun runs of ``pool`` as Crashed after a worker has died with them; return how many.
+
+    Args:
+        workspace: Only the jobs of this workspace whose processes are gone, on a server whose pool others use too; None
+            for all, where the worker was the pool's only one.
+    """
     with get_client(sync_client=True) as client:
         runs = _read_runs(client, ACTIVE, WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])))
+        if workspace is not None:
+            runs = [run for run in runs if is_dead_job(run, workspace)]
         for run in runs:
             client.set_flow_run_state(run.id, Crashed(message=message), force=True)
         return len(runs)
+
+
+def is_dead_job(run: FlowRun, workspace: Path) -> bool:
+    """Whether ``run`` is a job of ``workspace`` without a process on this machine."""
+    if run.parameters.get("workspace") != str(workspace):
+        return False
+    process = run.infrastructure_pid or ""
+    return not (process.isdecimal() and start_token(int(process)) is not None)
 
 
 def end_active_runs(cancelled: bool, message: str) -> int:

@@ -91,6 +91,22 @@ def has_worker(client: SyncPrefectClient, pool: str) -> bool:
     return any(worker.status == WorkerStatus.ONLINE for worker in client.read_workers_for_work_pool(pool))
 
 
+def idle_workers(params: Params) -> list[str]:
+    """Say for which pools the limit on the server leaves some of their workers without a job."""
+    lines = []
+    with get_client(sync_client=True) as client:
+        for name in params.pool_names():
+            limit = client.read_work_pool(name).concurrency_limit
+            workers = client.read_workers_for_work_pool(name)
+            online = sum(worker.status == WorkerStatus.ONLINE for worker in workers)
+            if limit is not None and online > limit:
+                lines.append(
+                    f"the work pool {name} has {online} workers, but its limit lets {limit} job(s) run at a time; set "
+                    f"work_pools.{name}.limit in params.yaml to the number that may"
+                )
+    return lines
+
+
 def is_served(pool: str) -> bool:
     """Apply :func:`has_worker` to the server of this process's settings."""
     with get_client(sync_client=True) as client:

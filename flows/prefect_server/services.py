@@ -37,6 +37,15 @@ class Services:
     running: dict[str, SupervisedProcess] = field(default_factory=dict)
 
     @property
+    def client_settings(self) -> dict[str, str]:
+        """Settings of Prefect's client for the flow and the workers: how long they try to reach the server.
+
+        An embedded server is restarted in seconds. Another may be away for minutes, and Prefect's own minute would end
+        in a failed stage.
+        """
+        return {} if self.embedded else {"PREFECT_CLIENT_MAX_RETRIES": "8"}
+
+    @property
     def ui_url(self) -> str:
         """The address of the Prefect UI."""
         return self.api_url.removesuffix("/api")
@@ -63,7 +72,7 @@ class Services:
         command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
         command += ["--limit", str(limit), "--install-policy", "never"]
         grace = STOP_GRACE + load_params(self.workspace).flow.stop_grace_seconds
-        return self.start(worker_name(pool), command, grace=grace)
+        return self.start(worker_name(pool), command, grace=grace, **self.client_settings)
 
     def dead(self) -> list[SupervisedProcess]:
         """Return the services that have ended though nobody stopped them."""

@@ -20,6 +20,7 @@ from flows.registry.aliases import registered_model, registry_errors
 from flows.registry.decisions import publish_decision, utc_now
 from flows.registry.governance.history import chain_hash, history_ledger
 from flows.registry.governance.identity import actor
+from flows.registry.governance.ledger import Ledger
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 
@@ -126,7 +127,7 @@ def commit(
     with registry_errors("record the intent of the decision; nothing has changed"):
         client.set_registered_model_tag(transaction.model, INTENT_TAG, text)
     ledger.append(transaction.number, text)
-    return _carry_out(client, workspace, transaction)
+    return _carry_out(client, workspace, transaction, ledger)
 
 
 def finish_interrupted(client: MlflowClient, workspace: Path, config: RegistryConfig) -> int:
@@ -135,16 +136,17 @@ def finish_interrupted(client: MlflowClient, workspace: Path, config: RegistryCo
     Returns the number of entries of the history, for :func:`commit`.
     """
     model = registered_model(client, config.policy)
+    ledger = history_ledger(client, config.policy, model)
     if model is not None and INTENT_TAG in model.tags:
         transaction = pending(client, config)
         if transaction is None:
             with registry_errors("remove an announcement that was never decided"):
                 client.delete_registered_model_tag(config.policy, INTENT_TAG)
         elif transaction.number:
-            _carry_out(client, workspace, transaction)
+            _carry_out(client, workspace, transaction, ledger)
         else:  # of a version that kept no history
             commit(client, workspace, transaction)
-    return len(history_ledger(client, config.policy).entries())
+    return len(ledger.entries())
 
 
 def pending(client: MlflowClient, config: RegistryConfig) -> AliasTransaction | None:
@@ -170,7 +172,7 @@ def champion_history(client: MlflowClient, name: str) -> tuple[str, ...]:
     return tuple(number for number in text.split(",") if number)
 
 
-def _carry_out(client: MlflowClient, workspace: Path, transaction: AliasTransaction) -> Path | None:
+def _carry_out(client: MlflowClient, workspace: Path, transaction: AliasTransaction, ledger: Ledger) -> Path | None:
     """Every step may have been done before: each sets what shall be, whatever is."""
     report = None
     with registry_errors("complete the decision; the next `rlhf` command that uses it goes on with it"):
@@ -190,10 +192,10 @@ def _carry_out(client: MlflowClient, workspace: Path, transaction: AliasTransact
                 client, workspace, transaction.model, transaction.decided_on, transaction.decision, transaction.id
             )
         client.delete_registered_model_tag(transaction.model, INTENT_TAG)
-    entries = history_ledger(client, transaction.model).entries()
+    entries = ledger.entries()
     emit_events(workspace, entries, transaction.number)
     if len(entries) > transaction.number:  # another machine decided meanwhile: the last decision holds
-        _carry_out(client, workspace, AliasTransaction.from_json(entries[-1]))
+        _carry_out(client, workspace, AliasTransaction.from_json(entries[-1]), ledger)
     return report
 
 

@@ -1,6 +1,6 @@
 """The pipeline's side of MLflow: where the record lives, its schema, and the parent run of a pipeline run.
 
-The core writes to the same place (``rlhf_core/tracking.py``); a test holds the two to one address.
+The core writes to the same place (``rlhf_core/tracking/``); a test holds the two to one address.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from flows.registry.governance.identity import workspace_id
 from flows.registry.links import run_page
 from flows.supervision.file_lock import file_lock
 from flows.workspace.run_label import run_tags
@@ -22,11 +23,12 @@ from rlhf_core.config.loading.yaml_text import plain, read
 from rlhf_core.config.operations import TrackingConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.files import read_json
+from rlhf_core.tracking.delivery import deliver_waiting
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-PIPELINE_TAG = "rlhf.pipeline"
+PIPELINE_TAG, WORKSPACE_ID_TAG = "rlhf.pipeline", "rlhf.workspace_id"
 FINAL_FILES = ("report.html", PARAMS_FILE, "dvc.lock")
 FINAL_FOLDERS = ("metrics", "gates", "plots", "data/card")
 HEADLINE_FILE = Path("metrics") / "summary.json"
@@ -86,14 +88,17 @@ def knock(url: str, seconds: float = 5.0) -> None:
     socket.create_connection((parts.hostname or "", port), timeout=seconds).close()
 
 
-def prepare_tracking(workspace: Path) -> str:
-    """Make schema and experiment, once, before several processes use them; returns the tracking URI.
+def prepare_tracking(workspace: Path) -> MlflowClient:
+    """Make schema and experiment, once, before several processes use them; returns a client as :func:`connect` does.
 
-    Two processes that create the schema at once fail with "duplicate column name", hence the lock.
+    Two processes that create the schema at once fail with "duplicate column name", hence the lock. What stages have
+    recorded while the server was away is delivered now.
     """
     with file_lock(workspace / ".rlhf" / "mlflow.lock"):
-        experiment_id(connect(workspace), workspace)
-    return tracking_uri(workspace)
+        client = connect(workspace)
+        own = experiment_id(client, workspace)
+    deliver_waiting(client, lambda: own, workspace, tracking_uri(workspace))
+    return client
 
 
 def start_pipeline_run(workspace: Path, name: str) -> str:
@@ -101,11 +106,15 @@ def start_pipeline_run(workspace: Path, name: str) -> str:
 
     Stages become its children when ``RLHF_PARENT_RUN_ID`` holds that id.
     """
-    prepare_tracking(workspace)
-    client = connect(workspace)
+    client = prepare_tracking(workspace)
     experiment = experiment_id(client, workspace)
     labels = run_tags(workspace, load_params(workspace).profile)
-    own = {"mlflow.runName": name, "rlhf.workspace": workspace.resolve().name, PIPELINE_TAG: "true"}
+    own = {
+        "mlflow.runName": name,
+        "rlhf.workspace": workspace.resolve().name,
+        WORKSPACE_ID_TAG: workspace_id(workspace),
+        PIPELINE_TAG: "true",
+    }
     run_id = str(client.create_run(experiment, tags={**labels, **own}).info.run_id)
     log_params(client, run_id, workspace)
     return run_id
@@ -185,10 +194,11 @@ def fluent(workspace: Path) -> Iterator[None]:
     """
     import mlflow
 
-    names = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
+    names = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_RUN_ID")
     before = {name: os.environ.get(name) for name in names}
     uri = tracking_uri(workspace)
     try:
+        os.environ.pop("MLFLOW_RUN_ID", None)  # the run that a user's own script goes on with
         mlflow.set_tracking_uri(uri)
         mlflow.set_registry_uri(uri)
         yield

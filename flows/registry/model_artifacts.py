@@ -32,15 +32,15 @@ class LoggedFolder:
     model_id: str
 
 
-def log_model(workspace: Path, kind: str, folder: str, content: str, run_id: str) -> LoggedFolder:
-    """Store ``folder`` of the workspace as a pyfunc model of ``run_id``; to be called within :func:`fluent`.
+def log_model(workspace: Path, kind: str, folder: str, content: str) -> LoggedFolder:
+    """Store ``folder`` of the workspace as a pyfunc model of MLflow's active run; to be called within :func:`fluent`.
 
     Inside, ``artifacts/`` holds the plain Hugging Face folder, which transformers and vLLM load as it is. The model
     carries its ``content`` hash, which is compared when it is loaded, and the sampling that the policy was judged with.
     """
     import mlflow
 
-    with warnings.catch_warnings(), mlflow.start_run(run_id=run_id):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # advice on type hints and input examples
         info = mlflow.pyfunc.log_model(
             name=kind,

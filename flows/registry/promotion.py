@@ -28,7 +28,7 @@ from flows.registry.governance.attempts import attempt_number
 from flows.registry.governance.lock import registry_lock
 from flows.registry.governance.terms import TERMS_TAG, PromotionTerms, read_terms, refusal, terms_of, updated
 from flows.registry.match import PlayMatch, decided_by, match_question, match_result, play_match
-from flows.registry.mlflow_client import connect, prepare_tracking
+from flows.registry.mlflow_client import prepare_tracking
 from flows.registry.model_artifacts import verified_folder
 from flows.registry.obstacles import promotion_obstacle
 from rlhf_core.config.loading.load import load_section
@@ -73,9 +73,8 @@ def promote(
     if force_reason is not None and not force_reason.strip():
         raise RlhfError("a forced promotion needs a reason; say why, it is recorded")
     config = load_section(workspace, "registry", RegistryConfig)
-    prepare_tracking(workspace)
+    client = prepare_tracking(workspace)
     with registry_lock(workspace, config.policy):
-        client = connect(workspace)
         entries = finish_interrupted(client, workspace, config)
         challenger = _challenger(client, config, version)
         champion = alias_version(client, config.policy, CHAMPION)
@@ -202,9 +201,8 @@ def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDec
     if not reason.strip():
         raise RlhfError("a rollback needs a reason; say why, it is recorded")
     config = load_section(workspace, "registry", RegistryConfig)
-    prepare_tracking(workspace)
+    client = prepare_tracking(workspace)
     with registry_lock(workspace, config.policy):
-        client = connect(workspace)
         entries = finish_interrupted(client, workspace, config)
         champion = alias_version(client, config.policy, CHAMPION)
         history = [] if champion is None else champion_versions(client, config, champion)

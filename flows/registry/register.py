@@ -76,9 +76,10 @@ class Registration:
     registered: dict[str, RegisteredVersion] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
-    def made_challenger(self, name: str) -> bool:
-        """Whether ``name`` has a version from this registration that may be promoted."""
-        return name in self.registered and not self.registered[name].ungated
+    def challenger(self, name: str) -> str | None:
+        """The version of ``name`` from this registration that may be promoted, None if there is none."""
+        entry = self.registered.get(name)
+        return None if entry is None or entry.ungated else entry.version
 
     def describe(self) -> str:
         """What was registered and what was refused, in one line."""
@@ -110,10 +111,9 @@ def register(workspace: Path, run_id: str | None = None) -> Registration:
     """
     workspace = workspace.resolve()
     config = load_section(workspace, "registry", RegistryConfig)
-    prepare_tracking(workspace)
+    client = prepare_tracking(workspace)
     result = Registration()
     with registry_lock(workspace, config.policy):
-        client = connect(workspace)
         finish_interrupted(client, workspace, config)
         held, here = read_terms(client, config.policy), terms_of(workspace, config)
         freshness = Freshness.of(workspace)
@@ -276,7 +276,7 @@ def _create_version(
         fluent(workspace),
         _registration_run(client, workspace, model, run_id) as own_run,
     ):
-        logged = log_model(workspace, model.kind, model.folder, tags[CONTENT_TAG], own_run)
+        logged = log_model(workspace, model.kind, model.folder, tags[CONTENT_TAG])
         for gate in evidence:
             client.log_artifact(own_run, str(workspace / "gates" / f"{gate.gate}.json"), "gates")
         for path in files.values():
@@ -307,15 +307,16 @@ def _ensure_registered_model(client: MlflowClient, name: str) -> None:
 def _registration_run(
     client: MlflowClient, workspace: Path, model: RegistrableModel, parent: str | None
 ) -> Iterator[str]:
+    """A run for one model, the active one of MLflow's module-level functions; to be used within :func:`fluent`.
+
+    To make another run active costs four more requests.
+    """
+    import mlflow
+
     experiment = experiment_id(client, workspace)
     label = run_label(workspace, load_params(workspace).profile, datetime.now())
     tags = {"mlflow.runName": f"register {model.name}{SEPARATOR}{label}"}
     if parent:
         tags["mlflow.parentRunId"] = parent
-    run = str(client.create_run(experiment, tags=tags).info.run_id)
-    try:
-        yield run
-    except BaseException:
-        client.set_terminated(run, "FAILED")
-        raise
-    client.set_terminated(run, "FINISHED")
+    with mlflow.start_run(experiment_id=experiment, tags=tags, log_system_metrics=False) as run:
+        yield str(run.info.run_id)

@@ -21,11 +21,12 @@ def describe_run(workspace: Path, run_id: str, verdict: str, description: str) -
         verdict: The verdict in a few words, a tag of the run.
         description: The verdict with its numbers, in Markdown.
     """
+    from mlflow.entities import RunTag
+
     client = connect(workspace)
     with registry_errors("describe the run"):
         run = client.get_run(run_id)
-        client.set_tag(run_id, VERDICT_TAG, verdict)
-        client.set_tag(run_id, NOTE_TAG, description)
+        client.log_batch(run_id, tags=[RunTag(VERDICT_TAG, verdict), RunTag(NOTE_TAG, description)])
         experiments = [experiment_id(client, workspace)]
         children = client.search_runs(experiments, f"tags.`mlflow.parentRunId` = '{run_id}'")
         about = model_descriptions(load_section(workspace, "registry", RegistryConfig))

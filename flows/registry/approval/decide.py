@@ -22,7 +22,7 @@ from flows.registry.decisions import PromotionDecision, as_report, utc_now
 from flows.registry.governance.identity import actor
 from flows.registry.governance.lock import registry_lock
 from flows.registry.governance.terms import read_terms
-from flows.registry.mlflow_client import connect, prepare_tracking
+from flows.registry.mlflow_client import prepare_tracking
 from flows.registry.model_artifacts import verified_folder
 from flows.registry.obstacles import promotion_obstacle
 from rlhf_core.config.loading.load import load_section
@@ -79,9 +79,8 @@ def approve(workspace: Path, reason: str = "", version: str | None = None) -> Pr
     """
     workspace = workspace.resolve()
     config = load_section(workspace, "registry", RegistryConfig)
-    prepare_tracking(workspace)
+    client = prepare_tracking(workspace)
     with registry_lock(workspace, config.policy):
-        client = connect(workspace)
         entries = finish_interrupted(client, workspace, config)
         request = request_to_decide(client, config.policy, version)
         challenger = get_version(client, config.policy, request.challenger)
@@ -115,9 +114,8 @@ def decline(workspace: Path, reason: str, version: str | None = None) -> Promoti
     if not reason.strip():
         raise RlhfError("declining needs a reason; add --reason TEXT, it is recorded")
     config = load_section(workspace, "registry", RegistryConfig)
-    prepare_tracking(workspace)
+    client = prepare_tracking(workspace)
     with registry_lock(workspace, config.policy):
-        client = connect(workspace)
         entries = finish_interrupted(client, workspace, config)
         request = request_to_decide(client, config.policy, version)
         approval = f"declined by {actor()}: {reason.strip()[:REASON_LIMIT]}"

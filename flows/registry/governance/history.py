@@ -12,13 +12,14 @@ from rlhf_core.errors import RlhfError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities.model_registry import RegisteredModel
 
 KIND = "history"
 
 
-def history_ledger(client: MlflowClient, name: str) -> Ledger:
-    """The ledger that holds the history of the registered model ``name``."""
-    return Ledger.open(client, name, KIND)
+def history_ledger(client: MlflowClient, name: str, model: RegisteredModel | None = None) -> Ledger:
+    """The ledger that holds the history of the registered model ``name``, which may have been looked up before."""
+    return Ledger.open(client, name, KIND, model)
 
 
 def chain_hash(entry: str) -> str:

@@ -8,7 +8,7 @@ import platform
 from pathlib import Path
 from uuid import uuid4
 
-from flows.workspace.folder import cannot_write, private_path
+from flows.workspace.folder import PRIVATE, cannot_write, private_path
 from rlhf_core.files import atomic_write_text
 
 ACTOR_VARIABLE = "RLHF_ACTOR"
@@ -39,3 +39,9 @@ def workspace_id(workspace: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise cannot_write(workspace, error) from error
+
+
+def known_workspace_id(workspace: Path) -> str | None:
+    """Return the id of a workspace, None before its first use."""
+    path = workspace / PRIVATE / ID_FILE
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None

@@ -16,6 +16,7 @@ from rlhf_core.errors import RlhfError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities.model_registry import RegisteredModel
 
 LEDGER_TAG = "rlhf.ledger_run"
 ENTRY_LIMIT = 5000  # characters; MLflow cuts parameters off at 6000
@@ -40,9 +41,13 @@ class Ledger:
     tagged: bool
 
     @classmethod
-    def open(cls, client: MlflowClient, name: str, kind: str) -> Ledger:
-        """Find the ledger of a registered model; ``RlhfError`` if the registry does not answer."""
-        model = registered_model(client, name)
+    def open(cls, client: MlflowClient, name: str, kind: str, model: RegisteredModel | None = None) -> Ledger:
+        """Find the ledger of a registered model; ``RlhfError`` if the registry does not answer.
+
+        Args:
+            model: The registered model, if it has just been looked up.
+        """
+        model = model or registered_model(client, name)
         kept = None if model is None else model.tags.get(LEDGER_TAG)
         run_id = kept
         if run_id is None and model is not None and (listed := versions(client, name)):

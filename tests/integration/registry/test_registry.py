@@ -87,13 +87,15 @@ def test_a_model_is_registered_as_ungated_where_a_gate_upstream_only_reported(
     result = register(workspace)
     assert result.registered[policy_name(workspace)].ungated == "the policy gate did not pass (mode: report): kl"
     assert result.registered[reward_name(workspace)].ungated == ""
-    assert not result.made_challenger(policy_name(workspace)) and result.made_challenger(reward_name(workspace))
+    assert result.challenger(policy_name(workspace)) is None and result.challenger(reward_name(workspace)) == "1"
     client = connect(workspace)
     assert client.get_registered_model(policy_name(workspace)).aliases == {}
     assert client.get_model_version(policy_name(workspace), "1").tags["gates"] == "ungated"
     write_gate(workspace, "policy", ["metrics/evaluation.json", "metrics/ppo.json"])
     commit(workspace)
-    assert register(workspace).made_challenger(policy_name(workspace)), "the bounds were mended, the files are the same"
+    assert register(workspace).challenger(policy_name(workspace)) == "1", (
+        "the bounds were mended, the files are the same"
+    )
     tags = client.get_model_version(policy_name(workspace), "1").tags
     assert tags["gates"] == "passed" and "ungated" not in tags
 

@@ -13,9 +13,10 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 INFRA = ROOT / "infra"
-KUBERNETES = INFRA / "kubernetes"
+UNTRIED = INFRA / "untried"
+KUBERNETES = UNTRIED / "kubernetes"
 TEMPLATE = KUBERNETES / "base-job-template.json"
-COMPOSE = (INFRA / "compose.yaml", INFRA / "compose.gpu.yaml")
+COMPOSE = (UNTRIED / "compose.yaml", UNTRIED / "compose.gpu.yaml")
 SCRIPTS = (
     INFRA / "launch" / "run-stage.sh",
     INFRA / "slurm" / "stage.sbatch",

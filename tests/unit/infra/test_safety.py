@@ -17,7 +17,7 @@ SECRETS = {"PASSWORD", "SECRET", "TOKEN", "AUTH", "ACCESS_KEY"}
 
 
 def test_examples_hold_no_value_for_a_secret() -> None:
-    for path in (places.INFRA / ".env.example", places.KUBERNETES / "secrets.env.example"):
+    for path in (places.UNTRIED / ".env.example", places.KUBERNETES / "secrets.env.example"):
         rows = re.findall(r"^(\w+)=(.*)$", path.read_text(), re.MULTILINE)
         secret = [(name, value) for name, value in rows if any(word in name for word in SECRETS)]
         assert len(secret) >= 4 and not [name for name, value in secret if value]
@@ -37,9 +37,11 @@ def test_secrets_reach_containers_by_reference_only() -> None:
 
 def test_git_and_image_leave_filled_in_secrets_out() -> None:
     ignored = (places.ROOT / ".gitignore").read_text().splitlines()
-    assert {"/infra/.env", "/infra/kubernetes/*.env", "!/infra/kubernetes/settings.env"} <= set(ignored)
+    assert {"/infra/untried/.env", "/infra/untried/kubernetes/*.env", "!/infra/untried/kubernetes/settings.env"} <= set(
+        ignored
+    )
     lines = (places.ROOT / ".dockerignore").read_text().splitlines()
-    assert lines[1] == "*" and {"infra/.env", "infra/kubernetes/secrets.env"} <= set(lines)
+    assert lines[1] == "*" and {"infra/untried/.env", "infra/untried/kubernetes/secrets.env"} <= set(lines)
 
 
 def test_the_image_is_built_from_files_that_exist() -> None:
@@ -55,7 +57,7 @@ def test_the_image_is_built_from_files_that_exist() -> None:
 def test_published_ports_are_on_loopback_unless_somebody_says_otherwise() -> None:
     ports = [port for service in places.services().values() for port in service.get("ports", [])]
     assert len(ports) == 3 and all(port.startswith("${RLHF_BIND:-127.0.0.1}:") for port in ports)
-    assert "RLHF_BIND=127.0.0.1\n" in (places.INFRA / ".env.example").read_text()
+    assert "RLHF_BIND=127.0.0.1\n" in (places.UNTRIED / ".env.example").read_text()
 
 
 def test_every_lasting_service_has_a_health_check_and_its_volumes_are_named() -> None:

@@ -1,0 +1,146 @@
+"""Records of a run on disk, while the server that they are for is away.
+
+A journal is a folder ``.rlhf/tracking/ID`` with ``run.json`` (whose records they are), ``records.jsonl`` (one a line,
+in order) and ``files/`` (copies of artifacts, which the stage may overwrite). Delivering a record twice changes nothing
+in MLflow, so a journal is deleted as a whole once all of it has arrived.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+from rlhf_core.files import LockFile, atomic_write_json, read_json
+
+FOLDER = Path(".rlhf") / "tracking"
+HEADER, RECORDS, FILES, LOCK = "run.json", "records.jsonl", "files", "lock"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One thing to tell the server about a run.
+
+    Attributes:
+        kind: What ``values`` are: metrics, params or tags by name, the folder of an artifact by its file, or the final
+            status of the run by "status".
+        time: When it happened, in milliseconds since 1970.
+        step: The step of metrics.
+    """
+
+    kind: Literal["metrics", "params", "tags", "artifact", "end"]
+    values: Mapping[str, Any]
+    time: int
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class RunHeader:
+    """The run that records belong to.
+
+    Attributes:
+        server: Address of the server, without name and password.
+        run_id: None as long as the server has not been there to make the run.
+        experiment: Name of its experiment.
+        started: When it began, in milliseconds since 1970.
+    """
+
+    server: str
+    run_id: str | None
+    experiment: str
+    tags: Mapping[str, str]
+    started: int
+
+
+class Journal:
+    """The records of one run that wait. The folder and its lock exist as long as there are any."""
+
+    def __init__(self, folder: Path, header: RunHeader) -> None:
+        self.folder, self.header = folder, header
+        self.lock: LockFile | None = None
+
+    @classmethod
+    def new(cls, workspace: Path, header: RunHeader) -> Journal:
+        """An empty journal of ``workspace``."""
+        return cls(workspace / FOLDER / uuid4().hex, header)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no record waits."""
+        return self.lock is None
+
+    def append(self, record: Record) -> None:
+        """Write ``record`` behind the others; the file of an artifact is copied."""
+        if self.lock is None:
+            self._open()
+        if record.kind == "artifact":
+            record = replace(record, values={self._keep(Path(file)): folder for file, folder in record.values.items()})
+        with (self.folder / RECORDS).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(asdict(record)) + "\n")
+
+    def records(self) -> list[Record]:
+        """All records in order. A last line that a killed process left unfinished is no record."""
+        path = self.folder / RECORDS
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+        records = [Record(**json.loads(line)) for line in lines]
+        return [
+            replace(record, values={str(self.folder / file): folder for file, folder in record.values.items()})
+            if record.kind == "artifact"
+            else record
+            for record in records
+        ]
+
+    def assign_run(self, run_id: str) -> None:
+        """Note that the server has made the run."""
+        self.header = replace(self.header, run_id=run_id)
+        if self.lock is not None:
+            atomic_write_json(self.folder / HEADER, asdict(self.header))
+
+    def delete(self) -> None:
+        """Delete all records, once they have arrived."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Leave the records to whoever delivers them later."""
+        if self.lock is not None:
+            self.lock.__exit__(None, None, None)
+            self.lock = None
+
+    def _keep(self, file: Path) -> str:
+        """Copy a file, which the stage may overwrite, and return the path of the copy in the journal."""
+        copy = self.folder / FILES / uuid4().hex / file.name
+        copy.parent.mkdir(parents=True)
+        shutil.copy2(file, copy)
+        return str(copy.relative_to(self.folder))
+
+    def _open(self) -> None:
+        lock = LockFile(self.folder / LOCK).__enter__()
+        lock.acquire()
+        self.lock = lock
+        atomic_write_json(self.folder / HEADER, asdict(self.header))
+
+
+def waiting_journals(workspace: Path) -> Iterator[Journal]:
+    """Journals of runs that have ended, oldest first, each locked until it is deleted or released."""
+    for header in sorted((workspace / FOLDER).glob(f"*/{HEADER}"), key=lambda path: path.stat().st_mtime):
+        journal = Journal(header.parent, RunHeader(**read_json(header)))
+        lock = LockFile(header.parent / LOCK).__enter__()
+        if not lock.try_acquire() or not header.is_file():  # its stage still runs, or it was delivered meanwhile
+            lock.__exit__(None, None, None)
+            continue
+        journal.lock = lock
+        try:
+            yield journal
+        finally:
+            journal.release()
+
+
+def waiting_records(workspace: Path) -> int:
+    """How many records of ``workspace`` have not reached their server."""
+    files = (workspace / FOLDER).glob(f"*/{RECORDS}")
+    return sum(path.read_text(encoding="utf-8").count("\n") for path in files)

@@ -1,0 +1,109 @@
+"""The MLflow run of one stage, from its start to its end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import Preempted
+from rlhf_core.files import LockFile
+from rlhf_core.garbage_collection import paused_collector
+from rlhf_core.preemption import StopNow
+from rlhf_core.tracking.delivery import address, deliver_waiting
+from rlhf_core.tracking.journal import Journal, RunHeader
+from rlhf_core.tracking.mlflow_tracker import MlflowTracker
+from rlhf_core.tracking.tracker import NullTracker, Tracker
+
+PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
+CLIENT_SETTINGS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "1",
+    # MLflow's client itself would hold a training up for minutes.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+}
+
+
+def tracking_uri(workspace: Path) -> str:
+    """``MLFLOW_TRACKING_URI``, or a SQLite file in the workspace."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{workspace / 'mlflow.db'}"
+
+
+def experiment_id(client: Any, workspace: Path, name: str) -> str:
+    """Id of the experiment ``name``, made on first use. Artifacts go to ``mlartifacts/`` unless a server decides."""
+    from mlflow.exceptions import MlflowException
+
+    experiment = client.get_experiment_by_name(name)
+    if experiment is not None:
+        return str(experiment.experiment_id)
+    local = tracking_uri(workspace).startswith("sqlite:")
+    try:
+        location = (workspace / "mlartifacts").as_uri() if local else None
+        kind = {"mlflow.experimentKind": "custom_model_development"}
+        return str(client.create_experiment(name, artifact_location=location, tags=kind))
+    except MlflowException:
+        return str(client.get_experiment_by_name(name).experiment_id)
+
+
+@contextmanager
+def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Tracker]:
+    """A run for one stage: a child of the pipeline's run where there is one, else a run of its own.
+
+    ``RLHF_TRACKING=off`` switches it off. The run ends as FINISHED, as KILLED when it is preempted, or as FAILED
+    when the block raises anything else. While its server is away, what is recorded waits in ``.rlhf/tracking`` of the
+    workspace, and the stage goes on.
+
+    Raises:
+        ConfigError: The server does not accept the login.
+    """
+    if os.environ.get("RLHF_TRACKING") == "off":
+        yield NullTracker()
+        return
+    uri = tracking_uri(workspace)
+    name = f"{stage} · {workspace.resolve().name} · {datetime.now():%Y-%m-%d %H:%M:%S}"
+    tags = {"mlflow.runName": name, "stage": stage, "workspace": workspace.resolve().name, "rlhf.stage": stage}
+    if os.environ.get(PARENT_RUN_VARIABLE):
+        tags["mlflow.parentRunId"] = os.environ[PARENT_RUN_VARIABLE]
+    header = RunHeader(address(uri), None, experiment, tags, int(time.time() * 1000))
+    with (
+        _default_environment(CLIENT_SETTINGS),
+        paused_collector(),
+        LockFile(workspace / ".rlhf" / "mlflow.lock") as lock,
+    ):
+        from mlflow import MlflowClient  # and more libraries when the client is made
+
+        # Two processes that create the schema at once fail with "duplicate column name".
+        lock.acquire()
+        client = MlflowClient(uri)
+        tracker = MlflowTracker(
+            client, lambda: experiment_id(client, workspace, experiment), Journal.new(workspace, header)
+        )
+        if tracker.begin():
+            deliver_waiting(client, tracker.experiment_id, workspace, uri)
+    with _default_environment(CLIENT_SETTINGS):
+        try:
+            yield tracker
+        except (Preempted, StopNow):
+            tracker.end("KILLED")
+            raise
+        except BaseException:
+            tracker.end("FAILED")
+            raise
+        tracker.end("FINISHED")
+
+
+@contextmanager
+def _default_environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables that are not set, for the block."""
+    added = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

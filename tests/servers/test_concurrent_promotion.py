@@ -1,0 +1,119 @@
+"""Promotion and rollback on an MLflow server with PostgreSQL: many at once, and killed at their steps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from killed_call import killed_before
+from servers.small_registry import SmallRegistry
+from unit.flows.registry.conftest import ScriptedMatch
+
+from flows.registry.champion import champion_folder
+from flows.registry.governance.history import history_ledger
+from flows.registry.promotion import promote, rollback
+from flows.supervision.environment import child_environment
+
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(3600)]
+WORKSPACES, PROCESSES = 4, 2
+PROMOTE = """
+import sys
+from pathlib import Path
+from scripted_match import match_result
+from flows.registry.champion import champion_folder
+from flows.registry.governance.history import history_ledger
+from flows.registry.promotion import promote
+from rlhf_core.errors import RlhfError
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    decision = promote(Path(sys.argv[1]), version=sys.argv[2], play=lambda *_: match_result({"judge": 0.9}))
+except RlhfError as error:
+    print("refused", error)
+else:
+    print("promoted" if decision.promoted else "unchanged", decision.reason)
+"""
+
+
+@pytest.fixture
+def registry(tmp_path: Path, mlflow_server: str, monkeypatch: pytest.MonkeyPatch) -> SmallRegistry:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
+    return SmallRegistry.create(tmp_path, mlflow_server)
+
+
+def start_promotion(workspace: Path, version: str, temporary: Path) -> subprocess.Popen[str]:
+    """A process that promotes ``version`` once it reads a line. Its locks are those of the machine ``temporary``."""
+    temporary.mkdir(exist_ok=True)
+    env = child_environment(workspace, TMPDIR=str(temporary))
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parents[1]), env["PYTHONPATH"]])
+    return subprocess.Popen(
+        [sys.executable, "-c", PROMOTE, str(workspace), version],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_eight_processes_of_four_machines_leave_one_champion_and_a_consistent_history(registry: SmallRegistry) -> None:
+    owner = registry.workspace("owner")
+    assert promote(owner, version=registry.add_version()).promoted
+    running = []
+    for number in range(WORKSPACES):
+        workspace, version = registry.workspace(f"workspace-{number}"), registry.add_version()
+        machine = registry.folder / f"machine-{number}"
+        running += [start_promotion(workspace, version, machine) for _ in range(PROCESSES)]
+    for process in running:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    printed = [process.communicate(timeout=3000)[0].strip().splitlines()[-1] for process in running]
+    assert all(process.returncode == 0 for process in running), printed
+    promoted = [line for line in printed if line.startswith("promoted")]
+    assert promoted and all(line.startswith(("promoted", "unchanged", "refused")) for line in printed), printed
+    champion_folder(owner)  # completes what is under way, if anything is
+    assert len(registry.consistent_champions()) == 1 + len(promoted)
+
+
+@pytest.mark.parametrize("action", ["promote", "rollback"])
+def test_what_was_killed_at_a_step_is_completed_or_has_not_begun(registry: SmallRegistry, action: str) -> None:
+    workspace = registry.workspace("owner")
+    first = registry.add_version()
+    promote(workspace, version=first)
+    killed = []
+    for step in (2, 3, 5, 8):
+        version = registry.add_version()
+
+        def win(version: str = version) -> object:
+            return promote(workspace, version=version, play=ScriptedMatch(0.9))
+
+        def undo() -> object:
+            return rollback(workspace, "rude")
+
+        before = registry.champion()
+        call: Callable[[], object] = win
+        if action == "rollback":
+            win()
+            before, call = registry.champion(), undo
+        killed.append(killed_before(step, call))
+        expected = version if action == "promote" else first
+        decided = len(registry_entries(registry))
+        champion_folder(workspace)  # any use of the registry completes what was decided
+        assert registry.champion() in (before, expected) and len(registry_entries(registry)) == decided
+        if registry.champion() == before:
+            call()
+        registry.consistent_champions()
+        assert registry.champion() == expected
+    assert any(killed)
+
+
+def registry_entries(registry: SmallRegistry) -> list[str]:
+    """The entries of the history."""
+    return list(history_ledger(registry.client, registry.name).entries())

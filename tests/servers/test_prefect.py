@@ -1,0 +1,133 @@
+"""Pipelines on a Prefect server with PostgreSQL and a login, with a worker of their own or of somebody else."""
+
+from __future__ import annotations
+
+import base64
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integration.flow_toys import begin, environment, find_process, make_toy, processes_of, rlhf, wait_until
+from servers.conftest import Servers
+
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(3600)]
+TRAINING = """
+stages:
+  ppo: {{cmd: "{python} train.py {steps}", deps: [train.py], outs: [policy.txt]}}
+"""
+NAMES = ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")
+
+
+@pytest.fixture
+def login(servers: Servers) -> dict[str, str]:
+    servers.require("prefect")
+    return {name: servers.environment[name] for name in NAMES}
+
+
+def training(folder: Path, pool: str, steps: int) -> Path:
+    dvc_yaml = TRAINING.format(python=sys.executable, steps=steps)
+    return make_toy(folder, dvc_yaml, f"seed: 1\npools: {{ppo: {pool}}}\n")
+
+
+def ask(login: dict[str, str], path: str, body: Any) -> Any:
+    """The answer of the server's own interface."""
+    token = base64.b64encode(login["PREFECT_API_AUTH_STRING"].encode()).decode()
+    headers = {"Authorization": f"Basic {token}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{login['PREFECT_API_URL']}/{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def states(login: dict[str, str], pool: str) -> list[str]:
+    """The states of the jobs of a pool."""
+    body = {"work_pools": {"name": {"any_": [pool]}}}
+    return [run["state"]["type"] for run in ask(login, "flow_runs/filter", body)]
+
+
+@contextmanager
+def other_worker(pool: str, login: dict[str, str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker that no run has started."""
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
+    command += ["--install-policy", "never", "--limit", "1"]
+    with (folder / "worker.log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment(**login), stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def test_without_the_login_the_server_answers_nothing(login: dict[str, str]) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask({**login, "PREFECT_API_AUTH_STRING": "rlhf:wrong"}, "flow_runs/filter", {})
+    assert refused.value.code == 401
+
+
+def test_a_pipeline_runs_on_a_worker_of_the_server(login: dict[str, str], tmp_path: Path) -> None:
+    toy = training(tmp_path / "toy", "theirs", 3)
+    with other_worker("theirs", login, tmp_path) as worker:
+        ended = rlhf("run", cwd=toy, timeout=1800, **login)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert worker.poll() is None
+    assert (toy / "policy.txt").read_text() == "done" and states(login, "theirs")[-1] == "COMPLETED"
+
+
+def test_an_outage_of_45_s_while_a_job_starts_costs_no_retry(
+    servers: Servers, login: dict[str, str], tmp_path: Path
+) -> None:
+    toy = training(tmp_path / "toy", "own", 5)
+    run = begin("run", cwd=toy, **login)
+    try:
+        wait_until(lambda: any(state == "PENDING" for state in _known(login, "own")), 900, "submitted job")
+        servers.call("kill", "prefect")
+        time.sleep(45)
+        servers.call("up", "prefect")
+        assert run.wait(1500) == 0, (toy / "out.log").read_text()
+    finally:
+        if run.poll() is None:
+            run.kill()
+    assert (toy / "starts.log").read_text() == "0\n", "the stage began once"
+    assert "trying again" not in (toy / "out.log").read_text() and processes_of(toy) == []
+
+
+def test_the_dead_worker_of_one_run_ends_no_job_of_another(login: dict[str, str], tmp_path: Path) -> None:
+    """Both pipelines use one pool, in which each has a job on a worker of its own."""
+    first, second = training(tmp_path / "first", "shared", 60), training(tmp_path / "second", "shared", 60)
+    with (second / "params.yaml").open("a") as stream:
+        stream.write("work_pools: {shared: {limit: 2}}\n")  # the first run's worker takes one job at a time
+    runs = [begin("run", cwd=first, **login)]
+    try:
+        wait_until((first / "work/ppo/step").exists, 900, "first job")
+        with other_worker("shared", login, tmp_path):
+            runs.append(begin("run", cwd=second, **login))
+            wait_until((second / "work/ppo/step").exists, 900, "second job")
+            find_process(first, "worker", "start").kill()
+            assert [run.wait(1500) for run in runs] == [0, 0]
+    finally:
+        for run in runs:
+            if run.poll() is None:
+                run.kill()
+    assert (second / "starts.log").read_text() == "0\n", "the other stage was not disturbed"
+    assert len((first / "starts.log").read_text().split()) == 2
+
+
+def _known(login: dict[str, str], pool: str) -> list[str]:
+    """The states of a pool's jobs; none as long as the pool does not exist."""
+    try:
+        return states(login, pool)
+    except urllib.error.HTTPError:
+        return []

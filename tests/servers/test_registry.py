@@ -1,0 +1,99 @@
+"""The registry's tests on MLflow with PostgreSQL, a login, and artifacts in S3."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import boto3
+import pytest
+from integration.registry.conftest import policy_name
+from integration.registry.test_interrupted import (
+    contests,
+    test_a_promotion_killed_at_any_step_is_completed_or_has_not_begun,
+    test_a_rollback_killed_at_any_step_is_completed_or_has_not_begun,
+    test_registering_completes_an_interrupted_promotion_first,
+)
+from integration.registry.test_promotion import (
+    ScriptedMatch,
+    test_a_person_decides,
+    test_a_sure_winner_moves_the_aliases_and_is_written_down,
+    test_rollback_swaps_and_the_next_run_does_not_undo_it,
+    test_the_first_challenger_takes_the_empty_place_with_its_reward_model,
+)
+from integration.registry.test_registry import (
+    test_a_pipeline_run_holds_parameters_final_numbers_and_files,
+    test_both_models_are_registered_with_lineage_and_gate_report,
+    test_the_same_content_is_registered_once,
+    test_versions_answer_through_pyfunc_and_are_plain_folders,
+)
+from servers.conftest import Servers
+from servers.request_counter import counted_requests
+
+from flows.registry.governance.history import checked_history, history_ledger
+from flows.registry.mlflow_client import connect, start_pipeline_run
+from flows.registry.promotion import promote, rollback
+from flows.registry.register import register
+from rlhf_core.errors import RlhfError
+
+__all__ = [
+    "contests",
+    "test_a_person_decides",
+    "test_a_pipeline_run_holds_parameters_final_numbers_and_files",
+    "test_a_promotion_killed_at_any_step_is_completed_or_has_not_begun",
+    "test_a_rollback_killed_at_any_step_is_completed_or_has_not_begun",
+    "test_a_sure_winner_moves_the_aliases_and_is_written_down",
+    "test_both_models_are_registered_with_lineage_and_gate_report",
+    "test_registering_completes_an_interrupted_promotion_first",
+    "test_rollback_swaps_and_the_next_run_does_not_undo_it",
+    "test_the_first_challenger_takes_the_empty_place_with_its_reward_model",
+    "test_the_same_content_is_registered_once",
+    "test_versions_answer_through_pyfunc_and_are_plain_folders",
+]
+pytestmark = pytest.mark.servers
+
+
+def test_history_names_every_change_of_the_champion_in_order(contest: Path) -> None:
+    promote(contest, play=ScriptedMatch(judge=0.9))
+    rollback(contest, "rude in production")
+    client = connect(contest)
+    records = checked_history(policy_name(contest), history_ledger(client, policy_name(contest)).entries())
+    assert [record["action"] for record in records] == ["register", "promote", "register", "promote", "rollback"]
+    assert records[-1]["reason"] == "rude in production" and all(record["who"] for record in records)
+
+
+def test_without_the_login_nothing_is_registered(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "not the password")
+    with pytest.raises(RlhfError, match="does not answer"):
+        register(workspace)
+
+
+def test_the_files_of_a_version_are_in_the_object_store(servers: Servers, workspace: Path) -> None:
+    servers.require("s3")
+    register(workspace)
+    version = connect(workspace).get_model_version(policy_name(workspace), "1")
+    store = boto3.client(
+        "s3",
+        endpoint_url=servers.environment["AWS_ENDPOINT_URL_S3"],
+        region_name="us-east-1",
+        aws_access_key_id=servers.environment["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=servers.environment["AWS_SECRET_ACCESS_KEY"],
+    )
+    pages = store.get_paginator("list_objects_v2").paginate(Bucket="mlflow")
+    keys = [row["Key"] for page in pages for row in page.get("Contents", ())]
+    logged = version.source.removeprefix("models:/")
+    assert any(logged in key and key.endswith("model.safetensors") for key in keys)
+
+
+def test_a_registration_takes_few_requests(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a login each costs the server a check of the password. MLflow's client makes one for each file."""
+    with counted_requests(os.environ["MLFLOW_TRACKING_URI"]) as counter:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", counter.url)
+        run_id = start_pipeline_run(workspace, "demo · now")
+        opened = counter.total
+        register(workspace, run_id)
+        registered = counter.total
+    print(f"opening: {opened}, registering: {registered - opened}; {counter.requests}")
+    assert opened <= 4
+    assert registered - opened <= 102
+    assert not any("set-tag" in request and "runs/" in request for request in counter.requests), "tags go in batches"

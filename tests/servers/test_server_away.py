@@ -1,0 +1,81 @@
+"""A stage whose MLflow server is killed and comes back: training goes on, and every record arrives."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from servers.conftest import Servers
+
+from flows.registry.mlflow_client import connect, prepare_tracking
+from rlhf_core.tracking import stage_tracker
+from rlhf_core.tracking.journal import waiting_records
+
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture
+def toy(tmp_path: Path, servers: Servers, mlflow_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A workspace that records on the server, which is up again at the end."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)
+    (tmp_path / "params.yaml").write_text("seed: 1\ntracking: {experiment: away}\n")
+    prepare_tracking(tmp_path)
+    yield tmp_path
+    servers.call("up", "mlflow")
+
+
+def losses(workspace: Path, run_id: str) -> list[tuple[int, float]]:
+    return [(metric.step, metric.value) for metric in connect(workspace).get_metric_history(run_id, "loss")]
+
+
+def newest_run(workspace: Path) -> str:
+    client = connect(workspace)
+    experiment = client.get_experiment_by_name("away")
+    runs = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"], max_results=1)
+    return str(runs[0].info.run_id)
+
+
+def test_a_stage_outlives_its_server(toy: Path, servers: Servers, caplog: pytest.LogCaptureFixture) -> None:
+    plot = toy / "plot.svg"
+    with caplog.at_level(logging.WARNING, "rlhf_core"), stage_tracker("sft", toy, "away") as tracker:
+        tracker.log_params({"lr": 0.1})
+        tracker.log_metrics({"loss": 3.0}, 1)
+        servers.call("kill", "mlflow")
+        began = time.monotonic()
+        for step in range(2, 500):
+            tracker.log_metrics({"loss": 3.0 / step}, step)
+        plot.write_text("<svg/>")
+        tracker.log_artifact(plot, "plots")
+        plot.unlink()
+        assert waiting_records(toy) == 499 and time.monotonic() - began < 60
+        servers.call("up", "mlflow")
+        deadline = time.monotonic() + 300
+        step = 500
+        while waiting_records(toy) and time.monotonic() < deadline:
+            time.sleep(0.5)
+            tracker.log_metrics({"loss": 3.0 / step}, step)
+            step += 1
+    run_id = newest_run(toy)
+    assert losses(toy, run_id) == [(n, 3.0 / n) for n in range(1, step)], "each once and in order"
+    run = connect(toy).get_run(run_id)
+    assert run.info.status == "FINISHED" and run.data.params == {"lr": "0.1"}
+    assert [artifact.path for artifact in connect(toy).list_artifacts(run_id, "plots")] == ["plots/plot.svg"]
+    assert "is away" in caplog.text and "answers again" in caplog.text
+
+
+def test_what_a_stage_could_not_deliver_is_delivered_by_the_next_command(toy: Path, servers: Servers) -> None:
+    servers.call("kill", "mlflow")
+    with stage_tracker("sft", toy, "away") as tracker:
+        tracker.log_metrics({"loss": 1.0}, 1)
+    assert waiting_records(toy) == 2
+    moved = toy.parent / "moved"
+    shutil.copytree(toy, moved)  # the folder may be elsewhere by then
+    servers.call("up", "mlflow")
+    prepare_tracking(moved)
+    assert waiting_records(moved) == 0
+    run_id = newest_run(moved)
+    assert losses(moved, run_id) == [(1, 1.0)] and connect(moved).get_run(run_id).info.status == "FINISHED"
