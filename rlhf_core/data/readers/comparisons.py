@@ -89,7 +89,7 @@ def _by_strength(
 
 def _helpsteer_prompt(value: Any) -> list[Turn]:
     first, *others = HELPSTEER_TURN.split(text_of(value, "the prompt"))
-    turns = [{"role": "user", "content": first}]
+    turns = [{"role": "user", "content": first}] if others else prompt_of(first)
     turns += [
         {"role": speaker.lower(), "content": text} for speaker, text in zip(others[::2], others[1::2], strict=True)
     ]

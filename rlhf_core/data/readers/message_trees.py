@@ -48,7 +48,7 @@ def _tree(record: Any, kind: str, options: ReadOptions) -> Sequence[Parsed]:
     parsed: list[Parsed] = []
     for prompt, nodes in _prompts(record["prompt"]):
         ranked = [
-            RankedReply(reply_of(_turn(node)["content"], "a reply"), -number_of(node["rank"], "rank"))
+            RankedReply(reply_of(_turn(node), "a reply"), -number_of(node["rank"], "rank"))
             for node in nodes
             if node.get("rank") is not None
         ]
@@ -58,8 +58,8 @@ def _tree(record: Any, kind: str, options: ReadOptions) -> Sequence[Parsed]:
             pairs = ranked_pairs(ranked, options.pairs) if ranked else []
             parsed += [Parsed(prompt, better.text, worse.text) for better, worse in pairs]
         elif ranked or len(nodes) == 1:
-            best = max(ranked, key=lambda reply: reply.value).text if ranked else _turn(nodes[0])["content"]
-            parsed.append(Parsed(prompt, reply=reply_of(best, "a reply")))
+            best = max(ranked, key=lambda reply: reply.value).text if ranked else reply_of(_turn(nodes[0]), "a reply")
+            parsed.append(Parsed(prompt, reply=best))
     if not parsed:
         raise Undecided("the tree has no two ranked replies to one prompt" if kind == "preferences" else "no replies")
     return parsed

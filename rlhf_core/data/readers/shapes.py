@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from rlhf_core.data.readers.dialogue_in_text import transcript_in
 from rlhf_core.data.readers.format import PAIRS, PROMPTS, REPLIES, TEXTS, Format, Parsed, has, single
 from rlhf_core.data.readers.turns import (
-    DENSE_TRANSCRIPT,
-    RENDERED,
     Refusal,
     Turn,
     prompt_of,
     reply_after,
     reply_of,
+    require_no_dialogue,
     split_reply,
     split_transcript,
     text_of,
-    transcript_in,
     transcript_turns,
     turns_of,
 )
@@ -50,13 +49,16 @@ def _hh(record: Any) -> Parsed:
         raise Refusal("the prompts of the two replies differ")
     prompt = transcript_turns(before)
     if record.get("prompt"):
-        _require_same_prompt(prompt_of(record["prompt"]), prompt)
+        _require_same_prompt(record["prompt"], prompt)
     return Parsed(prompt, chosen, rejected)
 
 
-def _require_same_prompt(given: list[Turn], prompt: list[Turn]) -> None:
-    """Refuse a prompt beside transcripts that is neither their prompt nor its first or last turns."""
-    texts, full = ([turn["content"].strip() for turn in turns] for turns in (given, prompt))
+def _require_same_prompt(given: Any, prompt: list[Turn]) -> None:
+    """Refuse a prompt beside dialogues that is neither their prompt nor its first or last turns."""
+    full = [turn["content"].strip() for turn in prompt]
+    if isinstance(given, str) and [given.strip()] in (full[:1], full[-1:]):
+        return
+    texts = [turn["content"].strip() for turn in prompt_of(given)]
     if texts not in (full[: len(texts)], full[-len(texts) :]):
         raise Refusal("the prompt is not that of the transcripts")
 
@@ -78,7 +80,7 @@ def _implicit(record: Any) -> Parsed:
     if prompt != other:
         raise Refusal("the prompts of the two replies differ")
     if record.get("prompt"):
-        _require_same_prompt(prompt_of(record["prompt"]), [turn for turn in prompt if turn["role"] != "system"])
+        _require_same_prompt(record["prompt"], [turn for turn in prompt if turn["role"] != "system"])
     return Parsed(prompt, chosen, rejected)
 
 
@@ -112,7 +114,8 @@ def _turn_list_pair(record: Any) -> Parsed:
         {"role": roles[(len(chosen) - 1 - i) % 2], "content": text_of(turn, "a turn")}
         for i, turn in enumerate(chosen[:-1])
     ]
-    return Parsed(prompt, reply_of(chosen[-1], "chosen"), reply_of(rejected[-1], "rejected"))
+    replies = ({"role": "assistant", "content": turns[-1]} for turns in (chosen, rejected))
+    return Parsed(prompt, *(reply_of(turn, name) for turn, name in zip(replies, ("chosen", "rejected"), strict=True)))
 
 
 def _is_standard_implicit(record: Any) -> bool:
@@ -130,11 +133,7 @@ def _standard_implicit(record: Any) -> Parsed:
     TRL may cut inside a word; here the prompt ends before the first word that differs, and before one space there.
     """
     chosen, rejected = (text_of(record[name], name) for name in ("chosen", "rejected"))
-    marker = RENDERED.match(chosen)
-    if marker:
-        raise Refusal(f"the texts are rendered by a chat template ({marker.group().strip()}); give messages instead")
-    if DENSE_TRANSCRIPT.match(chosen):
-        raise Refusal("the texts are transcripts without empty lines between their turns; give messages instead")
+    require_no_dialogue(chosen, "chosen", answered=True)
     if chosen == rejected:
         raise Refusal("both texts are the same")
     length = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
@@ -147,12 +146,16 @@ def _standard_implicit(record: Any) -> Parsed:
     prompt = shared[:end].removesuffix(" ")  # as in "The sky is" and " blue."
     if not prompt.strip():
         raise Refusal("there is no prompt: the two texts do not begin with the same words")
+    require_no_dialogue(prompt, "what both texts begin with")
     turns = [{"role": "user", "content": prompt}]
     return Parsed(turns, chosen[len(prompt) :], rejected[len(prompt) :])
 
 
 def _alpaca_prompt(record: Any) -> list[Turn]:
-    """Return instruction and input as one user turn, after the turns of ``history`` (pairs of question and answer)."""
+    """Return instruction and input as one user turn, after the turns of ``history`` (pairs of question and answer).
+
+    Without a history they may be an HH-RLHF transcript.
+    """
     turns: list[Turn] = []
     history = record.get("history") or []
     if not isinstance(history, list | tuple):
@@ -163,7 +166,8 @@ def _alpaca_prompt(record: Any) -> list[Turn]:
         turns.append({"role": "user", "content": text_of(pair[0], "history")})
         turns.append({"role": "assistant", "content": text_of(pair[1], "history")})
     parts = [text_of(record.get(name) or "", name) for name in ("instruction", "input")]
-    return [*turns, {"role": "user", "content": "\n\n".join(part for part in parts if part.strip())}]
+    text = "\n\n".join(part for part in parts if part.strip())
+    return [*turns, {"role": "user", "content": text}] if turns else prompt_of(text, "the instruction")
 
 
 def _alpaca_ranking(record: Any) -> Parsed:

@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+from rlhf_core.data.readers.dialogue_in_text import (
+    OPEN_REPLY,
+    ROLE_NAMES,
+    TRANSCRIPT_TURN,
+    dialogue_in,
+    markup_in,
+    transcript_in,
+)
 from rlhf_core.data.visible_text import has_visible_text
 
 Turn = dict[str, str]
-ROLE_NAMES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-}
 # Parts of a turn that are no text of it; a turn that has one is refused, since the text alone says something else.
 LOST_PARTS = (
     *("tool_calls", "function_call", "reasoning_content", "reasoning", "reasoning_details", "thinking"),
     *("images", "audios", "videos"),
 )
 EXCERPT = 60
-EMPTY_LINE = r"(?:\r\n\r\n|\n\n)"
-TRANSCRIPT_TURN = re.compile(rf"{EMPTY_LINE}(Human|Assistant):")
-OPEN_REPLY = re.compile(rf"{EMPTY_LINE}Assistant:\s*\Z")
-# A transcript whose empty line before the first turn was cut off or has spaces around it.
-STRIPPED_TRANSCRIPT = re.compile(rf"\s*(?=Human:.*?{EMPTY_LINE}Assistant:)", re.DOTALL)
-# One whose turns are not set apart by empty lines.
-DENSE_TRANSCRIPT = re.compile(r"\s*Human:.*?\n[ \t]*Assistant:", re.DOTALL)
-RENDERED = re.compile(
-    r"\s*(<\|im_start\|>|<\|begin_of_text\|>|<\|start_header_id\|>|<start_of_turn>|<\|user\|>|<\|system\|>|<s>|\[INST\])"
-)
-# A list of turns written out as JSON, or as Python writes it into a CSV file.
-TURNS_AS_TEXT = re.compile(r"\s*\[\s*\{.*\}\s*\]\s*\Z", re.DOTALL)
-ROLE_AS_TEXT = re.compile(r"""["'](?:role|from)["']\s*:\s*["'](\w+)["']""")
-CONTENT_AS_TEXT = re.compile(r"""["'](?:content|value)["']\s*:""")
 
 
 class Refusal(Exception):
@@ -103,43 +85,37 @@ def turns_of(value: Any) -> list[Turn]:
     return [turn_of(turn) for turn in value]
 
 
-def prompt_of(value: Any) -> list[Turn]:
+def prompt_of(value: Any, name: str = "the prompt") -> list[Turn]:
     """Return a prompt from a string (one user turn, or an HH-RLHF transcript) or a list of turns."""
     if isinstance(value, list):
         return turns_of(value)
-    text = text_of(value, "the prompt")
+    text = text_of(value, name)
     transcript = transcript_in(text)
-    if transcript is not None:
-        return transcript_turns(OPEN_REPLY.sub("", transcript))
-    if DENSE_TRANSCRIPT.match(text):
-        raise Refusal("the prompt is a transcript without empty lines between its turns; give messages instead")
-    require_no_markup(text, "the prompt")
-    return [{"role": "user", "content": text}]
+    if transcript is None:
+        require_no_dialogue(text, name)
+        return [{"role": "user", "content": text}]
+    turns = transcript_turns(OPEN_REPLY.sub("", transcript))
+    if len(turns) == 1:
+        require_no_dialogue(f"Human: {turns[0]['content']}", name)
+    return turns
 
 
-def transcript_in(text: str) -> str | None:
-    """Return an HH-RLHF transcript with an empty line before its first turn; None if ``text`` is no transcript.
+def require_no_dialogue(text: str, name: str, answered: bool = False) -> None:
+    """Refuse a text that is a whole dialogue, which would be learned as one turn of the user.
 
-    The published texts begin with that line; copies lack it or have other white space there.
+    Args:
+        answered: The text holds the reply too.
     """
-    if TRANSCRIPT_TURN.match(text):
-        return text
-    stripped = STRIPPED_TRANSCRIPT.match(text)
-    return None if stripped is None else f"\n\n{text[stripped.end() :]}"
-
-
-def require_no_markup(text: str, name: str) -> None:
-    """Refuse a text that is a dialogue in the markup of a chat template or as JSON, which would be learned as text."""
-    rendered = RENDERED.match(text)
-    if rendered and text[rendered.end() :].strip():
-        raise Refusal(f"{name} is rendered by a chat template ({rendered.group().strip()}); give messages instead")
-    is_list = TURNS_AS_TEXT.match(text) and CONTENT_AS_TEXT.search(text)
-    if is_list and any(role.lower() in ROLE_NAMES for role in ROLE_AS_TEXT.findall(text)):
-        raise Refusal(f"{name} is a dialogue written out as text; save the rows as JSON lines or parquet instead")
+    reason = dialogue_in(text, answered)
+    if reason is not None:
+        raise Refusal(f"{name} {reason}")
 
 
 def reply_of(value: Any, name: str) -> str:
-    """Return a reply from a string, a single turn, or a list of one assistant turn; never a whole transcript."""
+    """Return a reply from a string, a single turn, or a list of one assistant turn; never a whole transcript.
+
+    A string in the markup of a chat template is refused; in a turn, such a text is what the assistant wrote.
+    """
     if isinstance(value, list):
         if len(value) != 1:
             raise Refusal(f"{name} has {len(value)} turns; beside an explicit prompt it is one assistant turn")
@@ -148,11 +124,14 @@ def reply_of(value: Any, name: str) -> str:
         turn = turn_of(value)
         if turn["role"] != "assistant":
             raise Refusal(f"{name} is a turn of the {turn['role']}, not the assistant's")
-        value = turn["content"]
-    reply = text_of(value, name)
+        reply, markup = turn["content"], None
+    else:
+        reply = text_of(value, name)
+        markup = markup_in(reply)
     if transcript_in(reply) is not None:
         raise Refusal(f"{name} is a whole transcript, not a reply")
-    require_no_markup(reply, name)
+    if markup is not None:
+        raise Refusal(f"{name} {markup}")
     return reply
 
 
