@@ -139,8 +139,8 @@ def lengths_of_workspace(root: Path, params: Params, positions: int | None = Non
 
 
 def _longest_pair(params: Params) -> int:
-    dpo = [params.policy.dpo] if params.policy.method == "dpo" else []
-    return max(config.max_tokens for config in (params.reward, params.referee, params.judge, *dpo))
+    longest = max(config.max_tokens for config in (params.reward, params.referee, params.judge))
+    return max(longest, params.policy.dpo.max_tokens) if params.policy.method == "dpo" else longest
 
 
 def _demonstration_lengths(tokenizer: PreTrainedTokenizerBase, clean: Path) -> list[tuple[int, int]]:
