@@ -72,6 +72,11 @@ def gated(metric: str, **bound: object) -> dict:
             {"evaluate": {"perplexity": {"rows": 0}}} | gated("policy.perplexity_pretrain", at_most=9.0),
             "asks for policy.perplexity_pretrain, but evaluate.perplexity.rows is 0",
         ),
+        (
+            gated("policy.multiple_choice.accuracy", at_least_of="sft.multiple_choice.accuracy"),
+            "asks for policy.multiple_choice.accuracy, but evaluate.multiple_choice is not set",
+        ),
+        (gated("opponents.other.policy.comparison.judge.win_rate", at_least=0.5), "evaluate.opponents is not set"),
     ],
 )
 def test_problems_are_told_with_path_and_remedy(document: dict, expected: str) -> None:

@@ -148,6 +148,17 @@ class Params(Strict):
                     f"gates.policy[{number}] asks for {condition.metric}, but evaluate.perplexity.rows is 0: take the "
                     "condition out, or set evaluate.perplexity.rows"
                 )
+            measured_by = {part for metric in condition.metrics for part in metric.split(".")[:2]}
+            for name, given in (
+                ("verifiable", self.evaluate.verifiable),
+                ("multiple_choice", self.evaluate.multiple_choice),
+                ("opponents", self.evaluate.opponents),
+            ):
+                if name in measured_by and not given:
+                    raise ValueError(
+                        f"gates.policy[{number}] asks for {condition.metric}, but evaluate.{name} is not set: take the "
+                        f"condition out, or set evaluate.{name}"
+                    )
 
     def _critic_is_a_head(self) -> None:
         if "init" in self.critic.model_fields_set and self.critic.init != "sft":

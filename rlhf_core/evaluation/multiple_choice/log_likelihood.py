@@ -57,10 +57,10 @@ def reply_log_likelihoods(
     # The last token is predicted, and never read.
     inputs = [tuple([*row.prompt, *row.reply][:-1]) for row in examples]
     users: dict[tuple[int, ...], list[int]] = {}
-    for number, ids in enumerate(inputs):
-        users.setdefault(ids, []).append(number)
+    for number, sequence in enumerate(inputs):
+        users.setdefault(sequence, []).append(number)
     sequences = list(users)
-    order = [sequences[i] for i in by_length([len(ids) for ids in sequences])]
+    order = [sequences[i] for i in by_length([len(sequence) for sequence in sequences])]
     log_likelihoods = [0.0] * len(examples)
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
