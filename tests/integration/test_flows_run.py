@@ -111,7 +111,7 @@ def test_a_schedule_creates_runs_that_complete(lasting: Path) -> None:
     url = json.loads((lasting / ".rlhf" / "services.json").read_text())["api_url"]
     command = [sys.executable, "-m", "prefect", "deployment", "schedule", "create", "rlhf-pipeline/pipeline"]
     env = environment(PREFECT_API_URL=url, PREFECT_HOME=str(lasting / "client"), DO_NOT_TRACK="1")
-    subprocess.run([*command, "--interval", "3"], env=env, check=True, capture_output=True, timeout=240)
+    subprocess.run([*command, "--interval", "15"], env=env, check=True, capture_output=True, timeout=240)
     query = "select count(*) from flow_run where auto_scheduled = 1 and state_type = 'COMPLETED'"
     wait_until(lambda: rows(lasting, query)[0][0] != 0, 400, "completed scheduled run")
     tags = "select tags from flow_run where auto_scheduled = 1 and state_type = 'COMPLETED'"

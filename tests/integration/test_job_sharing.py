@@ -53,11 +53,9 @@ def client(
     database = Path(shutil.copy(prefect_database, tmp_path_factory.mktemp("prefect")))
     with (
         prefect_server(database) as url,
-        pytest.MonkeyPatch.context() as patch,
         temporary_settings({PREFECT_API_URL: url}),
         get_client(sync_client=True) as client,
     ):
-        patch.setenv("PREFECT_API_URL", url)  # other threads do not inherit the settings
         template = json.loads(TEMPLATE.read_text())
         client.create_work_pool(WorkPoolCreate(name="cluster", type="kubernetes", base_job_template=template))
         deploy_jobs(tmp_path_factory.mktemp("w"), params)
@@ -106,7 +104,8 @@ def test_submissions_at_the_same_moment_make_one_run(client: SyncPrefectClient, 
 
     def submit(number: int) -> FlowRun:
         ready.wait()
-        with get_client(sync_client=True) as own:
+        # A thread does not inherit the settings.
+        with temporary_settings({PREFECT_API_URL: str(client.api_url)}), get_client(sync_client=True) as own:
             return claim_flow_run(own, job(params, f"/workspace-{number}", "e" * 64))
 
     with ThreadPoolExecutor(4) as threads:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flows.registry.promotion import promote
 from flows.registry.register import register
 from flows.release.export import ExportRequest, export
-from rlhf_core.errors import GateFailed, ModelError, RlhfError
+from rlhf_core.errors import EXIT_USER_ERROR, GateFailed, ModelError, RlhfError
 from rlhf_core.files import sha256_file
 
 JUDGED = {"win_rate": 0.67, "win_rate_low95": 0.63, "win_rate_high95": 0.71, "prompts": 8}
@@ -92,18 +92,21 @@ def test_an_ungated_version_is_released_by_force_alone(workspace: Path, tmp_path
     assert "Released by force" in card and "for a study" in card and "**policy** did not pass (mode report)" in card
 
 
-def test_a_push_that_cannot_work_is_one_line(released: Path, tmp_path: Path) -> None:
-    def attempt(repository: str, token: str) -> tuple[int, str]:
-        environment = {"HF_TOKEN": token, "HF_ENDPOINT": CLOSED_PORT, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-        target = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
-        command = ("rlhf", "export", target, "--push", repository, "--workspace", released)
-        done = run(*command, cwd=tmp_path, **environment)
-        assert "Traceback" not in done.stderr and "hf_secret" not in done.stdout + done.stderr
-        assert target.exists() == ("is written, but could not be pushed" in done.stderr)
-        return done.returncode, done.stderr
+def test_a_push_that_cannot_work_is_one_line(released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "out"
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    for repository, token, reason in (
+        ("no-owner", "hf_secret", "write it as owner/name"),
+        ("owner/name", "", "set HF_TOKEN"),
+    ):
+        monkeypatch.setenv("HF_TOKEN", token)
+        with pytest.raises(RlhfError, match=reason) as refusal:
+            export(released, target, ExportRequest(push=repository))
+        assert refusal.value.exit_code == EXIT_USER_ERROR and not target.exists()
 
-    assert attempt("no-owner", "hf_secret")[0] == 2
-    code, message = attempt("owner/name", "")
-    assert code == 2 and "set HF_TOKEN" in message
-    code, message = attempt("owner/name", "hf_secret")
-    assert code != 0 and "could not be pushed to owner/name" in message
+    environment = {"HF_TOKEN": "hf_secret", "HF_ENDPOINT": CLOSED_PORT, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    command = ("rlhf", "export", target, "--push", "owner/name", "--workspace", released)
+    done = run(*command, cwd=tmp_path, **environment)
+    assert done.returncode == EXIT_USER_ERROR and done.stderr.count("\n") == 1
+    assert f"{target} is written, but could not be pushed to owner/name" in done.stderr and target.is_dir()
+    assert "hf_secret" not in done.stdout + done.stderr
