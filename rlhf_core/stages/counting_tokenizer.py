@@ -72,16 +72,13 @@ def _load_from_hub(source: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a hub id."""
     from huggingface_hub import is_offline_mode
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
 
     from rlhf_core.models.base import load_tokenizer
 
     try:
-        validate_repo_id(source)
+        return load_tokenizer(source)
     except HFValidationError as error:
         raise ModelError(f"the tokenizer {source!r} is no file here and no hub id (owner/name); {WANTED}") from error
-    try:
-        return load_tokenizer(source)
     except ModelError as error:
         if error.__cause__ is None or not isinstance(error.__cause__, (OSError, ValueError)):
             raise

@@ -1,4 +1,4 @@
-"""Charts of the report and the data card: lines over bands, intervals, bars, and shares of wins, ties and losses."""
+"""The report's charts: lines over bands, intervals, and shares of wins, ties and losses."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-from rlhf_core.evaluation.format_number import format_number
-from rlhf_core.evaluation.report.svg_figure import COLOURS, HEIGHT, SERIES, draw_svg
+from rlhf_core.evaluation.svg_figure import COLOURS, HEIGHT, SERIES, draw_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Point = tuple[float, float]
 ROW_HEIGHT, AXIS_HEIGHT = 34, 40
-BAR_LABELS, BAR_FONT_SIZE = 6, 17  # at most so many labels fit below the axis
 BAND_OPACITY = (0.14, 0.24)
 
 
@@ -121,26 +119,6 @@ def outcome_chart(
 
     legend = _legend([("s1", f"{baseline} wins"), ("tie", "tie"), ("s0", f"{candidate} wins")])
     return draw_svg(draw, title, ROW_HEIGHT * len(rows) + AXIS_HEIGHT) + legend
-
-
-def bar_chart(labels: Sequence[str], values: Sequence[float], title: str) -> Markup:
-    """Draw a bar per value over its label, and the largest value above its bar; all values are read aloud."""
-
-    def draw(axes: Axes) -> None:
-        axes.bar(range(len(values)), values, width=0.92, color=SERIES[0])
-        every = -(-len(labels) // BAR_LABELS)
-        axes.set_xticks(range(0, len(labels), every), [label.replace("$", r"\$") for label in labels[::every]])
-        axes.tick_params(labelsize=BAR_FONT_SIZE)
-        axes.set_yticks([])
-        axes.axhline(0, color=COLOURS["line"], linewidth=1)
-        axes.margins(x=0.01, y=0.14)
-        largest = max(range(len(values)), key=values.__getitem__)
-        style = {"ha": "center", "color": COLOURS["soft"], "fontsize": BAR_FONT_SIZE}
-        top = largest, values[largest]
-        axes.annotate(format_number(values[largest]), top, (0, 4), textcoords="offset points", **style)
-
-    listed = ", ".join(f"{label}: {format_number(value)}" for label, value in zip(labels, values, strict=True))
-    return draw_svg(draw, f"{title}; {listed}", HEIGHT)
 
 
 def _label_rows(axes: Axes, labels: Sequence[str]) -> None:

@@ -24,12 +24,12 @@ from rlhf_core.data.validation.set_rules.findings_file import named_findings
 from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
 from rlhf_core.data.validation.tables import RawData, Validated
 from rlhf_core.data.validation.token_counts import count_tokens
+from rlhf_core.evaluation.bar_chart import bar_chart
 from rlhf_core.evaluation.data_card.build import CardSources, build_card, rules_section, source_section
 from rlhf_core.evaluation.data_card.card import CardTable, Histogram
 from rlhf_core.evaluation.data_card.lengths import length_section
 from rlhf_core.evaluation.data_card.refused_rows import refused_section, spread_over_reasons
 from rlhf_core.evaluation.data_card.write import write_card
-from rlhf_core.evaluation.report.charts import bar_chart
 from rlhf_core.models.base import train_tokenizer
 from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths

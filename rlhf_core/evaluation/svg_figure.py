@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 PIXELS_PER_INCH = 72  # of the SVG backend
 WIDTH, HEIGHT = 460, 230
 FONT_SIZE = 13
-# Colours of the light page, by the name of their CSS variable in style.css.
+# Colours of the light page, by the name of their CSS variable.
 COLOURS = {
     "s0": "#2a62c9",
     "s1": "#d1661c",
