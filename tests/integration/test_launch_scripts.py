@@ -32,7 +32,9 @@ echo "scancel $*" >> "$TEST_DIR/calls"
 while read -r task; do kill -TERM "$task"; done < "$TEST_DIR/tasks"
 """
 SCONTROL = """#!/usr/bin/env bash
-if [[ $1 == show ]]; then printf 'node-a\\nnode-b\\n'; else echo "scontrol $*" >> "$TEST_DIR/calls"; fi
+if [[ $2 == hostnames ]]; then printf 'node-a\\nnode-b\\n'
+elif [[ $2 == job ]]; then echo "JobId=$3 JobState=RUNNING Reason=None"
+else echo "scontrol $*" >> "$TEST_DIR/calls"; fi
 """
 TORCHRUN = """#!/usr/bin/env bash
 echo "$*" >> "$TEST_DIR/torchrun"
