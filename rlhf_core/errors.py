@@ -37,6 +37,14 @@ class DataError(RlhfError):
     """A data file is missing, empty, unreadable or of an unknown format."""
 
 
+class UnwritableText(DataError):
+    """A tokenizer cannot write a dialogue or a text; ``reason`` says why, without a quotation of the text."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class ModelError(RlhfError):
     """A model folder is missing, incomplete or unreadable."""
 

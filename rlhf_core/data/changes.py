@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_core.config.collect import ReadOptions
-from rlhf_core.data.inspect import example_lines, wrapped
+from rlhf_core.data.report_lines import example_lines, wrapped
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema, tables_of
 from rlhf_core.data.sources import source_chunks, source_files, sources_by_kind
 from rlhf_core.data.table_stream import mapped_table

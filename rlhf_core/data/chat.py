@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.data.chat_template import encode_rendered, reply_format
 from rlhf_core.data.schema import Message
 from rlhf_core.data.special_tokens import encode_escaped, escape, special_tokens
-from rlhf_core.errors import DataError
+from rlhf_core.errors import UnwritableText
 
 # What decoding writes for bytes that are no whole character.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -21,11 +21,12 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
     """Token ids of the dialogue so far, ending where the assistant's reply begins.
 
-    Uses the tokenizer's own chat template with its generation prompt; ``ModelError`` where it has none, ``DataError``
-    where it refuses the dialogue. Special tokens written out in a turn are ordinary text.
+    Uses the tokenizer's own chat template with its generation prompt; ``ModelError`` where it has none,
+    ``UnwritableText`` where it refuses the dialogue. Special tokens written out in a turn are ordinary text.
     """
     if not messages or messages[-1].role != "user":
-        raise DataError("a prompt must end with a user turn")
+        reason = "a prompt must end with a user turn"
+        raise UnwritableText(reason, reason)
     return encode_rendered(tokenizer, messages, add_generation_prompt=True)
 
 

@@ -10,8 +10,14 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.schema import Message
-from rlhf_core.data.special_tokens import CACHED_TOKENIZERS, encode_escaped, escape, special_tokens, token_id
-from rlhf_core.errors import DataError, ModelError
+from rlhf_core.data.special_tokens import (
+    CACHED_TOKENIZERS,
+    encode_escaped,
+    escape,
+    special_tokens,
+    token_id,
+)
+from rlhf_core.errors import DataError, ModelError, UnwritableText
 
 QUESTION, ANSWER, NEXT_QUESTION = "What is that?", "It is this.", "And why?"
 EXCERPT = 60
@@ -61,7 +67,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_
 
     Raises:
         ModelError: The tokenizer has no chat template.
-        DataError: The template refuses the dialogue; a few of its words say which one.
+        UnwritableText: The template refuses the dialogue; a few of its words say which one.
     """
     if not tokenizer.chat_template:
         raise ModelError(
@@ -71,11 +77,12 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_
     try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt))
     except TemplateError as error:
-        roles = ", ".join(message.role for message in messages)
-        raise DataError(
-            f"the chat template refuses a dialogue of the turns {roles} ({messages[-1].content[:EXCERPT]!r}): "
-            f"{str(error).strip() or type(error).__name__}; leave such dialogues out, or give the tokenizer a template "
-            "that takes them"
+        refused = f"the chat template refuses a dialogue of the turns {', '.join(message.role for message in messages)}"
+        cause = str(error).strip() or type(error).__name__
+        raise UnwritableText(
+            f"{refused} ({messages[-1].content[:EXCERPT]!r}): {cause}; leave such dialogues out, or give the tokenizer "
+            "a template that takes them",
+            f"{refused}: {cause}",
         ) from error
 
 

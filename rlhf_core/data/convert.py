@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 
 from rlhf_core.config.collect import DataSource, FormatName, ReadOptions
 from rlhf_core.data.formats import FileRows, read_records
-from rlhf_core.data.inspect import wrapped
 from rlhf_core.data.readers.containers import Record
 from rlhf_core.data.readers.registry import format_named, format_of
+from rlhf_core.data.report_lines import wrapped
 from rlhf_core.data.schema import MESSAGES
 from rlhf_core.data.sources import source_chunks, source_files
 from rlhf_core.errors import DataError, RlhfError

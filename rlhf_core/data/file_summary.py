@@ -33,18 +33,18 @@ class EvenSample:
     stride: int = 1
     total: int = 0
 
-    def add(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Take in the next rows of the file."""
-        for row in rows:
+    def add(self, rows: Sequence[dict[str, Any]], positions: Sequence[int]) -> None:
+        """Take in the next rows of the file, with their positions there."""
+        for row, position in zip(rows, positions, strict=True):
             if self.total % self.stride == 0:
-                self.rows.append(row)
+                self.rows.append(row | {"position": position})
             self.total += 1
             if len(self.rows) > 2 * SAMPLED_ROWS:
                 self.rows = self.rows[::2]
                 self.stride *= 2
 
     def spread(self) -> list[dict[str, Any]]:
-        """Return up to ``SAMPLED_ROWS`` rows of the whole file."""
+        """Return up to ``SAMPLED_ROWS`` rows of the whole file, each with its ``position``."""
         return [self.rows[i] for i in evenly_spread(len(self.rows), SAMPLED_ROWS)] if self.rows else []
 
 
@@ -86,7 +86,7 @@ class FileSummary:
         self.examples += part.rows[: self.wanted_examples - len(self.examples)]
         for name, lengths in character_counts(self.kind, part.rows).items():
             self.characters.setdefault(name, []).append(np.array(lengths, np.int64))
-        self.sample.add(part.rows)
+        self.sample.add(part.rows, part.positions)
 
     def commonest_refusals(self) -> list[tuple[str, RefusalCount]]:
         """Return the reasons of refused rows, commonest first."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shlex
 import textwrap
@@ -12,19 +11,16 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from rlhf_core.config.collect import ReadOptions
 from rlhf_core.data.file_summary import FileSummary, texts_of
 from rlhf_core.data.formats import row_chunks
 from rlhf_core.data.hub import PREFIX
 from rlhf_core.data.language_tag import language_shares
-from rlhf_core.data.lengths import PERCENTILES, REPLIES, LengthPercentiles, TokenLengths, token_lengths
+from rlhf_core.data.lengths import PERCENTILES, LengthPercentiles, TokenLengths, token_lengths
 from rlhf_core.data.readers.columns import with_columns
 from rlhf_core.data.readers.registry import PROBE, detect, format_named
 from rlhf_core.data.readers.unused_summary import LISTED_COLUMNS, commonest_unused, unused_summary
+from rlhf_core.data.report_lines import INDENT, example_lines, percentile_table, wrapped
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.sources import SourceFile, open_source, require_utf8_name
 from rlhf_core.file_patterns import expand, is_url
@@ -36,7 +32,6 @@ if TYPE_CHECKING:
 HUB_ROWS = 1000
 LANGUAGE_CHARACTERS = 1000
 PROFILE, CHINESE_PROFILE = "own-data", "chinese-sample"
-INDENT, LABEL_WIDTH = "  ", 9
 NEW_WORKSPACE = "my-run"
 CONTINUED = " \\\n        "
 
@@ -200,6 +195,7 @@ def as_json_value(description: Description) -> dict[str, Any]:
                 "limit": limit.longest_kept,
                 "rows": file.tokens.rows,
                 "over_limit": file.tokens.over_limit,
+                "unwritable": [vars(rows) for rows in file.tokens.unwritable],
             }
         files.append(value)
     command = _init_command(description)
@@ -207,7 +203,7 @@ def as_json_value(description: Description) -> dict[str, Any]:
 
 
 def _percentiles(lengths: LengthPercentiles) -> dict[str, int]:
-    return {str(percentile): value for percentile, value in zip(PERCENTILES, lengths.values, strict=True)}
+    return {str(percentile): value for percentile, value in zip(PERCENTILES, lengths.values, strict=False)}
 
 
 def as_text(description: Description, width: int = 80) -> str:
@@ -258,29 +254,6 @@ def _block(file: FileDescription, description: Description, width: int) -> str:
     return "\n".join([*lines, *_lengths(file, description.limits, width)])
 
 
-def wrapped(label: str, text: str, width: int) -> list[str]:
-    """Return ``label`` and ``text`` in lines of at most ``width`` columns, the later ones indented by the label."""
-    indent = " " * len(label)
-    return textwrap.wrap(
-        text, max(width, 40), initial_indent=label, subsequent_indent=indent, break_on_hyphens=False
-    ) or [label.rstrip()]
-
-
-def example_lines(kind: str, row: Mapping[str, Any], width: int) -> list[str]:
-    """Return a row as a line per turn and reply, each cut to ``width``."""
-    if kind == "pretrain":
-        texts = [("text", row["text"])]
-    else:
-        texts = [(turn["role"], turn["content"]) for turn in row["prompt"]]
-        texts += [(name, row[name]) for name in REPLIES.get(kind, ())]
-    lines = []
-    for label, text in texts:
-        line = Text(f"{INDENT * 2}{label:<{LABEL_WIDTH}}  {' '.join(text.split())}")
-        line.truncate(width, overflow="ellipsis")  # in columns: a Chinese character takes two
-        lines.append(line.plain)
-    return lines
-
-
 def _lengths(file: FileDescription, limits: TokenLimits | None, width: int) -> list[str]:
     """Return the table of lengths: characters of each column, and with a tokenizer what ``max_tokens`` would drop."""
     if not file.characters:
@@ -292,6 +265,11 @@ def _lengths(file: FileDescription, limits: TokenLimits | None, width: int) -> l
         return lines
     limit, measured = limits.limits[file.kind], file.tokens
     looked_at = f" of the {measured.rows} rows looked at" if measured.rows < file.read.rows else ""
+    for rows in measured.unwritable:
+        reason = f"{rows.rows}{looked_at or ' of the rows'} have no tokens: {rows.reason} (first at row {rows.first})"
+        lines += wrapped(INDENT * 2, reason, width)
+    if not measured.percentiles.values:
+        return lines
     if measured.over_limit:
         share = measured.over_limit / measured.rows
         finding = f"{share:.1%}{looked_at or ' of the rows'} are longer and would be dropped"
@@ -303,20 +281,6 @@ def _lengths(file: FileDescription, limits: TokenLimits | None, width: int) -> l
     if measured.over_limit:
         lines += wrapped(INDENT * 2, limit.remedy(measured.percentiles.values[-1]), width)
     return lines
-
-
-def percentile_table(unit: str, rows: Sequence[LengthPercentiles], width: int) -> list[str]:
-    """Return lengths as the indented lines of a table, with ``unit`` above the names of the rows."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(min_width=len("prompt + reply"))
-    for _ in PERCENTILES:
-        table.add_column(justify="right", min_width=6)
-    table.add_row(unit, *(f"{p} %" if p < 100 else "longest" for p in PERCENTILES))
-    for row in rows:
-        table.add_row(row.name, *map(str, row.values))
-    output = io.StringIO()
-    Console(file=output, width=max(width - 2 * len(INDENT), 40), color_system=None).print(table)
-    return [f"{INDENT * 2}{line.rstrip()}" for line in output.getvalue().splitlines()]
 
 
 def _init_command(description: Description) -> list[str] | None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhf_core.data.schema import Message
+from rlhf_core.errors import UnwritableText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,8 +29,19 @@ class LengthPercentiles:
 
     @classmethod
     def of(cls, name: str, lengths: Sequence[int]) -> LengthPercentiles:
-        """Take the percentiles of ``lengths``, of which there must be one at least."""
+        """Take the percentiles of ``lengths``; there are none of no lengths."""
+        if not lengths:
+            return cls(name, ())
         return cls(name, tuple(int(v) for v in np.percentile(lengths, PERCENTILES, method="inverted_cdf")))
+
+
+@dataclass
+class UnwritableRows:
+    """Rows that the tokenizer cannot write for one reason: how many, and the position of the first in the file."""
+
+    reason: str
+    first: int
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,14 +49,17 @@ class TokenLengths:
     """Tokens of the sequences that training sees: a prompt with its longest reply.
 
     Attributes:
-        rows: How many rows were tokenised.
+        percentiles: Of the rows that can be written.
+        rows: How many rows were looked at.
         over_limit: How many of them exceed ``limit`` and would be dropped.
+        unwritable: Those that the tokenizer cannot write, by reason.
     """
 
     percentiles: LengthPercentiles
     rows: int
     limit: int
     over_limit: int
+    unwritable: Sequence[UnwritableRows] = ()
 
 
 def character_counts(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
@@ -62,7 +77,7 @@ def token_counts(tokenizer: PreTrainedTokenizerBase, kind: str, row: Mapping[str
     of pretraining with the end-of-sequence token. The sequence is a prompt with its longest reply.
 
     Raises:
-        DataError: The template refuses the dialogue, or the tokenizer cannot write a special token as plain text.
+        UnwritableText: The template refuses the dialogue, or the tokenizer cannot write a special token as plain text.
     """
     from rlhf_core.data.chat import encode_prompt, encode_reply, encode_text  # imports torch
 
@@ -82,7 +97,14 @@ def evenly_spread(total: int, count: int) -> npt.NDArray[np.int64]:
 def token_lengths(
     tokenizer: PreTrainedTokenizerBase, kind: str, rows: Sequence[Mapping[str, Any]], limit: int
 ) -> TokenLengths:
-    """Tokenise ``rows`` of preferences or demonstrations as training does."""
-    lengths = [token_counts(tokenizer, kind, row)[SEQUENCE] for row in rows]
+    """Tokenise ``rows`` of preferences or demonstrations, each with its ``position``, as training does."""
+    lengths: list[int] = []
+    unwritable: dict[str, UnwritableRows] = {}
+    for row in rows:
+        try:
+            lengths.append(token_counts(tokenizer, kind, row)[SEQUENCE])
+        except UnwritableText as error:
+            unwritable.setdefault(error.reason, UnwritableRows(error.reason, row["position"])).rows += 1
+    over_limit = sum(length > limit for length in lengths)
     percentiles = LengthPercentiles.of(SEQUENCE, lengths)
-    return TokenLengths(percentiles, len(rows), limit, sum(length > limit for length in lengths))
+    return TokenLengths(percentiles, len(rows), limit, over_limit, list(unwritable.values()))

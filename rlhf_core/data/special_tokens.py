@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.errors import DataError
+from rlhf_core.errors import UnwritableText
 
 # A private-use plane of Unicode: characters that stand for special tokens inside contents.
 PLACEHOLDERS = range(0xF0000, 0xFFFFE)
@@ -82,7 +82,7 @@ def encode_escaped(tokenizer: PreTrainedTokenizerBase, text: str, placeholders: 
     No token is added at the beginning or the end.
 
     Raises:
-        DataError: The tokenizer cannot write the text of a special token as ordinary text.
+        UnwritableText: The tokenizer cannot write the text of a special token as ordinary text.
     """
     if not placeholders:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -104,8 +104,6 @@ def _encode_plain(tokenizer: PreTrainedTokenizerBase, text: str, placeholders: M
     control = set(ids) & (set(special_tokens(tokenizer).ids.values()) - {tokenizer.unk_token_id})
     if control:
         written = str(tokenizer.convert_ids_to_tokens(min(control)))
-        raise DataError(
-            f"a text contains {written!r}, which this tokenizer cannot write but as a control token: take it out of "
-            f"the data ({text[:40]!r}…)"
-        )
+        reason = f"a text contains {written!r}, which this tokenizer cannot write but as a control token"
+        raise UnwritableText(f"{reason}: take it out of the data ({text[:40]!r}…)", reason)
     return ids

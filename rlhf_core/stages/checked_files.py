@@ -11,10 +11,12 @@ from typing import Any
 from rlhf_core.config.collect import CollectConfig, FileSources
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.derived import DERIVED_FROM
-from rlhf_core.data.inspect import percentile_table, wrapped
 from rlhf_core.data.lengths import PERCENTILES, LengthPercentiles
+from rlhf_core.data.report_lines import percentile_table, wrapped
 from rlhf_core.data.schema import ROW_TYPES, read_table
+from rlhf_core.data.validation.token_counts import UNWRITABLE
 from rlhf_core.errors import GateFailed
+from rlhf_core.evaluation.data_card.write import FINDINGS_FILE
 from rlhf_core.files import read_json
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
@@ -53,6 +55,17 @@ class CheckedFile:
 
 
 @dataclass(frozen=True)
+class UnwritableOfKind:
+    """Rows of a kind that the tokenizer cannot write, and the first of them; training stops at such a row."""
+
+    kind: str
+    reason: str
+    rows: int
+    source: str
+    position: int
+
+
+@dataclass(frozen=True)
 class CheckedFiles:
     """What the pipeline would make of files.
 
@@ -62,6 +75,7 @@ class CheckedFiles:
         refused: Rows of files that were refused; what was derived from them is not listed.
         warned: By kind and rule of severity ``warn``, the rows that stay although they break it.
         tokens: By kind of the files and text column, percentiles of tokens of clean rows; none without a tokenizer.
+        unwritable: Clean rows of the files that have no tokens, by kind and reason, commonest first.
         conditions: The conditions of the data gate that concern the kinds at hand, as ``gates/data.json`` has them.
     """
 
@@ -71,6 +85,7 @@ class CheckedFiles:
     derived: Mapping[str, str]
     warned: Mapping[str, Mapping[str, int]]
     tokens: Mapping[str, Mapping[str, Mapping[str, int]]]
+    unwritable: Sequence[UnwritableOfKind]
     conditions: Sequence[Mapping[str, Any]]
 
     @property
@@ -113,6 +128,7 @@ def check_files(sources: FileSources, base: Path, config: ValidateConfig, folder
         derived={kind: about[kind]["derived_from"] for kind in kinds if kind not in given},
         warned={kind: _warned(metrics[kind]) for kind in kinds},
         tokens={kind: _tokens(metrics[kind]) for kind in given if config.tokenizer},
+        unwritable=_unwritable(outputs.card / FINDINGS_FILE, given),
         conditions=[
             condition
             for condition in read_json(outputs.gate)["conditions"]
@@ -140,6 +156,21 @@ def _tokens(metrics: Mapping[str, float]) -> dict[str, dict[str, int]]:
         for column in columns
         if f"{column}_tokens_{PERCENTILES[0]}" in metrics
     }
+
+
+def _unwritable(findings: Path, given: Sequence[str]) -> list[UnwritableOfKind]:
+    """Return what the data card's findings say of rows of the given kinds that the tokenizer cannot write."""
+    listed: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in read_table(findings).to_pylist():
+        if row["rule"] == UNWRITABLE and row["kind"] in given:
+            listed.setdefault((row["kind"], row["reason"]), []).append(row)
+    return sorted(
+        (
+            UnwritableOfKind(kind, reason, len(rows), rows[0]["source"], rows[0]["position"])
+            for (kind, reason), rows in listed.items()
+        ),
+        key=lambda unwritable: -unwritable.rows,
+    )
 
 
 def _refused(quarantine: Path, given: Sequence[str]) -> list[RefusedRow]:
@@ -214,7 +245,15 @@ def as_text(checked: CheckedFiles, width: int = 80) -> str:
         blocks.append("\n".join(["warnings: rows that stay", *lines]))
     for kind, columns in checked.tokens.items():
         rows = [LengthPercentiles(name, tuple(values.values())) for name, values in columns.items()]
-        blocks.append("\n".join([f"tokens of {kind}", *percentile_table("", rows, width)]))
+        lines = [f"tokens of {kind}", *(percentile_table("", rows, width) if rows else [])]
+        unwritable = [listed for listed in checked.unwritable if listed.kind == kind]
+        for listed in unwritable[:SHOWN_POSITIONS]:
+            where = f"first at {_listed(listed.source, [listed.position])} of {listed.source}"
+            lines += wrapped(f"  none for {listed.rows}: ", f"{listed.reason} ({where})", width)
+        if len(unwritable) > SHOWN_POSITIONS:
+            rest = sum(listed.rows for listed in unwritable[SHOWN_POSITIONS:])
+            lines.append(f"  none for {rest} further rows")
+        blocks.append("\n".join(lines))
     failed = [condition for condition in checked.conditions if not condition["passed"]]
     counted = f"{len(failed)} of {len(checked.conditions)} conditions do not hold" if failed else "it would open"
     lines = [f"data gate: {counted}"]

@@ -41,14 +41,14 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
     evaluation = list(
         read_sources(config.evaluation_files, "prompts", workspace, parameter="validate.evaluation_files")
     )
-    findings = check_set(validated.clean, config, raw.derived, evaluation)
+    findings = check_set(validated.clean, config, raw.derived, evaluation, raw.origins)
     named = named_findings(findings.breaches, validated, config)
     apply_set_rules(validated, findings, config)
     pairs = pair_metrics(raw.rows["preferences"], validated.clean["preferences"])
     findings.counts["preferences"] = findings.counts.get("preferences", {}) | pairs
     tokens = None
     if tokenizer is not None:
-        tokens = count_tokens(validated.clean, tokenizer, str(config.tokenizer))
+        tokens = count_tokens(validated.clean, tokenizer, str(config.tokenizer), raw.origins)
         for kind in tokens.kinds:
             findings.counts[kind] = findings.counts.get(kind, {}) | tokens.metrics(kind)
     write_quarantine(outputs.quarantine, validated.quarantine())
@@ -64,7 +64,7 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
         sources = CardSources(
             read_json(manifest) if manifest.is_file() else {}, validated, findings, named, metrics, failed, tokens
         )
-        write_card(outputs.card, build_card(sources, config), named)
+        write_card(outputs.card, build_card(sources, config), [*named, *(tokens.findings() if tokens else ())])
         if not decision.passed:
             # Clean data of an earlier run must not be mistaken for this one's.
             shutil.rmtree(outputs.clean, ignore_errors=True)

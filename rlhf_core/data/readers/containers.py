@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from rlhf_core.data.readers.compression import COMPRESSIONS, decompressed
 from rlhf_core.data.readers.csv_lines import CsvLines
 from rlhf_core.data.readers.foreign_content import require_content, require_narrow_text, require_text
-from rlhf_core.data.readers.json_values import JsonParser, RepeatedKey, problem_in
+from rlhf_core.data.readers.json_values import JsonParser, RepeatedKey, not_utf8, problem_in
 from rlhf_core.data.readers.swallowed_rows import SwallowedRows
 from rlhf_core.data.readers.table_checks import DecodedSize, as_bytes, batch_rows, require_row_counts
 from rlhf_core.errors import DataError
@@ -108,7 +108,7 @@ def _json(name: str, content: bytes) -> Iterator[Record]:
     try:
         value, marked = JsonParser().parse(content, json.detect_encoding(content))
     except UnicodeDecodeError as error:
-        raise DataError(f"{name} is not UTF-8 ({error}); save it as UTF-8") from error
+        raise not_utf8(name, error, len(content) - len(error.object)) from error
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             require_one_list(name, json.loads(error.doc[: error.pos]), str(error))

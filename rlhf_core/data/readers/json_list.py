@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from rlhf_core.data.readers.json_values import JsonParser
+from rlhf_core.data.readers.json_values import JsonParser, not_utf8
 from rlhf_core.errors import DataError
 
 CHUNK = 2**20
@@ -35,10 +35,12 @@ class JsonValues:
         self._parser = JsonParser()
         first = stream.read(CHUNK)
         self._decoder = codecs.getincrementaldecoder(json.detect_encoding(first[:4]))("surrogatepass")
-        self._text, self._at = self._decoder.decode(first), 0
-        self._ended = False
         # Characters, line breaks, and characters since the last of them, in the text that is no longer held.
         self._gone = self._lines = self._column = 0
+        self._text, self._at = "", 0
+        self._bytes = 0  # those that were decoded
+        self._text = self._decoded(first, final=False)
+        self._ended = False
 
     @property
     def consumed(self) -> int:
@@ -130,7 +132,19 @@ class JsonValues:
         self._column = len(gone) - gone.rfind("\n") - 1 if breaks else self._column + len(gone)
         content = self._stream.read(size)
         self._ended = not content
-        self._text, self._at = self._text[self._at :] + self._decoder.decode(content, final=self._ended), 0
+        self._text, self._at = self._text[self._at :], 0
+        self._text += self._decoded(content, final=self._ended)
+
+    def _decoded(self, content: bytes, final: bool) -> str:
+        """Decode the next bytes, which follow the text that is held; ``DataError`` where they are no text."""
+        try:
+            text = self._decoder.decode(content, final)
+        except UnicodeDecodeError as error:
+            # The decoder looks at bytes that it kept of the last call, and not at a byte order mark.
+            before = self._bytes + len(content) - len(error.object)
+            raise not_utf8(self._name, error, before, self._lines + self._text.count("\n")) from error
+        self._bytes += len(content)
+        return text
 
     def _error(self, message: str, position: int) -> DataError:
         return DataError(f"{self._name} is not valid JSON: {message}: {self._where(position)}")

@@ -5,7 +5,26 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rlhf_core.errors import DataError
+
 MAX_DIGITS = 4000  # Python converts at most 4,300 digits to an integer and back
+
+
+def not_utf8(name: str, error: UnicodeDecodeError, offset: int = 0, lines: int = 0) -> DataError:
+    """Return the error for bytes that are no text, with the line and the byte where they are.
+
+    Args:
+        name: What messages call the file.
+        error: What the decoder says.
+        offset: How many bytes of the file are before those that it was given.
+        lines: How many line breaks are before them.
+    """
+    line = lines + error.object[: error.start].decode(error.encoding, "replace").count("\n") + 1
+    byte, place = error.object[error.start], offset + error.start
+    return DataError(
+        f"{name}, line {line}, is not UTF-8 (byte 0x{byte:02x}, {place} bytes from the start of the file); save it as "
+        "UTF-8"
+    )
 
 
 class RepeatedKey(dict[str, Any]):

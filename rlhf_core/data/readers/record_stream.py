@@ -176,8 +176,6 @@ def _json_records(file: _StoredFile) -> Iterator[Record]:
                 value, marked = values.single()
                 yield from json_value_records(file.name, value, marked)
             return
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file.name} is not UTF-8 ({error}); save it as UTF-8") from error
     except ExtraData as extra:
         require_one_list(file.name, [record.value for record in waiting], str(extra))
         if are_given:

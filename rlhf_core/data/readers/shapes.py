@@ -114,8 +114,8 @@ def _turn_list_pair(record: Any) -> Parsed:
         {"role": roles[(len(chosen) - 1 - i) % 2], "content": text_of(turn, "a turn")}
         for i, turn in enumerate(chosen[:-1])
     ]
-    replies = ({"role": "assistant", "content": turns[-1]} for turns in (chosen, rejected))
-    return Parsed(prompt, *(reply_of(turn, name) for turn, name in zip(replies, ("chosen", "rejected"), strict=True)))
+    better, worse = ({"role": "assistant", "content": turns[-1]} for turns in (chosen, rejected))
+    return Parsed(prompt, reply_of(better, "chosen"), reply_of(worse, "rejected"))
 
 
 def _is_standard_implicit(record: Any) -> bool:

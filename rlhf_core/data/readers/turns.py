@@ -124,14 +124,14 @@ def reply_of(value: Any, name: str) -> str:
         turn = turn_of(value)
         if turn["role"] != "assistant":
             raise Refusal(f"{name} is a turn of the {turn['role']}, not the assistant's")
-        reply, markup = turn["content"], None
+        reply = turn["content"]
     else:
         reply = text_of(value, name)
         markup = markup_in(reply)
+        if markup is not None:
+            raise Refusal(f"{name} {markup}")
     if transcript_in(reply) is not None:
         raise Refusal(f"{name} is a whole transcript, not a reply")
-    if markup is not None:
-        raise Refusal(f"{name} {markup}")
     return reply
 
 

@@ -10,14 +10,27 @@ import numpy as np
 
 from rlhf_core.data.lengths import PERCENTILES, LengthPercentiles, evenly_spread, token_counts
 from rlhf_core.data.schema import CONTENT_FIELDS
+from rlhf_core.data.validation.provenance import Origins
+from rlhf_core.data.validation.set_rules.findings_file import RuleFinding
 from rlhf_core.data.validation.stored_rows import StoredRows
-from rlhf_core.errors import DataError
+from rlhf_core.errors import UnwritableText
 from rlhf_core.progress import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+UNWRITABLE = "writable_by_tokenizer"  # what findings.parquet calls them: no rule, since not every row is looked at
 COUNTED_ROWS = 20_000  # of a kind; a percentile of as many is off by less than one per cent of the rows
+
+
+@dataclass(frozen=True)
+class UnwritableRow:
+    """A row that the tokenizer cannot write, and why; ``source`` and ``position`` are None for a row of no file."""
+
+    id: str
+    source: str | None
+    position: int | None
+    reason: str
 
 
 @dataclass
@@ -28,13 +41,13 @@ class KindTokens:
         rows: How many rows there are.
         looked_at: How many of them were tokenised.
         lengths: By text column, and for the sequence that training sees, the tokens of each row that can be written.
-        refused: By reason, the rows that the tokenizer cannot write.
+        unwritable: The others, in order.
     """
 
     rows: int
     looked_at: int = 0
     lengths: dict[str, list[int]] = field(default_factory=dict)
-    refused: dict[str, int] = field(default_factory=dict)
+    unwritable: list[UnwritableRow] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -52,26 +65,45 @@ class CountedTokens:
             for percentile, value in zip(PERCENTILES, LengthPercentiles.of(name, lengths).values, strict=True)
         }
 
+    def findings(self) -> list[RuleFinding]:
+        """Return the rows that the tokenizer cannot write, as ``findings.parquet`` holds them."""
+        return [
+            RuleFinding(UNWRITABLE, "warn", kind, row.id, row.source, row.position, row.reason, "", None)
+            for kind, counted in self.kinds.items()
+            for row in counted.unwritable
+        ]
 
-def count_tokens(clean: Mapping[str, StoredRows], tokenizer: PreTrainedTokenizerBase, name: str) -> CountedTokens:
+
+def count_tokens(
+    clean: Mapping[str, StoredRows], tokenizer: PreTrainedTokenizerBase, name: str, origins: Mapping[str, Origins]
+) -> CountedTokens:
     """Tokenise the clean rows as training does, part by part.
 
     Args:
         name: What the card calls the tokenizer.
+        origins: The file and line of every raw row, by kind; none for kinds of no file.
     """
     kinds = {kind: KindTokens(rows.num_rows) for kind, rows in clean.items() if rows.num_rows}
     with progress(sum(min(counted.rows, COUNTED_ROWS) for counted in kinds.values()), "counting tokens") as bar:
         for kind, counted in kinds.items():
             chosen = np.zeros(counted.rows, dtype=bool)
             chosen[evenly_spread(counted.rows, COUNTED_ROWS)] = True
-            for part in clean[kind].where(chosen).parts(CONTENT_FIELDS[kind]):
-                for row in part.to_pylist():
+            rows = clean[kind].where(chosen)
+            raw_numbers, known = rows.numbers, origins.get(kind)
+            for part in rows.parts(["id", *CONTENT_FIELDS[kind]]):
+                for number, row in zip(raw_numbers[counted.looked_at :], part.to_pylist(), strict=False):
                     try:
                         tokens = token_counts(tokenizer, kind, row)
-                    except DataError as error:
-                        # The beginning of the message says what is wrong, the rest quotes the row.
-                        reason = str(error).split("(", 1)[0].strip()
-                        counted.refused[reason] = counted.refused.get(reason, 0) + 1
+                    except UnwritableText as error:
+                        origin = known[int(number)] if known is not None else None
+                        counted.unwritable.append(
+                            UnwritableRow(
+                                row["id"],
+                                origin.source if origin else None,
+                                origin.position if origin else None,
+                                error.reason,
+                            )
+                        )
                         continue
                     for column, count in tokens.items():
                         counted.lengths.setdefault(column, []).append(count)

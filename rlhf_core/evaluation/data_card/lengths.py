@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -59,8 +60,11 @@ def _token_notes(tokens: CountedTokens) -> Iterator[str]:
     for kind, counted in tokens.kinds.items():
         if counted.looked_at < counted.rows:
             yield f"{kind}: tokens of {counted.looked_at} of {counted.rows} rows were counted, spread evenly."
-        for reason, rows in counted.refused.items():
-            yield f"{kind}: {rows} rows have no tokens, since {reason}."
+        first = {row.reason: row for row in reversed(counted.unwritable)}
+        for reason, rows in Counter(row.reason for row in counted.unwritable).most_common():
+            row = first[reason]
+            where = "" if row.source is None else f" (first: {row.source}:{row.position})"
+            yield f"{kind}: {rows} rows have no tokens, since {reason}{where}."
 
 
 def _lengths(rows: StoredRows) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:

@@ -13,6 +13,7 @@ from rlhf_core.evaluation.data_card.page import page
 from rlhf_core.files import atomic_dir
 
 TITLE = "Data card"
+FINDINGS_FILE = "findings.parquet"
 
 
 def write_card(folder: Path, card: DataCard, findings: Sequence[RuleFinding]) -> None:
@@ -21,4 +22,4 @@ def write_card(folder: Path, card: DataCard, findings: Sequence[RuleFinding]) ->
         (target / "card.html").write_text(page(card, TITLE), encoding="utf-8")
         (target / "card.md").write_text(markdown(card, TITLE, quotes=True), encoding="utf-8")
         (target / "release.md").write_text(markdown(card, TITLE, quotes=False), encoding="utf-8")
-        write_table(target / "findings.parquet", findings_table(findings))
+        write_table(target / FINDINGS_FILE, findings_table(findings))

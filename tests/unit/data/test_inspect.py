@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from rlhf_core.cli import app
 from rlhf_core.config.base import BaseConfig
-from rlhf_core.config.collect import FileSources
+from rlhf_core.config.collect import FileSources, ReadOptions
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.loading.overlay import parse_assignment
-from rlhf_core.data.inspect import TokenLimit, TokenLimits, as_text, describe_sources
+from rlhf_core.data.inspect import TokenLimit, TokenLimits, as_json_value, as_text, describe_sources
 from rlhf_core.data.lengths import LengthPercentiles, character_counts, token_lengths
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.base import load_tokenizer, new_model, save_policy, train_tokenizer
@@ -74,10 +74,37 @@ def test_a_file_of_many_parts_is_described_as_a_whole(tmp_path: Path, monkeypatc
 def test_tokens_are_those_of_the_longest_sequence_that_training_sees() -> None:
     row = {"prompt": [{"role": "user", "content": "hi?"}], "chosen": "ab", "rejected": "abcde"}
     short = {"prompt": [{"role": "user", "content": "hi?"}], "chosen": "a", "rejected": "b"}
-    measured = token_lengths(byte_tokenizer(), "preferences", [row, short], limit=10)
+    rows = [row | {"position": 1}, short | {"position": 2}]
+    measured = token_lengths(byte_tokenizer(), "preferences", rows, limit=10)
     # <|user|> h i ? <|assistant|> are 5 tokens, a b c d e <|end|> are 6, b <|end|> are 2
     assert measured.percentiles.values == (7, 11, 11, 11)
     assert (measured.rows, measured.over_limit) == (2, 1)
+
+
+def test_rows_that_the_chat_template_refuses_are_counted_and_the_others_measured(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        + str(tokenizer.chat_template)
+    )
+    broken = {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    write(tmp_path, {"prompt": 1}, PAIR, *[PAIR | {"system": "Be brief."}] * 2, PAIR | broken)
+    limits = TokenLimits(tokenizer, "models/base", {"preferences": TokenLimit("reward.max_tokens", 256, None)})
+    options = ReadOptions(format="standard")
+    (file,) = describe_sources(["pairs.jsonl"], tmp_path, limits, options).files
+    assert file.tokens is not None and (file.tokens.rows, file.tokens.over_limit) == (3, 0)
+    write(tmp_path, *[PAIR | {"system": "Be brief."}] * 3, PAIR, name="system.jsonl")
+    described_files = describe_sources(["system.jsonl"], tmp_path, limits)
+    reason = "the chat template refuses a dialogue of the turns system, user: System role not supported"
+    text = as_text(described_files, 200)
+    assert f"3 of the rows have no tokens: {reason} (first at row 1)" in text and "reward.max_tokens is 256" in text
+    (value,) = as_json_value(described_files)["files"]
+    assert value["tokens"]["unwritable"] == [{"reason": reason, "first": 1, "rows": 3}]
+    write(tmp_path, PAIR | {"system": "Be brief."}, name="all.jsonl")
+    described_files = describe_sources(["all.jsonl"], tmp_path, limits)
+    assert "1 of the rows have no tokens" in as_text(described_files, 200)
+    (value,) = as_json_value(described_files)["files"]
+    assert value["tokens"]["percentiles"] == {}
 
 
 def test_the_example_is_cut_to_the_width_in_columns_not_in_characters(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from rlhf_core.data.inspect import describe_sources
 from rlhf_core.data.sources import source_files
 from rlhf_core.file_patterns import expand
+from rlhf_core.fingerprint.sources import write_sources
 
 PAIR = {"prompt": "Q?", "chosen": "a", "rejected": "b"}
 
@@ -39,3 +41,44 @@ def test_of_paths_of_one_depth_the_first_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "b/x.jsonl").write_text("{}")
     (tmp_path / "a").symlink_to(tmp_path / "b", target_is_directory=True)
     assert expand("*/x.jsonl", tmp_path) == [tmp_path / "a/x.jsonl"]
+
+
+def test_loops_of_many_links_are_bounded(tmp_path: Path) -> None:
+    """Twelve folders with links to their parent: paths that follow each once are 12 factorial."""
+    for number in range(12):
+        folder = tmp_path / f"d{number:02}"
+        folder.mkdir()
+        (folder / "x.jsonl").write_text(json.dumps(PAIR | {"prompt": f"{number}?"}) + "\n")
+        (folder / "loop").symlink_to(tmp_path, target_is_directory=True)
+    files = [tmp_path / f"d{number:02}/x.jsonl" for number in range(12)]
+    assert expand("**/*.jsonl", tmp_path) == expand("**/**/x.jsonl", tmp_path) == expand("**", tmp_path) == files
+    assert expand("**/d03/**/d07/*.jsonl", tmp_path) == [tmp_path / "d03/loop/d07/x.jsonl"]
+    names = [file.name for file in source_files(["**/*.jsonl"], tmp_path)]
+    assert names == [str(file.relative_to(tmp_path)) for file in files]
+    write_sources(tmp_path, ["**/*.jsonl"])
+    lines = (tmp_path / ".fingerprints/sources.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lines[1:]] == names, "DVC looks at the files that are collected"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "**/*.jsonl",
+        "**",
+        "**/*",
+        "*/**/x.jsonl",
+        "**/a/*.jsonl",
+        "**/b/**/*.jsonl",
+        "**/.h/*.jsonl",
+        "a/**",
+        "**/**/x*",
+    ],
+)
+def test_a_pattern_matches_the_files_that_glob_finds(tmp_path: Path, pattern: str) -> None:
+    for name in ("a/x.jsonl", "a/b/x.jsonl", "a/b/c/y.jsonl", ".h/x.jsonl", "a/.h/z.jsonl", "x.jsonl", "c[1]/x.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "a/b", target_is_directory=True)
+    files = {Path(path).resolve() for path in glob.glob(str(tmp_path / pattern), recursive=True)}
+    assert {path.resolve() for path in expand(pattern, tmp_path)} == {path for path in files if path.is_file()}
+    assert len(expand(pattern, tmp_path)) == len({path for path in files if path.is_file()})

@@ -122,3 +122,24 @@ def test_rows_that_are_nearly_copies_are_refused_where_the_rule_says_so(severity
     assert validated.clean["preferences"].numbers.tolist() == [0, 2]
     assert validated.failed_checks["preferences"]["no_near_duplicates"] == 1
     assert validated.quarantined_share("preferences") == 0, "it is left out, but no bad row"
+
+
+def flagged(*positions: int) -> list[int]:
+    """Return which pairs to one prompt, that share replies as those of a ranking do, count as near duplicates."""
+    replies = [f"{STORY} The {bird} sang." for bird in ("crow", "wren", "rook")]
+    pairs = [(replies[0], replies[1]), (replies[0], replies[2]), (replies[1], replies[2])] * 2
+    rows = [
+        make_row("preferences", 7, chosen=better, rejected=worse)
+        for (better, worse), _ in zip(pairs, positions, strict=False)
+    ]
+    config = ValidateConfig.model_validate({"near_duplicates": {"search": True}})
+    origins = {"preferences": origins_of("rankings.jsonl", positions)}
+    findings = check_set({"preferences": memory_rows("preferences", rows)}, config, origins=origins)
+    return [breach.row for breach in findings.breaches if breach.rule == "no_near_duplicates"]
+
+
+def test_pairs_of_one_ranking_are_no_near_duplicates_of_each_other() -> None:
+    assert flagged(4, 4, 4) == []
+    assert flagged(4, 5, 6) == [1, 2], "rows of their own are"
+    assert flagged(4, 4, 5) == [2], "a row behind the ranking that resembles it is"
+    assert flagged(4, 4, 4, 5, 5, 5) == [3, 4, 5], "and so are the pairs of a ranking that is nearly a copy"

@@ -283,3 +283,44 @@ def test_an_arrow_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) 
     os.truncate(path, 100_000)
     with pytest.raises(DataError, match="not a readable arrow file"):
         list(records)
+
+
+def not_utf8_files() -> dict[str, tuple[str, bytes, int]]:
+    """Lists of rows in bytes that are not UTF-8 at one place: the name of the file, its content and that place."""
+    row = '{"prompt": "天气？", "chosen": "a", "rejected": "b"},\n'.encode()
+    begin = b"[\n" + row * (2**21 // len(row))
+    bad = b'{"prompt": "caf\xe9"},\n'
+    end = row * 3 + b'{"prompt": "x"}]'
+    mark = b"\xef\xbb\xbf"
+    cut = b'[\n{"prompt": "\xe5\xa4'
+    return {
+        "late": ("x.json", begin + bad + end, len(begin) + 15),
+        "first": ("x.json", b"[" + bad + end, 16),
+        "behind-a-byte-order-mark": ("x.json", mark + begin + bad + end, len(mark + begin) + 15),
+        "cut-off-inside-a-character": ("x.json", cut, len(cut) - 2),
+        "in-gzip": ("x.json.gz", gzip.compress(begin + bad + end), len(begin) + 15),
+    }
+
+
+@pytest.mark.parametrize("case", not_utf8_files())
+def test_bytes_of_json_that_are_not_utf8_are_named_by_line_and_place(case: str, tmp_path: Path) -> None:
+    name, content, place = not_utf8_files()[case]
+    path = tmp_path / name
+    path.write_bytes(content)
+    plain = gzip.decompress(content) if name.endswith(".gz") else content
+    line = plain[:place].count(b"\n") + 1
+    expected = f"line {line}, is not UTF-8 (byte 0x{plain[place]:02x}, {place} bytes from the start"
+    for read in (load_records, lambda file: list(stream_records(file, lambda count: None))):
+        with pytest.raises(DataError) as refused:
+            read(path)
+        assert f"{path}, {expected} of the file); save it as UTF-8" == str(refused.value)
+
+
+def test_every_place_between_two_chunks_is_counted_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = '[\n"天",\n"天",\n"'.encode() + b'\xff"]'
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    for size in range(4, len(content) + 1):
+        monkeypatch.setattr("rlhf_core.data.readers.json_list.CHUNK", size)
+        with pytest.raises(DataError, match=rf"line 4, is not UTF-8 \(byte 0xff, {len(content) - 3} bytes from the"):
+            list(stream_records(path, lambda count: None))

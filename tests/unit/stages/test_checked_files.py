@@ -20,6 +20,8 @@ from rlhf_core.files import read_json
 from rlhf_core.models.base import train_tokenizer
 from rlhf_core.stages.checked_files import CheckedFiles, as_text, check_files, reason_counts
 
+NO_SYSTEM_TURN = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+
 
 def rows(count: int) -> list[dict[str, Any]]:
     return [{"prompt": f"Question {i}?", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(count)]
@@ -60,6 +62,49 @@ def test_every_refused_row_has_its_file_its_line_and_all_reasons(tmp_path: Path)
     text = as_text(checked, width=80)
     assert "refused  5" in text and "is not a number (at line 4)" in text and "it would open" in text
     assert max(map(cell_len, text.splitlines())) <= 80
+
+
+def test_rows_that_the_chat_template_refuses_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer([""], 261)
+    tokenizer.chat_template = NO_SYSTEM_TURN + str(tokenizer.chat_template)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    listed = rows(60)
+    for number in (6, 30):
+        listed[number]["system"] = "Be brief."
+    file = write(tmp_path, [listed[0] | {"rejected": "good 0"}, *listed])
+    checked = check(tmp_path, file, tokenizer=str(tmp_path / "tokenizer"))
+    (unwritable,) = checked.unwritable
+    reason = "the chat template refuses a dialogue of the turns system, user: System role not supported"
+    assert (unwritable.kind, unwritable.reason, unwritable.rows) == ("preferences", reason, 2)
+    assert (unwritable.source, unwritable.position) == ("pairs.jsonl", 8), "the first row is refused for other reasons"
+    assert checked.files[0].kept == 60 and checked.tokens["preferences"]["prompt"]["100"] == 14
+    assert f"none for 2: {reason} (first at line 8 of pairs.jsonl)" in as_text(checked, 200)
+    findings = pq.read_table(tmp_path / "out/data/card/findings.parquet").to_pylist()
+    found = [row for row in findings if row["rule"] == "writable_by_tokenizer" and row["kind"] == "preferences"]
+    assert [(row["source"], row["position"], row["severity"]) for row in found] == [
+        ("pairs.jsonl", 8, "warn"),
+        ("pairs.jsonl", 32, "warn"),
+    ]
+    card = (tmp_path / "out/data/card/card.md").read_text()
+    assert "preferences: 2 rows have no tokens" in card and "(first: pairs.jsonl:8)" in card
+
+
+def test_where_every_row_is_refused_there_are_no_lengths(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer([""], 261)
+    tokenizer.chat_template = NO_SYSTEM_TURN + str(tokenizer.chat_template)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    replies = [f"{'The fox met a crow on a tree and asked it for a song. ' * 3} It sang {n} songs." for n in range(3)]
+    ranking = {"system": "Be brief.", "prompt": "What happened?", "responses": replies, "scores": [3, 2, 1]}
+    near_duplicates = {"search": True}
+    checked = check(
+        tmp_path,
+        write(tmp_path, [ranking]),
+        tokenizer=str(tmp_path / "tokenizer"),
+        near_duplicates=near_duplicates,
+    )
+    assert checked.tokens == {"preferences": {}} and [of_kind.rows for of_kind in checked.unwritable] == [3]
+    assert "none for 3: the chat template refuses" in as_text(checked, 200)
+    assert checked.warned["preferences"]["no_near_duplicates"] == 0, "pairs of one ranking"
 
 
 def test_lines_are_listed_up_to_a_number(tmp_path: Path) -> None:

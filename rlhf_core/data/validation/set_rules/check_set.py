@@ -11,6 +11,7 @@ import numpy as np
 from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.formats import FileRows
 from rlhf_core.data.schema import CONTENT_FIELDS
+from rlhf_core.data.validation.provenance import Origins
 from rlhf_core.data.validation.set_rules.contamination import RULE as CONTAMINATION
 from rlhf_core.data.validation.set_rules.contamination import EvaluationOverlap, contamination
 from rlhf_core.data.validation.set_rules.language import RULE as LANGUAGE
@@ -55,14 +56,16 @@ def check_set(
     config: ValidateConfig,
     derived: Collection[str] = (),
     evaluation: Sequence[FileRows] = (),
+    origins: Mapping[str, Origins] | None = None,
 ) -> SetFindings:
     """Check the clean rows of all kinds by the rules about the whole set.
 
     Args:
         derived: Kinds whose rows are not compared with each other: they repeat those that they come from.
         evaluation: The evaluation files, read as prompts.
+        origins: The file and line of every raw row, by kind; none for kinds of no file.
     """
-    rows, findings = SetRows(clean, config.seed, config.split), SetFindings()
+    rows, findings = SetRows(clean, config.seed, config.split, origins or {}), SetFindings()
     filled = [kind for kind, stored in clean.items() if stored.num_rows]
     prompted = [kind for kind in filled if "prompt" in CONTENT_FIELDS[kind]]
     leakage = prefix_leakage(rows)

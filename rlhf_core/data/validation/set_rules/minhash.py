@@ -8,7 +8,7 @@ most ``0.5 / sqrt(permutations)``.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,9 +65,13 @@ class SimilarTexts:
         signature.update_batch(((shingles ^ shingles >> HALF) & LOW_HALF).tolist())
         return signature
 
-    def most_similar(self, signature: MinHash) -> Similar | None:
-        """Return the text that resembles the signature most, the first of equal ones; None below the limit."""
-        candidates = sorted(self._index.query(signature))[:CROWDED]
+    def most_similar(self, signature: MinHash, without: Collection[int] = ()) -> Similar | None:
+        """Return the text that resembles the signature most, the first of equal ones; None below the limit.
+
+        Args:
+            without: Keys of texts that are left out.
+        """
+        candidates = sorted(key for key in self._index.query(signature) if key not in without)[:CROWDED]
         if not candidates:
             return None
         hashes = np.stack([self._signatures[key].hashvalues for key in candidates])

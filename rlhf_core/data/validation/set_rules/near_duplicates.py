@@ -23,6 +23,8 @@ class NearDuplicates:
 def near_duplicates(rows: SetRows, kinds: Collection[str], config: NearDuplicatesConfig) -> NearDuplicates:
     """Compare the prompt and replies of each row with those of the earlier rows of its kind.
 
+    Pairs of one ranking share their prompt and some of their replies by design, and are not compared with each other.
+
     The time is linear in rows. What is found is a lower bound: the hashing misses some pairs near the limit, and a row
     that is nearly a copy itself is not compared with later ones, which are compared with its original.
     """
@@ -31,14 +33,20 @@ def near_duplicates(rows: SetRows, kinds: Collection[str], config: NearDuplicate
     for kind in kinds:
         index = SimilarTexts(config)
         ids: list[str] = []
+        ranking: object = None
+        of_ranking: set[int] = set()
         for row in rows.of(kind):
             if row.number == config.max_rows:
                 break
             ids.append(row.id)
+            if (row.origin, row.turns) != ranking:
+                ranking, of_ranking = (row.origin, row.turns), set()
             signature = index.signature(row.text)
-            similar = index.most_similar(signature)
+            similar = index.most_similar(signature, of_ranking)
             if similar is None:
                 index.add(row.number, signature)
+                if row.origin is not None and row.turns:
+                    of_ranking.add(row.number)
             else:
                 reason = "nearly a copy of an earlier row"
                 breaches.append(SetBreach(RULE, kind, row.number, reason, ids[similar.key], similar.similarity))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlhf_core.config.validate import SplitConfig
 from rlhf_core.data.schema import CONTENT_FIELDS
 from rlhf_core.data.splits import SPLITS, PairUser, assign, pair_user_of
+from rlhf_core.data.validation.provenance import Origin, Origins
 from rlhf_core.data.validation.stored_rows import StoredRows
 
 # The most held-out part first. A row is at fault if it resembles one of an earlier part.
@@ -27,6 +28,7 @@ class SetRow:
         user: Position in ``USER_ORDER`` of the model that the pair belongs to; None for test pairs and other kinds.
         turns: The prompt's turns without system turns, casefolded, with white space collapsed.
         text: The whole content: prompt and replies, or the text.
+        origin: The record that gave the row, and perhaps others (a ranking); None for rows of no file.
     """
 
     kind: str
@@ -36,6 +38,7 @@ class SetRow:
     user: int | None
     turns: tuple[str, ...]
     text: str
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True)
@@ -59,15 +62,20 @@ class SetBreach:
 
 @dataclass(frozen=True)
 class SetRows:
-    """The clean rows of all kinds, which can be read again and again in parts."""
+    """The clean rows of all kinds, which can be read again and again in parts.
+
+    ``origins`` are those of all raw rows, by kind.
+    """
 
     clean: Mapping[str, StoredRows]
     seed: int
     split: SplitConfig
+    origins: Mapping[str, Origins] = field(default_factory=dict)
 
     def of(self, kind: str) -> Iterator[SetRow]:
         """Yield the rows of a kind in order."""
         number = 0
+        raw_numbers, origins = self.clean[kind].numbers, self.origins.get(kind)
         for part in self.clean[kind].parts(["id", "group", *CONTENT_FIELDS[kind]]):
             rows = part.to_pylist()
             groups = [row["group"] for row in rows]
@@ -83,6 +91,7 @@ class SetRows:
                     self._user(group) if kind == "preferences" and split != "test" else None,
                     tuple(" ".join(turn.casefold().split()) for turn in turns),
                     "\n".join([*turns, *replies]),
+                    origins[int(raw_numbers[number])] if origins is not None else None,
                 )
                 number += 1
 
