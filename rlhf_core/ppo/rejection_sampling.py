@@ -19,8 +19,10 @@ from rlhf_core.ppo.prompts import TrainingPrompts
 from rlhf_core.ppo.rewards import RewardFn
 from rlhf_core.preemption import PreemptionSignal
 from rlhf_core.progress import progress
+from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.local import PromptBatch, sample_replies
+from rlhf_core.sampling.local import LocalSampler
+from rlhf_core.sampling.sampler import PromptBatch
 from rlhf_core.sampling.token_scoring import Tokens
 from rlhf_core.training.engine.frozen import FrozenModels
 
@@ -133,7 +135,7 @@ class RejectionSampler:
         streams = range(start * n, start * n + len(asked))
         batch = PromptBatch([self.prompts.ids[row] for row in asked], streams, self.seed)
         with self.frozen.on_device():
-            rollout = sample_replies(self.policy, batch, self.sampling, self.batch_size)
+            rollout = sample_replies(LocalSampler.of(self.policy), 0, batch, self.sampling, self.batch_size)
             rewards = self.reward_fn(Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)).tolist()
         replies = rollout.replies()
         best = best_of_each_prompt(rewards, rollout.finished.tolist(), n)

@@ -69,6 +69,6 @@ def test_the_metrics_it_names_are_in_the_glossary() -> None:
 
 
 def test_the_example_of_changed_health_rules_is_accepted() -> None:
-    (example,) = re.findall(r"```yaml\n(.*?)```", GLOSSARY.read_text(encoding="utf-8"), flags=re.DOTALL)
+    (example,) = re.findall(r"```yaml\n(ppo:\n  health:.*?)```", GLOSSARY.read_text(encoding="utf-8"), flags=re.DOTALL)
     rules = {rule.name: rule for rule in rules_for(check_params(yaml_text.parse(example, "the example")).ppo)}
     assert rules["kl_runaway"].action == "rollback" and "one_opening" not in rules

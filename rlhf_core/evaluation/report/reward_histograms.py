@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from rlhf_core.evaluation.report.svg_figure import COLOURS, SERIES, draw_svg
+from rlhf_core.evaluation.svg_figure import COLOURS, SERIES, draw_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
