@@ -336,7 +336,7 @@ class PpoConfig(StageConfig):
         if self.sampler.kind == "local":
             return self
         if self.importance_sampling_correction.mode != "always":
-            raise ValueError("a sampler other than local rounds otherwise: set importance_sampling_correction.mode to always")
+            raise ValueError("other samplers round otherwise: set importance_sampling_correction.mode to always")
         if self.policy_lora is not None and self.policy_lora.quantize is not None:
             raise ValueError(
                 f"sampler.kind {self.sampler.kind} gets the adapters merged into the weights, which 4-bit weights "
