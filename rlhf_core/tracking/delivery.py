@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from rlhf_core.tracking.journal import Journal, Record, waiting_journals
+from rlhf_core.tracking.journal import Journal, JournalRecord, waiting_journals
 
 logger = logging.getLogger(__name__)
 # How much one request takes, by MLflow's limits.
@@ -58,7 +58,7 @@ def address(uri: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-def requests_for(records: Sequence[Record]) -> Iterator[Callable[[Any, str], object]]:
+def requests_for(records: Sequence[JournalRecord]) -> Iterator[Callable[[Any, str], object]]:
     """Functions of client and run id that send ``records`` in order, in as few requests as MLflow allows."""
     from mlflow.entities import Metric, Param, RunTag
 

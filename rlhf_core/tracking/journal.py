@@ -22,7 +22,7 @@ HEADER, RECORDS, FILES, LOCK = "run.json", "records.jsonl", "files", "lock"
 
 
 @dataclass(frozen=True)
-class Record:
+class JournalRecord:
     """One thing to tell the server about a run.
 
     Attributes:
@@ -73,7 +73,7 @@ class Journal:
         """Whether no record waits."""
         return self.lock is None
 
-    def append(self, record: Record) -> None:
+    def append(self, record: JournalRecord) -> None:
         """Write ``record`` behind the others; the file of an artifact is copied."""
         if self.lock is None:
             self._open()
@@ -82,11 +82,11 @@ class Journal:
         with (self.folder / RECORDS).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(asdict(record)) + "\n")
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[JournalRecord]:
         """All records in order. A last line that a killed process left unfinished is no record."""
         path = self.folder / RECORDS
         lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
-        records = [Record(**json.loads(line)) for line in lines]
+        records = [JournalRecord(**json.loads(line)) for line in lines]
         return [
             replace(record, values={str(self.folder / file): folder for file, folder in record.values.items()})
             if record.kind == "artifact"

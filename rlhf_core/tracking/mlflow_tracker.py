@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.tracking.delivery import ACCESS_DENIED, ServerAway, away_errors, deliver, make_run, requests_for
-from rlhf_core.tracking.journal import Journal, Record
+from rlhf_core.tracking.journal import Journal, JournalRecord
 
 logger = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0  # seconds between two attempts to reach the server
@@ -89,7 +89,7 @@ class MlflowTracker:
     def _record(
         self, kind: Literal["metrics", "params", "tags", "artifact", "end"], values: Mapping[str, Any], step: int = 0
     ) -> None:
-        record = Record(kind, values, int(time.time() * 1000), step)
+        record = JournalRecord(kind, values, int(time.time() * 1000), step)
         run_id = self.journal.header.run_id
         if run_id is None or not self.journal.is_empty:
             self.journal.append(record)

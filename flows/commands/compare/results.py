@@ -29,7 +29,7 @@ HISTORIES = ("ppo", "ppo_abandoned", "critic", "reward", "referee")
 
 
 @dataclass(frozen=True)
-class Interval:
+class Estimate:
     """An estimate with its 95 % interval, None where there is none."""
 
     value: float
@@ -38,7 +38,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class GateDecision:
+class GateStanding:
     """What ``gates/policy.json`` says: one of the words above, and the metrics whose bounds do not hold."""
 
     decision: str
@@ -72,19 +72,19 @@ class RunResults:
     workspace: str
     method: str
     judge: str
-    win_rate: Interval
-    lc_win_rate: Interval | None
+    win_rate: Estimate
+    lc_win_rate: Estimate | None
     gold: float | None
-    gold_win_rate: Interval | None
+    gold_win_rate: Estimate | None
     reward: float | None
-    kl: Interval | None
+    kl: Estimate | None
     kl_is_bound: bool
     perplexity_tax: Mapping[str, float]
     length: float | None
     sft_length: float | None
     cost: TrainingCost
     sampled_tokens_per_reply: float | None
-    gate: GateDecision | None
+    gate: GateStanding | None
     registered: RegisteredHere | None
 
 
@@ -164,7 +164,7 @@ def best_of_n_results(folder: Path, name: str, evaluation: Mapping[str, Any], ju
         gold=best.get("gold"),
         gold_win_rate=_interval(best["comparison"].get("gold", {}), "win_rate"),
         reward=best.get("reward"),
-        kl=Interval(best["kl_bound"]),
+        kl=Estimate(best["kl_bound"]),
         kl_is_bound=True,
         perplexity_tax={},
         length=best.get("length"),
@@ -186,12 +186,12 @@ def _histories(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return {name: read_history(folder / "history" / f"{name}.jsonl") for name in HISTORIES}
 
 
-def _interval(values: Mapping[str, Any], name: str) -> Interval | None:
+def _interval(values: Mapping[str, Any], name: str) -> Estimate | None:
     return None if values.get(name) is None else _estimate(values, name)
 
 
-def _estimate(values: Mapping[str, Any], name: str) -> Interval:
-    return Interval(values[name], values.get(f"{name}_low95"), values.get(f"{name}_high95"))
+def _estimate(values: Mapping[str, Any], name: str) -> Estimate:
+    return Estimate(values[name], values.get(f"{name}_low95"), values.get(f"{name}_high95"))
 
 
 def _perplexity_tax(policy: Mapping[str, Any], sft: Mapping[str, Any]) -> dict[str, float]:
@@ -204,14 +204,14 @@ def _perplexity_tax(policy: Mapping[str, Any], sft: Mapping[str, Any]) -> dict[s
     }
 
 
-def _gate_decision(folder: Path) -> GateDecision:
+def _gate_decision(folder: Path) -> GateStanding:
     if not (folder / GATE).is_file():
-        return GateDecision(UNGATED)
+        return GateStanding(UNGATED)
     report = read_json(folder / GATE)
     judged = (report.get("evidence") or {}).get(str(EVALUATION))
     if judged != sha256_file(folder / EVALUATION):
-        return GateDecision(OUTDATED)
+        return GateStanding(OUTDATED)
     failed = tuple(row.metric for row in condition_rows(report) if not row.passed)
     if report.get("passed") is True and not failed:
-        return GateDecision(GATED)
-    return GateDecision(REPORTED if report.get("mode") == "report" else FAILED, failed)
+        return GateStanding(GATED)
+    return GateStanding(REPORTED if report.get("mode") == "report" else FAILED, failed)

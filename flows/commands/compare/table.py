@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group
 from rich.table import Table
 
-from flows.commands.compare.results import GateDecision, Interval, RunResults
+from flows.commands.compare.results import Estimate, GateStanding, RunResults
 from flows.commands.display.formats import format_seconds
 from rlhf_core.evaluation.judges.final import JUDGE
 
@@ -64,7 +64,7 @@ def _cost_rows(result: RunResults) -> Iterator[tuple[str, str]]:
     yield "tokens per reply", _number(result.sampled_tokens_per_reply, 0)
 
 
-def _percent(interval: Interval | None) -> str:
+def _percent(interval: Estimate | None) -> str:
     if interval is None:
         return MISSING
     if interval.low95 is None or interval.high95 is None:
@@ -80,7 +80,7 @@ def _count(value: int | None) -> str:
     return MISSING if value is None else f"{value:,}"
 
 
-def _gate(gate: GateDecision | None) -> str:
+def _gate(gate: GateStanding | None) -> str:
     if gate is None:
         return MISSING
     return f"{gate.decision}: {', '.join(gate.failed)}" if gate.failed else gate.decision

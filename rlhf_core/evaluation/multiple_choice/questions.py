@@ -28,7 +28,7 @@ DEFAULT_INSTRUCTION = ("This is a multiple-choice question. Answer with the lett
 
 
 @dataclass(frozen=True)
-class Question:
+class MultipleChoiceQuestion:
     """A question with four choices, and the position of the right one."""
 
     id: str
@@ -54,8 +54,8 @@ class Question:
 class MultipleChoiceSet:
     """Questions, the answered questions that come before each by subject, and what is scored."""
 
-    questions: Sequence[Question] = ()
-    examples: Mapping[str, Sequence[Question]] | None = None
+    questions: Sequence[MultipleChoiceQuestion] = ()
+    examples: Mapping[str, Sequence[MultipleChoiceQuestion]] | None = None
     score: str = "letter"
 
     @classmethod
@@ -70,7 +70,7 @@ class MultipleChoiceSet:
         questions = [row for rows in _by_subject(config.files, workspace).values() for row in rows]
         subjects = dict.fromkeys(row.subject for row in questions)
         known = _by_subject(config.few_shot_files, workspace) if config.few_shot else {}
-        examples: dict[str, Sequence[Question]] = {}
+        examples: dict[str, Sequence[MultipleChoiceQuestion]] = {}
         for subject in subjects if config.few_shot else ():
             rows = next(iter(known.values())) if len(known) == 1 else known.get(subject, [])
             if len(rows) < config.few_shot:
@@ -93,9 +93,9 @@ class MultipleChoiceSet:
         return dialogues
 
 
-def _by_subject(patterns: Sequence[str], workspace: Path) -> dict[str, list[Question]]:
+def _by_subject(patterns: Sequence[str], workspace: Path) -> dict[str, list[MultipleChoiceQuestion]]:
     files = dict.fromkeys(file for pattern in patterns for file in expand(pattern, workspace, REMEDY))
-    questions: dict[str, list[Question]] = {}
+    questions: dict[str, list[MultipleChoiceQuestion]] = {}
     for file in files:
         questions.setdefault(subject_of(file), []).extend(read_questions(file))
     return questions
@@ -106,7 +106,7 @@ def subject_of(file: Path) -> str:
     return UNNAMEABLE.sub("_", PART_OF_DATA.sub("", file.name.split(".")[0]))
 
 
-def read_questions(file: Path) -> list[Question]:
+def read_questions(file: Path) -> list[MultipleChoiceQuestion]:
     """Read a file of questions; any kind of table that data files may be, with C-Eval's columns.
 
     Raises:
@@ -115,7 +115,7 @@ def read_questions(file: Path) -> list[Question]:
     return [_question(record, file) for record in load_records(file)]
 
 
-def _question(record: Record, file: Path) -> Question:
+def _question(record: Record, file: Path) -> MultipleChoiceQuestion:
     where, row = f"{file}, line {record.position}", record.value
     if record.problem or not isinstance(row, dict):
         raise DataError(f"{where}: {record.problem or 'not a row with columns'}")
@@ -133,7 +133,7 @@ def _question(record: Record, file: Path) -> Question:
         if choices[position] in choices[:position]:
             raise DataError(f"{where}, column {letter}: the choice is the same as an earlier one")
     number = str(row.get("id", "")).strip() or str(record.position)
-    return Question(number, texts["question"], choices, LETTERS.index(answer), subject_of(file))
+    return MultipleChoiceQuestion(number, texts["question"], choices, LETTERS.index(answer), subject_of(file))
 
 
 def _text(value: Any, where: str) -> str:

@@ -22,7 +22,7 @@ FORBIDDING_BIAS = -100.0
 
 
 @dataclass(frozen=True)
-class Completion:
+class SampledTokens:
     """Token ids of a reply, its end marker included, and the log-probabilities that they were drawn with."""
 
     token_ids: list[int]
@@ -58,7 +58,7 @@ class VllmClient:
             "raise ppo.sampler.start_seconds"
         )
 
-    def complete(self, prompt: Sequence[int], seed: int, sampling: Sampling, vocabulary: int) -> Completion:
+    def complete(self, prompt: Sequence[int], seed: int, sampling: Sampling, vocabulary: int) -> SampledTokens:
         """Sample one reply from the training distribution.
 
         Args:
@@ -79,7 +79,7 @@ class VllmClient:
             stop_token_ids=list(sampling.stop_ids),
             logit_bias={str(token): FORBIDDING_BIAS for token in sorted(forbidden)},
         )
-        return Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+        return SampledTokens(choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
         """The log-probability of every token of ``prompt`` but the first, at temperature 1 and without masks."""

@@ -25,7 +25,7 @@ from rlhf_core.sampling.distribution import Sampling, TokenDistribution
 from rlhf_core.sampling.generation import Rollout, trimmed_rollout
 from rlhf_core.sampling.rounding_limits import LIMITS
 from rlhf_core.sampling.sampler import PromptBatch, require_version
-from rlhf_core.sampling.vllm.client import Completion, VllmClient, request_seed
+from rlhf_core.sampling.vllm.client import SampledTokens, VllmClient, request_seed
 from rlhf_core.sampling.vllm.merged_weights import save_merged
 from rlhf_core.sampling.vllm.server import VllmServer
 
@@ -175,7 +175,7 @@ class VllmSampler:
         return VllmClient(http, token, self._server.end_report if self._server is not None else lambda: "")
 
 
-def rollout_of(prompts: PromptBatch, replies: list[Completion], sampling: Sampling) -> Rollout:
+def rollout_of(prompts: PromptBatch, replies: list[SampledTokens], sampling: Sampling) -> Rollout:
     """The replies to ``prompts`` as tensors on this rank's device."""
     device = distributed.device()
     ids, mask = left_pad(prompts.ids, sampling.pad_id)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from flows.cli import app
 from flows.commands.compare.comparability import comparability_warnings
-from flows.commands.compare.results import GateDecision, read_workspace
+from flows.commands.compare.results import GateStanding, read_workspace
 from flows.commands.compare.table import results_table
 from flows.registry.registered_here import RegisteredHere, write_registered
 from rlhf_core.errors import RlhfError
@@ -94,7 +94,7 @@ def test_a_run_is_read_with_its_cost_gate_and_version(tmp_path: Path) -> None:
     assert result.perplexity_tax == {"preferred": pytest.approx(0.25)}
     assert result.cost.seconds == {"policy": 8.5, "reward": 9.0, "critic": 4.0}  # the referee chose nothing
     assert result.cost.total_seconds == 21.5 and result.cost.sampled_tokens == 700
-    assert result.gate == GateDecision("failed", ("kl",))
+    assert result.gate == GateStanding("failed", ("kl",))
     assert result.registered == RegisteredHere("rlhf-policy", "3")
 
 
@@ -107,7 +107,7 @@ def test_a_version_of_an_earlier_policy_and_a_gate_of_an_earlier_evaluation_do_n
     )
     (folder / "metrics" / "evaluation.json").write_text(json.dumps(EVALUATION | {"kl": 1.6}))
     read = read_workspace(folder)
-    assert read.results[0].registered is None and read.results[0].gate == GateDecision("outdated")
+    assert read.results[0].registered is None and read.results[0].gate == GateStanding("outdated")
     assert any("trained anew" in warning for warning in comparability_warnings([read]))
 
 

@@ -16,7 +16,7 @@ from requests import HTTPError, Response
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.tracking.delivery import ServerAway, address, away_errors, deliver_waiting
-from rlhf_core.tracking.journal import Journal, Record, RunHeader, waiting_records
+from rlhf_core.tracking.journal import Journal, JournalRecord, RunHeader, waiting_records
 from rlhf_core.tracking.mlflow_tracker import MlflowTracker
 
 URI = "http://user:secret@127.0.0.1:5000"
@@ -221,7 +221,7 @@ def test_a_refused_record_is_an_error_at_once_and_a_warning_later(
     server.error = MlflowException("changed", INVALID_PARAMETER_VALUE)
     with pytest.raises(MlflowException, match="changed"):
         tracker.log_params({"lr": 1})
-    tracker.journal.append(Record("params", {"lr": 1}, 0))
+    tracker.journal.append(JournalRecord("params", {"lr": 1}, 0))
     tracker.journal.release()
     with caplog.at_level(logging.WARNING):
         assert deliver_waiting(server, lambda: "7", tmp_path, URI) == 1

@@ -20,7 +20,7 @@ from rlhf_core.data.schema import Message, Preference, PretrainText, write_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.multiple_choice.accuracy import AnsweredQuestions, accuracy
 from rlhf_core.evaluation.multiple_choice.log_likelihood import answer_questions, reply_log_likelihoods
-from rlhf_core.evaluation.multiple_choice.questions import MultipleChoiceSet, Question, read_questions
+from rlhf_core.evaluation.multiple_choice.questions import MultipleChoiceQuestion, MultipleChoiceSet, read_questions
 from rlhf_core.gates import check
 from rlhf_core.models.base import load_policy
 from rlhf_core.ppo.reward_sources.tracked_files import write_evaluation_inputs
@@ -53,7 +53,7 @@ def test_questions_of_two_languages(tmp_path: Path) -> None:
     written(tmp_path, "things_val.csv", *ENGLISH)
     written(tmp_path, "城市_val.csv", *CHINESE)
     questions = load(tmp_path).questions
-    assert questions[1] == Question(
+    assert questions[1] == MultipleChoiceQuestion(
         "1", "How many legs has a dog, as a rule?", ("two", "four", "six", "eight"), 1, "things"
     )
     assert questions[0].turn("letter") == (
@@ -145,7 +145,7 @@ def test_replies_that_differ_in_the_last_token_share_a_pass(models: Path, monkey
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(type(model.base_model), "forward", counted)
-    questions = MultipleChoiceSet([Question("1", "is it red?", ("a", "b", "c", "d"), 0, "s")] * 3)
+    questions = MultipleChoiceSet([MultipleChoiceQuestion("1", "is it red?", ("a", "b", "c", "d"), 0, "s")] * 3)
     answer_questions(model, tokenizer, questions, 64)
     assert sum(rows) == 1, "the letters of a question are read from one pass, and the same question is asked once"
 
@@ -158,7 +158,7 @@ def test_the_likeliest_choice_is_the_answer(models: Path) -> None:
         ("text", choices, [len(text) for text in choices]),
         ("letter", "ABCD", [1, 1, 1, 1]),
     ):
-        asked = MultipleChoiceSet([Question("1", prompt[0].content, choices, 0, "s")], score=score)
+        asked = MultipleChoiceSet([MultipleChoiceQuestion("1", prompt[0].content, choices, 0, "s")], score=score)
         values = []
         for text, length in zip(texts, lengths, strict=True):
             ids, reply = encode_dialogue(tokenizer, asked.dialogues()[0], text)
@@ -168,13 +168,17 @@ def test_the_likeliest_choice_is_the_answer(models: Path) -> None:
 
 def test_a_question_that_is_too_long_is_counted_and_not_cut(models: Path) -> None:
     model, tokenizer = load_policy(models / "sft")
-    short, long = (Question("1", text, ("a", "b", "c", "d"), 0, "s") for text in ("is it red?", "why? " * 300))
+    short, long = (
+        MultipleChoiceQuestion("1", text, ("a", "b", "c", "d"), 0, "s") for text in ("is it red?", "why? " * 300)
+    )
     answers = answer_questions(model, tokenizer, MultipleChoiceSet([long, short, long]), 4)
     assert [answer is None for answer in answers] == [True, False, True]
 
 
 def test_metrics_by_hand() -> None:
-    questions = [Question(str(i), "q", ("a", "b", "c", "d"), i % 4, "odd" if i % 2 else "even") for i in range(5)]
+    questions = [
+        MultipleChoiceQuestion(str(i), "q", ("a", "b", "c", "d"), i % 4, "odd" if i % 2 else "even") for i in range(5)
+    ]
     metrics: dict[str, Any] = {"sft": {}, "policy": {}}
     # Right answers are 0 1 2 3 0; the last question does not count.
     answered = AnsweredQuestions(MultipleChoiceSet(questions), [0, 1, 0, 0, None], [0, 0, 2, 3, 0])
