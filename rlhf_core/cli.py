@@ -51,7 +51,7 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
 
     root = workspace_root(workspace)
     params = load_params(root)
-    write_fingerprints(root, list(STAGES))
+    write_fingerprints(root, list(STAGES), params.policy.method)
     annotations = annotation_sources(params.collect.annotations, root)
     write_sources(root, [*params.collect.files.paths(), *(source.path for source in annotations)])
     evaluation = [source.path for source in params.validate_.evaluation_files]

@@ -7,6 +7,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from rlhf_core.config.policy import Method
 from rlhf_core.files import atomic_write_text
 from rlhf_core.fingerprint.reach import Package
 
@@ -20,6 +21,11 @@ _NAMES = (
     "preemption",
     "progress",
     "tracking",
+    "tracking.delivery",
+    "tracking.journal",
+    "tracking.mlflow_tracker",
+    "tracking.stage_run",
+    "tracking.tracker",
     "training.checkpoints.location",
     "training.checkpoints.store",
     "training.run_context",
@@ -27,14 +33,24 @@ _NAMES = (
 NEUTRAL = frozenset(f"{PACKAGE}.{name}" for name in _NAMES)
 
 
-def stage_module_name(stage: str) -> str:
-    """Module of a stage: ``gate-reward`` is in ``rlhf_core.stages.gate_reward``."""
+def stage_module_name(stage: str, method: Method = "ppo") -> str:
+    """Module of a stage: ``gate-reward`` is in ``rlhf_core.stages.gate_reward``.
+
+    The stage ``ppo`` by another ``method`` is in a module that is named by it, such as ``policy_by_dpo``.
+    """
+    if stage == "ppo" and method != "ppo":
+        stage = f"policy_by_{method}"
     return f"{PACKAGE}.stages.{stage.replace('-', '_')}"
 
 
-def fingerprint(stage: str) -> str:
-    """Hex digest of all definitions that a stage reaches, and of the templates beside them."""
-    return package().digest(stage_module_name(stage), *ROOTS)
+def fingerprint(stage: str, method: Method = "ppo") -> str:
+    """Hex digest of all definitions that a stage reaches, and of the templates beside them.
+
+    Args:
+        stage: Name of the stage.
+        method: How the policy is trained, which decides what the stage ``ppo`` reaches.
+    """
+    return package().digest(stage_module_name(stage, method), *ROOTS)
 
 
 def reached(stage: str) -> frozenset[str]:
@@ -42,11 +58,11 @@ def reached(stage: str) -> frozenset[str]:
     return frozenset(str(definition) for definition in package().reached(stage_module_name(stage), *ROOTS))
 
 
-def write_fingerprints(workspace: Path, stages: Iterable[str]) -> None:
+def write_fingerprints(workspace: Path, stages: Iterable[str], method: Method = "ppo") -> None:
     """Refresh ``.fingerprints/STAGE.txt``; a file whose content would not change is left alone."""
     for stage in stages:
         path = workspace / FOLDER / f"{stage}.txt"
-        text = fingerprint(stage) + "\n"
+        text = fingerprint(stage, method) + "\n"
         if not path.exists() or path.read_text() != text:
             atomic_write_text(path, text)
 

@@ -11,7 +11,8 @@ from rlhf_core.data.schema import Demonstration, read_rows
 from rlhf_core.data.splits import PairUser
 from rlhf_core.files import atomic_write_json, atomic_write_lines
 from rlhf_core.models.base import fitting_length, load_policy, save_policy
-from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.stages.policy_outputs import POLICY_OUTPUTS
+from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.dpo.run import train_dpo
 from rlhf_core.training.reward.run import read_split
 from rlhf_core.training.rng import derive_seed, seed_everything
@@ -41,3 +42,14 @@ def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunCo
     metrics = {"method": config.policy.method, **trained.metrics}
     atomic_write_json(outputs.metrics, metrics)
     return metrics
+
+
+STAGE = Stage(
+    name="ppo",
+    section="ppo",
+    config=PolicyStageConfig,
+    run=run,
+    inputs={"clean": "data/clean", "sft": "models/sft", "pass_": "gates/reward.pass"},
+    outputs=POLICY_OUTPUTS,
+    method="dpo",
+)

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.config.policy import PolicyStageConfig, RejectionSamplingConfig
+from rlhf_core.config.policy import Method, PolicyStageConfig, RejectionSamplingConfig
 from rlhf_core.config.sft import SftConfig
 from rlhf_core.data.batching import epoch_order
 from rlhf_core.data.chat import decode_reply, pad_id
@@ -18,9 +18,11 @@ from rlhf_core.models.base import load_policy, save_policy
 from rlhf_core.models.lora import add_adapters, merge_adapters
 from rlhf_core.ppo.prompts import TrainingPrompts
 from rlhf_core.ppo.rejection_sampling import BestReplies, RejectionSampler
+from rlhf_core.ppo.reward_sources import tracked_files
 from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.stages.policy_outputs import POLICY_OUTPUTS
+from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.stages.training_prompts import read_training_prompts
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.engine.frozen import FrozenModels
@@ -30,7 +32,7 @@ from rlhf_core.training.rng import derive_seed, seed_everything
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.training.sft import SftTask
 
-NAME = "rejection_sampling"
+NAME: Method = "rejection_sampling"
 HELD_OUT_SHARE = 16  # every so many of the best replies is held out
 SAMPLES = 64
 
@@ -70,6 +72,24 @@ def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunCo
     }
     atomic_write_json(outputs.metrics, metrics)
     return metrics
+
+
+STAGE = Stage(
+    name="ppo",
+    section="ppo",
+    config=PolicyStageConfig,
+    run=run,
+    inputs={
+        "clean": "data/clean",
+        "sft": "models/sft",
+        "reward": "models/reward",
+        "pass_": "gates/reward.pass",
+        "reward_sources": tracked_files.FILE,
+    },
+    outputs=POLICY_OUTPUTS,
+    optional_inputs=frozenset({"reward_sources"}),
+    method=NAME,
+)
 
 
 def sample_best(

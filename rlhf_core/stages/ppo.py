@@ -1,7 +1,4 @@
-"""PPO: from SFT, reward model and pre-trained critic to the policy that the referee chose under limits.
-
-The stage trains the policy by ``policy.method``: by PPO, or by an alternative that has a module of its own.
-"""
+"""PPO: from SFT, reward model and pre-trained critic to the policy that the referee chose under limits."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core import distributed
 from rlhf_core.api.selection import CheckpointSelector
 from rlhf_core.config.health.rule_changes import rules_for
-from rlhf_core.config.policy import PolicyStageConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.chat import decode_reply
 from rlhf_core.errors import TrainingPaused
@@ -33,7 +29,7 @@ from rlhf_core.ppo.run_checkpoint import load_best, nonfinite_as_none
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.sampling.factory import opened_sampler
-from rlhf_core.stages import policy_by_dpo, policy_by_rejection_sampling
+from rlhf_core.stages.policy_outputs import POLICY_OUTPUTS
 from rlhf_core.stages.ppo_models import PolicyModels, build_pair, initial_moments, ptx_data
 from rlhf_core.stages.ppo_selection import make_selector
 from rlhf_core.stages.runtime.contract import Paths, Stage
@@ -77,22 +73,11 @@ def run(config: PpoConfig, inputs: Paths, outputs: Paths, context: RunContext) -
     return metrics
 
 
-def train_policy(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Any]:
-    """Train the policy by ``policy.method``."""
-    match config.policy.method:
-        case "ppo":
-            return run(config, inputs, outputs, context)
-        case "dpo":
-            return policy_by_dpo.run(config, inputs, outputs, context)
-        case "rejection_sampling":
-            return policy_by_rejection_sampling.run(config, inputs, outputs, context)
-
-
 STAGE = Stage(
     name="ppo",
     section="ppo",
-    config=PolicyStageConfig,
-    run=train_policy,
+    config=PpoConfig,
+    run=run,
     inputs={
         "clean": "data/clean",
         "base": "models/base",
@@ -103,13 +88,7 @@ STAGE = Stage(
         "pass_": "gates/reward.pass",
         "reward_sources": tracked_files.FILE,
     },
-    outputs={
-        "model": "models/policy",
-        "metrics": "metrics/ppo.json",
-        "history": "history/ppo.jsonl",
-        "abandoned": "history/ppo_abandoned.jsonl",
-        "samples": "samples/ppo.jsonl",
-    },
+    outputs=POLICY_OUTPUTS,
     optional_inputs=frozenset({"reward_sources"}),
 )
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from rlhf_core.config.loading import yaml_text
+from rlhf_core.config.policy import Method
 from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.stages.runtime.names import STAGES, load_stage
 
@@ -38,6 +39,13 @@ def test_files_and_parameters_agree(name: str) -> None:
     outs = names(listed.get("outs", [])) | names(listed.get("metrics", [])) | names(listed.get("plots", []))
     assert outs == set(declared.outputs.values())
     assert any(param.split(".")[0] == declared.section for param in listed["params"])
+
+
+@pytest.mark.parametrize("method", get_args(Method))
+def test_a_policy_by_any_method_reads_no_more_and_writes_the_same(method: Method) -> None:
+    by_ppo, by_method = load_stage("ppo"), load_stage("ppo", method)
+    assert by_method.method == method and by_method.outputs == by_ppo.outputs
+    assert set(by_method.inputs.items()) <= set(by_ppo.inputs.items())
 
 
 def test_the_fingerprint_of_every_stage_is_an_out_of_the_first() -> None:

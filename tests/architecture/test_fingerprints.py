@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.fingerprint.reach import Package
-from rlhf_core.fingerprint.stages import NEUTRAL, PACKAGE, ROOTS, reached, stage_module_name
+from rlhf_core.fingerprint.stages import NEUTRAL, PACKAGE, ROOTS, fingerprint, reached, stage_module_name
 from rlhf_core.stages.runtime.names import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +72,15 @@ def test_a_changed_module_makes_its_own_stages_stale_and_no_other(
 ) -> None:
     change_functions(copy / module)
     assert stale(before, digests(copy.parent)) == stages
+
+
+def test_code_of_another_method_trains_no_policy_by_ppo_again(copy: Path, before: dict[str, str]) -> None:
+    for module in ("training/dpo/loss.py", "training/dpo/task.py", "ppo/rejection_sampling.py"):
+        change_functions(copy / module)
+    assert stale(before, digests(copy.parent)) == set()
+    changed = Package(copy.parent, PACKAGE, NEUTRAL)
+    for method in ("dpo", "rejection_sampling"):
+        assert changed.digest(stage_module_name("ppo", method), *ROOTS) != fingerprint("ppo", method)
 
 
 def test_a_changed_health_rule_makes_ppo_and_the_report_stale(copy: Path, before: dict[str, str]) -> None:

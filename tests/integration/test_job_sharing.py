@@ -28,7 +28,7 @@ from flows.stage.run import StageSpec
 from rlhf_core.config.loading.load import Params, check_params
 
 pytestmark = pytest.mark.services
-TEMPLATE = Path(__file__).resolve().parents[2] / "infra" / "kubernetes" / "base-job-template.json"
+TEMPLATE = Path(__file__).resolve().parents[2] / "infra" / "untried" / "kubernetes" / "base-job-template.json"
 ASKED = {"gpus": 8, "memory": "512Gi", "node_selector": {"gpu": "h100"}, "time_limit_seconds": 3600}
 PARAMS = {
     "pools": {

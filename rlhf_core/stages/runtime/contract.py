@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from rlhf_core.config.model import StageConfig
+from rlhf_core.config.policy import Method
 from rlhf_core.training.run_context import RunContext
 
 Config = TypeVar("Config", bound=StageConfig)
@@ -47,6 +48,7 @@ class Stage(Generic[Config]):
         inputs: Paths relative to the workspace, by the names that ``run`` uses.
         outputs: The same of what ``run`` writes.
         optional_inputs: Names of inputs that may be missing on disk.
+        method: Of the stage ``ppo``, the ``policy.method`` by which it trains the policy.
     """
 
     name: str
@@ -56,3 +58,4 @@ class Stage(Generic[Config]):
     inputs: Mapping[str, str] = field(default_factory=dict)
     outputs: Mapping[str, str] = field(default_factory=dict)
     optional_inputs: frozenset[str] = frozenset()
+    method: Method = "ppo"

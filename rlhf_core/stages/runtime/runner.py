@@ -101,7 +101,7 @@ class _StageRun:
 def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, Any]:
     params = load_params(workspace)
     _limit_threads(params.compute.threads)
-    stage = load_stage(name)
+    stage = load_stage(name, params.policy.method)
     config = load_section(workspace, stage.section, stage.config)
     if tracked_files.FILE in stage.inputs.values() and launcher.rank() == 0:
         # What was edited since DVC last looked must not go on from partial state of before.
@@ -198,7 +198,7 @@ def work_key(stage: Stage[Any], config: StageConfig, inputs: Mapping[str, Path])
     parts = {
         "config": config.model_dump(mode="json"),
         "inputs": {key: sha256_tree(path) for key, path in sorted(inputs.items()) if path.exists()},
-        "code": fingerprint(stage.name),
+        "code": fingerprint(stage.name, stage.method),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 

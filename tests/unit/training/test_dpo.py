@@ -20,7 +20,7 @@ from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.data.schema import Preference, read_rows
 from rlhf_core.files import sha256_file
 from rlhf_core.models.base import load_policy
-from rlhf_core.stages import critic, ppo
+from rlhf_core.stages import critic, policy_by_dpo
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.tracking import NullTracker, Tracker
 from rlhf_core.training.dpo.logprobs import all_logprobs, batch_logprobs, reference_logprobs
@@ -181,15 +181,15 @@ class Interrupting(NullTracker):
 
 def train(workspace: Path, out: Path, tracker: Tracker | None = None, **policy: Any) -> dict[str, Any]:
     """Run the stage that trains the policy, with method dpo."""
-    inputs = {key: workspace / path for key, path in ppo.STAGE.inputs.items()}
-    outputs = {key: out / path for key, path in ppo.STAGE.outputs.items()}
+    inputs = {key: workspace / path for key, path in policy_by_dpo.STAGE.inputs.items()}
+    outputs = {key: out / path for key, path in policy_by_dpo.STAGE.outputs.items()}
     for path in outputs.values():
         path.parent.mkdir(parents=True, exist_ok=True)
     config = PolicyStageConfig.model_validate(
         {"policy": {"method": "dpo", "dpo": SETTINGS}, "max_new_tokens": 6} | policy
     )
     context = RunContext(out / "work", tracker or NullTracker())
-    return dict(ppo.STAGE.run(config, Paths(inputs), Paths(outputs), context))
+    return dict(policy_by_dpo.STAGE.run(config, Paths(inputs), Paths(outputs), context))
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from rlhf_core.ppo.prompts import TrainingPrompts
 from rlhf_core.ppo.rejection_sampling import RejectionSampler, best_of_each_prompt
 from rlhf_core.preemption import PreemptionSignal
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.stages import ppo
+from rlhf_core.stages import policy_by_rejection_sampling
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.history import read_history
@@ -80,13 +80,13 @@ def test_replies_that_never_end_are_an_error_that_says_so(workspace: Path, tmp_p
 
 
 def train(workspace: Path, out: Path, **changes: Any) -> dict[str, Any]:
-    inputs = {key: workspace / path for key, path in ppo.STAGE.inputs.items()}
-    outputs = {key: out / path for key, path in ppo.STAGE.outputs.items()}
+    inputs = {key: workspace / path for key, path in policy_by_rejection_sampling.STAGE.inputs.items()}
+    outputs = {key: out / path for key, path in policy_by_rejection_sampling.STAGE.outputs.items()}
     for path in outputs.values():
         path.parent.mkdir(parents=True, exist_ok=True)
     policy = {"method": "rejection_sampling", "rejection_sampling": SETTINGS}
     config = PolicyStageConfig.model_validate({"policy": policy, "max_new_tokens": 40} | changes)
-    return dict(ppo.STAGE.run(config, Paths(inputs), Paths(outputs), RunContext(out / "work")))
+    return dict(policy_by_rejection_sampling.STAGE.run(config, Paths(inputs), Paths(outputs), RunContext(out / "work")))
 
 
 def test_the_stage_writes_what_ppo_writes_and_is_the_same_after_a_resume(workspace: Path, tmp_path: Path) -> None:
