@@ -60,7 +60,7 @@ def test_a_comment_anywhere_makes_nothing_stale(copy: Path, before: dict[str, st
     [
         ("ppo/policy_loss.py", {"ppo"}),
         ("ppo/value_loss.py", {"critic", "ppo"}),
-        ("training/sft.py", {"sft", "ppo"}),  # as alternatives to PPO do
+        ("training/sft.py", {"sft"}),
         ("stages/validate.py", {"validate"}),
         ("world/gold.py", {"collect", "evaluate"}),
         ("tracking/mlflow_tracker.py", set()),
