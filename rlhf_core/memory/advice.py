@@ -130,39 +130,13 @@ def _steps(inputs: EstimateInputs, stage: str, taken: Sequence[Changes]) -> tupl
 
 def _candidates(params: Params, before: StageEstimate) -> tuple[list[Changes], ...]:
     """Changes that may save memory, by what they do; those that cost least come first."""
-    stage, layout, ppo = before.stage, before.layout, params.ppo
+    stage, layout = before.stage, before.layout
     launch, trains = f"compute.launch.{stage}", stage != "evaluate"
-    alternative = params.policy.method if stage == "ppo" and params.policy.method != "ppo" else ""
-    rolls_out = stage in ("critic", "ppo") and not alternative
+    rolls_out = _rolls_out(params, stage)
     shardable = trains and launch_of(params, stage).deepspeed is None
-    fewer_replies: list[Changes] = []
-    micro_batches: list[Changes] = []
+    fewer_replies, micro_batches, fewer_pairs = _smaller_batches(params, before)
     sharding: list[Changes] = []
     offloading: list[Changes] = []
-    fewer_pairs: list[Changes] = []
-    if alternative:
-        method = getattr(params.policy, alternative)
-        rows = layout.share(method.batch_size)
-        micro_batches += _half(f"policy.{alternative}.micro_batch_size", min(method.micro_batch_size or rows, rows))
-        if alternative == "rejection_sampling":
-            rows = layout.share(PROMPTS_AT_ONCE * method.replies_per_prompt)
-            fewer_replies += _half("ppo.sampling_batch_size", min(ppo.sampling_batch_size or rows, rows))
-    elif stage == "ppo":
-        rows = min(ppo.selection.batch_size, layout.share(ppo.selection.prompts))
-        fewer_replies += _half("ppo.selection.batch_size", rows)
-    if rolls_out:
-        rows = layout.share(params.critic.batch_size if stage == "critic" else ppo.batch_size)
-        fewer_replies += _half("ppo.sampling_batch_size", min(ppo.sampling_batch_size or rows, rows))
-        rows = layout.share(max(ppo.batch_size // ppo.minibatches, ppo.ptx.batch_size))
-        unset = max(MICRO_BATCH, ppo.ptx.batch_size)
-        micro_batches += _half("ppo.micro_batch_size", min(ppo.micro_batch_size or unset, rows))
-    if stage == "evaluate":
-        fewer_replies += _half("evaluate.batch_size", min(params.evaluate.batch_size, params.evaluate.prompts))
-    if stage == "sft":
-        rows = layout.share(params.sft.batch_size)
-        micro_batches += _half("sft.micro_batch_size", min(params.sft.micro_batch_size or rows, rows))
-    if stage in ("reward", "referee", "judge"):
-        fewer_pairs += _half(f"{stage}.batch.token_budget", getattr(params, stage).batch.token_budget)
     if shardable and layout.gpus > 1:
         # Training state is sharded before frozen models: that costs less communication.
         sharding += [_deepspeed(launch, zero=zero) for zero in range(layout.zero + 1, 3)]
@@ -189,6 +163,48 @@ def _candidates(params: Params, before: StageEstimate) -> tuple[list[Changes], .
         fewer_pairs,
         [{f"{path}.rank": LORA_RANK for path in unadapted}] if unadapted else [],
     )
+
+
+def _alternative(params: Params, stage: str) -> str:
+    """The method that trains the policy in place of PPO, or nothing."""
+    return params.policy.method if stage == "ppo" and params.policy.method != "ppo" else ""
+
+
+def _rolls_out(params: Params, stage: str) -> bool:
+    return stage in ("critic", "ppo") and not _alternative(params, stage)
+
+
+def _smaller_batches(params: Params, before: StageEstimate) -> tuple[list[Changes], list[Changes], list[Changes]]:
+    """Batches of half the size: of replies sampled at once, of rows in a training pass, and of pairs."""
+    stage, layout, ppo = before.stage, before.layout, params.ppo
+    alternative = _alternative(params, stage)
+    fewer_replies: list[Changes] = []
+    micro_batches: list[Changes] = []
+    fewer_pairs: list[Changes] = []
+    if alternative:
+        method = getattr(params.policy, alternative)
+        rows = layout.share(method.batch_size)
+        micro_batches += _half(f"policy.{alternative}.micro_batch_size", min(method.micro_batch_size or rows, rows))
+        if alternative == "rejection_sampling":
+            rows = layout.share(PROMPTS_AT_ONCE * method.replies_per_prompt)
+            fewer_replies += _half("ppo.sampling_batch_size", min(ppo.sampling_batch_size or rows, rows))
+    elif stage == "ppo":
+        rows = min(ppo.selection.batch_size, layout.share(ppo.selection.prompts))
+        fewer_replies += _half("ppo.selection.batch_size", rows)
+    if _rolls_out(params, stage):
+        rows = layout.share(params.critic.batch_size if stage == "critic" else ppo.batch_size)
+        fewer_replies += _half("ppo.sampling_batch_size", min(ppo.sampling_batch_size or rows, rows))
+        rows = layout.share(max(ppo.batch_size // ppo.minibatches, ppo.ptx.batch_size))
+        unset = max(MICRO_BATCH, ppo.ptx.batch_size)
+        micro_batches += _half("ppo.micro_batch_size", min(ppo.micro_batch_size or unset, rows))
+    if stage == "evaluate":
+        fewer_replies += _half("evaluate.batch_size", min(params.evaluate.batch_size, params.evaluate.prompts))
+    if stage == "sft":
+        rows = layout.share(params.sft.batch_size)
+        micro_batches += _half("sft.micro_batch_size", min(params.sft.micro_batch_size or rows, rows))
+    if stage in ("reward", "referee", "judge"):
+        fewer_pairs += _half(f"{stage}.batch.token_budget", getattr(params, stage).batch.token_budget)
+    return fewer_replies, micro_batches, fewer_pairs
 
 
 def _half(path: str, value: int) -> list[Changes]:

@@ -20,10 +20,10 @@ def not_utf8(name: str, error: UnicodeDecodeError, offset: int = 0, lines: int =
         lines: How many line breaks are before them.
     """
     line = lines + error.object[: error.start].decode(error.encoding, "replace").count("\n") + 1
-    byte, place = error.object[error.start], offset + error.start
+    byte, position = error.object[error.start], offset + error.start
     return DataError(
-        f"{name}, line {line}, is not UTF-8 (byte 0x{byte:02x}, {place} bytes from the start of the file); save it as "
-        "UTF-8"
+        f"{name}, line {line}, is not UTF-8 (byte 0x{byte:02x}, {position} bytes from the start of the file); save it "
+        "as UTF-8"
     )
 
 

@@ -79,6 +79,6 @@ def _rows(ids: Collection[str], validated: Validated) -> dict[str, tuple[str, st
             origin = origins[int(number)] if origins is not None else None
             texts = [turn["content"] for turn in row.get("prompt") or () if turn["role"] != "system"]
             texts += [row[name] for name in CONTENT_FIELDS[kind] if name != "prompt"]
-            place = f"{origin.source}:{origin.position}" if origin else row["id"]
-            rows.setdefault(row["id"], (place, excerpt("\n".join(texts))))
+            location = f"{origin.source}:{origin.position}" if origin else row["id"]
+            rows.setdefault(row["id"], (location, excerpt("\n".join(texts))))
     return rows

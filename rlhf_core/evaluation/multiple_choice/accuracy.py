@@ -61,15 +61,15 @@ class AnsweredQuestions:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per question with the right letter and those of both models."""
-        letters: tuple[str | None, ...] = (*LETTERS, None)
+        choices: tuple[str | None, ...] = (*LETTERS, None)
         return [
             {
                 "subject": question.subject,
                 "id": question.id,
                 "question": question.text,
-                "answer": letters[question.answer],
-                "sft": letters[-1 if sft is None else sft],
-                "policy": letters[-1 if policy is None else policy],
+                "answer": choices[question.answer],
+                "sft": choices[-1 if sft is None else sft],
+                "policy": choices[-1 if policy is None else policy],
             }
             for question, sft, policy in zip(self.asked.questions, self.sft, self.policy, strict=True)
         ]
