@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from rlhf_core.config.launch import LaunchConfig
@@ -49,6 +49,28 @@ class RetentionConfig(Strict):
     versions: PositiveInt | None = None
 
 
+class SignatureConfig(Strict):
+    """What every version must be signed by before it is promoted, served, exported or talked to.
+
+    Either ``public_key``, a PEM file of an elliptic-curve key, or ``certificates``, PEM files of the roots that the
+    signer's certificate must lead to. Without both, signatures are not looked at.
+    """
+
+    public_key: Annotated[str, Field(min_length=1)] | None = None
+    certificates: tuple[str, ...] = Field(default=(), strict=False)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> SignatureConfig:
+        if self.public_key and self.certificates:
+            raise ValueError("give public_key or certificates, not both")
+        return self
+
+    @property
+    def required(self) -> bool:
+        """Whether a version must be signed."""
+        return bool(self.public_key or self.certificates)
+
+
 class RegistryConfig(Strict):
     """``promote_win_rate_low95`` is the bar for the lower 95 % bound of challenger against champion, plain and
     length-controlled. ``error_budget`` is the probability that any of all attempts on the same prompts promotes a
@@ -68,6 +90,7 @@ class RegistryConfig(Strict):
     non_inferiority: NonInferiorityConfig = NonInferiorityConfig()
     auto_promote: bool = True
     approval: bool = False
+    signature: SignatureConfig = SignatureConfig()
     retention: RetentionConfig = RetentionConfig()
 
 
