@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -179,4 +180,6 @@ def _library() -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    """What the library says, without the bytes of hashes."""
+    text = re.sub(r": Expected '.*", "", " ".join(str(error).split()))
+    return text[:200] or type(error).__name__

@@ -116,7 +116,9 @@ def prefect(lasting: Path, *arguments: str) -> None:
 
 def test_new_annotations_are_announced_and_start_a_run(lasting: Path) -> None:
     """The last run, by its dvc.lock, has read other files; nobody starts a pipeline here but the automation."""
-    (lasting / "dvc.lock").write_text("stages: {collect: {deps: [{path: .fingerprints/sources.txt, md5: '0'}]}}\n")
+    read = {"path": ".fingerprints/sources.txt", "hash": "md5", "md5": "0" * 32, "size": 1}
+    lock = {"schema": "2.0", "stages": {"collect": {"cmd": "echo x", "deps": [read]}}}
+    (lasting / "dvc.lock").write_text(json.dumps(lock))
     annotations = lasting / "data" / "annotations"
     annotations.mkdir(parents=True)
     (annotations / "first.jsonl").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n')

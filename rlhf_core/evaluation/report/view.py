@@ -75,6 +75,7 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "method": METHOD_NAMES[method],
         "policy_against_best": evaluation.get("best_of_n", {}).get("policy_comparison", {}),
         "regression": _regression(evaluation),
+        "verifiable": _verifiable(evaluation.get("verifiable")),
         "multiple_choice": evaluation.get("multiple_choice", {}),
         "answered": [
             (label, evaluation[name]["multiple_choice"])
@@ -185,6 +186,20 @@ def _regression(evaluation: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     policy, sft = evaluation.get("regression", {}), evaluation.get("regression_sft", {})
     rows = [(name.replace("_", " "), sft.get(name), policy[name]) for name in policy if name != "prompts"]
     return sorted(rows, key=lambda row: row[2])
+
+
+def _verifiable(measured: Mapping[str, Any] | None) -> JsonObject | None:
+    """All prompts first, then each category and each property with both shares, the policy's lowest first."""
+    if not measured:
+        return None
+    sft, policy = (dict(flatten(measured[name])) for name in ("sft", "policy"))
+    rows = [(name.replace(".", " "), sft.get(name), share) for name, share in policy.items() if name != "passed"]
+    every = ("all that is required", sft["passed"], policy["passed"])
+    return {
+        "prompts": measured["prompts"],
+        "comparison": measured["comparison"],
+        "rows": [every, *sorted(rows, key=lambda row: row[2])],
+    }
 
 
 def findings(sources: ReportSources) -> list[JsonObject]:
