@@ -42,7 +42,8 @@ def stage(
 def fingerprint(workspace: WorkspaceOption = None) -> None:
     """Refresh the code fingerprints that dvc.yaml's stages depend on."""
     from rlhf_core.config.loading.load import load_params
-    from rlhf_core.data.sources import annotation_sources
+    from rlhf_core.data.sources import collected_paths
+    from rlhf_core.evaluation.replayed import FOLDER as REPLAYS
     from rlhf_core.fingerprint import write_fingerprints, write_sources
     from rlhf_core.fingerprint.starting_model import tokenizer_patterns, write_starting_model
     from rlhf_core.ppo.reward_sources.tracked_files import write_evaluation_inputs, write_tracked_files
@@ -52,11 +53,11 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     root = workspace_root(workspace)
     params = load_params(root)
     write_fingerprints(root, list(STAGES), params.policy.method)
-    annotations = annotation_sources(params.collect.annotations, root)
-    write_sources(root, [*params.collect.files.paths(), *(source.path for source in annotations)])
+    write_sources(root, collected_paths(params.collect, root))
     evaluation = [source.path for source in params.validate_.evaluation_files]
     write_sources(root, [*evaluation, *tokenizer_patterns(root, params.validate_.tokenizer)], "evaluation_files")
     write_evaluation_inputs(root, params.evaluate)
+    write_sources(root, [f"{REPLAYS}/*.json"], "replays")
     write_starting_model(root, params.base.source)
     write_tracked_files(root, params.ppo.reward.sources)
 

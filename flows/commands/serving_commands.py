@@ -66,11 +66,13 @@ def replay(
     alias: Annotated[str | None, typer.Option(help="The version with this alias instead.")] = None,
     version: Annotated[str | None, typer.Option("--version", help="This version of the registered policy.")] = None,
     run: Annotated[str | None, typer.Option("--run", help="The version that this MLflow run registered.")] = None,
+    replies: Annotated[int, typer.Option(min=0, help="So many requests and replies are shown in the report.")] = 12,
     workspace: Workspace = None,
 ) -> None:
     """Let the challenger answer recorded requests, and compare its replies with those that users got.
 
-    The judge of the workspace compares them. Nothing is promoted: `rlhf promote` decides on the fixed test prompts.
+    The judge of the workspace compares them, and the next `rlhf run` puts the outcome into report.html. Nothing is
+    promoted: `rlhf promote` decides on the fixed test prompts.
 
     Example: rlhf replay prompts.jsonl --output compared.jsonl
     """
@@ -80,4 +82,4 @@ def replay(
         from flows.commands.replay import replay_record
         from flows.commands.serve import PolicyChoice
 
-    typer.echo(replay_record(workspace, record, PolicyChoice(model, alias, version, run), output))
+    typer.echo(replay_record(workspace, record, PolicyChoice(model, alias, version, run), output, replies))

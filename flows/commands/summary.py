@@ -71,6 +71,7 @@ def verdict_rows(verdict: RunVerdict, workspace: Path) -> list[tuple[str, str]]:
     if verdict.kl is not None:
         kl = verdict.kl
         rows.append(("KL", f"{kl.mean:.2f} nats per reply from SFT, 95 % interval {kl.low95:.2f} to {kl.high95:.2f}"))
+    rows += [("" if number else "alarms", alarm) for number, alarm in enumerate(verdict.alarms)]
     rows += [("registered", verdict.registered), ("promotion", verdict.promotion)]
     if verdict.report:
         rows.append(("report", display_path(workspace / verdict.report)))

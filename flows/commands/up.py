@@ -89,7 +89,7 @@ def _start_services(services: Services, params: Params, mlflow_port: int, displa
     from flows.jobs.deployments import deploy_all, deploy_jobs
     from flows.prefect_server.automations import ensure_zombie_automation
     from flows.prefect_server.flow_runs import end_stale_runs
-    from flows.prefect_server.pools import PIPELINES_POOL, ensure_pools
+    from flows.prefect_server.pools import PIPELINES_POOL, ensure_deployed_pools
 
     workspace = services.workspace
     mlflow_url = _start_mlflow(services, mlflow_port)
@@ -97,7 +97,7 @@ def _start_services(services: Services, params: Params, mlflow_port: int, displa
         wait_for_server(services, signals.STOP.is_set)
         end_stale_runs()
     deploy_jobs(workspace, params)
-    ensure_pools([PIPELINES_POOL])
+    ensure_deployed_pools(params)
     deploy_all(workspace)
     ensure_zombie_automation()
     pools = [*params.pool_names(), PIPELINES_POOL]

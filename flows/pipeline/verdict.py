@@ -10,6 +10,7 @@ from typing import Any
 from flows.registry.decisions import PromotionDecision
 from flows.stage.outcome import StageOutcome, failed_conditions
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
+from rlhf_core.evaluation.alarms import alarms
 from rlhf_core.evaluation.judges.final import stand_in_note
 from rlhf_core.evaluation.standing import JudgeResult, Standing, judge_results, standing_of
 from rlhf_core.files import read_json
@@ -56,6 +57,7 @@ class RunVerdict:
         judges: one result per judge that the policy was neither trained on nor selected by, or in evaluations of
             earlier versions the referee's for the judge's; empty if nothing was compared.
         not_compared_because: the failure that ended the run before the evaluation, else empty.
+        alarms: figures of the evaluation to read before anything is released, the gravest first.
         registered: what was registered and what was refused, in one line.
         promotion: whether the policy was promoted and why, in one line.
         report: path of the report relative to the workspace, None if this run has none.
@@ -73,6 +75,7 @@ class RunVerdict:
     report: str | None
     next_command: str
     next_hint: str
+    alarms: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -96,6 +99,7 @@ class RunVerdict:
                 "standing": Standing(fields["standing"]),
                 "judges": tuple(JudgeResult(**judge) for judge in fields["judges"]),
                 "kl": None if kl is None else KlEstimate(**kl),
+                "alarms": tuple(fields.get("alarms", ())),
             }
         )
 
@@ -135,6 +139,7 @@ def reach_verdict(
         report=REPORT if reported is not None and reported.ok and (workspace / REPORT).is_file() else None,
         next_command=next_command,
         next_hint=next_hint,
+        alarms=tuple(alarm.sentence for alarm in alarms(evaluation)),
     )
 
 

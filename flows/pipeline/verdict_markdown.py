@@ -39,6 +39,8 @@ def verdict_markdown(verdict: RunVerdict, report_link: str | None = None) -> str
     if verdict.kl is not None:
         kl = verdict.kl
         lines += [f"KL from SFT: {kl.mean:.2f} nats per reply (95 %: {kl.low95:.2f} to {kl.high95:.2f})", ""]
+    if verdict.alarms:
+        lines.append(f"- **Read before release:** {markdown_text('; '.join(verdict.alarms))}")
     lines.append(f"- Registered: {markdown_text(verdict.registered)}")
     lines.append(f"- Promotion: {markdown_text(verdict.promotion)}")
     if verdict.report:

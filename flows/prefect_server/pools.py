@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
@@ -31,11 +30,11 @@ def ensure_pool(client: SyncPrefectClient, pool: str, limit: int | None = None) 
     return client.read_work_pool(pool)
 
 
-def ensure_pools(pools: Iterable[str]) -> None:
-    """Create the process pools that do not exist yet."""
+def ensure_deployed_pools(params: Params) -> None:
+    """Create the pools of prefect.yaml's deployments that do not exist yet, whether or not stages run on them."""
     with get_client(sync_client=True) as client:
-        for pool in pools:
-            ensure_pool(client, pool)
+        ensure_pool(client, PIPELINES_POOL)
+        ensure_pool(client, GPU_POOL, limit=params.pool_limit(GPU_POOL))
 
 
 def apply_pools(client: SyncPrefectClient, params: Params) -> None:

@@ -35,13 +35,16 @@ MEASURED = 2  # what a match measures; kept results that measured less are playe
 def match_question(workspace: Path, challenger: ModelVersion, champion: ModelVersion) -> dict[str, Any]:
     """What a match is about: models, prompts, judge and settings. While it is the same, so is the result."""
     judge = judging_model(workspace)
+    config = load_section(workspace, "evaluate", EvaluateConfig)
+    checks = None if config.verifiable is None else workspace / config.verifiable.path
     return {
         "challenger": challenger.tags[CONTENT_TAG],
         "champion": champion.tags[CONTENT_TAG],
         "prompts": recorded_hash(workspace, "data/clean"),
         judge: recorded_hash(workspace, f"models/{judge}"),
-        "settings": load_section(workspace, "evaluate", EvaluateConfig).model_dump(mode="json", exclude_none=True),
+        "settings": config.model_dump(mode="json", exclude_none=True),
         "measured": MEASURED,
+        **({"verifiable": sha256_file(checks)} if checks is not None and checks.is_file() else {}),
     }
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.registry.mlflow_client import connect, fluent
+from flows.registry.signing import verify_signature
 from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.files import atomic_dir, sha256_tree
 
@@ -100,8 +102,20 @@ def signature(kind: str, sampling: Mapping[str, Any]) -> ModelSignature:
 def verified_folder(workspace: Path, version: ModelVersion) -> Path:
     """The Hugging Face folder of a version, after its content was compared with the hash it was registered under.
 
-    Raises :class:`ModelError` when the artifacts are gone, the version names no hash, or the content is another.
+    Where ``registry.signature`` wants one, its signature is verified too.
+
+    Raises:
+        ModelError: The artifacts are gone, the version names no hash, the content is another, or the signature is not
+            that of the content.
     """
+    folder = _folder_by_hash(workspace, version)
+    config = load_section(workspace, "registry", RegistryConfig).signature
+    label = f"{version.name} version {version.version}"
+    verify_signature(connect(workspace), workspace, config, label, version.run_id, folder)
+    return folder
+
+
+def _folder_by_hash(workspace: Path, version: ModelVersion) -> Path:
     expected = version.tags.get(CONTENT_TAG)
     name, number = version.name, str(version.version)
     if not expected:

@@ -27,6 +27,7 @@ from flows.registry.mlflow_client import (
 )
 from flows.registry.model_artifacts import CONTENT_TAG, log_model
 from flows.registry.registered_here import RegisteredHere, write_registered
+from flows.registry.signing import SIGNER_TAG, Signer, require_signer, sign_version
 from flows.workspace.run_label import SEPARATOR, run_label
 from rlhf_core.config.loading.load import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
@@ -111,6 +112,7 @@ def register(workspace: Path, run_id: str | None = None) -> Registration:
     """
     workspace = workspace.resolve()
     config = load_section(workspace, "registry", RegistryConfig)
+    signer = require_signer(config.signature)
     client = prepare_tracking(workspace)
     result = Registration()
     with registry_lock(workspace, config.policy):
@@ -127,7 +129,7 @@ def register(workspace: Path, run_id: str | None = None) -> Registration:
                     **reward_version,
                     **_gate_tags(config.policy, model, evidence, held, here),
                 }
-                version = _register_one(client, workspace, model, evidence, tags, run_id)
+                version = _register_one(client, workspace, model, evidence, tags, run_id, signer)
             except GateFailed as error:
                 result.refused[model.name] = str(error)
                 continue
@@ -152,6 +154,7 @@ def registered_before(workspace: Path) -> Registration | None:
     config = load_section(workspace, "registry", RegistryConfig)
     client = connect(workspace)
     held, here = read_terms(client, config.policy), terms_of(workspace, config)
+    signer = require_signer(config.signature)
     result = Registration()
     for model in registrable_models(config):
         try:
@@ -162,7 +165,7 @@ def registered_before(workspace: Path) -> Registration | None:
         content = sha256_tree(workspace / model.folder)
         known = _same_content(client, model.name, content)
         tags = _gate_tags(config.policy, model, evidence, held, here)
-        if known is None or _changed_gate_tags(known, tags):
+        if known is None or _changed_gate_tags(known, tags) or not _is_signed(known, signer):
             return None
         ungated = tags.get(UNGATED_TAG, "")
         if not ungated and read_aliases(client, model.name).get(CHALLENGER) != str(known.version):
@@ -192,6 +195,7 @@ def _register_one(
     evidence: Sequence[GateEvidence],
     tags: Mapping[str, str],
     run_id: str | None,
+    signer: Signer | None,
 ) -> RegisteredVersion:
     content = sha256_tree(workspace / model.folder)
     known = _same_content(client, model.name, content)
@@ -200,12 +204,27 @@ def _register_one(
     else:
         number = str(known.version)
         _refresh_gate_tags(client, known, tags)
+    if signer is not None and (known is None or not _is_signed(known, signer)):
+        _sign(client, workspace, model, number, signer)
     ungated = tags.get(UNGATED_TAG, "")
     if not ungated and read_aliases(client, model.name).get(CHALLENGER) != number:
         move = AliasMove(model.name, CHALLENGER, number)
         reason = "its content was registered before" if known else "registered"
         commit(client, workspace, AliasTransaction(model.name, (move,), action="register", reason=reason))
     return RegisteredVersion(number, content, reused=known is not None, ungated=ungated)
+
+
+def _sign(client: MlflowClient, workspace: Path, model: RegistrableModel, number: str, signer: Signer) -> None:
+    """Sign a version whose content is that of the workspace's folder, and then say so in a tag."""
+    with registry_errors(f"sign {model.name} version {number}"):
+        run_id = str(client.get_model_version(model.name, number).run_id)
+        sign_version(client, run_id, workspace / model.folder, signer)
+        client.set_model_version_tag(model.name, number, SIGNER_TAG, signer.id)
+
+
+def _is_signed(version: ModelVersion, signer: Signer | None) -> bool:
+    """Whether a version needs no signature of this signer, because it has one or there is no signer."""
+    return signer is None or version.tags.get(SIGNER_TAG) == signer.id
 
 
 def gate_tags(evidence: Sequence[GateEvidence], too_weak: str = "") -> dict[str, str]:

@@ -15,6 +15,7 @@ from flows.registry.champion import policy_with_alias
 from flows.registry.mlflow_client import connect
 from flows.registry.model_artifacts import verified_folder
 from flows.registry.obstacles import promotion_obstacle
+from flows.registry.signing import SIGNATURE_NAME, Signer
 from flows.release.evidence import ReleaseEvidence, release_evidence
 from flows.release.hub import Upload, check_repository, upload
 from flows.release.model_card import DATA_CARD_FILE, card_data, card_text
@@ -69,6 +70,8 @@ class Export:
 def export(workspace: Path, target: Path, request: ExportRequest) -> Export:
     """Write the model to ``target``: safetensors, tokenizer, chat template, the sampling it was judged with, a card.
 
+    Where the environment names a signing key, the whole folder is signed, in ``model.sig``.
+
     Raises:
         RlhfError: ``target`` is not empty, there is no such version, or the hub refuses; nothing is left half-written.
         GateFailed: The version's gates did not all pass, it was rolled back, or its registration was interrupted.
@@ -80,6 +83,7 @@ def export(workspace: Path, target: Path, request: ExportRequest) -> Export:
     if request.push is not None:
         check_repository(request.push)
     config = load_section(workspace, "registry", RegistryConfig)
+    signer = Signer.of_environment()
     version = (
         policy_with_alias(workspace, CHAMPION)
         if request.version is None
@@ -98,6 +102,8 @@ def export(workspace: Path, target: Path, request: ExportRequest) -> Export:
         _write_card(folder, evidence, title, request.license_id, forced)
         if evidence.data_card:
             (folder / DATA_CARD_FILE).write_text(evidence.data_card, encoding="utf-8")
+        if signer is not None:
+            signer.sign(folder, folder / SIGNATURE_NAME)
     address = None
     if request.push is not None:
         address = upload(target, Upload(request.push, request.public, f"{evidence.name}"))

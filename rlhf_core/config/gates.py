@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Collection
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from rlhf_core.config.model import StageConfig, Strict
+
+MULTIPLE_CHOICE = "multiple_choice"
 
 
 class Condition(Strict):
@@ -48,6 +51,10 @@ PERPLEXITY_HOLDS = Condition(
 class GatesConfig(StageConfig):
     """Conditions by gate. ``mode: report`` records the decision without enforcing it.
 
+    Where the evaluation asks multiple-choice questions, the policy gate also requires that the policy is not inferior
+    to SFT by more than ``multiple_choice_margin``, by the lower 95 % bound of the difference of accuracies; a condition
+    of its own on multiple choice, or ``null``, takes the place of that.
+
     A gate without conditions vouches for nothing, so it fails; an empty list is refused in ``enforce`` mode.
     """
 
@@ -56,6 +63,20 @@ class GatesConfig(StageConfig):
     sft: tuple[Condition, ...] = Field(default=(PERPLEXITY_HOLDS,), strict=False)
     reward: tuple[Condition, ...] = Field(default=(), strict=False)
     policy: tuple[Condition, ...] = Field(default=(), strict=False)
+    multiple_choice_margin: Annotated[float, Field(gt=0, le=1, strict=False)] | None = 0.05
+
+    def policy_conditions(self, evaluated: Collection[str]) -> tuple[Condition, ...]:
+        """The conditions of the policy gate on an evaluation with the metrics ``evaluated``, by their first name."""
+        margin = self.multiple_choice_margin
+        own = any(MULTIPLE_CHOICE in metric.split(".") for c in self.policy for metric in c.metrics)
+        if margin is None or own or MULTIPLE_CHOICE not in evaluated:
+            return self.policy
+        no_knowledge_lost = Condition(
+            metric=f"{MULTIPLE_CHOICE}.difference_low95",
+            at_least=-margin,
+            why="no knowledge lost: not inferior to SFT at multiple choice (gates.multiple_choice_margin)",
+        )
+        return (*self.policy, no_knowledge_lost)
 
     @model_validator(mode="after")
     def _no_empty_gate(self) -> GatesConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from rlhf_core.config.launch import LaunchConfig
@@ -27,13 +27,15 @@ class NonInferiorityConfig(Strict):
     """Margins of non-inferiority: how much worse than the champion a challenger may be, by the upper 95 % bound.
 
     ``safety`` (harmful prompts refused, benign ones answered), ``regression`` (replies to the regression set that pass
-    every check) and ``missing_ends`` are differences of shares; ``length`` is the growth of the mean reply;
-    ``category`` is what the win rate among the prompts of one category may lack of one half, for each category with at
-    least ``min_category_prompts``. ``null`` leaves a quantity out.
+    every check), ``verifiable`` (replies to ``evaluate.verifiable`` that do) and ``missing_ends`` are differences of
+    shares; ``length`` is the growth of the mean reply; ``category`` is what the win rate among the prompts of one
+    category may lack of one half, for each category with at least ``min_category_prompts``. ``null`` leaves a quantity
+    out. So it is for ``verifiable`` by default: where none of n prompts differs, the bound is still about 2.7 / n.
     """
 
     safety: Margin = 0.1
     regression: Margin = 0.05
+    verifiable: Margin = None
     missing_ends: Margin = 0.05
     length: Margin = 0.25
     category: Margin = 0.2
@@ -47,6 +49,28 @@ class RetentionConfig(Strict):
     """
 
     versions: PositiveInt | None = None
+
+
+class SignatureConfig(Strict):
+    """What every version must be signed by before it is promoted, served, exported or talked to.
+
+    Either ``public_key``, a PEM file of an elliptic-curve key, or ``certificates``, PEM files of the roots that the
+    signer's certificate must lead to. Without both, signatures are not looked at.
+    """
+
+    public_key: Annotated[str, Field(min_length=1)] | None = None
+    certificates: tuple[str, ...] = Field(default=(), strict=False)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> SignatureConfig:
+        if self.public_key and self.certificates:
+            raise ValueError("give public_key or certificates, not both")
+        return self
+
+    @property
+    def required(self) -> bool:
+        """Whether a version must be signed."""
+        return bool(self.public_key or self.certificates)
 
 
 class RegistryConfig(Strict):
@@ -68,6 +92,7 @@ class RegistryConfig(Strict):
     non_inferiority: NonInferiorityConfig = NonInferiorityConfig()
     auto_promote: bool = True
     approval: bool = False
+    signature: SignatureConfig = SignatureConfig()
     retention: RetentionConfig = RetentionConfig()
 
 

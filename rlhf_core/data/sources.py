@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
-from rlhf_core.config.collect import DataSource, FileSources, ReadOptions, SourceOptions
+from rlhf_core.config.collect import CollectConfig, DataSource, FileSources, ReadOptions, SourceOptions
 from rlhf_core.data.formats import FileRows, read_records, row_chunks
 from rlhf_core.data.hub import PREFIX, load_hub_records
 from rlhf_core.data.readers.columns import with_columns
@@ -65,6 +65,11 @@ def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
         return []
     files = (Path(path) for path in sorted(glob.glob(pattern, root_dir=base)))
     return [DataSource(path=str(file)) for file in files if (base / file).is_file()]
+
+
+def collected_paths(config: CollectConfig, base: Path) -> list[str]:
+    """Return the paths, globs, URLs and hub ids that ``collect`` reads, and the files of annotations that there are."""
+    return [*config.files.paths(), *(source.path for source in annotation_sources(config.annotations, base))]
 
 
 def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFile]]:

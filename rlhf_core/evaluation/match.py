@@ -11,7 +11,7 @@ import numpy as np
 from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.schema import Prompt, read_rows
+from rlhf_core.data.schema import Message, Prompt, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparison import compare, compare_outcomes, outcomes, tie_margin_of
 from rlhf_core.evaluation.generation import evaluation_replies
@@ -27,6 +27,7 @@ from rlhf_core.evaluation.regression import fixed_subset, regression_set
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.evaluation.safety.refusals import safety_prompts
 from rlhf_core.evaluation.text_metrics import measure_text
+from rlhf_core.evaluation.verifiable.prompts import VerifiablePrompts
 from rlhf_core.files import sha256_tree
 from rlhf_core.models.base import load_policy
 from rlhf_core.progress import Progress, progress
@@ -55,7 +56,9 @@ def run_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, An
         raise DataError(f"{workspace / PROMPTS} has no rows; raise validate.split.test")
     prompts = [row.prompt for row in rows]
     world = all(is_world(prompt[-1].content) for prompt in prompts)
-    data = MatchPrompts(rows, regression_set(held_out), safety_prompts(0 if world else config.safety.prompts))
+    safety = safety_prompts(0 if world else config.safety.prompts)
+    verifiable = VerifiablePrompts.load(config.verifiable, workspace)
+    data = MatchPrompts(rows, regression_set(held_out), safety, verifiable)
     llm_judge = LlmJudge(config.llm_judge, workspace / ANSWERS) if config.llm_judge else None
     name = judging_model(workspace)
     judges: list[Judge] = [ModelJudge.load(workspace / MODELS / name, name, config.batch_size)]
@@ -103,13 +106,13 @@ def _sample(
     shorter = config.sampling.model_copy(update={"max_new_tokens": tokens})
 
     def sampled(
-        rows: Sequence[Prompt], sampling: SamplingConfig = config.sampling, replies_per_prompt: int = 1
+        asked: Sequence[Sequence[Message]], sampling: SamplingConfig = config.sampling, replies_per_prompt: int = 1
     ) -> list[Reply]:
-        asked = [row.prompt for row in rows]
         return evaluation_replies(
             model, tokenizer, asked, sampling, config.seed, bar.advance, config.batch_size, replies_per_prompt
         )
 
-    judged = sampled(data.judged, replies_per_prompt=config.replies_per_prompt)
-    first = judged[:: config.replies_per_prompt]
-    return judged, MatchReplies(first, sampled(data.regression), sampled(data.safety, shorter))
+    judged, regression, safety = ([row.prompt for row in rows] for rows in (data.judged, data.regression, data.safety))
+    replies = sampled(judged, replies_per_prompt=config.replies_per_prompt)
+    first = replies[:: config.replies_per_prompt]
+    return replies, MatchReplies(first, sampled(regression), sampled(safety, shorter), sampled(data.verifiable.prompts))

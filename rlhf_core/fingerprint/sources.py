@@ -13,9 +13,19 @@ from rlhf_core.files import atomic_write_text, sha256_file
 from rlhf_core.fingerprint.stages import FOLDER
 from rlhf_core.remote_files import expand_url, url_checksum
 
+SOURCES_FILE = f"{FOLDER}/sources.txt"
+
 
 def write_sources(workspace: Path, sources: Iterable[str], name: str = "sources", notes: Iterable[str] = ()) -> None:
-    """Refresh ``.fingerprints/NAME.txt``: path and content hash of every source file, so that DVC sees a change.
+    """Refresh ``.fingerprints/NAME.txt`` with :func:`describe_sources`, so that DVC sees a change."""
+    path = workspace / FOLDER / f"{name}.txt"
+    text = describe_sources(workspace, sources, name, notes)
+    if not path.exists() or path.read_text() != text:
+        atomic_write_text(path, text)
+
+
+def describe_sources(workspace: Path, sources: Iterable[str], name: str = "sources", notes: Iterable[str] = ()) -> str:
+    """Return a line for every source, and below it one with path and content hash of each of its files.
 
     Hashes are remembered by size and modification time in ``.rlhf/NAME.json``. A URL counts by the checksum that its
     store gives without a download, a hub id by its name. ``notes`` are lines that come first.
@@ -35,12 +45,9 @@ def write_sources(workspace: Path, sources: Iterable[str], name: str = "sources"
             old = known.get(str(file))
             fresh[str(file)] = old if old and old[:2] == mark else [*mark, sha256_file(file)]
             lines.append(f"  {spelled(file, source, workspace)} {fresh[str(file)][2]}")
-    path = workspace / FOLDER / f"{name}.txt"
-    text = "\n".join(lines) + "\n"
-    if not path.exists() or path.read_text() != text:
-        atomic_write_text(path, text)
     if fresh != known:
         atomic_write_text(memory, json.dumps(fresh, indent=1))
+    return "\n".join(lines) + "\n"
 
 
 def _files(workspace: Path, source: str) -> list[Path]:

@@ -50,14 +50,14 @@ class Replay:
     Attributes:
         models: Recorded replies by the revision that wrote them.
         skipped: Requests that did not fit into the other policy's context.
-        comparison: Of the replayed replies with the recorded ones, by the judge.
+        comparison: Of the replayed replies with the recorded ones, by the judge; None without one.
         recorded_text, replayed_text: Text metrics of both.
-        rows: A dictionary per request, for a file: messages, both replies, both scores.
+        rows: A dictionary per request, for a file: messages, both replies and, with a judge, both scores.
     """
 
     models: dict[str, int]
     skipped: int
-    comparison: Comparison
+    comparison: Comparison | None
     recorded_text: dict[str, float]
     replayed_text: dict[str, float]
     rows: list[dict[str, Any]]
@@ -92,8 +92,10 @@ def _parse(path: Path, number: int, line: str) -> RecordedReply:
         raise DataError(f"{path} line {number} is no record of rlhf serve ({reason}); take the line out") from error
 
 
-def replay(policy: LoadedPolicy, recorded: Sequence[RecordedReply], judge: Judge, config: EvaluateConfig) -> Replay:
-    """Answer every recorded request with its own settings and seed, and compare the replies.
+def replay(
+    policy: LoadedPolicy, recorded: Sequence[RecordedReply], judge: Judge | None, config: EvaluateConfig
+) -> Replay:
+    """Answer every recorded request with its own settings and seed, and compare the replies by ``judge``, if any.
 
     Raises:
         DataError: No request fits into the policy's context.
@@ -109,20 +111,25 @@ def replay(policy: LoadedPolicy, recorded: Sequence[RecordedReply], judge: Judge
         raise DataError(f"none of the {len(recorded)} requests fits into the context of {policy.context} tokens")
     prompts = [row.recorded.messages for row in replayed]
     old, new = [row.recorded.reply for row in replayed], [row.reply for row in replayed]
-    before, after = judge.score(prompts, old), judge.score(prompts, new)
-    margin = tie_margin_of(judge, config.tie_margin, before)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "messages": [asdict(message) for message in row.recorded.messages],
-            "recorded": {"model": row.recorded.model, "reply": row.recorded.reply.text, "score": was},
-            "replayed": {"model": policy.revision.id, "reply": row.reply.text, "score": becomes},
+            "recorded": {"model": row.recorded.model, "reply": row.recorded.reply.text},
+            "replayed": {"model": policy.revision.id, "reply": row.reply.text},
         }
-        for row, was, becomes in zip(replayed, before, after, strict=True)
+        for row in replayed
     ]
+    comparison = None
+    if judge is not None:
+        before, after = judge.score(prompts, old), judge.score(prompts, new)
+        for row_of_file, was, becomes in zip(rows, before, after, strict=True):
+            row_of_file["recorded"]["score"], row_of_file["replayed"]["score"] = was, becomes
+        margin = tie_margin_of(judge, config.tie_margin, before)
+        comparison = compare(after, before, margin, config.bootstrap, config.seed, length_differences(new, old))
     return Replay(
         models=dict(Counter(row.recorded.model for row in replayed)),
         skipped=len(recorded) - len(replayed),
-        comparison=compare(after, before, margin, config.bootstrap, config.seed, length_differences(new, old)),
+        comparison=comparison,
         recorded_text=_text_metrics(old),
         replayed_text=_text_metrics(new),
         rows=rows,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_core.config.report import ReportConfig
+from rlhf_core.evaluation.replayed import read_replays
 from rlhf_core.evaluation.report.headline import headline_metrics, write_curves
 from rlhf_core.evaluation.report.lineage import report_lineage
 from rlhf_core.evaluation.report.render import render
@@ -40,7 +41,7 @@ def run(config: ReportConfig, inputs: Paths, outputs: Paths, context: RunContext
     """
     workspace = outputs.report.parent
     lineage = report_lineage(workspace, context.tracker.run_id)
-    sources = load_sources(inputs, workspace / "params.yaml", lineage)
+    sources = load_sources(inputs, workspace / "params.yaml", lineage, read_replays(workspace))
     atomic_write_text(outputs.report, render(build_context(sources, config.title, config.replies)))
     atomic_write_json(outputs.headline, headline_metrics(sources.metrics))
     write_curves(sources.histories, outputs.curves)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,13 +106,32 @@ def lasting(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) ->
         assert processes_of(toy) == []
 
 
-def test_a_schedule_creates_runs_that_complete(lasting: Path) -> None:
-    import subprocess
-
+def prefect(lasting: Path, *arguments: str) -> None:
+    """Run a command of Prefect's own command line against the server of `rlhf up`."""
     url = json.loads((lasting / ".rlhf" / "services.json").read_text())["api_url"]
-    command = [sys.executable, "-m", "prefect", "deployment", "schedule", "create", "rlhf-pipeline/pipeline"]
     env = environment(PREFECT_API_URL=url, PREFECT_HOME=str(lasting / "client"), DO_NOT_TRACK="1")
-    subprocess.run([*command, "--interval", "15"], env=env, check=True, capture_output=True, timeout=240)
+    command = [sys.executable, "-m", "prefect", *arguments]
+    subprocess.run(command, env=env, check=True, capture_output=True, timeout=400)
+
+
+def test_new_annotations_are_announced_and_start_a_run(lasting: Path) -> None:
+    """The last run, by its dvc.lock, has read other files; nobody starts a pipeline here but the automation."""
+    read = {"path": ".fingerprints/sources.txt", "hash": "md5", "md5": "0" * 32, "size": 1}
+    lock = {"schema": "2.0", "stages": {"collect": {"cmd": "echo x", "deps": [read]}}}
+    (lasting / "dvc.lock").write_text(json.dumps(lock))
+    annotations = lasting / "data" / "annotations"
+    annotations.mkdir(parents=True)
+    (annotations / "first.jsonl").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n')
+    prefect(lasting, "deployment", "run", "rlhf-data-watch/data-watch", "--param", "settle_seconds=0", "--watch")
+    query = """select count(*) from flow_run r join flow f on f.id = r.flow_id
+        where f.name = 'rlhf-pipeline' and r.state_type = 'COMPLETED' and r.created_by like '%AUTOMATION%'"""
+    wait_until(lambda: rows(lasting, query)[0][0] == 1, 400, "run by the automation")
+    assert rows(lasting, "select event from events where event like 'rlhf.%'") == [("rlhf.data.added",)]
+    assert (lasting / "report.html").read_text() == "done"
+
+
+def test_a_schedule_creates_runs_that_complete(lasting: Path) -> None:
+    prefect(lasting, "deployment", "schedule", "create", "rlhf-pipeline/pipeline", "--interval", "15")
     query = "select count(*) from flow_run where auto_scheduled = 1 and state_type = 'COMPLETED'"
     wait_until(lambda: rows(lasting, query)[0][0] != 0, 400, "completed scheduled run")
     tags = "select tags from flow_run where auto_scheduled = 1 and state_type = 'COMPLETED'"
@@ -119,9 +139,11 @@ def test_a_schedule_creates_runs_that_complete(lasting: Path) -> None:
     assert (lasting / "report.html").read_text() == "done"
 
 
-def test_the_zombie_automation_and_the_three_deployments_are_on_the_server(lasting: Path) -> None:
-    assert {row[0] for row in rows(lasting, "select name from deployment")} == {"pipeline", "gpu-job", "promotion"}
-    assert len(rows(lasting, "select name from automation where name like 'rlhf:%'")) == 1
+def test_the_automations_and_the_deployments_are_on_the_server(lasting: Path) -> None:
+    deployments = {row[0] for row in rows(lasting, "select name from deployment")}
+    assert deployments == {"pipeline", "data-watch", "gpu-job", "promotion"}
+    automations = {row[0] for row in rows(lasting, "select name from automation where name like 'rlhf:%'")}
+    assert automations == {"rlhf: runs without a heartbeat have crashed", "rlhf: new data or annotations"}
 
 
 def test_mlflow_starts_no_processes_for_jobs_that_nothing_here_submits(lasting: Path) -> None:

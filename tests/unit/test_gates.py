@@ -163,6 +163,31 @@ def test_policy_stage_reads_evaluation_and_ppo(tmp_path: Path) -> None:
     assert gate_policy.run(config, inputs, outputs, RunContext(tmp_path / "work"))["passed"] == 1.0
 
 
+@pytest.mark.parametrize(("low95", "passed"), [(-0.05, 1.0), (-0.051, None)])
+def test_the_policy_must_not_be_inferior_at_multiple_choice_questions_that_were_asked(
+    tmp_path: Path, low95: float, passed: float | None
+) -> None:
+    inputs, outputs = stage_paths(gate_policy.STAGE, tmp_path)
+    inputs.metrics.write_text(json.dumps(NESTED | {"multiple_choice": {"difference_low95": low95}}))
+    inputs.ppo_metrics.write_text("{}")
+    config = GatesConfig(policy=(condition("kl", at_most=2.6),))
+    if passed:
+        assert gate_policy.run(config, inputs, outputs, RunContext(tmp_path / "work"))["conditions"] == 2.0
+    else:
+        with pytest.raises(GateFailed, match=r"multiple_choice.difference_low95 is -0.051, bound >= -0.05"):
+            gate_policy.run(config, inputs, outputs, RunContext(tmp_path / "work"))
+
+
+def test_the_condition_on_multiple_choice_gives_way_to_ones_own_and_to_null() -> None:
+    kl = condition("kl", at_most=2.6)
+    own = condition("policy.multiple_choice.accuracy", at_least_of="sft.multiple_choice.accuracy")
+    asked = {"kl", "multiple_choice"}
+    assert len(GatesConfig(policy=(kl,)).policy_conditions(asked)) == 2
+    assert GatesConfig(policy=(kl,)).policy_conditions({"kl"}) == (kl,), "no questions were asked"
+    assert GatesConfig(policy=(kl, own)).policy_conditions(asked) == (kl, own)
+    assert GatesConfig(policy=(kl,), multiple_choice_margin=None).policy_conditions(asked) == (kl,)
+
+
 def test_missing_metrics_file_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         load_metrics(tmp_path / "metrics" / "none.json")

@@ -14,10 +14,11 @@ from rlhf_core.config.operations import NonInferiorityConfig
 from rlhf_core.evaluation.promotion.error_budget import level_of_attempt
 from rlhf_core.evaluation.promotion.sign_test import sign_test
 
-# Margin by the first part of a measurement's name.
-ALWAYS_MEASURED = {
+# Measurements by the margin that they have to hold.
+MEASUREMENTS = {
     "safety": ("safety.refuses_harmful", "safety.answers_benign"),
     "regression": ("regression.passed",),
+    "verifiable": ("verifiable.passed",),
     "missing_ends": ("missing_ends",),
     "length": ("length",),
 }
@@ -85,7 +86,7 @@ def non_inferiority_criteria(match: Mapping[str, Any], margins: NonInferiorityCo
     """One criterion for each quantity that has a margin, and for each category with enough prompts."""
     losses: Mapping[str, Any] = match.get("losses") or {}
     criteria = []
-    for kind, names in ALWAYS_MEASURED.items():
+    for kind, names in MEASUREMENTS.items():
         margin = getattr(margins, kind)
         if margin is not None:
             criteria += [_held(name, losses.get(name), margin) for name in names]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,20 +12,24 @@ from rlhf_core.data.schema import Prompt
 from rlhf_core.evaluation.promotion.non_inferiority import PairedLoss, category_losses, length_loss, rate_loss
 from rlhf_core.evaluation.regression import GENERIC_CHECKS, REFUSAL_CHECKS, ReplyCheck, passes
 from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.verifiable.prompts import VerifiablePrompts
 
 
 @dataclass(frozen=True)
 class MatchPrompts:
-    """The prompts of a match: those whose replies are judged, the regression set, and prompts about safety."""
+    """The prompts of a match: those whose replies are judged, the regression set, prompts about safety, and the user's
+    verifiable prompts.
+    """
 
     judged: Sequence[Prompt]
     regression: Sequence[Prompt]
     safety: Sequence[Prompt]
+    verifiable: VerifiablePrompts = field(default_factory=VerifiablePrompts)
 
     @property
     def count(self) -> int:
         """How many replies each model makes."""
-        return len(self.judged) + len(self.regression) + len(self.safety)
+        return len(self.judged) + len(self.regression) + len(self.safety) + len(self.verifiable.lines)
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class MatchReplies:
     judged: Sequence[Reply]
     regression: Sequence[Reply]
     safety: Sequence[Reply]
+    verifiable: Sequence[Reply] = ()
 
 
 def paired_losses(
@@ -52,8 +57,8 @@ def paired_losses(
         world: Whether the prompts are of the synthetic world, whose own harmful prompts then show safety.
 
     Returns:
-        ``regression.passed``, ``safety.refuses_harmful`` and ``safety.answers_benign`` (where there are such prompts),
-        ``missing_ends``, ``length`` (tokens) and ``category.NAME``.
+        ``regression.passed``, ``safety.refuses_harmful``, ``safety.answers_benign`` and ``verifiable.passed`` (where
+        there are such prompts), ``missing_ends``, ``length`` (tokens) and ``category.NAME``.
     """
     checks = GENERIC_CHECKS | (REFUSAL_CHECKS if world else {})
     losses = {"missing_ends": _check_loss(_finished, prompts.judged, champion.judged, challenger.judged)}
@@ -62,6 +67,9 @@ def paired_losses(
             _passed(checks, prompts.regression, champion.regression),
             _passed(checks, prompts.regression, challenger.regression),
         )
+    if prompts.verifiable.lines:
+        before, after = (prompts.verifiable.check(side.verifiable).passed for side in (champion, challenger))
+        losses["verifiable.passed"] = rate_loss(before.tolist(), after.tolist())
     rows, old, new = prompts.safety, champion.safety, challenger.safety
     if world:  # the regression set holds prompts that are judged too: each counts once
         judged = {row.id for row in prompts.judged}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_core.evaluation.alarms import alarms
 from rlhf_core.evaluation.format_number import format_number
 from rlhf_core.evaluation.report.sources import JsonObject, failed_gate
 from rlhf_core.evaluation.standing import JudgeResult, Standing, judge_results, standing_of
@@ -19,6 +20,7 @@ class Conclusion:
         state: ``good``, ``bad`` or ``open``, which gives the colour.
         headline: Such as ``Better than SFT``.
         judges: One sentence per judge that decides.
+        alarms: Figures to read before anything is released, the gravest first.
         release: Whether the policy may be registered, and which conditions forbid it.
         next_step: What to do now.
     """
@@ -26,6 +28,7 @@ class Conclusion:
     state: str
     headline: str
     judges: tuple[str, ...]
+    alarms: tuple[str, ...]
     release: str
     next_step: str
 
@@ -41,7 +44,8 @@ def conclude(gates: Mapping[str, JsonObject], evaluation: Mapping[str, Any]) -> 
         headline = "No verdict: the policy was not compared with SFT"
     else:
         headline = f"{standing.value.capitalize()} than SFT"
-    return Conclusion(state, headline, tuple(map(_sentence, judges)), release, next_step)
+    alarming = tuple(alarm.sentence for alarm in alarms(evaluation))
+    return Conclusion(state, headline, tuple(map(_sentence, judges)), alarming, release, next_step)
 
 
 def _sentence(result: JudgeResult) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from rlhf_core.data.schema import read_table
 from rlhf_core.errors import DataError
+from rlhf_core.evaluation.replayed import ReplayOutcome
 from rlhf_core.evaluation.report.lineage import ReportLineage
 from rlhf_core.files import read_json, sha256_file
 
@@ -48,6 +49,7 @@ class ReportSources:
         params: Text of the workspace's params.yaml.
         missing: Why a part is not here, by part.
         data_card: The address of the data card as seen from the report; empty if there is none.
+        replays: Recorded requests that another policy answered, the newest first.
     """
 
     metrics: dict[str, JsonObject]
@@ -62,10 +64,14 @@ class ReportSources:
     data_card: str = ""
     mistakes: list[JsonObject] = field(default_factory=list)
     lineage: ReportLineage = field(default_factory=ReportLineage)
+    replays: list[ReplayOutcome] = field(default_factory=list)
 
 
 def load_sources(
-    inputs: Mapping[str, Path], params: Path | None = None, lineage: ReportLineage | None = None
+    inputs: Mapping[str, Path],
+    params: Path | None = None,
+    lineage: ReportLineage | None = None,
+    replays: Sequence[ReplayOutcome] = (),
 ) -> ReportSources:
     """Read all inputs that exist.
 
@@ -74,6 +80,7 @@ def load_sources(
             ``reward_mistakes``, ``reward_plots`` (a folder of images), ``data_card`` (a folder).
         params: The workspace's params.yaml.
         lineage: Where all of it comes from, if that is known.
+        replays: What ``rlhf replay`` has kept.
     """
     read_gates = {name: _read_object(inputs.get(f"{name}_gate")) for name in GATES}
     gates = {name: content for name, content in read_gates.items() if isinstance(content, dict)}
@@ -105,6 +112,7 @@ def load_sources(
         params=params.read_text(encoding="utf-8") if params is not None and params.is_file() else "",
         missing=missing,
         lineage=lineage or ReportLineage(),
+        replays=[*replays],
         data_card=DATA_CARD if "data_card" in inputs and (inputs["data_card"] / Path(DATA_CARD).name).is_file() else "",
     )
 

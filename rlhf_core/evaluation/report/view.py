@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from rlhf_core.config.health.default_rules import DEFAULT_RULES
 from rlhf_core.config.policy import METHOD_NAMES
+from rlhf_core.evaluation.alarms import alarms
 from rlhf_core.evaluation.format_number import format_number
 from rlhf_core.evaluation.judges.final import final_judges, stand_in_note
 from rlhf_core.evaluation.report.alternatives import alternatives, method_of
@@ -22,6 +23,7 @@ from rlhf_core.evaluation.report.group_outcomes import group_chart, opponent_cha
 from rlhf_core.evaluation.report.over_optimization import over_optimization_chart
 from rlhf_core.evaluation.report.reply_pairs import JUDGES, mistaken_pair, reply_pair, spread_over_categories
 from rlhf_core.evaluation.report.reward_histograms import reward_histograms
+from rlhf_core.evaluation.report.shadow import shadow_replays
 from rlhf_core.evaluation.report.sources import JsonObject, ReportSources
 
 # Rows of the table of SFT beside policy.
@@ -73,6 +75,7 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "method": METHOD_NAMES[method],
         "policy_against_best": evaluation.get("best_of_n", {}).get("policy_comparison", {}),
         "regression": _regression(evaluation),
+        "verifiable": _verifiable(evaluation.get("verifiable")),
         "multiple_choice": evaluation.get("multiple_choice", {}),
         "answered": [
             (label, evaluation[name]["multiple_choice"])
@@ -87,6 +90,7 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "replies": [reply_pair(row) for row in spread_over_categories(sources.comparisons, replies)],
         "versions": package_versions(),
         "bad_cases": [reply_pair(row) for row in sources.bad_cases],
+        "shadow": shadow_replays(sources.replays),
         "tables": {
             name: flatten(metrics) for name, metrics in sources.metrics.items() if name not in ("evaluation", "data")
         },
@@ -130,10 +134,11 @@ def _tile(label: str, value: Any, note: str) -> dict[str, str]:
 
 
 def sft_beside_policy(evaluation: Mapping[str, Any], gate: Mapping[str, Any]) -> list[JsonObject]:
-    """Return the rows of the table of SFT beside policy; those that the policy gate fails by come first.
+    """Return the rows of the table of SFT beside policy: those that the policy gate fails by, those that alarm, others.
 
     ``gate`` of a row is ``ok`` or ``fails`` where the policy gate looks at it, else empty.
     """
+    alarming = {alarm.metric for alarm in alarms(evaluation)}
     sft, policy = (dict(flatten(evaluation.get(name, {}))) for name in ("sft", "policy"))
     decided = {c["metric"]: "ok" if c.get("passed") else "fails" for c in gate.get("conditions", [])}
     rows = [
@@ -143,11 +148,12 @@ def sft_beside_policy(evaluation: Mapping[str, Any], gate: Mapping[str, Any]) ->
             "policy": policy[key],
             "change": policy[key] - sft[key],
             "gate": decided.get(f"policy.{key}", ""),
+            "alarming": key in alarming,
         }
         for key, label in MODEL_METRICS
         if key in sft and key in policy
     ]
-    return sorted(rows, key=lambda row: row["gate"] != "fails")
+    return sorted(rows, key=lambda row: (row["gate"] != "fails", not row["alarming"]))
 
 
 def _comparisons(evaluation: Mapping[str, Any]) -> dict[str, JsonObject]:
@@ -180,6 +186,20 @@ def _regression(evaluation: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     policy, sft = evaluation.get("regression", {}), evaluation.get("regression_sft", {})
     rows = [(name.replace("_", " "), sft.get(name), policy[name]) for name in policy if name != "prompts"]
     return sorted(rows, key=lambda row: row[2])
+
+
+def _verifiable(measured: Mapping[str, Any] | None) -> JsonObject | None:
+    """All prompts first, then each category and each property with both shares, the policy's lowest first."""
+    if not measured:
+        return None
+    sft, policy = (dict(flatten(measured[name])) for name in ("sft", "policy"))
+    rows = [(name.replace(".", " "), sft.get(name), share) for name, share in policy.items() if name != "passed"]
+    every = ("all that is required", sft["passed"], policy["passed"])
+    return {
+        "prompts": measured["prompts"],
+        "comparison": measured["comparison"],
+        "rows": [every, *sorted(rows, key=lambda row: row[2])],
+    }
 
 
 def findings(sources: ReportSources) -> list[JsonObject]:

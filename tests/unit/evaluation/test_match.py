@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from rlhf_core.config.operations import NonInferiorityConfig
 from rlhf_core.data.schema import Prompt, write_rows
 from rlhf_core.evaluation.judges.final import final_judges, judging_model, stand_in_note
 from rlhf_core.evaluation.match import run_match
+from rlhf_core.evaluation.promotion.criteria import non_inferiority_criteria
 from rlhf_core.files import sha256_tree
 
 from .conftest import made_prompt
@@ -42,3 +45,21 @@ def test_the_model_that_selected_nothing_judges(tmp_path: Path, models: Path, ju
     result = run_match(tmp_path, models / "sft", models / "policy")
     assert set(result["comparison"]) == {judge} and result["comparison"][judge]["prompts"] == 4
     assert result["content"][judge] == sha256_tree(models / judge)
+
+
+def test_verifiable_prompts_are_measured_and_may_have_a_margin(tmp_path: Path, models: Path) -> None:
+    shutil.copytree(models, tmp_path / "models")
+    (tmp_path / "params.yaml").write_text(
+        PARAMS.replace("evaluate: {", "evaluate: {verifiable: {path: checks.jsonl}, ")
+    )
+    lines = [{"prompt": "one", "require": {"finished": True}}, {"prompt": "two", "require": {"min_words": 999}}]
+    (tmp_path / "checks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows: list[Prompt] = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for i in range(4)]
+    write_rows(tmp_path / "data/clean/prompts/test.parquet", rows)
+    loss = run_match(tmp_path, models / "sft", models / "sft")["losses"]["verifiable.passed"]
+    assert loss["prompts"] == 2 and loss["loss"] == 0.0 and loss["champion"] <= 0.5
+    fallen = {"losses": {"verifiable.passed": loss | {"champion": 0.9, "challenger": 0.8, "loss_high95": 0.2}}}
+    only = dict.fromkeys(("safety", "regression", "missing_ends", "length", "category"))
+    assert non_inferiority_criteria(fallen, NonInferiorityConfig(**only)) == [], "it has no margin by default"
+    (criterion,) = non_inferiority_criteria(fallen, NonInferiorityConfig(**only, verifiable=0.1))
+    assert not criterion.passed and "0.900 → 0.800 on 2 prompts" in criterion.measured

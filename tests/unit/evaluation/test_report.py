@@ -278,8 +278,8 @@ def test_tax_and_safety_stand_side_by_side_where_they_were_measured() -> None:
     policy = {"perplexity_preferred": 5.5, "safety": {"refuses_harmful": 0.25}}
     rows = sft_beside_policy({"sft": sft, "policy": policy}, {})
     assert [(row["label"], row["sft"], row["policy"], row["change"], row["gate"]) for row in rows] == [
+        ("Harmful requests refused", 0.5, 0.25, -0.25, ""),  # it alarms
         ("Perplexity of held-out preferred replies", 5.0, 5.5, 0.5, ""),
-        ("Harmful requests refused", 0.5, 0.25, -0.25, ""),
     ]
     gate = {"conditions": [{"metric": "policy.safety.refuses_harmful", "passed": False}]}
     first = sft_beside_policy({"sft": sft, "policy": policy}, gate)[0]

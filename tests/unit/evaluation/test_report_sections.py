@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from rlhf_core.config.gates import Condition
+from rlhf_core.evaluation.replayed import ReplayOutcome, save_replay
 from rlhf_core.gates import decide
 
 from .test_report import ATTACK, fill, render, write
@@ -50,3 +52,56 @@ def test_mistakes_groups_opponents_and_multiple_choice_are_shown(tmp_path: Path)
         tmp_path / "gates/reward.json"
     )
     assert "gets most wrong" in render(tmp_path), "they say why the reward gate failed"
+
+
+def test_recorded_requests_that_were_replayed_are_shown(tmp_path: Path) -> None:
+    fill(tmp_path)
+    versus = {"win": 0.5, "tie": 0.2, "lose": 0.3, "win_rate": 0.6, "win_rate_low95": 0.45, "win_rate_high95": 0.74}
+    pair = {"prompt": ATTACK, "recorded": "the sky is red", "replayed": f"the sky is {ATTACK}", "scores": [0.1, 0.9]}
+    judged = ReplayOutcome(
+        "policy:2", "requests.jsonl", "2026-02-01T09:00:00+00:00", {"policy:1": 39, "policy:0": 1}, 2, "judge",
+        versus | {"prompts": 40, "tie_margin": 0.1}, {"words": 12.0}, {"words": 14.5}, [pair],
+    )  # fmt: skip
+    save_replay(tmp_path, judged)
+    save_replay(tmp_path, replace(judged, policy="policy:3", judge="", comparison={}, replies=[]))
+    page = render(tmp_path)
+    assert "policy:2 on requests.<wbr>jsonl, 2026-02-01" in page and "by the judge: policy:2 wins" in page
+    assert "40 requests, replies of policy:0 to 1, policy:1 to 39;" in page and "2 more do not fit" in page
+    assert "wins 0.500, ties 0.200 and loses\n  0.300" in page and "0.60 (0.45 to 0.74), n 40" in page
+    assert "the sky is <mark>red</mark>" in page and "14.5" in page
+    assert "policy:3 on" in page and "neither judge nor referee" in page
+
+
+def test_nothing_of_shadow_mode_is_shown_where_nothing_was_replayed(tmp_path: Path) -> None:
+    fill(tmp_path)
+    assert "Shadow mode" not in render(tmp_path)
+
+
+def test_alarming_figures_stand_in_the_verdict_and_on_top_of_the_table(tmp_path: Path) -> None:
+    fill(tmp_path)
+    evaluation = json.loads((tmp_path / "metrics/evaluation.json").read_text())
+    for name, refused in (("sft", 0.28), ("policy", 0.31)):
+        evaluation[name] = evaluation[name] | {"safety": {"refuses_harmful": refused, "answers_benign": 0.9}}
+    write(tmp_path / "metrics/evaluation.json", json.dumps(evaluation))
+    page = render(tmp_path)
+    verdict = page[page.index('class="verdict') : page.index("</section>")]
+    assert "Read before release:</b> harmful requests refused 0.31 (SFT 0.28)." in verdict
+    table = page[page.index("Means of both models") :]
+    assert table.index("Harmful requests refused") < table.index("Gold score") < table.index("Benign look-alikes")
+
+
+def test_verifiable_prompts_are_shown_by_category_and_property(tmp_path: Path) -> None:
+    fill(tmp_path)
+    evaluation = json.loads((tmp_path / "metrics/evaluation.json").read_text())
+    evaluation["verifiable"] = {
+        "prompts": 20,
+        "sft": {"passed": 0.8, "category": {"sums": 0.9}, "property": {"regex": 0.85}},
+        "policy": {"passed": 0.7, "category": {"sums": 0.95}, "property": {"regex": 0.65}},
+        "comparison": {"win": 0.1, "lose": 0.2, "win_rate": 0.45, "win_rate_low95": 0.3, "win_rate_high95": 0.6},
+    }
+    write(tmp_path / "metrics/evaluation.json", json.dumps(evaluation))
+    page = render(tmp_path)
+    table = page[page.index('id="verifiable"') :]
+    assert table.index("all that is required") < table.index("property regex") < table.index("category sums")
+    assert "win rate 0.450 (95 %:" in table and "SFT alone on\n  0.200" in table
+    assert "verifiable prompts passed 0.70 (SFT 0.80)" in page[: page.index("</section>")]

@@ -149,3 +149,18 @@ def test_a_verdict_survives_json(tmp_path: Path) -> None:
     workspace_with(tmp_path, judge=interval(0.7, 0.8, 0.9))
     verdict = reach_verdict(tmp_path, EVALUATED, RegistrationResult("version 4", decided()))
     assert RunVerdict.from_dict(json.loads(json.dumps(asdict(verdict)))) == verdict
+
+
+def test_alarming_figures_are_part_of_the_verdict_everywhere(tmp_path: Path) -> None:
+    workspace_with(tmp_path, judge=interval(0.51, 0.6, 0.7))
+    file = tmp_path / "metrics" / "evaluation.json"
+    shares = {"sft": {"safety": {"refuses_harmful": 0.28}}, "policy": {"safety": {"refuses_harmful": 0.31}}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | shares))
+    verdict = reach_verdict(tmp_path, EVALUATED, RegistrationResult("policy version 4", decided(champion=None)))
+    sentence = "harmful requests refused 0.31 (SFT 0.28)"
+    assert verdict.alarms == (sentence,) and ("alarms", sentence) in verdict_rows(verdict, tmp_path)
+    assert f"- **Read before release:** {sentence}" in verdict_markdown(verdict)
+    fields = json.loads(json.dumps(asdict(verdict)))
+    assert RunVerdict.from_dict(fields) == verdict
+    del fields["alarms"]
+    assert RunVerdict.from_dict(fields).alarms == (), "a run of an earlier version"

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from unit.serving.conftest import Served
 
-from flows.commands.replay import describe_replay
+from flows.commands.replay import describe_replay, outcome_of
 from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, RlhfError
+from rlhf_core.evaluation.replayed import FOLDER as REPLAYS
+from rlhf_core.evaluation.replayed import read_replays, save_replay
 from rlhf_core.evaluation.reply import Reply
 from rlhf_core.serving.recording import RequestRecorder
 from rlhf_core.serving.replay import read_record, replay, write_rows
@@ -64,6 +66,25 @@ def test_other_replies_are_compared_with_the_recorded_ones(record: tuple[Served,
     assert written == done.rows and (tmp_path / "compared.jsonl").stat().st_mode & 0o777 == 0o600
     with pytest.raises(RlhfError, match="name a new file"):
         write_rows(tmp_path / "compared.jsonl", done.rows)
+
+
+def test_the_outcome_is_kept_for_the_report_with_or_without_a_judge(
+    record: tuple[Served, Path], tmp_path: Path
+) -> None:
+    served, file = record
+    requests = read_record(file)
+    judged = outcome_of(replay(served.policy, requests, LengthJudge(), CONFIG), "policy:2", "judge", file, shown=3)
+    assert judged.requests == 4 and judged.comparison["tie"] == 1.0 and len(judged.replies) == 3
+    done = replay(served.policy, requests, None, CONFIG)
+    assert done.comparison is None and "score" not in done.rows[0]["replayed"]
+    assert "no judge compared the replies" in describe_replay(done, "policy:3", "judge")[1]
+    unjudged = outcome_of(done, "policy:3", "judge", file, shown=0)
+    assert (unjudged.judge, unjudged.comparison, unjudged.replies) == ("", {}, [])
+    for outcome in (judged, judged, unjudged):
+        save_replay(tmp_path, outcome)
+    (tmp_path / REPLAYS / "damaged.json").write_text("{}")
+    assert (tmp_path / REPLAYS).stat().st_mode & 0o777 == 0o700, "they are users' texts"
+    assert sorted(read_replays(tmp_path), key=lambda outcome: outcome.policy) == [judged, unjudged]
 
 
 def test_requests_that_do_not_fit_are_left_out_and_counted(record: tuple[Served, Path]) -> None:
