@@ -27,7 +27,7 @@ from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from rlhf_core.serving.limits import ServingLimits
 from rlhf_core.serving.policy_source import FolderSource, PolicySource, sampling_of_folder
 from rlhf_core.serving.protocol.access import TOKEN_VARIABLE, checked_token
-from rlhf_core.serving.vllm_command import vllm_command
+from rlhf_core.serving.vllm_command import vllm_command, vllm_environment
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,10 @@ def _become_vllm(python: Path, served: ServedSource, options: ServeOptions, toke
     if not (python.is_file() and os.access(python, os.X_OK)):
         raise ConfigError(f"--vllm {python} is no program; name the Python of an environment that has vLLM")
     revision = served.source.latest()
-    command = vllm_command(python, revision, served.source.files(revision), options.host, options.port)
-    command += ["--max-num-seqs", str(options.limits.max_concurrent), *shlex.split(options.vllm_arguments)]
+    files = served.source.files(revision)
+    command = vllm_command(python, revision, files, options.host, options.port, options.limits)
+    command += shlex.split(options.vllm_arguments)
     if served.moves:
         typer.echo(f"vLLM serves {revision.id} until it is started again; a moved alias is not followed")
     typer.echo(f"starting {shlex.join(command)}", color=False)
-    key = {} if token is None else {"VLLM_API_KEY": token}
-    os.execve(python, command, {**os.environ, **key})
+    os.execve(python, command, vllm_environment(python, os.environ, token))

@@ -9,13 +9,16 @@ import subprocess
 import sys
 import tempfile
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from integration.flow_toys import ROOT, environment, make_toy, rlhf, wait_until
 from servers.conftest import Servers
 from servers.test_prefect import ask, login, training
+
+from rlhf_core.files import sha256_file
 
 __all__ = ["login"]
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(3600)]
@@ -38,6 +41,13 @@ for step in range(start, int(sys.argv[1])):
         sys.exit(75)
 pathlib.Path("policy.txt").write_text("done")
 """
+PREEMPTIBLE_STAGES = """
+stages:
+  fingerprint: {cmd: mkdir -p .fingerprints && echo code > .fingerprints/ppo.txt, always_changed: true,
+                outs: [.fingerprints/ppo.txt: {cache: false}]}
+  ppo: {cmd: python train.py 40, deps: [.fingerprints/ppo.txt], outs: [policy.txt]}
+"""
+STAGE, WORKER = ROOT / "infra/slurm/stage.sbatch", ROOT / "infra/slurm/worker.sbatch"
 
 
 class Slurm:
@@ -57,22 +67,28 @@ class Slurm:
         """Submit a job and return its number."""
         return self.call("sbatch", "--parsable", *words, **env)
 
-    def state(self, job: str) -> str:
-        """The state of a job."""
-        match = re.search(r"JobState=(\w+)", self.call("scontrol", "show", "job", job))
-        assert match
+    def show(self, job: str, field: str) -> str:
+        """A field of a job, such as ``JobState`` or ``Restarts``."""
+        match = re.search(rf"\b{field}=(\S*)", self.call("scontrol", "show", "job", job))
+        assert match, f"job {job} has no {field}"
         return match[1]
 
-    def restarts(self, job: str) -> int:
-        """How often a job went back into the queue."""
-        match = re.search(r"Restarts=(\d+)", self.call("scontrol", "show", "job", job))
-        assert match
-        return int(match[1])
+    def end_of(self, job: str, seconds: float = 1500) -> str:
+        """Wait until a job has ended and return its state."""
+        wait_until(lambda: self._ended(job), seconds, f"end of job {job}")
+        return self.show(job, "JobState")
 
-    def wait(self, job: str, log: Path, seconds: float = 1500) -> None:
-        """Wait until a job has completed."""
-        wait_until(lambda: self.state(job) in ENDED, seconds, f"end of job {job}")
-        assert self.state(job) == "COMPLETED", log.read_text() if log.exists() else "no output"
+    def _ended(self, job: str) -> bool:
+        # Slurm lets a job that was put back wait for two minutes, so that nothing of its first start is left.
+        if self.show(job, "Reason") == "BeginTime" and not _has_processes(job):
+            self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
+        return self.show(job, "JobState") in ENDED
+
+
+def _has_processes(job: str) -> bool:
+    """Whether a process of Slurm's still runs the job's script or a step of it."""
+    names = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    return any(name.startswith(f"slurmstepd: [{job}.") for name in names)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +110,7 @@ def test_a_pipeline_runs_its_stage_in_an_allocation(
     slurm: Slurm, servers: Servers, login: dict[str, str], tmp_path: Path
 ) -> None:
     toy, log = training(tmp_path / "toy", "slurm", 3), tmp_path / "worker.log"
-    job = slurm.submit(f"--output={log}", ROOT / "infra/slurm/worker.sbatch", "slurm", **login)
+    job = slurm.submit(f"--output={log}", WORKER, "slurm", **login)
 
     def workers() -> list[str]:
         """The pool does not exist before its first worker."""
@@ -105,7 +121,7 @@ def test_a_pipeline_runs_its_stage_in_an_allocation(
         return [worker["name"] for worker in answer if worker["status"] == "ONLINE"]
 
     try:
-        wait_until(lambda: slurm.state(job) != "PENDING", 300, "start of the worker's job")
+        wait_until(lambda: slurm.show(job, "JobState") != "PENDING", 300, "start of the worker's job")
         wait_until(workers, 900, "worker")
         assert workers() == [f"slurm-{job}"]
         ended = rlhf("run", cwd=toy, timeout=1500, **login)
@@ -114,45 +130,90 @@ def test_a_pipeline_runs_its_stage_in_an_allocation(
         assert "Completed" in log.read_text()
     finally:
         slurm.call("scancel", job)
-    wait_until(lambda: slurm.state(job) in ENDED, 300, "end of the worker's job")
+    assert slurm.end_of(job, 300) == "CANCELLED" and slurm.show(job, "Restarts") == "0"
 
 
-def test_a_preempted_stage_goes_back_into_the_queue_and_resumes(slurm: Slurm, tmp_path: Path) -> None:
-    stages = """
-stages:
-  fingerprint: {cmd: mkdir -p .fingerprints && echo code > .fingerprints/ppo.txt, always_changed: true,
-                outs: [.fingerprints/ppo.txt: {cache: false}]}
-  ppo: {cmd: python train.py 40, deps: [.fingerprints/ppo.txt], outs: [policy.txt]}
-"""
-    toy, log = make_toy(tmp_path / "toy", stages), tmp_path / "stage.log"
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    """A workspace whose training takes 20 seconds, and saves its step when it is stopped."""
+    toy = make_toy(tmp_path / "toy", PREEMPTIBLE_STAGES)
     (toy / "train.py").write_text(PREEMPTIBLE)
     made = subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=toy, env=environment())
     assert made.returncode == 0
-    script = ROOT / "infra/slurm/stage.sbatch"
-    job = slurm.submit("--partition=low", "--nodelist=n1", f"--output={log}", script, "ppo", toy)
-    wait_until((toy / "work/ppo/step").exists, 900, "first step")
+    return toy
+
+
+def starts(toy: Path) -> list[int]:
+    """The step at which each start of the toy's training began."""
+    return [int(line) for line in (toy / "starts.log").read_text().split()]
+
+
+def preempt(slurm: Slurm, job: str) -> None:
+    """Submit a job of higher priority that needs the whole node."""
     slurm.submit(
         *("--partition=high", "--nodelist=n1", "--cpus-per-task=16", "--output=/dev/null", "--wrap=sleep 3"),
     )
-    slurm.wait(job, log)
-    assert slurm.restarts(job) == 1 and (toy / "policy.txt").read_text() == "done"
-    first, second = map(int, (toy / "starts.log").read_text().split())
+
+
+INTERRUPTIONS: dict[str, Callable[[Slurm, str], object]] = {
+    "preempted": preempt,
+    "requeued": lambda slurm, job: slurm.call("scontrol", "requeue", job),
+    "signalled, the stage": lambda slurm, job: slurm.call("scancel", "--signal=TERM", job),
+    "signalled, the script": lambda slurm, job: slurm.call("scancel", "--signal=TERM", "--batch", job),
+}
+
+
+@pytest.mark.parametrize("interruption", INTERRUPTIONS)
+def test_an_interrupted_stage_goes_back_into_the_queue_and_resumes(
+    slurm: Slurm, toy: Path, tmp_path: Path, interruption: str
+) -> None:
+    log = tmp_path / "stage.log"
+    job = slurm.submit("--partition=low", "--nodelist=n1", f"--output={log}", STAGE, "ppo", toy)
+    wait_until((toy / "work/ppo/step").exists, 900, "first step")
+    INTERRUPTIONS[interruption](slurm, job)
+    assert slurm.end_of(job) == "COMPLETED", log.read_text()
+    assert slurm.show(job, "Restarts") == "1" and (toy / "policy.txt").read_text() == "done"
+    first, second = starts(toy)
     assert (first, second > 0) == (0, True)
 
 
-def test_a_training_stage_runs_on_two_nodes(slurm: Slurm, smoke_copy: Path, tmp_path: Path) -> None:
-    params, log = smoke_copy / "params.yaml", tmp_path / "stage.log"
+def test_a_cancelled_stage_ends_and_another_job_resumes_it(slurm: Slurm, toy: Path, tmp_path: Path) -> None:
+    log = tmp_path / "stage.log"
+    job = slurm.submit(f"--output={log}", STAGE, "ppo", toy)
+    wait_until((toy / "work/ppo/step").exists, 900, "first step")
+    slurm.call("scancel", job)
+    assert slurm.end_of(job, 300) == "CANCELLED" and slurm.show(job, "Restarts") == "0"
+    assert not (toy / "policy.txt").exists()
+    next_job = slurm.submit(f"--output={log}", STAGE, "ppo", toy)
+    assert slurm.end_of(next_job) == "COMPLETED", log.read_text()
+    assert (toy / "policy.txt").read_text() == "done" and starts(toy)[0] == 0 < starts(toy)[1]
+
+
+def test_a_training_on_two_nodes_is_preempted_and_ends_as_if_it_had_not_been(
+    slurm: Slurm, smoke_copy: Path, tmp_path: Path
+) -> None:
+    params = smoke_copy / "params.yaml"
     params.write_text(params.read_text().replace("seed: 1\n", "seed: 2\n", 1))
-    script = ROOT / "infra/slurm/stage.sbatch"
-    prepared = subprocess.run(
-        [sys.executable, "-m", "dvc", "repro", "--single-item", "collect", "validate"],
-        cwd=smoke_copy,
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert prepared.returncode == 0, prepared.stderr
-    job = slurm.submit("--nodes=2", f"--output={log}", script, "sft", smoke_copy, NPROC_PER_NODE="1")
-    slurm.wait(job, log)
-    status = [sys.executable, "-m", "dvc", "status", "--json", "sft"]
-    assert subprocess.run(status, cwd=smoke_copy, env=environment(), capture_output=True).stdout.strip() == b"{}"
+    dvc("repro", "--single-item", "collect", "validate", cwd=smoke_copy)
+    undisturbed = tmp_path / "undisturbed"
+    shutil.copytree(smoke_copy, undisturbed, symlinks=True)
+    for workspace in (undisturbed, smoke_copy):
+        log = tmp_path / f"{workspace.name}.log"
+        words = ("--partition=low", "--nodes=2", f"--output={log}", STAGE, "sft", workspace)
+        job = slurm.submit(*words, NPROC_PER_NODE="1")
+        if workspace == smoke_copy:
+            wait_until(lambda log=log: log.exists() and "sft: " in log.read_text(), 900, "first step")
+            preempt(slurm, job)
+        assert slurm.end_of(job) == "COMPLETED", log.read_text()
+        assert slurm.show(job, "Restarts") == ("1" if workspace == smoke_copy else "0")
+        assert dvc("status", "--json", "sft", cwd=workspace).strip() == "{}"
+    weights = [folder / "models/sft/model.safetensors" for folder in (undisturbed, smoke_copy)]
+    assert sha256_file(weights[0]) == sha256_file(weights[1])
+
+
+def dvc(*words: str, cwd: Path) -> str:
+    """Run a command of DVC and return what it printed."""
+    command = [sys.executable, "-m", "dvc", *words]
+    ended = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout

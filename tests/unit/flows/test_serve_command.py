@@ -90,10 +90,12 @@ def test_vllm_gets_the_judged_sampling_the_limits_and_the_token(folder: Path, mo
 
     monkeypatch.setattr(os, "execve", execve)
     monkeypatch.setenv("RLHF_SERVE_TOKEN", "secret")
+    monkeypatch.setenv("PYTHONPATH", "/of/this/environment")
     python = folder / "python"
     python.write_text("#!/bin/sh\n")
     python.chmod(0o755)
     words = ["--vllm", str(python), "--vllm-args", "--dtype float32", "--max-concurrent", "3", "--port", "8123"]
+    words += ["--timeout", "30"]
     result = CliRunner().invoke(app, ["serve", "--model", str(folder), *words])
     assert isinstance(result.exception, Replaced)
     program, command, environment = started
@@ -102,7 +104,9 @@ def test_vllm_gets_the_judged_sampling_the_limits_and_the_token(folder: Path, mo
     assert (options["--model"], options["--served-model-name"]) == (str(folder), "policy")
     assert (options["--host"], options["--port"], options["--max-num-seqs"]) == ("127.0.0.1", "8123", "3")
     assert json.loads(options["--override-generation-config"]) == SamplingConfig().model_dump()
-    assert options["--dtype"] == "float32"
+    assert options["--dtype"] == "float32" and options["--shutdown-timeout"] == "30"
+    assert "PYTHONPATH" not in environment and environment["VLLM_NO_USAGE_STATS"] == "1"
+    assert environment["PATH"].startswith(f"{folder}{os.pathsep}")
     assert environment["VLLM_API_KEY"] == "secret" and "secret" not in " ".join(command)
 
 

@@ -1,12 +1,8 @@
-"""PPO's sampler in a real vLLM server: the contract of samplers, stale weights, and two iterations of PPO.
-
-Set RLHF_VLLM_PYTHON to a Python that has vLLM; see ``test_vllm.py``.
-"""
+"""PPO's sampler in a real vLLM server: the contract of samplers, stale weights, and two iterations of PPO."""
 
 from __future__ import annotations
 
 import copy
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +12,7 @@ import torch
 from sampler_contract import EOS, PAD, PROMPTS, SAMPLING, SamplerContract, batch_of, contract_policy, drawn
 from transformers import LlamaForSequenceClassification, PreTrainedModel
 from unit.ppo.tiny import Tiny, make_config, make_trainer
+from vllm_service import VLLM_MARKS, VLLM_PYTHON
 
 from rlhf_core.config.sampler import VllmSamplerConfig
 from rlhf_core.errors import RlhfError
@@ -24,13 +21,7 @@ from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.sampler import Sampler
 from rlhf_core.sampling.vllm.sampler import VllmSampler
 
-PYTHON = os.environ.get("RLHF_VLLM_PYTHON")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.services,
-    pytest.mark.timeout(1800),  # vLLM imports for minutes on a small machine
-    pytest.mark.skipif(PYTHON is None, reason="RLHF_VLLM_PYTHON names no Python that has vLLM"),
-]
+pytestmark = VLLM_MARKS
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +37,7 @@ def server_settings() -> Iterator[None]:
 def vllm(server_settings: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSampler]:
     """One server for all tests, which sync the weights that they need."""
     config = VllmSamplerConfig(
-        kind="vllm", python=PYTHON, arguments=("--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "32")
+        kind="vllm", python=VLLM_PYTHON, arguments=("--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "32")
     )
     sampler = VllmSampler(config, tmp_path_factory.mktemp("vllm"))
     try:
@@ -105,7 +96,7 @@ def test_two_iterations_of_ppo(vllm: VllmSampler, policy: PreTrainedModel, tmp_p
     config = make_config(
         iterations=2,
         importance_sampling_correction={"mode": "always"},
-        sampler={"kind": "vllm", "python": PYTHON},
+        sampler={"kind": "vllm", "python": VLLM_PYTHON},
     )
     before = copy.deepcopy(policy.state_dict())
     trainer = make_trainer(tiny, config, tmp_path, sampler=vllm)
