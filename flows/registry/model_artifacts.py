@@ -16,6 +16,7 @@ from rlhf_core.errors import ModelError
 from rlhf_core.files import atomic_dir, sha256_tree
 
 if TYPE_CHECKING:
+    from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
     from mlflow.models import ModelSignature
 
@@ -97,21 +98,22 @@ def signature(kind: str, sampling: Mapping[str, Any]) -> ModelSignature:
     return ModelSignature(inputs=inputs, params=params)
 
 
-def verified_folder(workspace: Path, version: ModelVersion) -> Path:
+def verified_folder(workspace: Path, version: ModelVersion, client: MlflowClient | None = None) -> Path:
     """The Hugging Face folder of a version, after its content was compared with the hash it was registered under.
 
     Raises :class:`ModelError` when the artifacts are gone, the version names no hash, or the content is another.
     """
+    client = client or connect(workspace)
     expected = version.tags.get(CONTENT_TAG)
     name, number = version.name, str(version.version)
     if not expected:
         raise ModelError(f"{name} version {number} was not registered by this pipeline (it has no {CONTENT_TAG} tag)")
-    folder, downloaded = _locate(workspace, name, number)
+    folder, downloaded = _locate(client, workspace, name, number)
     if sha256_tree(folder) == expected:
         return folder
     if downloaded is not None:  # the kept copy may be of another registry, or damaged
         shutil.rmtree(downloaded, ignore_errors=True)
-        folder, _ = _locate(workspace, name, number)
+        folder, _ = _locate(client, workspace, name, number)
         if sha256_tree(folder) == expected:
             return folder
     raise ModelError(
@@ -120,13 +122,13 @@ def verified_folder(workspace: Path, version: ModelVersion) -> Path:
     )
 
 
-def _locate(workspace: Path, name: str, number: str) -> tuple[Path, Path | None]:
+def _locate(client: MlflowClient, workspace: Path, name: str, number: str) -> tuple[Path, Path | None]:
     """The folder of a version, in place for local artifacts, else downloaded once (then the download's root too)."""
     from mlflow.exceptions import MlflowException
     from mlflow.utils.file_utils import local_file_uri_to_path
 
     try:
-        uri = str(connect(workspace).get_model_version_download_uri(name, number))
+        uri = str(client.get_model_version_download_uri(name, number))
         downloaded = None if uri.startswith(("file:", "/")) else _download(workspace, name, number)
         root = downloaded or Path(local_file_uri_to_path(uri))
     except (MlflowException, OSError) as error:
