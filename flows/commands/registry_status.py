@@ -12,6 +12,7 @@ from flows.registry.alias_transaction import pending
 from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions
 from flows.registry.approval.request import latest_request
 from flows.registry.decisions import read_decisions
+from flows.registry.governance.history import history_ledger
 from flows.registry.mlflow_client import connect, has_record
 from flows.registry.model_artifacts import CONTENT_TAG
 from rlhf_core.config.operations import RegistryConfig
@@ -82,7 +83,7 @@ def registry_status(workspace: Path, config: RegistryConfig, stale_stages: int, 
 def _waiting_for_approval(client: MlflowClient, model: str) -> tuple[str, list[str]]:
     """The version that waits for approval, and the line that says so; a history that was changed has a line too."""
     try:
-        request = latest_request(client, model)
+        request = latest_request(model, history_ledger(client, model).entries())
     except RlhfError as error:
         return "", [f"  {error}"]
     if request is None or not request.is_open:

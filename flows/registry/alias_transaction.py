@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from flows.registry.alias_events import emit_events
-from flows.registry.aliases import registered_model, registry_errors
+from flows.registry.aliases import read_aliases, registered_model, registry_errors
 from flows.registry.decisions import publish_decision, utc_now
-from flows.registry.governance.history import chain_hash, history_ledger
+from flows.registry.governance.history import chain_hash, checked_history, history_ledger
 from flows.registry.governance.identity import actor
 from flows.registry.governance.ledger import Ledger
 from rlhf_core.config.operations import RegistryConfig
@@ -26,6 +26,7 @@ from rlhf_core.errors import RlhfError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities.model_registry import RegisteredModel
 
 INTENT_TAG = "rlhf.intent"
 HISTORY_TAG = "rlhf.champions"
@@ -109,19 +110,24 @@ class AliasTransaction:
 
 
 def commit(
-    client: MlflowClient, workspace: Path, transaction: AliasTransaction, after: int | None = None
+    client: MlflowClient,
+    workspace: Path,
+    transaction: AliasTransaction,
+    entries: Sequence[str] | None = None,
+    model: RegisteredModel | None = None,
 ) -> Path | None:
     """Announce and record the transaction, then carry it out; returns the decision's report, None if there is none.
 
     Args:
-        after: How many entries the history had when the decision was made; None for as many as it has.
+        entries: The history that the decision was made on; None for the one there is.
+        model: The registered model, if it has just been looked up.
 
     Raises:
         EntryTaken: The history has grown since: what was decided on is no longer so. Nothing has moved.
         RlhfError: The registry refuses.
     """
-    ledger = history_ledger(client, transaction.model)
-    entries = ledger.entries()[:after]
+    ledger = history_ledger(client, transaction.model, model)
+    entries = ledger.entries() if entries is None else entries
     transaction = replace(transaction, number=len(entries) + 1, previous=chain_hash(entries[-1]) if entries else "")
     text = transaction.to_json()
     with registry_errors("record the intent of the decision; nothing has changed"):
@@ -130,33 +136,44 @@ def commit(
     return _carry_out(client, workspace, transaction, ledger)
 
 
-def finish_interrupted(client: MlflowClient, workspace: Path, config: RegistryConfig) -> int:
+def finish_interrupted(
+    client: MlflowClient, workspace: Path, config: RegistryConfig
+) -> tuple[RegisteredModel | None, Sequence[str]]:
     """Complete the decision that an earlier call was interrupted in, if there is one.
 
-    Returns the number of entries of the history, for :func:`commit`.
+    Returns the registered policy and its history, for :func:`commit`.
+
+    Raises:
+        RlhfError: The registry does not answer, or the history was changed: nothing is decided on it.
     """
     model = registered_model(client, config.policy)
     ledger = history_ledger(client, config.policy, model)
-    if model is not None and INTENT_TAG in model.tags:
-        transaction = pending(client, config)
-        if transaction is None:
-            with registry_errors("remove an announcement that was never decided"):
-                client.delete_registered_model_tag(config.policy, INTENT_TAG)
-        elif transaction.number:
-            _carry_out(client, workspace, transaction, ledger)
-        else:  # of a version that kept no history
-            commit(client, workspace, transaction)
-    return len(ledger.entries())
+    entries = ledger.entries()
+    checked_history(config.policy, entries)
+    if model is None or INTENT_TAG not in model.tags:
+        return model, entries
+    transaction = _decided(model.tags[INTENT_TAG], entries)
+    if transaction is None:
+        with registry_errors("remove an announcement that was never decided"):
+            client.delete_registered_model_tag(config.policy, INTENT_TAG)
+    elif transaction.number:
+        _carry_out(client, workspace, transaction, ledger)
+    else:  # of a version that kept no history
+        commit(client, workspace, transaction, entries, model)
+    return registered_model(client, config.policy), ledger.entries()
 
 
 def pending(client: MlflowClient, config: RegistryConfig) -> AliasTransaction | None:
     """The decision that stands and was not carried out to its end, or None."""
     model = registered_model(client, config.policy)
-    text = None if model is None else model.tags.get(INTENT_TAG)
-    if not text:
+    if model is None or INTENT_TAG not in model.tags:
         return None
-    announced = AliasTransaction.from_json(text)
-    entries = history_ledger(client, config.policy).entries()
+    return _decided(model.tags[INTENT_TAG], history_ledger(client, config.policy, model).entries())
+
+
+def _decided(announcement: str, entries: Sequence[str]) -> AliasTransaction | None:
+    """The decision behind the announcement in a tag, None if it was never made."""
+    announced = AliasTransaction.from_json(announcement)
     if not announced.number:  # of a version that kept no history: the announcement was the decision
         return next(
             (entry for entry in map(AliasTransaction.from_json, entries) if entry.id == announced.id), announced
@@ -165,26 +182,21 @@ def pending(client: MlflowClient, config: RegistryConfig) -> AliasTransaction | 
     return AliasTransaction.from_json(entries[-1]) if len(entries) >= announced.number else None
 
 
-def champion_history(client: MlflowClient, name: str) -> tuple[str, ...]:
+def champion_history(model: RegisteredModel | None) -> tuple[str, ...]:
     """The versions that have been champion, oldest first; those of rollbacks are gone. Empty where nothing is known."""
-    model = registered_model(client, name)
     text = "" if model is None else model.tags.get(HISTORY_TAG, "")
     return tuple(number for number in text.split(",") if number)
 
 
 def _carry_out(client: MlflowClient, workspace: Path, transaction: AliasTransaction, ledger: Ledger) -> Path | None:
-    """Every step may have been done before: each sets what shall be, whatever is."""
+    """Every step may have been done before; what is as it shall be is not set again."""
     report = None
     with registry_errors("complete the decision; the next `rlhf` command that uses it goes on with it"):
-        for move in transaction.moves:
-            if move.version is None:
-                client.delete_registered_model_alias(move.model, move.alias)
-            else:
-                client.set_registered_model_alias(move.model, move.alias, move.version)
+        _move_aliases(client, transaction.moves)
+        tags = dict(transaction.model_tags)
         if transaction.history:
-            history = ",".join(transaction.history[-HISTORY_LIMIT:])
-            client.set_registered_model_tag(transaction.model, HISTORY_TAG, history)
-        for key, value in transaction.model_tags.items():
+            tags[HISTORY_TAG] = ",".join(transaction.history[-HISTORY_LIMIT:])
+        for key, value in tags.items():
             client.set_registered_model_tag(transaction.model, key, value)
         _write_version_tags(client, transaction.version_tags)
         if transaction.decision:
@@ -197,6 +209,18 @@ def _carry_out(client: MlflowClient, workspace: Path, transaction: AliasTransact
     if len(entries) > transaction.number:  # another machine decided meanwhile: the last decision holds
         _carry_out(client, workspace, AliasTransaction.from_json(entries[-1]), ledger)
     return report
+
+
+def _move_aliases(client: MlflowClient, moves: Sequence[AliasMove]) -> None:
+    names = dict.fromkeys(move.model for move in moves)
+    aliases = {name: read_aliases(client, name) for name in names}
+    for move in moves:
+        if aliases[move.model].get(move.alias) == move.version:
+            continue
+        if move.version is None:
+            client.delete_registered_model_alias(move.model, move.alias)
+        else:
+            client.set_registered_model_alias(move.model, move.alias, move.version)
 
 
 def _write_version_tags(client: MlflowClient, tags: Sequence[VersionTag]) -> None:

@@ -44,7 +44,11 @@ def registered_model(client: MlflowClient, name: str) -> RegisteredModel | None:
 
 def read_aliases(client: MlflowClient, name: str) -> dict[str, str]:
     """Version numbers by alias; empty for an unknown model. ``RlhfError`` when the registry does not answer."""
-    model = registered_model(client, name)
+    return aliases_of(registered_model(client, name))
+
+
+def aliases_of(model: RegisteredModel | None) -> dict[str, str]:
+    """Version numbers by alias of a registered model that has been looked up; empty for an unknown one."""
     return {} if model is None else {alias: str(version) for alias, version in model.aliases.items()}
 
 

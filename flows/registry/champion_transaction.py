@@ -6,26 +6,26 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from flows.registry.alias_transaction import AliasMove, AliasTransaction, VersionTag, champion_history
-from flows.registry.aliases import CHAMPION, PREVIOUS, alias_version, get_version
+from flows.registry.aliases import CHAMPION, PREVIOUS, aliases_of, get_version
 from flows.registry.decisions import PromotionDecision, RollbackDecision, as_report
 from flows.registry.register import REWARD_VERSION_TAG
 from rlhf_core.config.operations import RegistryConfig
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities.model_registry import ModelVersion
+    from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
 ROLLED_BACK_TAG, DECLINED_TAG = "rolled_back", "declined"
 
 
-def champion_versions(client: MlflowClient, config: RegistryConfig, champion: ModelVersion | None) -> list[str]:
+def champion_versions(model: RegisteredModel | None) -> list[str]:
     """The versions that have been champion, oldest first, ending with the present one."""
-    history = list(champion_history(client, config.policy))
-    if not history:  # a registry from before the history was kept
-        previous = alias_version(client, config.policy, PREVIOUS)
-        history = [] if previous is None else [str(previous.version)]
-    if champion is not None and history[-1:] != [str(champion.version)]:
-        history.append(str(champion.version))
+    aliases = aliases_of(model)
+    history = list(champion_history(model))
+    if not history and PREVIOUS in aliases:  # a registry from before the history was kept
+        history = [aliases[PREVIOUS]]
+    if CHAMPION in aliases and history[-1:] != [aliases[CHAMPION]]:
+        history.append(aliases[CHAMPION])
     return history
 
 

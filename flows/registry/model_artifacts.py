@@ -18,6 +18,7 @@ from rlhf_core.errors import ModelError
 from rlhf_core.files import atomic_dir, sha256_tree
 
 if TYPE_CHECKING:
+    from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
     from mlflow.models import ModelSignature
 
@@ -99,7 +100,7 @@ def signature(kind: str, sampling: Mapping[str, Any]) -> ModelSignature:
     return ModelSignature(inputs=inputs, params=params)
 
 
-def verified_folder(workspace: Path, version: ModelVersion) -> Path:
+def verified_folder(workspace: Path, version: ModelVersion, client: MlflowClient | None = None) -> Path:
     """The Hugging Face folder of a version, after its content was compared with the hash it was registered under.
 
     Where ``registry.signature`` wants one, its signature is verified too.
@@ -108,24 +109,25 @@ def verified_folder(workspace: Path, version: ModelVersion) -> Path:
         ModelError: The artifacts are gone, the version names no hash, the content is another, or the signature is not
             that of the content.
     """
-    folder = _folder_by_hash(workspace, version)
+    client = client or connect(workspace)
+    folder = _folder_by_hash(workspace, version, client)
     config = load_section(workspace, "registry", RegistryConfig).signature
     label = f"{version.name} version {version.version}"
-    verify_signature(connect(workspace), workspace, config, label, version.run_id, folder)
+    verify_signature(client, workspace, config, label, version.run_id, folder)
     return folder
 
 
-def _folder_by_hash(workspace: Path, version: ModelVersion) -> Path:
+def _folder_by_hash(workspace: Path, version: ModelVersion, client: MlflowClient) -> Path:
     expected = version.tags.get(CONTENT_TAG)
     name, number = version.name, str(version.version)
     if not expected:
         raise ModelError(f"{name} version {number} was not registered by this pipeline (it has no {CONTENT_TAG} tag)")
-    folder, downloaded = _locate(workspace, name, number)
+    folder, downloaded = _locate(client, workspace, name, number)
     if sha256_tree(folder) == expected:
         return folder
     if downloaded is not None:  # the kept copy may be of another registry, or damaged
         shutil.rmtree(downloaded, ignore_errors=True)
-        folder, _ = _locate(workspace, name, number)
+        folder, _ = _locate(client, workspace, name, number)
         if sha256_tree(folder) == expected:
             return folder
     raise ModelError(
@@ -134,13 +136,13 @@ def _folder_by_hash(workspace: Path, version: ModelVersion) -> Path:
     )
 
 
-def _locate(workspace: Path, name: str, number: str) -> tuple[Path, Path | None]:
+def _locate(client: MlflowClient, workspace: Path, name: str, number: str) -> tuple[Path, Path | None]:
     """The folder of a version, in place for local artifacts, else downloaded once (then the download's root too)."""
     from mlflow.exceptions import MlflowException
     from mlflow.utils.file_utils import local_file_uri_to_path
 
     try:
-        uri = str(connect(workspace).get_model_version_download_uri(name, number))
+        uri = str(client.get_model_version_download_uri(name, number))
         downloaded = None if uri.startswith(("file:", "/")) else _download(workspace, name, number)
         root = downloaded or Path(local_file_uri_to_path(uri))
     except (MlflowException, OSError) as error:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.registry.alias_transaction import AliasTransaction, VersionTag, commit, finish_interrupted
-from flows.registry.aliases import CHALLENGER, CHAMPION, alias_version, get_version, registry_errors
+from flows.registry.alias_transaction import AliasTransaction, VersionTag
+from flows.registry.aliases import CHALLENGER, CHAMPION, get_version, registry_errors
 from flows.registry.approval.decide import request_transaction, withdraw_transaction
 from flows.registry.approval.request import latest_request
 from flows.registry.champion_transaction import (
@@ -25,19 +25,15 @@ from flows.registry.decisions import (
     read_decisions,
 )
 from flows.registry.governance.attempts import attempt_number
-from flows.registry.governance.lock import registry_lock
-from flows.registry.governance.terms import TERMS_TAG, PromotionTerms, read_terms, refusal, terms_of, updated
+from flows.registry.governance.terms import TERMS_TAG, PromotionTerms, refusal, terms_of, updated
 from flows.registry.match import PlayMatch, decided_by, match_question, match_result, play_match
-from flows.registry.mlflow_client import prepare_tracking
 from flows.registry.model_artifacts import verified_folder
 from flows.registry.obstacles import promotion_obstacle
-from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations import RegistryConfig
+from flows.registry.session import RegistrySession, registry_session
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.promotion.criteria import non_inferiority_criteria, win_rate_criteria
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
 
@@ -72,62 +68,60 @@ def promote(
     workspace = workspace.resolve()
     if force_reason is not None and not force_reason.strip():
         raise RlhfError("a forced promotion needs a reason; say why, it is recorded")
-    config = load_section(workspace, "registry", RegistryConfig)
-    client = prepare_tracking(workspace)
-    with registry_lock(workspace, config.policy):
-        entries = finish_interrupted(client, workspace, config)
-        challenger = _challenger(client, config, version)
-        champion = alias_version(client, config.policy, CHAMPION)
-        held, here = read_terms(client, config.policy), terms_of(workspace, config)
-        decision = replace(
-            _decide(client, workspace, config, challenger, champion, force_reason, play, held, here), dry_run=dry_run
-        )
+    with registry_session(workspace) as session:
+        config = session.config
+        challenger = _challenger(session, version)
+        champion = session.version_with(CHAMPION)
+        held, here = session.terms(), terms_of(workspace, config)
+        decision = replace(_decide(session, challenger, champion, force_reason, play, held, here), dry_run=dry_run)
         terms = updated(held, here)
         model_tags = {} if terms is held else {TERMS_TAG: terms.to_json()}
         transaction: AliasTransaction | None = None
         if approval or config.approval:
-            decision, transaction = _approval_step(client, decision, model_tags)
+            decision, transaction = _approval_step(session, decision, model_tags)
         elif decision.promoted and not dry_run:
-            champions = [*champion_versions(client, config, champion), decision.challenger]
+            champions = [*champion_versions(session.model), decision.challenger]
             cleared = cleared_refusals(challenger)
-            transaction = champion_transaction(client, config, champions, cleared, decision, model_tags=model_tags)
+            transaction = champion_transaction(
+                session.client, config, champions, cleared, decision, model_tags=model_tags
+            )
         if dry_run or decision.unchanged:
             return decision
         if transaction is not None:
-            return replace(decision, report=commit(client, workspace, transaction, entries))
+            return replace(decision, report=session.commit(transaction))
         with registry_errors("record the decision; nothing has moved"):
-            report = publish_decision(client, workspace, config.policy, decision.challenger, as_report(decision))
+            report = publish_decision(
+                session.client, workspace, config.policy, decision.challenger, as_report(decision)
+            )
         return replace(decision, report=report)
 
 
 def _approval_step(
-    client: MlflowClient, decision: PromotionDecision, model_tags: Mapping[str, str]
+    session: RegistrySession, decision: PromotionDecision, model_tags: Mapping[str, str]
 ) -> tuple[PromotionDecision, AliasTransaction | None]:
     """Request approval of a promotion instead of carrying it out, or end a request whose version no longer passes."""
-    request = latest_request(client, decision.model)
+    request = latest_request(decision.model, session.entries)
     is_open = request is not None and request.is_about(decision.challenger, decision.champion)
     if decision.promoted:
         decision = decision.to_approve(unchanged=is_open)
-        return decision, request_transaction(client, decision, model_tags)
+        return decision, request_transaction(session.aliases, decision, model_tags)
     if is_open and decision.match is not None:
         decision = replace(decision, unchanged=False)
         return decision, withdraw_transaction(decision)
     return decision, None
 
 
-def _challenger(client: MlflowClient, config: RegistryConfig, number: str | None) -> ModelVersion:
+def _challenger(session: RegistrySession, number: str | None) -> ModelVersion:
     if number is not None:
-        return get_version(client, config.policy, number)
-    challenger = alias_version(client, config.policy, CHALLENGER)
+        return get_version(session.client, session.config.policy, number)
+    challenger = session.version_with(CHALLENGER)
     if challenger is None:
-        raise RlhfError(f"{config.policy} has no @{CHALLENGER}; `rlhf run` registers one once its gates pass")
+        raise RlhfError(f"{session.config.policy} has no @{CHALLENGER}; `rlhf run` registers one once its gates pass")
     return challenger
 
 
 def _decide(
-    client: MlflowClient,
-    workspace: Path,
-    config: RegistryConfig,
+    session: RegistrySession,
     challenger: ModelVersion,
     champion: ModelVersion | None,
     force_reason: str | None,
@@ -135,6 +129,7 @@ def _decide(
     held: PromotionTerms | None,
     here: PromotionTerms,
 ) -> PromotionDecision:
+    client, workspace, config = session.client, session.workspace, session.config
     decision = PromotionDecision(
         model=config.policy,
         challenger=str(challenger.version),
@@ -146,7 +141,7 @@ def _decide(
         return decision.refused("the challenger is the champion already", unchanged=True)
     if not_allowed := refusal(config.policy, held, here, forced=force_reason is not None):
         return decision.refused(not_allowed, unchanged=True)
-    folder = verified_folder(workspace, challenger)
+    folder = verified_folder(workspace, challenger, client)
     obstacle = promotion_obstacle(challenger, held)
     if obstacle and force_reason is None:
         return decision.refused(f"{obstacle}; promote it with --force --reason TEXT", unchanged=True)
@@ -154,7 +149,7 @@ def _decide(
         passed, reason = not obstacle, obstacle or "there was no champion"
     else:
         try:
-            champion_files = verified_folder(workspace, champion)
+            champion_files = verified_folder(workspace, champion, client)
             question = match_question(workspace, challenger, champion)
             match = match_result(
                 client, workspace, challenger, question, lambda: play(workspace, champion_files, folder)
@@ -200,22 +195,19 @@ def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDec
     workspace = workspace.resolve()
     if not reason.strip():
         raise RlhfError("a rollback needs a reason; say why, it is recorded")
-    config = load_section(workspace, "registry", RegistryConfig)
-    client = prepare_tracking(workspace)
-    with registry_lock(workspace, config.policy):
-        entries = finish_interrupted(client, workspace, config)
-        champion = alias_version(client, config.policy, CHAMPION)
-        history = [] if champion is None else champion_versions(client, config, champion)
+    with registry_session(workspace) as session:
+        config, champion = session.config, session.version_with(CHAMPION)
+        history = champion_versions(session.model)
         if champion is None or len(history) < 2:
             raise RlhfError(f"{config.policy} has no earlier champion to go back to; `rlhf status` shows what there is")
         if to is not None and to not in history[:-1]:
             earlier = ", ".join(history[:-1])
             raise RlhfError(f"version {to} of {config.policy} is no earlier champion; go back to one of: {earlier}")
-        target = get_version(client, config.policy, to or history[-2])
-        verified_folder(workspace, target)
+        target = get_version(session.client, config.policy, to or history[-2])
+        verified_folder(workspace, target, session.client)
         replaced = str(champion.version)
         decision = RollbackDecision(config.policy, str(target.version), replaced, reason.strip())
         tags = [VersionTag(config.policy, replaced, ROLLED_BACK_TAG, reason.strip()[:1000])]
         remaining = history[: history.index(str(target.version)) + 1]
-        transaction = champion_transaction(client, config, remaining, tags, decision)
-        return replace(decision, report=commit(client, workspace, transaction, entries))
+        transaction = champion_transaction(session.client, config, remaining, tags, decision)
+        return replace(decision, report=session.commit(transaction))

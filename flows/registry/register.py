@@ -10,11 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.alias_transaction import AliasMove, AliasTransaction, commit, finish_interrupted
-from flows.registry.aliases import CHALLENGER, read_aliases, registry_errors, versions
+from flows.registry.alias_transaction import AliasMove, AliasTransaction, commit
+from flows.registry.aliases import CHALLENGER, aliases_of, read_aliases, registered_model, registry_errors, versions
 from flows.registry.data_card import log_data_card
 from flows.registry.gate_evidence import Freshness, GateEvidence, read_gate_evidence
-from flows.registry.governance.lock import registry_lock
 from flows.registry.governance.terms import GATES, PromotionTerms, read_terms, short_conditions, terms_of
 from flows.registry.lineage import collect_lineage
 from flows.registry.mlflow_client import (
@@ -23,10 +22,10 @@ from flows.registry.mlflow_client import (
     flatten,
     fluent,
     log_numbers,
-    prepare_tracking,
 )
 from flows.registry.model_artifacts import CONTENT_TAG, log_model
 from flows.registry.registered_here import RegisteredHere, write_registered
+from flows.registry.session import registry_session
 from flows.registry.signing import SIGNER_TAG, Signer, require_signer, sign_version
 from flows.workspace.run_label import SEPARATOR, run_label
 from rlhf_core.config.loading.load import load_params, load_section
@@ -111,13 +110,11 @@ def register(workspace: Path, run_id: str | None = None) -> Registration:
     ``run_id`` is the pipeline run that the registration belongs to.
     """
     workspace = workspace.resolve()
-    config = load_section(workspace, "registry", RegistryConfig)
-    signer = require_signer(config.signature)
-    client = prepare_tracking(workspace)
+    signer = require_signer(load_section(workspace, "registry", RegistryConfig).signature)
     result = Registration()
-    with registry_lock(workspace, config.policy):
-        finish_interrupted(client, workspace, config)
-        held, here = read_terms(client, config.policy), terms_of(workspace, config)
+    with registry_session(workspace) as session:
+        client, config = session.client, session.config
+        held, here = session.terms(), terms_of(workspace, config)
         freshness = Freshness.of(workspace)
         reward_version: dict[str, str] = {}
         for model in registrable_models(config):
@@ -163,7 +160,7 @@ def registered_before(workspace: Path) -> Registration | None:
             result.refused[model.name] = str(error)
             continue
         content = sha256_tree(workspace / model.folder)
-        known = _same_content(client, model.name, content)
+        known = _same_content(versions(client, model.name), content)
         tags = _gate_tags(config.policy, model, evidence, held, here)
         if known is None or _changed_gate_tags(known, tags) or not _is_signed(known, signer):
             return None
@@ -198,7 +195,10 @@ def _register_one(
     signer: Signer | None,
 ) -> RegisteredVersion:
     content = sha256_tree(workspace / model.folder)
-    known = _same_content(client, model.name, content)
+    listed = versions(client, model.name)
+    known = _same_content(listed, content)
+    if not listed:
+        _ensure_registered_model(client, model.name)
     if known is None:
         number = _create_version(client, workspace, model, evidence, {CONTENT_TAG: content, **tags}, run_id)
     else:
@@ -207,10 +207,12 @@ def _register_one(
     if signer is not None and (known is None or not _is_signed(known, signer)):
         _sign(client, workspace, model, number, signer)
     ungated = tags.get(UNGATED_TAG, "")
-    if not ungated and read_aliases(client, model.name).get(CHALLENGER) != number:
+    registered = registered_model(client, model.name)
+    if not ungated and aliases_of(registered).get(CHALLENGER) != number:
         move = AliasMove(model.name, CHALLENGER, number)
         reason = "its content was registered before" if known else "registered"
-        commit(client, workspace, AliasTransaction(model.name, (move,), action="register", reason=reason))
+        transaction = AliasTransaction(model.name, (move,), action="register", reason=reason)
+        commit(client, workspace, transaction, model=registered)
     return RegisteredVersion(number, content, reused=known is not None, ungated=ungated)
 
 
@@ -247,11 +249,11 @@ def gate_summary(report: Mapping[str, Any]) -> str:
     return text[:TAG_LIMIT]
 
 
-def _same_content(client: MlflowClient, name: str, content: str) -> ModelVersion | None:
+def _same_content(listed: Sequence[ModelVersion], content: str) -> ModelVersion | None:
     """The newest complete version with this content; one whose creation was interrupted lacks the tag "complete"."""
     same = [
         version
-        for version in versions(client, name)
+        for version in listed
         if version.tags.get(CONTENT_TAG) == content and version.tags.get(COMPLETE_TAG) == "true"
     ]
     return same[0] if same else None
@@ -288,7 +290,6 @@ def _create_version(
     run_id: str | None,
 ) -> str:
     """Log the model in a run of its own beneath the pipeline's, with its evidence, then make the version."""
-    _ensure_registered_model(client, model.name)
     files = {name: path for gate in evidence for name in gate.files for path in [workspace / name]}
     with (
         registry_errors(f"register {model.name}"),

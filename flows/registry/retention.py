@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.registry.alias_transaction import AliasTransaction, commit, finish_interrupted
-from flows.registry.aliases import CHAMPION, alias_version, read_aliases, registry_errors, versions
+from flows.registry.alias_transaction import AliasTransaction
+from flows.registry.aliases import read_aliases, registry_errors, versions
 from flows.registry.approval.request import RETENTION, latest_request
 from flows.registry.champion_transaction import champion_versions
 from flows.registry.governance.identity import workspace_id
-from flows.registry.governance.lock import registry_lock
-from flows.registry.governance.terms import read_terms
 from flows.registry.match import MATCH_TAG, MATCHES
-from flows.registry.mlflow_client import connect, fluent, tracking_uri
+from flows.registry.mlflow_client import fluent, tracking_uri
 from flows.registry.register import REWARD_VERSION_TAG
+from flows.registry.session import RegistrySession, registry_session
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
@@ -71,13 +70,11 @@ def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
     config = load_section(workspace, "registry", RegistryConfig)
     if config.retention.versions is None:
         raise RlhfError("registry.retention.versions is not set, so every version is kept; set how many newest to keep")
-    with registry_lock(workspace, config.policy):
-        client = connect(workspace)
-        entries = finish_interrupted(client, workspace, config)
-        terms = read_terms(client, config.policy)
+    with registry_session(workspace) as session:
+        terms = session.terms()
         if terms is not None and terms.owner != workspace_id(workspace):
             raise RlhfError(f"{config.policy} is owned by {terms.workspace}; its versions are deleted there")
-        plan = _plan(client, workspace, config, config.retention.versions)
+        plan = _plan(session, config.retention.versions)
         if delete and plan.deleted:
             numbers = "; ".join(
                 f"{model.name} {', '.join(str(version.version) for version in model.deleted)}"
@@ -85,18 +82,18 @@ def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
                 if model.deleted
             )
             reason = f"beyond the newest {config.retention.versions} and not needed: {numbers}"[:1000]
-            commit(client, workspace, AliasTransaction(config.policy, (), action=RETENTION, reason=reason), entries)
+            session.commit(AliasTransaction(config.policy, (), action=RETENTION, reason=reason))
             for version in plan.deleted:
-                _delete_version(client, workspace, version)
+                _delete_version(session.client, workspace, version)
         for path in plan.matches if delete else ():
             path.unlink(missing_ok=True)
         return plan
 
 
-def _plan(client: MlflowClient, workspace: Path, config: RegistryConfig, newest: int) -> RetentionPlan:
-    champion = alias_version(client, config.policy, CHAMPION)
-    needed = dict.fromkeys(champion_versions(client, config, champion), "has been champion: rollback needs it")
-    request = latest_request(client, config.policy)
+def _plan(session: RegistrySession, newest: int) -> RetentionPlan:
+    client, workspace, config = session.client, session.workspace, session.config
+    needed = dict.fromkeys(champion_versions(session.model), "has been champion: rollback needs it")
+    request = latest_request(config.policy, session.entries)
     if request is not None and request.is_open:
         needed |= {request.challenger: "waits for approval"}
     policy = _plan_model(client, config.policy, newest, needed)

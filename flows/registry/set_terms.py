@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flows.registry.alias_transaction import AliasTransaction, commit, finish_interrupted
-from flows.registry.aliases import registered_model
-from flows.registry.governance.lock import registry_lock
+from flows.registry.alias_transaction import AliasTransaction
 from flows.registry.governance.terms import GATES, TERMS_TAG, PromotionTerms, read_terms, terms_of
 from flows.registry.mlflow_client import connect
+from flows.registry.session import registry_session
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
@@ -27,14 +26,12 @@ def set_terms(workspace: Path, reason: str, *, take_over: bool = False) -> Promo
     workspace = workspace.resolve()
     if not reason.strip():
         raise RlhfError("new terms of promotion need a reason; add --reason TEXT, it is recorded")
-    config = load_section(workspace, "registry", RegistryConfig)
-    with registry_lock(workspace, config.policy):
-        client = connect(workspace)
-        entries = finish_interrupted(client, workspace, config)
-        if registered_model(client, config.policy) is None:
+    with registry_session(workspace) as session:
+        config = session.config
+        if session.model is None:
             raise RlhfError(f"{config.policy} has no version yet; its first promotion sets the terms")
         here = terms_of(workspace, config)
-        held = None if take_over else read_terms(client, config.policy)
+        held = None if take_over else session.terms()
         if held is not None and held.owner != here.owner:
             raise RlhfError(
                 f"{config.policy} is owned by another workspace (terms set by {held.origin}); change them there, or "
@@ -44,7 +41,7 @@ def set_terms(workspace: Path, reason: str, *, take_over: bool = False) -> Promo
         transaction = AliasTransaction(
             config.policy, (), action=action, reason=reason.strip(), model_tags={TERMS_TAG: here.to_json()}
         )
-        commit(client, workspace, transaction, entries)
+        session.commit(transaction)
     return here
 
 

@@ -72,6 +72,6 @@ class SmallRegistry:
         for before, record in zip(champions, records[1:], strict=False):
             replaced = record["decision"]["champion" if record["action"] == "promote" else "replaced"]
             assert replaced == before, "it was decided on the champion of that time"
-        assert self.champion() == champions[-1] == champion_history(self.client, self.name)[-1]
+        assert self.champion() == champions[-1] == champion_history(self.client.get_registered_model(self.name))[-1]
         assert "rlhf.intent" not in self.client.get_registered_model(self.name).tags
         return champions

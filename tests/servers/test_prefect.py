@@ -24,6 +24,14 @@ TRAINING = """
 stages:
   ppo: {{cmd: "{python} train.py {steps}", deps: [train.py], outs: [policy.txt]}}
 """
+UNTIL_RELEASED = """
+import pathlib, time
+work = pathlib.Path("work/ppo"); work.mkdir(parents=True, exist_ok=True)
+with open("starts.log", "a") as log: log.write("began\\n")
+(work / "step").write_text("1")
+while not pathlib.Path("released").exists(): time.sleep(0.1)
+pathlib.Path("policy.txt").write_text("done")
+"""
 NAMES = ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")
 
 
@@ -106,23 +114,37 @@ def test_an_outage_of_45_s_while_a_job_starts_costs_no_retry(
 
 def test_the_dead_worker_of_one_run_ends_no_job_of_another(login: dict[str, str], tmp_path: Path) -> None:
     """Both pipelines use one pool, in which each has a job on a worker of its own."""
-    first, second = training(tmp_path / "first", "shared", 60), training(tmp_path / "second", "shared", 60)
+    first, second = (training(tmp_path / name, "shared", 0) for name in ("first", "second"))
+    for toy in (first, second):
+        (toy / "train.py").write_text(
+            f"# {toy.name}: another computation, else one job would do for both\n" + UNTIL_RELEASED
+        )
     with (second / "params.yaml").open("a") as stream:
         stream.write("work_pools: {shared: {limit: 2}}\n")  # the first run's worker takes one job at a time
+
+    def starts(toy: Path) -> int:
+        log = toy / "starts.log"
+        return len(log.read_text().splitlines()) if log.exists() else 0
+
     runs = [begin("run", cwd=first, **login)]
     try:
-        wait_until((first / "work/ppo/step").exists, 900, "first job")
+        wait_until(lambda: starts(first) == 1, 900, "first job")
         with other_worker("shared", login, tmp_path):
             runs.append(begin("run", cwd=second, **login))
-            wait_until((second / "work/ppo/step").exists, 900, "second job")
+            wait_until(lambda: starts(second) == 1, 900, "second job")
             find_process(first, "worker", "start").kill()
-            assert [run.wait(1500) for run in runs] == [0, 0]
+            wait_until(lambda: starts(first) == 2, 900, "second start of the first job")
+            assert runs[1].poll() is None and states(login, "shared").count("RUNNING") == 2
+            for toy in (first, second):
+                (toy / "released").touch()
+            assert [run.wait(900) for run in runs] == [0, 0]
     finally:
         for run in runs:
             if run.poll() is None:
                 run.kill()
-    assert (second / "starts.log").read_text() == "0\n", "the other stage was not disturbed"
-    assert len((first / "starts.log").read_text().split()) == 2
+    assert (starts(first), starts(second)) == (2, 1), "the other stage was not disturbed"
+    assert "exited" in (first / "out.log").read_text() and "trying again" not in (second / "out.log").read_text()
+    assert [processes_of(toy) for toy in (first, second)] == [[], []]
 
 
 def _known(login: dict[str, str], pool: str) -> list[str]:

@@ -214,6 +214,7 @@ database_uri = $database/logins
 admin_username = rlhf
 admin_password = $mlflow_password
 authorization_function = mlflow.server.auth:authenticate_request_basic_auth
+auth_cache_ttl_seconds = 300
 CONFIG
   # One worker: with four, those that start slowly are killed before they are ready.
   (

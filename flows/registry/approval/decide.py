@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flows.registry.alias_transaction import AliasMove, AliasTransaction, VersionTag, commit, finish_interrupted
-from flows.registry.aliases import CHALLENGER, CHAMPION, alias_version, get_version, read_aliases
+from flows.registry.alias_transaction import AliasMove, AliasTransaction, VersionTag
+from flows.registry.aliases import CHALLENGER, get_version
 from flows.registry.approval.request import (
     APPROVE,
     DECLINE,
@@ -20,26 +20,19 @@ from flows.registry.approval.request import (
 from flows.registry.champion_transaction import DECLINED_TAG, champion_transaction, champion_versions, cleared_refusals
 from flows.registry.decisions import PromotionDecision, as_report, utc_now
 from flows.registry.governance.identity import actor
-from flows.registry.governance.lock import registry_lock
-from flows.registry.governance.terms import read_terms
-from flows.registry.mlflow_client import prepare_tracking
 from flows.registry.model_artifacts import verified_folder
 from flows.registry.obstacles import promotion_obstacle
-from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations import RegistryConfig
+from flows.registry.session import registry_session
 from rlhf_core.errors import RlhfError
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 
 REASON_LIMIT = 1000
 
 
 def request_transaction(
-    client: MlflowClient, decision: PromotionDecision, model_tags: Mapping[str, str]
+    aliases: Mapping[str, str], decision: PromotionDecision, model_tags: Mapping[str, str]
 ) -> AliasTransaction:
     """The request for approval of a promotion; a version that was named is the challenger from then on."""
-    is_challenger = read_aliases(client, decision.model).get(CHALLENGER) == decision.challenger
+    is_challenger = aliases.get(CHALLENGER) == decision.challenger
     return AliasTransaction(
         decision.model,
         () if is_challenger else (AliasMove(decision.model, CHALLENGER, decision.challenger),),
@@ -78,24 +71,21 @@ def approve(workspace: Path, reason: str = "", version: str | None = None) -> Pr
             moved.
     """
     workspace = workspace.resolve()
-    config = load_section(workspace, "registry", RegistryConfig)
-    client = prepare_tracking(workspace)
-    with registry_lock(workspace, config.policy):
-        entries = finish_interrupted(client, workspace, config)
-        request = request_to_decide(client, config.policy, version)
+    with registry_session(workspace) as session:
+        client, config = session.client, session.config
+        request = request_to_decide(config.policy, session.entries, session.aliases, version)
         challenger = get_version(client, config.policy, request.challenger)
-        verified_folder(workspace, challenger)
-        obstacle = promotion_obstacle(challenger, read_terms(client, config.policy))
+        verified_folder(workspace, challenger, client)
+        obstacle = promotion_obstacle(challenger, session.terms())
         planned = _planned(request)
         if obstacle and planned.forced is None:
             raise RlhfError(f"{obstacle}; it cannot be approved")
         approval = f"approved by {actor()}" + (f": {reason.strip()[:REASON_LIMIT]}" if reason.strip() else "")
         decision = replace(planned, approval=approval).accepted(f"{approval} ({planned.reason})")
-        history = champion_versions(client, config, alias_version(client, config.policy, CHAMPION))
-        transaction = champion_transaction(
-            client, config, [*history, request.challenger], cleared_refusals(challenger), decision, action=APPROVE
-        )
-        return replace(decision, report=commit(client, workspace, transaction, entries))
+        champions = [*champion_versions(session.model), request.challenger]
+        cleared = cleared_refusals(challenger)
+        transaction = champion_transaction(client, config, champions, cleared, decision, action=APPROVE)
+        return replace(decision, report=session.commit(transaction))
 
 
 def decline(workspace: Path, reason: str, version: str | None = None) -> PromotionDecision:
@@ -113,23 +103,20 @@ def decline(workspace: Path, reason: str, version: str | None = None) -> Promoti
     workspace = workspace.resolve()
     if not reason.strip():
         raise RlhfError("declining needs a reason; add --reason TEXT, it is recorded")
-    config = load_section(workspace, "registry", RegistryConfig)
-    client = prepare_tracking(workspace)
-    with registry_lock(workspace, config.policy):
-        entries = finish_interrupted(client, workspace, config)
-        request = request_to_decide(client, config.policy, version)
+    with registry_session(workspace) as session:
+        request = request_to_decide(session.config.policy, session.entries, session.aliases, version)
         approval = f"declined by {actor()}: {reason.strip()[:REASON_LIMIT]}"
         decision = replace(_planned(request), approval=approval).refused(approval)
         transaction = AliasTransaction(
-            config.policy,
+            request.model,
             (),
-            version_tags=(VersionTag(config.policy, request.challenger, DECLINED_TAG, approval),),
+            version_tags=(VersionTag(request.model, request.challenger, DECLINED_TAG, approval),),
             decision=as_report(decision),
             decided_on=request.challenger,
             action=DECLINE,
             reason=approval,
         )
-        return replace(decision, report=commit(client, workspace, transaction, entries))
+        return replace(decision, report=session.commit(transaction))
 
 
 def _planned(request: ApprovalRequest) -> PromotionDecision:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flows.registry.aliases import CHALLENGER, CHAMPION, read_aliases
-from flows.registry.governance.history import checked_history, history_ledger
+from flows.registry.aliases import CHALLENGER, CHAMPION
+from flows.registry.governance.history import checked_history
 from rlhf_core.errors import RlhfError
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 
 REQUEST, APPROVE, DECLINE, WITHDRAW = "request approval", "approve", "decline", "withdraw request"
 RETENTION = "gc"  # deletes versions that no decision is about
@@ -82,13 +79,13 @@ class ApprovalRequest:
         return f"the terms of promotion were changed {by}, after {version} was judged; `rlhf promote` judges it again"
 
 
-def latest_request(client: MlflowClient, model: str) -> ApprovalRequest | None:
-    """The newest request for approval in the history of ``model``, None if there was never one.
+def latest_request(model: str, entries: Sequence[str]) -> ApprovalRequest | None:
+    """The newest request for approval in the history ``entries`` of ``model``, None if there was never one.
 
     Raises:
-        RlhfError: The registry does not answer, or the history was changed.
+        RlhfError: The history was changed.
     """
-    records = checked_history(model, history_ledger(client, model).entries())
+    records = checked_history(model, entries)
     for index in reversed(range(len(records))):
         record = records[index]
         if record["action"] == REQUEST:
@@ -98,16 +95,20 @@ def latest_request(client: MlflowClient, model: str) -> ApprovalRequest | None:
     return None
 
 
-def request_to_decide(client: MlflowClient, model: str, version: str | None) -> ApprovalRequest:
+def request_to_decide(
+    model: str, entries: Sequence[str], aliases: Mapping[str, str], version: str | None
+) -> ApprovalRequest:
     """The open request for approval of ``model``.
 
     Args:
+        entries: The history of ``model``.
+        aliases: Its version numbers by alias.
         version: The version that the person has looked at, None for the one that waits.
 
     Raises:
         RlhfError: No version waits, another one does, or the registry has changed since it was judged.
     """
-    request = latest_request(client, model)
+    request = latest_request(model, entries)
     if request is None:
         raise RlhfError(
             f"no version of {model} waits for approval: with registry.approval, `rlhf promote` requests it for a "
@@ -118,7 +119,6 @@ def request_to_decide(client: MlflowClient, model: str, version: str | None) -> 
         raise RlhfError(f"version {version} of {model} does not wait for approval; {waiting}")
     if not request.is_open:
         raise RlhfError(request.closed_because())
-    aliases = read_aliases(client, model)
     if aliases.get(CHALLENGER) != request.challenger:  # moved by something else than rlhf
         raise RlhfError(
             f"the challenger of {model} is {_version(aliases.get(CHALLENGER))}, but {_version(request.challenger)} was "

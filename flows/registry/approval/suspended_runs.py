@@ -42,7 +42,8 @@ def follow_request(workspace: Path, decision: PromotionDecision) -> None:
         return
     run = context.flow_run
     try:
-        request = latest_request(connect(workspace), decision.model)
+        entries = history_ledger(connect(workspace), decision.model).entries()
+        request = latest_request(decision.model, entries)
         may_suspend = run.deployment_id is not None and run.parent_task_run_id is None
         if request is None or (request.is_open and not may_suspend):
             return

@@ -31,6 +31,7 @@ from rlhf_core.gates import weaker_conditions
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities.model_registry import RegisteredModel
 
 TERMS_TAG = "rlhf.promotion_terms"
 GATES = ("data", "sft", "reward", "policy")
@@ -150,7 +151,11 @@ def read_terms(client: MlflowClient, name: str) -> PromotionTerms | None:
     Raises:
         RlhfError: The registry does not answer, or the terms cannot be read.
     """
-    model = registered_model(client, name)
+    return terms_of_model(name, registered_model(client, name))
+
+
+def terms_of_model(name: str, model: RegisteredModel | None) -> PromotionTerms | None:
+    """What :func:`read_terms` says, of a registered model that has been looked up."""
     text = None if model is None else model.tags.get(TERMS_TAG)
     if text is None:
         return None

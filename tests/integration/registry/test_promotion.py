@@ -74,7 +74,7 @@ def test_a_sure_winner_moves_the_aliases_and_is_written_down(contest: Path) -> N
     assert version.tags["decision.promoted"] == "true"
     # Copies of the workspace register versions of the same run.
     assert f"promotions/{report.name}" in [a.path for a in client.list_artifacts(version.run_id, "promotions")]
-    assert champion_history(client, policy_name(contest)) == ("1", "2")
+    assert champion_history(client.get_registered_model(policy_name(contest))) == ("1", "2")
 
 
 def test_an_unsure_challenger_stays_one_and_is_asked_only_once(contest: Path) -> None:

@@ -180,16 +180,16 @@ def test_after_a_rollback_the_request_no_longer_holds(registry: Registry, waitin
 
 def test_two_people_on_two_machines(registry: Registry, waiting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one read the history before the first one's entry was in it, and wrote after."""
-    from flows.registry.approval import decide as approval
+    from flows.registry import session
 
     def late(*arguments: object) -> object:
         with monkeypatch.context() as patch:
-            patch.setattr(approval, "commit", commit)
-            patch.setattr(approval, "registry_lock", lambda *_: nullcontext())
+            patch.setattr(session, "commit", commit)
+            patch.setattr(session, "registry_lock", lambda *_: nullcontext())
             decline(waiting, "not good enough")
         return commit(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(approval, "commit", late)
+    monkeypatch.setattr(session, "commit", late)
     with pytest.raises(RlhfError, match=r"was changed from elsewhere meanwhile .*; nothing has changed here"):
         approve(waiting)
     assert registry.aliases() == BEFORE

@@ -1,0 +1,70 @@
+"""A decision about the registered policy of a workspace: under its lock, on what the registry holds then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.registry.alias_transaction import AliasTransaction, commit, finish_interrupted
+from flows.registry.aliases import aliases_of, get_version
+from flows.registry.governance.lock import registry_lock
+from flows.registry.governance.terms import PromotionTerms, terms_of_model
+from flows.registry.mlflow_client import prepare_tracking
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.operations import RegistryConfig
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion, RegisteredModel
+
+
+@dataclass(frozen=True)
+class RegistrySession:
+    """The registered policy as it was read under its lock; what is committed holds only if it is still so.
+
+    Attributes:
+        model: The registered policy, None if the registry does not know it.
+        entries: Its history, oldest entry first.
+    """
+
+    workspace: Path
+    config: RegistryConfig
+    client: MlflowClient
+    model: RegisteredModel | None
+    entries: Sequence[str]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Version numbers by alias."""
+        return aliases_of(self.model)
+
+    def version_with(self, alias: str) -> ModelVersion | None:
+        """The version that has ``alias``, None if none has it."""
+        number = self.aliases.get(alias)
+        return None if number is None else get_version(self.client, self.config.policy, number)
+
+    def terms(self) -> PromotionTerms | None:
+        """The terms of promotion; None if there are none yet, ``RlhfError`` if they cannot be read."""
+        return terms_of_model(self.config.policy, self.model)
+
+    def commit(self, transaction: AliasTransaction) -> Path | None:
+        """Record the transaction and carry it out (:func:`flows.registry.alias_transaction.commit`)."""
+        return commit(self.client, self.workspace, transaction, self.entries, self.model)
+
+
+@contextmanager
+def registry_session(workspace: Path) -> Iterator[RegistrySession]:
+    """Lock the registered policy of ``workspace`` for the block, after completing what an earlier call began.
+
+    Raises:
+        RlhfError: The registry does not answer, or the history of the policy is incomplete.
+    """
+    workspace = workspace.resolve()
+    config = load_section(workspace, "registry", RegistryConfig)
+    client = prepare_tracking(workspace)
+    with registry_lock(workspace, config.policy):
+        model, entries = finish_interrupted(client, workspace, config)
+        yield RegistrySession(workspace, config, client, model, entries)
