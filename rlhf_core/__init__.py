@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rlhf_core.config.lora import LoraConfig as LoraConfig
     from rlhf_core.config.model import OptimizerConfig as OptimizerConfig
     from rlhf_core.config.ppo import PpoConfig as PpoConfig
-    from rlhf_core.config.ppo import PtxConfig as PtxConfig
     from rlhf_core.config.ppo import RolloutConfig as RolloutConfig
+    from rlhf_core.config.ptx import PtxConfig as PtxConfig
     from rlhf_core.config.reward import RewardConfig as RewardConfig
     from rlhf_core.config.sft import SftConfig as SftConfig
     from rlhf_core.errors import RlhfError as RlhfError
@@ -41,7 +41,7 @@ _MODULES = {
     "LoraConfig": "config.lora",
     "OptimizerConfig": "config.model",
     "PpoConfig": "config.ppo",
-    "PtxConfig": "config.ppo",
+    "PtxConfig": "config.ptx",
     "RewardConfig": "config.reward",
     "RlhfError": "errors",
     "RolloutConfig": "config.ppo",

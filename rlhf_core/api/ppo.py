@@ -19,7 +19,9 @@ from rlhf_core.api.run_folder import run_context
 from rlhf_core.api.selection import CheckpointSelector, referee_selector
 from rlhf_core.config.health.rule_changes import rules_for
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.ppo import PpoConfig, PtxConfig
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.ptx import PtxConfig
+from rlhf_core.data.category_shares import rows_by_category_share
 from rlhf_core.data.chat import decode_reply, encode_dialogue, pad_id
 from rlhf_core.data.schema import Demonstration, Prompt
 from rlhf_core.evaluation.selection import CheckpointChoice
@@ -202,6 +204,9 @@ def _ptx_data(inputs: PpoInputs) -> PtxData | None:
     config = inputs.config
     if config.ptx.weight == 0:
         return None
-    pairs = [encode_dialogue(inputs.tokenizer, row.prompt, row.reply) for row in inputs.demonstrations]
     seed = derive_seed(config.seed, "ppo", "ptx")
+    categories = [row.category for row in inputs.demonstrations]
+    mixed = rows_by_category_share(categories, config.ptx.category_shares, seed, 0, "ptx.category_shares")
+    texts = [inputs.demonstrations[row] for row in mixed]
+    pairs = [encode_dialogue(inputs.tokenizer, row.prompt, row.reply) for row in texts]
     return PtxData(pairs, config.ptx.batch_size, seed, pad_id(inputs.tokenizer))

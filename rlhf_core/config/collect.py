@@ -55,6 +55,14 @@ FormatName = Literal[
 ]
 Dimension = Literal["helpful", "safe", "agreed"]
 PairChoice = Literal["all", "adjacent", "best_worst"]
+DerivedKind = Literal["demonstrations", "prompts", "pretrain"]
+# By kind of a source, what its rows may be derived into.
+DERIVABLE: dict[str, tuple[str, ...]] = {
+    "preferences": ("demonstrations", "prompts", "pretrain"),
+    "demonstrations": ("prompts", "pretrain"),
+    "prompts": (),
+    "pretrain": (),
+}
 # What ``columns`` may name: the fields of the general formats.
 FIELDS = (
     *("prompt", "chosen", "rejected", "reply", "messages", "text", "responses", "scores", "ranks"),
@@ -73,6 +81,7 @@ class ReadOptions(Strict):
         pairs: Which pairs a ranking gives: all, each reply with the next worse, or the best with the worst.
         system_prompts: Whether a reply's own system prompt (UltraFeedback) is a turn of its prompt; replies to
             different system prompts are not paired then.
+        category: The category of all rows; null: each row's own.
     """
 
     format: FormatName | None = None
@@ -81,6 +90,7 @@ class ReadOptions(Strict):
     dimension: Dimension | None = None
     pairs: PairChoice = "all"
     system_prompts: bool = False
+    category: str | None = Field(default=None, min_length=1)
 
     @field_validator("columns")
     @classmethod
@@ -96,6 +106,12 @@ class ReadOptions(Strict):
         if template is not None:
             template_columns(template)
         return template
+
+    @model_validator(mode="after")
+    def _one_category(self) -> ReadOptions:
+        if self.category is not None and "category" in self.columns:
+            raise ValueError("category is that of all rows; take category out of columns")
+        return self
 
     @model_validator(mode="after")
     def _one_prompt(self) -> ReadOptions:
@@ -128,11 +144,13 @@ class SourceOptions(ReadOptions):
         weight: The share of ``collect.limit`` that each file of the source gives, relative to the others'.
         cap: At most so many rows of each file of the source are taken.
         licence: The licence of the source, for manifest and data card; by default ``collect.licence``.
+        derive: The kinds that are derived from the source, of those that are derived at all; null: all of them.
     """
 
     weight: PositiveFloat = 1.0
     cap: PositiveInt | None = None
     licence: str | None = None
+    derive: tuple[DerivedKind, ...] | None = Field(default=None, strict=False)
 
 
 class DataSource(SourceOptions):
@@ -166,6 +184,20 @@ class FileSources(Strict):
     def _with_options(cls, sources: Any) -> Any:
         return with_options(sources)
 
+    @model_validator(mode="after")
+    def _derivable(self) -> FileSources:
+        for kind, possible in DERIVABLE.items():
+            for source in self.of(kind):
+                wrong = next((name for name in source.derive or () if name not in possible), None)
+                if wrong is not None:
+                    raise ValueError(f"derive of {source.path} names {wrong}, which is not derived from {kind}")
+                if kind == "preferences" and source.derive and set(source.derive) == {"pretrain"}:
+                    raise ValueError(
+                        f"derive of {source.path} names pretrain alone, which is derived from demonstrations; name "
+                        "these too"
+                    )
+        return self
+
     def of(self, kind: str) -> tuple[DataSource, ...]:
         """Return the sources of a kind."""
         sources: tuple[DataSource, ...] = getattr(self, kind)
@@ -179,14 +211,24 @@ class FileSources(Strict):
 class CollectConfig(StageConfig):
     """``annotations`` is a path or glob of preference pairs that people made of the workspace's own replies
     (``rlhf annotate import``). They join the preferences of either source; no file need match.
+
+    ``also_derive`` names kinds that are derived although files of them are given: those rows are added, and of equal
+    ones the file's stays.
     """
 
     source: Literal["world", "files"] = "world"
     world: WorldConfig = WorldConfig()
     files: FileSources = FileSources()
+    also_derive: tuple[DerivedKind, ...] = Field(default=(), strict=False)
     annotations: str | None = "data/annotations/*.jsonl"
     limit: PositiveInt | None = None
     licence: str | None = None
+
+    @model_validator(mode="after")
+    def _derived_from_files(self) -> CollectConfig:
+        if self.also_derive and self.source == "world":
+            raise ValueError("also_derive adds to the rows of files, but collect.source is world; take it out")
+        return self
 
     @model_validator(mode="after")
     def _weights_share_a_limit(self) -> CollectConfig:

@@ -11,6 +11,7 @@ from rlhf_core.config.advantage import AdvantageConfig
 from rlhf_core.config.health.health import HealthConfig
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict, changed_field
+from rlhf_core.config.ptx import PtxConfig
 from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
 from rlhf_core.config.sampler import LocalSamplerConfig, SamplerConfig
 
@@ -120,19 +121,6 @@ class EntropyConfig(Strict):
                 "entropy kind target needs a target above 0 (nats per token): 0 asks for no variety at all"
             )
         return self
-
-
-class PtxConfig(Strict):
-    """PPO-ptx: cross-entropy on ``batch_size`` pretraining or demonstration texts in every policy update.
-
-    Texts may be far longer than replies: ``micro_batch_size`` bounds those of one pass (null: as PPO's own) and never
-    changes a gradient.
-    """
-
-    weight: NonNegativeFloat = 0.1
-    batch_size: PositiveInt = 16
-    micro_batch_size: PositiveInt | None = None
-    data: Literal["demonstrations", "pretrain"] = "demonstrations"
 
 
 class SelectionConfig(Strict):

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from rlhf_core.config.category_shares import CategoryShares
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict
 
@@ -42,6 +43,9 @@ class RewardConfig(StageConfig):
 
     ``imitation`` is the weight of the LM loss on the preferred reply, ``centering`` of ``mean((r_w + r_l)^2)``.
 
+    ``category_shares`` gives categories a share of an epoch's pairs, whatever number of them there is; see
+    :mod:`rlhf_core.data.category_shares`. Each of them is then balanced by length, or has a length expert, of its own.
+
     ``lora`` trains adapters and the head instead of all weights. ``length_balance: sampling`` trains on pairs among
     which the preferred reply is as often the shorter as the longer one; see :mod:`rlhf_core.data.length_balance`.
     ``length_balance: product_of_experts`` trains on all pairs, beside an expert for lengths that is dropped in the end;
@@ -59,6 +63,7 @@ class RewardConfig(StageConfig):
     centering: float = Field(default=0.0, ge=0)
     use_margin: bool = False
     length_balance: Literal["none", "sampling", "product_of_experts"] = "none"
+    category_shares: CategoryShares = {}
     lora: LoraConfig | None = None
     eval_every: PositiveInt = 100
     optimizer: OptimizerConfig = OptimizerConfig(lr=7e-4, warmup=0.1)

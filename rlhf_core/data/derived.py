@@ -18,8 +18,10 @@ DERIVED_FROM = {
 LABELS = ("category", "source", "group", "path", "position")
 
 
-def derived_from(given: Collection[str]) -> dict[str, str]:
+def derived_from(given: Collection[str], also: Collection[str] = ()) -> dict[str, str]:
     """Return by kind what it is derived from; empty for those that are ``given``, or that nothing is at hand for.
+
+    Kinds in ``also`` are derived although they are given.
 
     Demonstrations come from chosen replies, prompts from all prompts, pretraining text from demonstrations. Preferences
     are derived from nothing, and a kind that was given but has no usable row stays empty: the data gate reports it.
@@ -27,7 +29,7 @@ def derived_from(given: Collection[str]) -> dict[str, str]:
     derived: dict[str, str] = {}
     for kind in ROW_TYPES:
         parents = [parent for parent in DERIVED_FROM.get(kind, ()) if parent in given or derived[parent]]
-        derived[kind] = "" if kind in given else ", ".join(parents)
+        derived[kind] = ", ".join(parents) if kind in also or kind not in given else ""
     return derived
 
 

@@ -236,7 +236,7 @@ def _rows(value: Any, shape: Format, kind: str, options: ReadOptions, source: st
                 _margin(labels)  # the chosen reply is imitated only if nothing says that the other is better
         origin = labels.get("source")
         row["source"] = text_of(origin, "source") if isinstance(origin, str) and origin else escaped_controls(source)
-        category = labels.get("category") or parsed.category or origin
+        category = options.category or labels.get("category") or parsed.category or origin
         row["category"] = text_of(category, "category") if isinstance(category, str) and category else "general"
         row["id"] = content_id(kind, row)
         row["group"] = prompt_group(parsed.prompt) if parsed.prompt is not None else row["id"]

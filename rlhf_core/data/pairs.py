@@ -14,12 +14,16 @@ from rlhf_core.data.schema import Preference
 
 @dataclass(frozen=True, slots=True)
 class TokenisedPair:
-    """Token ids of a pair; the replies end with the token that closes a turn. ``row`` is its position in the input."""
+    """Token ids of a pair; the replies end with the token that closes a turn.
+
+    ``row`` is its position in the input.
+    """
 
     row: int
     prompt: Sequence[int]
     chosen: Sequence[int]
     rejected: Sequence[int]
+    category: str = "general"
 
     @property
     def length(self) -> int:
@@ -55,6 +59,7 @@ def tokenised_pairs(
             array("i", encode_prompt(tokenizer, preference.prompt)),
             array("i", encode_reply(tokenizer, preference.chosen)),
             array("i", encode_reply(tokenizer, preference.rejected)),
+            preference.category,
         )
         if pair.chosen == pair.rejected:
             dropped["identical"] += 1

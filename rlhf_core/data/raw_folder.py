@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,12 +43,13 @@ class RawFolder:
         """Begin with empty tables.
 
         Args:
-            derived: By kind, what it is derived from; empty for kinds whose rows are appended.
+            derived: By kind, what it is derived from; empty for kinds whose rows are only appended. Of a kind that is
+                both, rows have to be appended before what they may be derived from.
             limit: Most rows of a kind.
         """
         self.folder, self.limit = folder, limit
         self.rows, self.cut = dict.fromkeys(ROW_TYPES, 0), dict.fromkeys(ROW_TYPES, 0)
-        self._derives_prompts = bool(derived["prompts"])
+        self._is_derived = {kind: bool(derived[kind]) for kind in ROW_TYPES}
         self._prompt_only: TableWriter | None = None
         # What also comes from other children is derived first, so that its rows keep the labels of their first parent.
         self._children = {
@@ -66,8 +67,14 @@ class RawFolder:
         self._origins = {kind: enter(TableWriter(self._origin_path(kind), PROVENANCE_SCHEMA)) for kind in ROW_TYPES}
         return self
 
-    def append(self, kind: str, rows: Sequence[dict[str, Any]]) -> None:
-        """Append rows with their ``path`` and ``position``, and what derives from them. Records are not torn apart."""
+    def append(self, kind: str, rows: Sequence[dict[str, Any]], into: Collection[str] | None = None) -> None:
+        """Append rows with their ``path`` and ``position``, and what derives from them. Records are not torn apart.
+
+        Args:
+            into: The kinds that these rows may be derived into; None for all that are derived.
+        """
+        if self._is_derived[kind]:
+            self._seen[kind].update(row["id"] for row in rows)
         kept = rows if self.limit is None else rows[: max(self.limit - self.rows[kind], 0)]
         for table in tables_of(kind, kept):
             self._tables[kind].write(table)
@@ -75,11 +82,12 @@ class RawFolder:
         self.rows[kind] += len(kept)
         self.cut[kind] += len(rows) - len(kept)
         for child in self._children[kind]:
-            self.append(child, derive(child, rows, self._seen[child]))
+            if into is None or child in into:
+                self.append(child, derive(child, rows, self._seen[child]), into)
 
-    def append_prompts(self, rows: Sequence[dict[str, Any]]) -> None:
+    def append_prompts(self, rows: Sequence[dict[str, Any]], into: Collection[str] | None = None) -> None:
         """Append prompts of records that give no other row, with their ids; nothing where prompts are not derived."""
-        if not rows or not self._derives_prompts:
+        if not rows or not self._is_derived["prompts"] or not (into is None or "prompts" in into):
             return
         if self._prompt_only is None:
             self._prompt_only = self._stack.enter_context(TableWriter(self.folder / PROMPT_ONLY, PROMPT_ONLY_SCHEMA))
@@ -122,6 +130,8 @@ class SourceCounts:
     weight: float = 1.0
     cap: int | None = None
     licence: str | None = None
+    category: str | None = None
+    derive: tuple[str, ...] | None = None
 
     def take(self, part: FileRows) -> list[dict[str, Any]]:
         """Count a part of the source; return its rows within the cap, with their ``path`` and ``position``."""
@@ -171,8 +181,10 @@ class SourceWriter:
         """Write the rows of one source, which come in parts."""
         counts: SourceCounts | None = None
         with ExitStack() as stack:
-            append: Callable[[Sequence[dict[str, Any]]], None] = partial(self.raw.append, self.kind)
-            append_prompts: Callable[[Sequence[dict[str, Any]]], None] = self.raw.append_prompts
+            append: Callable[[Sequence[dict[str, Any]]], None]
+            append = partial(self.raw.append, self.kind, into=options.derive)
+            append_prompts: Callable[[Sequence[dict[str, Any]]], None]
+            append_prompts = partial(self.raw.append_prompts, into=options.derive)
             if self.raw.limit is not None:
                 folder, number = self.raw.folder / self.kind, len(self._spools)
                 spool = stack.enter_context(Spool(folder / f"source-{number}.parquet", self.kind, self.raw.limit))
@@ -189,6 +201,8 @@ class SourceWriter:
                         weight=options.weight,
                         cap=options.cap,
                         licence=options.licence,
+                        category=options.category,
+                        derive=options.derive,
                     )
                     self.sources.append(counts)
                 rows = counts.take(part)
@@ -202,13 +216,13 @@ class SourceWriter:
         shares = fair_shares(sizes, self.raw.limit, weights)
         for source, share, spool in zip(self.sources, shares, self._spools, strict=False):
             for rows in spool.first(share):
-                self.raw.append(self.kind, rows)
+                self.raw.append(self.kind, rows, source.derive)
             source.cut += source.rows - share
             source.rows = share
             spool.path.unlink()
-        for spool in self._prompt_spools:
+        for source, spool in zip(self.sources, self._prompt_spools, strict=False):
             for rows in spool.first(spool.rows):
-                self.raw.append_prompts(rows)
+                self.raw.append_prompts(rows, source.derive)
             spool.path.unlink()
         return self.sources
 

@@ -113,7 +113,7 @@ def _from_files(config: CollectConfig, base: Path, folder: Path) -> Collected:
     sources_of = {kind: list(config.files.of(kind)) for kind in KINDS}
     sources_of["preferences"] += annotation_sources(config.annotations, base)
     files = {kind: source_files(sources_of[kind], base) for kind in KINDS}
-    derived = derived_from([kind for kind in KINDS if files[kind]])
+    derived = derived_from([kind for kind in KINDS if files[kind]], config.also_derive)
     sizes = [file.path.stat().st_size if file.path else 0 for listed in files.values() for file in listed]
     sources: dict[str, list[SourceCounts]] = {kind: [] for kind in KINDS}
     with (
@@ -121,13 +121,19 @@ def _from_files(config: CollectConfig, base: Path, folder: Path) -> Collected:
         RawFolder(folder, derived, config.limit) as raw,
         TableWriter(folder / "refused.parquet", REFUSED_SCHEMA) as refused,
     ):
-        for kind in KINDS:
+        for kind in _order(config):
             writer = SourceWriter(kind, raw, refused)
             for file in files[kind]:
                 writer.add(source_chunks(file, kind, config.limit, bar.advance), file.options)
             sources[kind] = writer.finish()
     cut = {kind: raw.cut[kind] + sum(source.cut for source in sources[kind]) for kind in KINDS}
     return Collected(raw.rows, cut, derived, sources)
+
+
+def _order(config: CollectConfig) -> list[str]:
+    """Return the kinds in the order in which their files are read: what is also derived before what it comes from."""
+    first = [kind for kind in reversed(KINDS) if kind in config.also_derive]
+    return [*first, *(kind for kind in KINDS if kind not in first)]
 
 
 def _manifest(config: CollectConfig, collected: Collected, folder: Path) -> dict[str, Any]:
@@ -143,6 +149,8 @@ def _manifest(config: CollectConfig, collected: Collected, folder: Path) -> dict
         }
         if config.source == "files":
             kinds[kind]["cut"] = collected.cut[kind]
+        if kind in config.also_derive:
+            kinds[kind]["derived_rows"] = rows - sum(source.rows for source in collected.sources[kind])
     return {"source": config.source, "seed": config.seed, "limit": config.limit, "kinds": kinds}
 
 
@@ -150,4 +158,5 @@ def _about(source: SourceCounts, rows: int, licence: str | None) -> dict[str, An
     """Return what the manifest says of a source: its share of the ``rows`` of its kind, and a licence if it has one."""
     share = source.rows / rows if rows else 0.0
     about = vars(source) | unused_summary(source.unused) | {"share": share, "licence": source.licence or licence}
-    return about if about["licence"] else {name: value for name, value in about.items() if name != "licence"}
+    unset = [name for name in ("licence", "category", "derive") if about[name] is None]
+    return {name: value for name, value in about.items() if name not in unset}

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.data.category_shares import rows_by_category_share
 from rlhf_core.data.chat import encode_dialogue, encode_text, pad_id
 from rlhf_core.data.schema import Demonstration, PretrainText, read_rows
 from rlhf_core.files import read_json
@@ -108,9 +109,11 @@ def ptx_data(
         return None
     if config.ptx.data == "demonstrations":
         rows = read_rows(clean / "demonstrations" / "train.parquet", Demonstration)
-        pairs = [encode_dialogue(tokenizer, row.prompt, row.reply) for row in rows]
+        pairs = [(row.category, encode_dialogue(tokenizer, row.prompt, row.reply)) for row in rows]
     else:
         texts = read_rows(clean / "pretrain" / "train.parquet", PretrainText)
-        pairs = [([], encode_text(tokenizer, row.text)) for row in texts]
-    fitting = [pair for pair in pairs if positions is None or len(pair[0]) + len(pair[1]) <= positions]
-    return PtxData(fitting, config.ptx.batch_size, derive_seed(config.seed, "ppo", "ptx"), pad_id(tokenizer))
+        pairs = [(row.category, ([], encode_text(tokenizer, row.text))) for row in texts]
+    fitting = [pair for pair in pairs if positions is None or sum(map(len, pair[1])) <= positions]
+    categories, seed = [category for category, _ in fitting], derive_seed(config.seed, "ppo", "ptx")
+    mixed = rows_by_category_share(categories, config.ptx.category_shares, seed, 0, "ppo.ptx.category_shares")
+    return PtxData([fitting[row][1] for row in mixed], config.ptx.batch_size, seed, pad_id(tokenizer))

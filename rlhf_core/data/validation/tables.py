@@ -33,6 +33,7 @@ class RawData:
         rows: The rows, by kind.
         refused: The file of rows that readers refused.
         derived: Kinds that were derived from others.
+        of_files: Of kinds that are also derived, how many of the first rows are files' own.
         cut: How many rows of a kind ``collect.limit`` left out.
         origins: The file and line of every row, by kind; empty for rows of no file.
         prompt_only: Ids of derived prompts that come from records which give no other row.
@@ -41,6 +42,7 @@ class RawData:
     rows: Mapping[str, StoredRows]
     refused: Path
     derived: Collection[str] = ()
+    of_files: Mapping[str, int] = field(default_factory=dict)
     cut: Mapping[str, int] = field(default_factory=dict)
     origins: Mapping[str, Origins] = field(default_factory=dict)
     prompt_only: Collection[str] = ()
@@ -117,6 +119,9 @@ def read_raw(raw: Path) -> RawData:
         rows,
         raw / "refused.parquet",
         derived=[kind for kind, about in kinds.items() if about["derived_from"]],
+        of_files={
+            kind: about["rows"] - about["derived_rows"] for kind, about in kinds.items() if "derived_rows" in about
+        },
         cut={kind: about["cut"] for kind, about in kinds.items() if about.get("cut")},
         origins=origins,
         prompt_only=read_prompt_only(raw / PROMPT_ONLY),
@@ -140,7 +145,8 @@ def validate(raw: RawData, config: ValidateConfig, docs: Path) -> Validated:
         for kind, rows in filled.items():
             frames[kind] = check_frame(kind, _advancing(rows, bar), config)
             if kind in raw.derived:
-                frames[kind][SOURCE_PASSED] = frames[kind]["id"].isin(derivable.pop(kind)).astype(int)
+                own = np.arange(len(frames[kind])) < raw.of_files.get(kind, 0)
+                frames[kind][SOURCE_PASSED] = (own | frames[kind]["id"].isin(derivable.pop(kind))).astype(int)
             _derive_ids(rows.where(passing(frames[kind], checks[kind])), derivable)
     failures = run_suites(frames, checks, docs) if frames else {}
     refused_rows = count_refused(raw.refused)

@@ -8,6 +8,7 @@ reward and drop it likewise.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +46,37 @@ def fitted_length_expert(chosen: Lengths, rejected: Lengths) -> LengthExpert:
     regression = LogisticRegression(fit_intercept=False).fit(both_orders, preferred)
     log_ratio, difference = regression.coef_[0].tolist()
     return LengthExpert(scale, (log_ratio, difference))
+
+
+@dataclass(frozen=True)
+class LengthExperts:
+    """A length expert for each category that has one of its own, and one for the pairs of all others.
+
+    Length says one thing of a preference in one data set and another in the next: an expert for both would explain
+    away the wrong part of each.
+    """
+
+    of_category: Mapping[str, LengthExpert]
+    others: LengthExpert
+
+    def log_odds(self, first: Lengths, second: Lengths, categories: Sequence[str]) -> npt.NDArray[np.float64]:
+        """(B,), (B,), (B,) -> (B,): what each pair's expert says."""
+        odds = self.others.log_odds(first, second)
+        for name, expert in self.of_category.items():
+            rows = np.array([category == name for category in categories])
+            odds[rows] = expert.log_odds(first[rows], second[rows])
+        return odds
+
+
+def fitted_length_experts(
+    chosen: Lengths, rejected: Lengths, categories: Sequence[str], apart: Mapping[str, float]
+) -> LengthExperts:
+    """Fit the experts to training pairs: of each category in ``apart``, and of all others together."""
+    names = np.array(categories)
+    rows = {name: names == name for name in apart}
+    others = ~np.any(list(rows.values()), axis=0) if rows else np.ones(len(names), dtype=bool)
+    fitted = {name: fitted_length_expert(chosen[k], rejected[k]) for name, k in rows.items()}
+    return LengthExperts(fitted, fitted_length_expert(chosen[others], rejected[others]))
 
 
 def _features(first: Lengths, second: Lengths, scale: float) -> npt.NDArray[np.float64]:

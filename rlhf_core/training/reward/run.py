@@ -30,7 +30,7 @@ from rlhf_core.training.reward.evaluation import (
     accuracy_by_category,
     evaluate_scores,
 )
-from rlhf_core.training.reward.length_expert import LengthExpert, fitted_length_expert
+from rlhf_core.training.reward.length_expert import LengthExperts, fitted_length_experts
 from rlhf_core.training.reward.linear_probe import fit_linear_probe
 from rlhf_core.training.reward.temperature_scaling import fitted_temperature
 from rlhf_core.training.reward.trainer import PairScores, RewardTask, rows_of_epoch, score_pairs
@@ -64,7 +64,7 @@ class TrainedScalar:
     result: LoopResult
     skipped_steps: int
     adapters: Adapters | None = None
-    length_expert: LengthExpert | None = None
+    length_experts: LengthExperts | None = None
 
     def save(self, path: Path) -> None:
         """Write the model's folder, with its adapters where only those were trained."""
@@ -113,21 +113,23 @@ def train_scalar(
         tokenizer: Its tokenizer.
 
     Raises:
-        DataError: The pairs are to be balanced by length, and too few of them can be.
+        DataError: The pairs are to be balanced by length, and too few of them can be, or a category that has a share
+            of them has none.
     """
     if config.length_balance == "sampling":
         require_balanced_pairs(train, config.batch.min_pairs, name)
+    first_rows = rows_of_epoch(train.pairs, config, name, epoch=0)
     head_seed = derive_seed(config.seed, name, "head")
     model = ScalarModel.from_causal_lm(init, head_seed, layers=config.layers, pooling=config.pooling)
     margins = np.array([row.margin or 0.0 if config.use_margin else 0.0 for row in train.rows])
-    expert = None
+    experts = None
     if config.length_balance == "product_of_experts":
-        expert = fitted_length_expert(*reply_lengths(train.pairs))
-        margins -= expert.log_odds(*reply_lengths(train.pairs))
+        lengths, categories = reply_lengths(train.pairs), [pair.category for pair in train.pairs]
+        experts = fitted_length_experts(*lengths, categories, config.category_shares)
+        margins -= experts.log_odds(*lengths, categories)
     if config.linear_probe is not None:
-        rows = rows_of_epoch(train.pairs, config, name, epoch=0)
-        probed = [train.pairs[row] for row in rows]
-        fit_linear_probe(model, probed, -margins[rows], config.linear_probe, pad_id(tokenizer), name)
+        probed = [train.pairs[row] for row in first_rows]
+        fit_linear_probe(model, probed, -margins[first_rows], config.linear_probe, pad_id(tokenizer), name)
     if config.lora is not None:
         model.add_adapters(config.lora, derive_seed(config.seed, name, "lora"))
     engine = build_engine(model, config.optimizer, config.steps, name, context)
@@ -150,7 +152,7 @@ def train_scalar(
         if isinstance(init, Path):
             adapters = adapters_of(model, config.lora, init)
         merge_adapters(model)
-    return TrainedScalar(model, tokenizer, result, engine.skipped_steps, adapters, expert)
+    return TrainedScalar(model, tokenizer, result, engine.skipped_steps, adapters, experts)
 
 
 def require_balanced_pairs(train: Split, fewest: int, name: str) -> None:
@@ -215,10 +217,11 @@ class RewardModelRun:
                     name, quality["length_balanced_pairs"], FEWEST_BALANCED_PAIRS, prefix,
                 )  # fmt: skip
             metrics |= {f"{prefix}{key}": value for key, value in quality.items()}
-            if self.trained.length_expert is not None:
-                log_odds = self.trained.length_expert.log_odds(*reply_lengths(split.pairs))
+            categories = [row.category for row in split.rows]
+            if self.trained.length_experts is not None:
+                log_odds = self.trained.length_experts.log_odds(*reply_lengths(split.pairs), categories)
                 metrics[f"{prefix}accuracy_with_length_expert"] = accuracy(scores.margins + log_odds)
-            metrics[f"{prefix}category"] = accuracy_by_category(scores.margins, [row.category for row in split.rows])
+            metrics[f"{prefix}category"] = accuracy_by_category(scores.margins, categories)
         return metrics
 
 

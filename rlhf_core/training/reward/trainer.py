@@ -6,7 +6,7 @@ pairs of one prompt share them: all together, or in micro-batches of similar len
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 from rlhf_core import distributed
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.batching import token_budget_batches
+from rlhf_core.data.category_shares import rows_by_category_share
 from rlhf_core.data.length_balance import length_balanced_epoch
 from rlhf_core.data.padding import least_padded, padding_share
 from rlhf_core.data.pairs import TokenisedPair
@@ -96,11 +97,39 @@ def pair_batches(pairs: Sequence[TokenisedPair], config: RewardConfig, name: str
 
 
 def rows_of_epoch(pairs: Sequence[TokenisedPair], config: RewardConfig, name: str, epoch: int) -> list[int]:
-    """Pair numbers that an epoch of the model ``name`` consists of: all of them, or a draw that is length-balanced."""
+    """Pair numbers that an epoch of the model ``name`` consists of.
+
+    These are all of them, or a draw that is length-balanced in each category with a share and in all others together;
+    then categories get their shares.
+
+    Raises:
+        DataError: A category that has a share has no such pair.
+    """
+    rows = balanced_rows(pairs, config, name, epoch)
+    shares, parameter = config.category_shares, f"{name}.category_shares"
+    seed = derive_seed(config.seed, name, "category_shares")
+    return rows_by_category_share([pair.category for pair in pairs], shares, seed, epoch, parameter, rows)
+
+
+def balanced_rows(pairs: Sequence[TokenisedPair], config: RewardConfig, name: str, epoch: int) -> list[int]:
+    """Pair numbers of an epoch before categories get their shares; see :func:`rows_of_epoch`."""
     if config.length_balance != "sampling":
         return list(range(len(pairs)))
-    seed = derive_seed(config.seed, name, "length_balance")
-    return length_balanced_epoch([pair.length_difference for pair in pairs], seed, epoch)
+    rows: list[int] = []
+    for category, group in pairs_apart(pairs, config.category_shares).items():
+        parts = (name, "length_balance", *([category] if category is not None else []))
+        differences = [pairs[row].length_difference for row in group]
+        balanced = length_balanced_epoch(differences, derive_seed(config.seed, *parts), epoch)
+        rows += [group[i] for i in balanced]
+    return sorted(rows)
+
+
+def pairs_apart(pairs: Sequence[TokenisedPair], names: Collection[str]) -> dict[str | None, list[int]]:
+    """Numbers of the pairs of each category in ``names`` that there is, and under None those of all others."""
+    groups: dict[str | None, list[int]] = {None: []}
+    for number, pair in enumerate(pairs):
+        groups.setdefault(pair.category if pair.category in names else None, []).append(number)
+    return groups
 
 
 class RewardTask:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.special import expit
 
-from rlhf_core.training.reward.length_expert import LengthExpert, fitted_length_expert
+from rlhf_core.training.reward.length_expert import LengthExpert, fitted_length_expert, fitted_length_experts
 
 
 def test_log_odds_by_hand_change_sign_with_the_order() -> None:
@@ -33,3 +33,16 @@ def test_lengths_that_say_nothing_give_no_odds() -> None:
     assert fitted_length_expert(chosen, rejected).log_odds(np.array([50]), np.array([5]))[0] == pytest.approx(
         0, abs=1e-6
     )
+
+
+def test_a_category_has_an_expert_of_its_own() -> None:
+    # Of general pairs three in four prefer the longer reply, of harmless ones three in four the shorter one.
+    chosen, rejected = np.array([60, 60, 60, 30] * 500), np.array([30, 30, 30, 60] * 500)
+    categories = ["general"] * 2000 + ["harmless"] * 2000
+    lengths = np.concatenate([chosen, rejected]), np.concatenate([rejected, chosen])
+    apart = fitted_length_experts(*lengths, categories, {"harmless": 0.2})
+    one_each = np.array([60, 60]), np.array([30, 30])
+    odds = expit(apart.log_odds(*one_each, ["general", "harmless"]))
+    assert odds == pytest.approx([0.75, 0.25], abs=0.01)
+    together = fitted_length_experts(*lengths, categories, {})
+    assert expit(together.log_odds(*one_each, ["general", "harmless"])) == pytest.approx([0.5, 0.5], abs=0.01)

@@ -1,0 +1,122 @@
+"""Files of a kind beside rows of it that are derived: what is added, what each source gives, and what stays clean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from pydantic import ValidationError
+
+from rlhf_core.config.collect import CollectConfig
+from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_rows
+from rlhf_core.files import read_json
+from rlhf_core.stages import collect, validate
+from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.training.run_context import RunContext
+
+KINDS = {"preferences": Preference, "demonstrations": Demonstration, "prompts": Prompt, "pretrain": PretrainText}
+
+
+def write(folder: Path, name: str, rows: list[Any]) -> None:
+    (folder / name).write_text("\n".join(json.dumps(row) for row in rows))
+
+
+def pair(prompt: str, chosen: str, rejected: str = "no") -> dict[str, Any]:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def collected(folder: Path, files: dict[str, Any], **more: Any) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    """The rows of each kind, and what the manifest says of the kinds."""
+    config = CollectConfig.model_validate({"source": "files", "files": files, **more})
+    collect.run(config, Paths({}), Paths({"raw": folder / "data/raw"}), RunContext(folder / "work"))
+    raw = folder / "data/raw"
+    rows = {kind: list(read_rows(raw / kind / "data.parquet", cls)) for kind, cls in KINDS.items()}
+    return rows, read_json(raw / "manifest.json")["kinds"]
+
+
+def test_files_of_a_kind_are_added_to_what_is_derived(tmp_path: Path) -> None:
+    write(tmp_path, "pairs.jsonl", [pair("Q1?", "a"), pair("Q2?", "b")])
+    # The second row is what the second pair gives too: it stays once, with the label of the file.
+    own = [{"prompt": "Q3?", "reply": "c"}, {"prompt": "Q2?", "reply": "b", "category": "ours"}]
+    write(tmp_path, "own.jsonl", own)
+    write(tmp_path, "prompts.jsonl", [{"prompt": "Q4?"}])
+    files = {"preferences": ["pairs.jsonl"], "demonstrations": ["own.jsonl"], "prompts": ["prompts.jsonl"]}
+    rows, about = collected(tmp_path, files, also_derive=["demonstrations", "prompts"])
+    assert [(row.reply, row.category) for row in rows["demonstrations"]] == [
+        ("c", "general"), ("b", "ours"), ("a", "general"),
+    ]  # fmt: skip
+    assert [row.prompt[0].content for row in rows["prompts"]] == ["Q4?", "Q3?", "Q2?", "Q1?"]
+    assert sorted(row.text for row in rows["pretrain"]) == ["Q1?\na", "Q2?\nb", "Q3?\nc"]
+    given = about["demonstrations"]
+    assert (given["rows"], given["derived_rows"]) == (3, 1)
+    assert (given["derived_from"], given["files"][0]["share"]) == ("preferences", pytest.approx(2 / 3))
+    assert "derived_rows" not in about["pretrain"]
+
+
+def test_without_it_files_replace_what_is_derived(tmp_path: Path) -> None:
+    write(tmp_path, "pairs.jsonl", [pair("Q1?", "a")])
+    write(tmp_path, "own.jsonl", [{"prompt": "Q3?", "reply": "c"}])
+    rows, about = collected(tmp_path, {"preferences": ["pairs.jsonl"], "demonstrations": ["own.jsonl"]})
+    assert [row.reply for row in rows["demonstrations"]] == ["c"]
+    assert about["demonstrations"]["derived_from"] == ""
+
+
+@pytest.mark.parametrize("limit", [None, 100])
+def test_a_source_says_which_kinds_are_derived_from_it(tmp_path: Path, limit: int | None) -> None:
+    write(tmp_path, "helpful.jsonl", [pair("Q1?", "a")])
+    write(tmp_path, "harmless.jsonl", [pair("Q2?", "b")])
+    write(tmp_path, "judged.jsonl", [pair("Q3?", "c")])
+    harmless = {"path": "harmless.jsonl", "derive": ["demonstrations"], "category": "harmless"}
+    sources = ["helpful.jsonl", harmless, {"path": "judged.jsonl", "derive": []}]
+    rows, about = collected(tmp_path, {"preferences": sources}, limit=limit)
+    assert [row.reply for row in rows["demonstrations"]] == ["a", "b"]
+    assert [row.category for row in rows["demonstrations"]] == ["general", "harmless"]
+    assert [row.prompt[0].content for row in rows["prompts"]] == ["Q1?"]
+    assert [row.text for row in rows["pretrain"]] == ["Q1?\na"]
+    assert [file.get("derive") for file in about["preferences"]["files"]] == [None, ["demonstrations"], []]
+    assert about["preferences"]["files"][1]["category"] == "harmless"
+
+
+def test_a_category_of_the_source_is_that_of_every_row(tmp_path: Path) -> None:
+    write(tmp_path, "pairs.jsonl", [pair("Q1?", "a"), pair("Q2?", "b") | {"category": "own", "source": "somebody"}])
+    rows, _ = collected(tmp_path, {"preferences": [{"path": "pairs.jsonl", "category": "harmless"}]})
+    assert [row.category for row in rows["preferences"]] == ["harmless", "harmless"]
+    assert [row.source for row in rows["preferences"]] == ["pairs.jsonl", "somebody"]
+
+
+def test_a_file_s_own_row_does_not_depend_on_a_pair(tmp_path: Path) -> None:
+    """A demonstration derived from a refused pair goes; one that a file has stays, with what comes of it."""
+    pairs = [pair(f"Question {i}?", f"good {i}") for i in range(150)]
+    write(tmp_path, "pairs.jsonl", [*pairs, pair("Bad?", "same", "same"), pair("Own?", "x", "x")])
+    write(tmp_path, "own.jsonl", [{"prompt": "Own?", "reply": "x"}, {"prompt": "Else?", "reply": "y"}])
+    files = {"preferences": ["pairs.jsonl"], "demonstrations": ["own.jsonl"]}
+    collected(tmp_path, files, also_derive=["demonstrations"])
+    outputs = Paths({key: tmp_path / path for key, path in validate.STAGE.outputs.items()})
+    inputs, context = Paths({"raw": tmp_path / "data/raw"}), RunContext(tmp_path / "work")
+    metrics = validate.run(ValidateConfig(), inputs, outputs, context)
+    refused = [(row["kind"], row["position"]) for row in pq.read_table(outputs.quarantine).to_pylist()]
+    # Of "Bad?" the pair, its reply, its prompt and its text; of "Own?" the pair alone.
+    assert sorted(refused) == [
+        ("demonstrations", 151), ("preferences", 151), ("preferences", 152), ("pretrain", 151), ("prompts", 151),
+    ]  # fmt: skip
+    assert metrics["demonstrations"]["clean"] == 152
+
+
+@pytest.mark.parametrize(
+    ("files", "more", "message"),
+    [
+        ({"prompts": [{"path": "a", "derive": ["prompts"]}]}, {}, "derive of a names prompts, which is not derived"),
+        ({"demonstrations": [{"path": "a", "derive": ["demonstrations"]}]}, {}, "is not derived from demonstrations"),
+        ({"preferences": [{"path": "a", "derive": ["pretrain"]}]}, {}, "names pretrain alone, which is derived from"),
+        ({"preferences": [{"path": "a", "derive": ["preferences"]}]}, {}, "should be 'demonstrations', 'prompts'"),
+        ({"preferences": [{"path": "a", "category": "x", "columns": {"category": "c"}}]}, {}, "take category out of"),
+        ({}, {"source": "world", "also_derive": ["prompts"]}, "but collect.source is world; take it out"),
+    ],
+)
+def test_what_cannot_be_derived_is_refused(files: dict[str, Any], more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        CollectConfig.model_validate({"source": "files", "files": files} | more)
