@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
@@ -13,11 +16,48 @@ from rlhf_core import distributed
 from rlhf_core.data.batching import batch_at
 from rlhf_core.data.chat import right_pad
 from rlhf_core.data.sharding import passes
+from rlhf_core.data.tokens.token_table import TokenColumn, TokenTable
 from rlhf_core.errors import DataError
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.lazy_logits import LOGITS_BYTES
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.losses import chunked_cross_entropy
+
+
+class PtxTexts(Sequence[tuple[list[int], list[int]]]):
+    """Texts as ``(context ids, target ids)``, made of a table of token ids each time they are asked for.
+
+    Args:
+        contexts: What comes before the targets; None for plain texts.
+        targets: What is to be predicted.
+        rows: Row numbers of the texts, in their order.
+    """
+
+    def __init__(self, contexts: TokenColumn | None, targets: TokenColumn, rows: npt.NDArray[np.int64]) -> None:
+        self.contexts, self.targets, self.rows = contexts, targets, rows
+
+    @classmethod
+    def of_table(cls, table: TokenTable, longest: int | None = None) -> PtxTexts:
+        """Those rows of demonstrations or of plain texts that have at most ``longest`` tokens."""
+        *before, last = (table.column(name) for name in table.table.column_names)
+        lengths = last.lengths + sum(column.lengths for column in before)
+        rows = np.arange(len(table)) if longest is None else np.flatnonzero(lengths <= longest)
+        return cls(before[0] if before else None, last, rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, number: int) -> tuple[list[int], list[int]]: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> PtxTexts: ...
+
+    def __getitem__(self, number: int | slice) -> tuple[list[int], list[int]] | PtxTexts:
+        if isinstance(number, slice):
+            return PtxTexts(self.contexts, self.targets, self.rows[number])
+        row = int(self.rows[number])
+        return list(self.contexts[row]) if self.contexts is not None else [], list(self.targets[row])
 
 
 @dataclass(frozen=True)
