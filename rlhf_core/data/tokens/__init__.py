@@ -3,3 +3,4 @@
 from pathlib import Path
 
 TOKENS = Path(".rlhf") / "tokens"  # folder of the token cache in a workspace
+RECORD = "entry.json"  # what an entry of it was made of; its modification time is when the entry was last read

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -23,13 +24,14 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core import distributed
+from rlhf_core.data.tokens import RECORD
 from rlhf_core.data.tokens.token_table import TokenTable, encode_file, token_schema
 from rlhf_core.errors import DataError
 from rlhf_core.files import LockFile, atomic_dir, atomic_write_json, read_json, sha256_file
 
 logger = logging.getLogger(__name__)
 
-STREAM, RECORD = "tokens.arrow", "entry.json"
+STREAM = "tokens.arrow"
 CODE = ("chat.py", "chat_template.py", "special_tokens.py", "tokens/batch_encoding.py", "tokens/token_table.py")
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
 # Where a tokenizer was loaded from: no token depends on it.
@@ -103,6 +105,7 @@ def make_entry(entry: Path, made_of: Mapping[str, Any], path: Path, tokenizer: P
         lock.acquire()
         problem = damage(entry, made_of)
         if problem is None:
+            os.utime(entry / RECORD)
             return
         if problem:
             logger.warning("the tokens of %s in %s %s: tokenising again", path, entry, problem)

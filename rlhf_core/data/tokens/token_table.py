@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import overload
 
@@ -65,7 +66,7 @@ class TokenColumn(Sequence[Sequence[int]]):
     def __init__(self, column: pa.ChunkedArray) -> None:
         chunks = [chunk for chunk in column.chunks if len(chunk)]
         self._parts = [(chunk.offsets.to_numpy(), chunk.values.to_numpy()) for chunk in chunks]
-        self._ends = np.cumsum([len(chunk) for chunk in chunks])
+        self._ends = list(accumulate(len(chunk) for chunk in chunks))
         counts = [np.diff(offsets) for offsets, _ in self._parts]
         self.lengths: npt.NDArray[np.int32] = np.concatenate(counts) if counts else np.zeros(0, np.int32)
 
@@ -82,9 +83,9 @@ class TokenColumn(Sequence[Sequence[int]]):
         if isinstance(row, slice):
             return [self[number] for number in range(*row.indices(len(self)))]
         row = range(len(self))[row]
-        part = int(np.searchsorted(self._ends, row, side="right"))
+        part = bisect_right(self._ends, row)
         offsets, values = self._parts[part]
-        local = row - (int(self._ends[part - 1]) if part else 0)
+        local = row - (self._ends[part - 1] if part else 0)
         return array("i", values[offsets[local] : offsets[local + 1]].tobytes())
 
     def __iter__(self) -> Iterator[Sequence[int]]:

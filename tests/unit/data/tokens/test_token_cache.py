@@ -17,8 +17,8 @@ from unit.training.tiny import demonstrations, preferences, text
 
 from rlhf_core.data.chat import encode_prompt, encode_reply
 from rlhf_core.data.schema import Demonstration, Preference, write_rows
-from rlhf_core.data.tokens import token_cache, token_table
-from rlhf_core.data.tokens.token_cache import RECORD, STREAM, read_tokens
+from rlhf_core.data.tokens import RECORD, token_cache, token_table
+from rlhf_core.data.tokens.token_cache import STREAM, read_tokens
 from rlhf_core.data.tokens.token_table import TokenTable
 from rlhf_core.errors import DataError
 from rlhf_core.models.base import train_tokenizer
