@@ -169,17 +169,21 @@ def gc(
     """List the registered versions and matches that registry.retention does not keep, and why the others stay.
 
     Nothing that an alias, a rollback or an approval needs is deleted. The runs that registered the deleted versions
-    stay, with metrics, gates and reports, and the deletion is an entry of `rlhf history`.
+    stay, with metrics, gates and reports, and the deletion is an entry of `rlhf history`. Token ids that are kept of
+    data that changed, or that no stage has read for 30 days, are listed too.
 
     Examples:
     $ rlhf gc
     $ rlhf gc --delete
     """
-    from flows.commands.retention import describe_retention
+    from flows.commands.retention import clean_token_cache, describe_retention
     from flows.registry.retention import apply_retention
     from flows.workspace.folder import find_workspace
 
-    typer.echo(describe_retention(apply_retention(find_workspace(workspace), delete=delete), deleted=delete))
+    folder = find_workspace(workspace)
+    typer.echo(describe_retention(apply_retention(folder, delete=delete), deleted=delete))
+    for line in clean_token_cache(folder, delete=delete):
+        typer.echo(line)
 
 
 @app.command()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from flows.registry.retention import RetentionPlan
+from rlhf_core.data.tokens.unneeded_entries import remove_entries, unneeded_entries
+
+MIB = 1 << 20
 
 
 def describe_retention(plan: RetentionPlan, *, deleted: bool) -> str:
@@ -27,3 +32,13 @@ def describe_retention(plan: RetentionPlan, *, deleted: bool) -> str:
     else:
         lines.append("nothing to delete")
     return "\n".join(lines)
+
+
+def clean_token_cache(workspace: Path, *, delete: bool) -> list[str]:
+    """List the token ids that no stage needs any more, or delete them; a line for each, none where there are none."""
+    entries = unneeded_entries(workspace)
+    if delete:
+        remove_entries(entries)
+    what = "deleted" if delete else "would be deleted"
+    lines = [f"  {entry.folder.name}  {entry.size / MIB:.1f} MiB  {what}: {entry.reason}" for entry in entries]
+    return ["token ids of data files", *lines] if lines else []

@@ -21,9 +21,9 @@ from rlhf_core.config.health.rule_changes import rules_for
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.ptx import PtxConfig
-from rlhf_core.data.category_shares import rows_by_category_share
-from rlhf_core.data.chat import decode_reply, encode_dialogue, pad_id
+from rlhf_core.data.chat import decode_reply, pad_id
 from rlhf_core.data.schema import Demonstration, Prompt
+from rlhf_core.data.tokens.token_table import TokenTable
 from rlhf_core.evaluation.selection import CheckpointChoice
 from rlhf_core.models.base import save_policy
 from rlhf_core.models.heads import ScalarModel
@@ -34,7 +34,7 @@ from rlhf_core.ppo.callbacks.health import HealthCallback
 from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
 from rlhf_core.ppo.callbacks.selection import SelectionCallback
 from rlhf_core.ppo.policy_alone import policy_alone
-from rlhf_core.ppo.ptx import PtxData
+from rlhf_core.ppo.ptx import PtxData, PtxTexts
 from rlhf_core.ppo.reward_normalization import RunningMeanStd
 from rlhf_core.ppo.rewards import reward_model_fn
 from rlhf_core.ppo.run_checkpoint import load_best
@@ -204,9 +204,7 @@ def _ptx_data(inputs: PpoInputs) -> PtxData | None:
     config = inputs.config
     if config.ptx.weight == 0:
         return None
+    table = TokenTable.of_rows(inputs.tokenizer, Demonstration.KIND, inputs.demonstrations)
     seed = derive_seed(config.seed, "ppo", "ptx")
-    categories = [row.category for row in inputs.demonstrations]
-    mixed = rows_by_category_share(categories, config.ptx.category_shares, seed, 0, "ptx.category_shares")
-    texts = [inputs.demonstrations[row] for row in mixed]
-    pairs = [encode_dialogue(inputs.tokenizer, row.prompt, row.reply) for row in texts]
-    return PtxData(pairs, config.ptx.batch_size, seed, pad_id(inputs.tokenizer))
+    texts = PtxTexts.of_table(table).with_category_shares(config.ptx.category_shares, seed, "ptx.category_shares")
+    return PtxData(texts, config.ptx.batch_size, seed, pad_id(inputs.tokenizer))

@@ -18,11 +18,12 @@ from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.sft import SftConfig
 from rlhf_core.data.chat import pad_id
 from rlhf_core.data.schema import Demonstration
+from rlhf_core.data.tokens.token_table import TokenTable
 from rlhf_core.errors import DataError
 from rlhf_core.models.base import fitting_length, save_policy
 from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.training.engine.factory import build_engine, finish
-from rlhf_core.training.examples import tokenised_examples
+from rlhf_core.training.examples import fitting_examples
 from rlhf_core.training.loop import Loop, LoopSettings
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.training.sft import SftTask
@@ -85,7 +86,8 @@ def train_sft(
     with run_context(context, "train_sft", config, train, checks, model) as run:
         own = copy.deepcopy(model)
         use_float32_unembedding(own)
-        return fine_tune(own, tokenizer, train, checks, config, run)
+        tokens, check_tokens = (TokenTable.of_rows(tokenizer, Demonstration.KIND, rows) for rows in (train, checks))
+        return fine_tune(own, tokenizer, tokens, check_tokens, config, run)
 
 
 def default_sft_config(rows: int, model: PreTrainedModel) -> SftConfig:
@@ -105,19 +107,19 @@ def default_sft_config(rows: int, model: PreTrainedModel) -> SftConfig:
 def fine_tune(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    train: list[Demonstration],
-    validation: list[Demonstration],
+    train: TokenTable,
+    validation: TokenTable,
     config: SftConfig,
     context: RunContext,
 ) -> SftRun:
-    """Fine-tune ``model`` in place. An interrupted run resumes from ``context.work``.
+    """Fine-tune ``model`` in place on tokenised demonstrations. An interrupted run resumes from ``context.work``.
 
     Raises:
         DataError: All rows are longer than ``config.max_tokens``.
     """
     longest = fitting_length(config.max_tokens, model)
-    examples, dropped = tokenised_examples(tokenizer, train, longest)
-    checks, _ = tokenised_examples(tokenizer, validation, longest)
+    examples, dropped = fitting_examples(train, longest)
+    checks, _ = fitting_examples(validation, longest)
     for name, kept, rows in (("training", examples, train), ("validation", checks, validation)):
         if not kept:
             raise DataError(f"all {len(rows)} {name} demonstrations are longer than {longest} tokens; raise max_tokens")

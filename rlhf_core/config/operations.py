@@ -10,9 +10,13 @@ from pydantic_core import PydanticCustomError
 
 from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.loading.problems import SECRET
-from rlhf_core.config.model import Strict
+from rlhf_core.config.model import Strict, changed_field
 
 Trained = Literal["sft", "reward", "referee", "judge", "critic", "ppo"]
+Launched = Literal["sft", "reward", "referee", "judge", "critic", "ppo", "evaluate"]
+
+# Settings of a launch that hold for a stage that trains nothing too.
+PROCESSES = {"processes", "nodes", "rendezvous"}
 
 Margin = Annotated[float, Field(gt=0, strict=False)] | None
 
@@ -106,13 +110,21 @@ class ComputeConfig(Strict):
     a CPU does not grow over batches of many shapes; what it computes stays the same.
 
     ``launch`` says, by stage, how many processes train and with which engine; without an entry it is one process in
-    plain torch.
+    plain torch. Those of ``evaluate`` share its prompts.
     """
 
     threads: PositiveInt | None = None
     tf32: bool = True
     return_freed_memory: bool = True
-    launch: dict[Trained, LaunchConfig] = {}
+    launch: dict[Launched, LaunchConfig] = {}
+
+    @model_validator(mode="after")
+    def _evaluation_trains_nothing(self) -> ComputeConfig:
+        launch = self.launch.get("evaluate", LaunchConfig())
+        unread = changed_field(launch, *sorted(set(LaunchConfig.model_fields) - PROCESSES))
+        if unread:
+            raise ValueError(f"launch.evaluate.{unread} is about training, and evaluate trains nothing: leave it out")
+        return self
 
 
 class CheckpointsConfig(Strict):

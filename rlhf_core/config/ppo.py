@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from rlhf_core.config.advantage import AdvantageConfig
 from rlhf_core.config.health.health import HealthConfig
+from rlhf_core.config.kl import KL_ERROR_CLIP, KlConfig
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict, changed_field
 from rlhf_core.config.ptx import PtxConfig
@@ -16,35 +17,6 @@ from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
 from rlhf_core.config.sampler import LocalSamplerConfig, SamplerConfig
 
 CriticMode = Literal["separate", "shared"]
-KL_ERROR_CLIP = 0.2  # the relative error of one rollout's KL moves an adaptive coefficient by at most this share
-
-
-class KlConfig(Strict):
-    """Token-level KL penalty. ``target`` and ``horizon`` are read when ``controller`` is adaptive."""
-
-    coefficient: NonNegativeFloat = 0.05
-    estimator: Literal["k1", "k2", "k3", "full"] = "k1"
-    placement: Literal["reward", "loss"] = "reward"
-    controller: Literal["constant", "adaptive"] = "constant"
-    target: PositiveFloat = 6.0
-    horizon: PositiveInt = 1000
-
-    @model_validator(mode="after")
-    def _reward_takes_k1(self) -> KlConfig:
-        if self.placement == "reward" and self.estimator != "k1" and self.coefficient > 0:
-            raise ValueError(
-                f"estimator {self.estimator} in the reward does not give the gradient of the KL (only k1 does); "
-                "use estimator k1, or placement loss"
-            )
-        if self.placement == "loss" and self.estimator == "k1" and self.coefficient > 0:
-            raise ValueError(
-                "estimator k1 in the loss has a gradient of zero mean; use k2, k3 or full there, or placement reward"
-            )
-        if self.controller == "adaptive" and self.coefficient == 0:
-            raise ValueError("an adaptive controller multiplies the coefficient, so a coefficient of 0 stays 0")
-        if self.controller == "constant" and (unread := changed_field(self, "target", "horizon")):
-            raise ValueError(f"{unread} steers the adaptive controller, but controller is constant")
-        return self
 
 
 class RewardShapingConfig(Strict):
@@ -169,7 +141,8 @@ class PpoConfig(StageConfig):
     With ``policy_lora`` only adapters are trained, and the reference is the policy with its adapters off;
     ``share_base`` lets reward model and referee, trained as adapters on SFT too, use the same weights.
 
-    Each prompt of a rollout gets ``replies_per_prompt`` replies, and ``batch_size`` counts replies.
+    Each prompt of a rollout gets ``replies_per_prompt`` replies, and ``batch_size`` counts replies. The referee scores
+    every ``referee_every``-th rollout, for metrics alone; checkpoints are selected by replies of their own.
 
     ``critic_mode: shared`` puts a value head on the policy's own backbone: ``policy_optimizer`` trains all of it on
     policy loss + ``vf_loss_weight`` * value loss, and critic pre-training fits the head alone, on the frozen SFT model.
@@ -193,6 +166,7 @@ class PpoConfig(StageConfig):
     vf_loss_weight: PositiveFloat = 1.0
     gradient_norm: Literal["separate", "joint"] = "separate"
     target_kl_early_stop: PositiveFloat | None = None
+    referee_every: PositiveInt = 1
     sampler: SamplerConfig = LocalSamplerConfig()
     kl: KlConfig = KlConfig()
     reward: RewardShapingConfig = RewardShapingConfig()

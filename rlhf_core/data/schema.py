@@ -170,11 +170,22 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
 
 def read_rows(path: Path, cls: type[Row]) -> list[Row]:
     """Read all rows of a parquet file as dataclasses of type ``cls``; ``DataError`` when columns are missing."""
+    return rows_of_table(read_kind(path, cls), cls)
+
+
+def read_kind(path: Path, cls: type[Row]) -> pa.Table:
+    """Read a parquet file as an arrow table with the columns of ``cls``; ``DataError`` when one is missing."""
     table = read_table(path)
     names = [f.name for f in fields(cls)]
     missing = [name for name in names if name not in table.column_names]
     if missing:
         raise DataError(f"{path} has no column {', '.join(missing)}: it is not a file of {cls.KIND}")
+    return table.select(names)
+
+
+def rows_of_table(table: pa.Table, cls: type[Row]) -> list[Row]:
+    """Make the rows of an arrow table dataclasses of type ``cls``."""
+    names = [f.name for f in fields(cls)]
     columns = {name: table.column(name).to_pylist() for name in names}
     if "prompt" in columns:
         columns["prompt"] = [[Message(m["role"], m["content"]) for m in messages] for messages in columns["prompt"]]

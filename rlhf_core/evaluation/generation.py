@@ -12,11 +12,13 @@ from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.chat import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.data.sharding import passes
+from rlhf_core.data.tokens.batch_encoding import encode_prompts
 from rlhf_core.evaluation.reply import Reply, generated_replies
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.local import LocalSampler
 from rlhf_core.sampling.sampler import PromptBatch
+from rlhf_core.training.examples import by_length
 from rlhf_core.training.rng import derive_seed
 
 BATCH = 64
@@ -52,25 +54,36 @@ def evaluation_replies(
     """Sample replies with the evaluation filters (top-p, repetition penalty), those to one prompt in a row.
 
     Prompt ``i`` uses random stream ``i`` of ``seed`` for its first reply, and of seeds derived from it for the others,
-    so two models get the same random numbers, and neither the batch size nor further replies change a reply.
-    ``on_batch`` is called with the number of replies of each finished batch.
+    so two models get the same random numbers, and neither the batch size nor the number of ranks nor further replies
+    change a reply. Prompts of similar length share a batch; of several ranks each samples its share, and gets all.
+
+    ``on_batch`` is called with the number of replies of each finished batch, of all ranks together.
     """
     sampling = EvaluationSampling.for_tokenizer(tokenizer, config)
-    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    encoded = encode_prompts(tokenizer, prompts)
+    order = by_length([len(ids) for ids in encoded])
+    shared = list(passes(order, batch_size))
+    steps = replies_per_prompt * len(shared) * config.max_new_tokens
     draws: list[list[list[int]]] = []
-    starts = range(0, len(prompts), batch_size)
-    steps = replies_per_prompt * len(starts) * config.max_new_tokens
     sampler = LocalSampler.of(model)
-    with sampler.awake(0, min(batch_size, len(prompts)), steps):
+    with sampler.awake(0, max((len(rows) for rows, _ in shared), default=0), steps):
         for number in range(replies_per_prompt):
             draw_seed = derive_seed(seed, "evaluation replies", number) if number else seed
-            draws.append([])
-            for start in starts:
-                rows = range(start, min(start + batch_size, len(prompts)))
-                batch = PromptBatch(encoded[start : rows.stop], rows, draw_seed)
-                draws[-1] += sampler.sample(batch, sampling).replies()
-                on_batch(len(rows))
+            own: list[list[int]] = []
+            for done, (rows, weight) in enumerate(shared):
+                if weight:
+                    batch = PromptBatch([encoded[row] for row in rows], rows, draw_seed)
+                    own += sampler.sample(batch, sampling).replies()
+                together = batch_size * distributed.world_size()
+                on_batch(min(together, len(prompts) - done * together))
+            draws.append(_in_order(order, distributed.gather_items(own)))
     return generated_replies(tokenizer, [reply for of_prompt in zip(*draws, strict=True) for reply in of_prompt])
+
+
+def _in_order(order: Sequence[int], values: Sequence[list[int]]) -> list[list[int]]:
+    """Undo a permutation: ``values[i]`` belongs to the prompt ``order[i]``."""
+    by_prompt = dict(zip(order, values, strict=True))
+    return [by_prompt[prompt] for prompt in range(len(order))]
 
 
 def on_policy_replies(

@@ -15,9 +15,11 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core import distributed
 from rlhf_core.config.evaluate import HeldOutPerplexityConfig
 from rlhf_core.data.chat import encode_dialogue, encode_text, pad_id
 from rlhf_core.data.schema import Preference, PretrainText, read_rows
+from rlhf_core.data.sharding import passes
 from rlhf_core.evaluation.regression import fixed_subset
 from rlhf_core.models.base import fitting_length
 from rlhf_core.models.forward import has_plain_head, hidden_states, selected_logits
@@ -98,13 +100,15 @@ def _chosen_examples(
 
 @torch.inference_mode()
 def reply_perplexity(model: PreTrainedModel, examples: Sequence[Example], pad: int) -> float:
-    """Return exp of the mean cross-entropy per reply token of ``examples``."""
+    """Return exp of the mean cross-entropy per reply token of ``examples``; ranks share the work."""
     order = by_length([example.length for example in examples])
     nats = 0.0
-    for start in range(0, len(order), ROWS_PER_PASS):
-        rows = [examples[row] for row in order[start : start + ROWS_PER_PASS]]
-        batch = collate([row.prompt for row in rows], [row.reply for row in rows], pad)
-        nats += _summed_loss(model, ReplyBatch(*(tensor.to(model.device) for tensor in vars(batch).values())))
+    for part, weight in passes(order, ROWS_PER_PASS):
+        if weight:
+            rows = [examples[row] for row in part]
+            batch = collate([row.prompt for row in rows], [row.reply for row in rows], pad)
+            nats += _summed_loss(model, batch.to(model.device))
+    nats = distributed.reduce_metrics({"nats": nats})["nats"]
     # The exponent is bounded so that a ruined model gives a huge finite number, which JSON and gates can hold.
     return math.exp(min(nats / sum(len(example.reply) for example in examples), 700.0))
 

@@ -125,6 +125,7 @@ def rollout_scores(
     batch: BatchShape,
     sampling: Sampling,
     logits_bytes: int = LOGITS_BYTES,
+    exact_kl: bool = True,
 ) -> Moments:
     """Policy, reference and critic over a micro-batch of full-length replies, without gradient.
 
@@ -137,7 +138,8 @@ def rollout_scores(
         if critic is not None:
             response_values(others[-1], tokens)
         reference = logits if own_reference else response_logits(others[0], tokens)
-        DistributionScorer(sampling, logits_bytes).score(logits, tokens, entropies=True, reference=reference)
+        scorer = DistributionScorer(sampling, logits_bytes)
+        scorer.score(logits, tokens, entropies=True, reference=reference, exact_kl=exact_kl)
 
     references = [] if own_reference else [_reference(policy)]
     return run_pass(run, [policy.in_inference, *references, *([critic.in_inference] if critic else [])])

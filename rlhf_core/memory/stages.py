@@ -259,6 +259,7 @@ def _rollout_phases(
         part,
         inputs.sampling,
         inputs.layout.logits_bytes,
+        policy in trained and inputs.params.ppo.kl.measures_full,
     )
     rewards = passes.reply_scores(inputs.variant("scalar"), part)
     return {

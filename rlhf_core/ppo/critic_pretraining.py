@@ -148,7 +148,7 @@ class CriticTrainer:
                     self.sampler.sync(pair.policy, 0)
                 rollout = sample_replies(self.sampler, 0, prompts, pair.sampling, self.rollout.sampling_batch_size)
             with clock.phase("forward"):
-                experience = score_rollout(pair, pair.policy, rollout)
+                experience = score_rollout(pair, pair.policy, rollout, exact_kl=False)
             with clock.phase("rewards"):
                 rewards = self.reward_fn(experience.batch)
         self.moments.update(rewards)

@@ -27,7 +27,7 @@ class TokenPredictions:
 
     policy_logprobs: Tensor  # by the trainer's forward pass
     ref_logprobs: Tensor
-    full_kl: Tensor  # exact KL(policy || reference) over the vocabulary
+    full_kl: Tensor  # exact KL(policy || reference) over the vocabulary; NaN where it was not asked for
     entropy: Tensor
     values: Tensor  # of the state before each token
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.batching import batch_at
-from rlhf_core.data.chat import encode_prompt
 from rlhf_core.data.schema import Message
+from rlhf_core.data.tokens.batch_encoding import encode_prompts
 from rlhf_core.errors import DataError
 from rlhf_core.sampling.sampler import PromptBatch
 
@@ -29,7 +29,7 @@ class TrainingPrompts:
     @classmethod
     def encode(cls, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Sequence[Message]]) -> TrainingPrompts:
         """Encode prompts with the tokenizer's chat template."""
-        return cls(messages, [encode_prompt(tokenizer, turns) for turns in messages])
+        return cls(messages, encode_prompts(tokenizer, messages))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -45,7 +45,7 @@ class TrainingPrompts:
     def batch(self, rows: Sequence[int], iteration: int, seed: int) -> PromptBatch:
         """The prompts of ``rows``; every reply of every iteration has a random stream of its own."""
         streams = range(iteration * len(rows), (iteration + 1) * len(rows))
-        return PromptBatch([self.ids[row] for row in rows], streams, seed)
+        return PromptBatch([list(self.ids[row]) for row in rows], streams, seed)
 
     def require_room(self, max_new_tokens: int, positions: int | None) -> None:
         """Check that prompts and replies fit the model, because they are never cut.

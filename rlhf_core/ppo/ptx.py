@@ -2,22 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
 from rlhf_core import distributed
 from rlhf_core.data.batching import batch_at
+from rlhf_core.data.category_shares import rows_by_category_share
 from rlhf_core.data.chat import right_pad
 from rlhf_core.data.sharding import passes
+from rlhf_core.data.tokens.token_table import TokenTable
 from rlhf_core.errors import DataError
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.lazy_logits import LOGITS_BYTES
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.losses import chunked_cross_entropy
+
+
+class PtxTexts(Sequence[tuple[list[int], list[int]]]):
+    """Texts as ``(context ids, target ids)``, made of a table of token ids each time they are asked for.
+
+    Args:
+        table: Demonstrations, of which the replies are to be predicted, or plain texts, which have no context.
+        rows: Row numbers of the texts, in their order.
+    """
+
+    def __init__(self, table: TokenTable, rows: npt.NDArray[np.int64]) -> None:
+        self.table, self.rows = table, rows
+        *before, self.targets = (table.column(name) for name in table.id_columns)
+        self.contexts = before[0] if before else None
+
+    @classmethod
+    def of_table(cls, table: TokenTable, longest: int | None = None) -> PtxTexts:
+        """Those rows of demonstrations or of plain texts that have at most ``longest`` tokens."""
+        if longest is None:
+            return cls(table, np.arange(len(table)))
+        lengths = np.sum([table.column(name).lengths for name in table.id_columns], axis=0)
+        return cls(table, np.flatnonzero(lengths <= longest))
+
+    def with_category_shares(self, shares: Mapping[str, float], seed: int, parameter: str) -> PtxTexts:
+        """Repeat and draw texts until categories have their shares; see :func:`rows_by_category_share`."""
+        if not shares:
+            return self
+        mixed = rows_by_category_share(self.table.categories(), shares, seed, 0, parameter, self.rows.tolist())
+        return PtxTexts(self.table, np.array(mixed))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, number: int) -> tuple[list[int], list[int]]: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> PtxTexts: ...
+
+    def __getitem__(self, number: int | slice) -> tuple[list[int], list[int]] | PtxTexts:
+        if isinstance(number, slice):
+            return PtxTexts(self.table, self.rows[number])
+        row = int(self.rows[number])
+        return list(self.contexts[row]) if self.contexts is not None else [], list(self.targets[row])
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ class RejectionSampler:
         started, n = time.perf_counter(), self.replies_per_prompt
         asked = [row for row in rows for _ in range(n)]
         streams = range(start * n, start * n + len(asked))
-        batch = PromptBatch([self.prompts.ids[row] for row in asked], streams, self.seed)
+        batch = PromptBatch([list(self.prompts.ids[row]) for row in asked], streams, self.seed)
         with self.frozen.on_device():
             rollout = sample_replies(LocalSampler.of(self.policy), 0, batch, self.sampling, self.batch_size)
             rewards = self.reward_fn(Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)).tolist()

@@ -5,6 +5,8 @@ Shapes: B sequences, T response positions.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,8 +20,12 @@ from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.token_scoring import Tokens, pad_columns, response_logits
 
 
-def score_rollout(pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout) -> Experience:
+def score_rollout(
+    pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout, exact_kl: bool = True
+) -> Experience:
     """Compute log-probabilities, entropy, KL and values of sampled replies.
+
+    Without ``exact_kl`` the KL over the vocabulary is not computed: it stays NaN.
 
     Returns:
         The rollout without rewards and advantages, whole on every rank.
@@ -27,32 +33,39 @@ def score_rollout(pair: ActorCriticPair, reference: PreTrainedModel, rollout: Ro
     Raises:
         RlhfError: The sampler and the trainer disagree about probabilities by more than rounding.
     """
-    predictions = predict_tokens(pair, reference, rollout)
+    predictions = predict_tokens(pair, reference, rollout, exact_kl)
     sampler, trainer, mask = rollout.logprobs, predictions.policy_logprobs, rollout.response_mask
     precision = matmul_precision(pair.policy)
     require_agreement(SamplerAgreement.of(sampler, trainer, mask, precision), precision)
     return Experience.of_rollout(rollout, predictions)
 
 
-def predict_tokens(pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout) -> TokenPredictions:
+def predict_tokens(
+    pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout, exact_kl: bool = True
+) -> TokenPredictions:
     """Run policy, reference and critic over all replies, in micro-batches of similar length that the ranks share."""
     batch = Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
-    columns = [torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for _ in range(5)]
+    columns = [torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for _ in range(5 if exact_kl else 4)]
     for micro in pair.limits.split(batch):
         mask = micro.tokens.response_mask
-        for column, values in zip(columns, _predict_part(pair, reference, micro.tokens), strict=True):
+        for column, values in zip(columns, _predict_part(pair, reference, micro.tokens, exact_kl), strict=True):
             if micro.weight:
                 column[micro.rows] = pad_columns(torch.where(mask, values, 0.0).to(column.dtype), batch.width)
     # Each rank has left zeros at the rows of the others.
-    return TokenPredictions(*(distributed.all_reduce_sum(column) for column in columns))
+    logprobs, ref_logprobs, entropy, values, *kl = (distributed.all_reduce_sum(column) for column in columns)
+    full_kl = kl[0] if kl else torch.full_like(values, math.nan)
+    return TokenPredictions(logprobs, ref_logprobs, full_kl, entropy, values)
 
 
 @torch.inference_mode()
-def _predict_part(pair: ActorCriticPair, reference: PreTrainedModel, part: Tokens) -> tuple[Tensor, ...]:
-    """The fields of :class:`TokenPredictions` for one micro-batch, each (b, t)."""
+def _predict_part(
+    pair: ActorCriticPair, reference: PreTrainedModel, part: Tokens, exact_kl: bool
+) -> tuple[Tensor, ...]:
+    """Log-probabilities by policy and reference, entropy, values and exact KL of one micro-batch, each (b, t)."""
     policy, values = pair.predict(part)
     # In critic pre-training the frozen policy is its own reference.
     ref = policy if reference is pair.policy else response_logits(reference, part)
-    tokens = pair.scorer.score(policy, part, entropies=True, reference=ref)
-    assert tokens.ref_logprobs is not None and tokens.full_kl is not None and tokens.entropy is not None
-    return tokens.logprobs, tokens.ref_logprobs, tokens.full_kl, tokens.entropy, values
+    tokens = pair.scorer.score(policy, part, entropies=True, reference=ref, exact_kl=exact_kl)
+    assert tokens.ref_logprobs is not None and tokens.entropy is not None
+    kl = () if tokens.full_kl is None else (tokens.full_kl,)
+    return tokens.logprobs, tokens.ref_logprobs, tokens.entropy, values, *kl

@@ -119,12 +119,12 @@ class ReplyMetrics(MetricRecord):
 
 @dataclass(frozen=True)
 class RolloutMetrics(MetricRecord):
-    """All metrics of one rollout; those of referee and critic only where there are such."""
+    """All metrics of one rollout; those of referee, critic and exact KL only where they were asked."""
 
     rewards: RewardMetrics
     drift: DriftMetrics
     replies: ReplyMetrics
-    kl_full: float
+    kl_full: float | None
     entropy: float
     reward_length_correlation: float
     reward_treated: float
@@ -141,6 +141,7 @@ class RolloutMetrics(MetricRecord):
         referee_rewards: Tensor | None = None,
         precision: Precision = "float32",
         with_critic: bool = True,
+        with_exact_kl: bool = True,
     ) -> RolloutMetrics:
         """Measure a rollout with rewards and advantages.
 
@@ -150,6 +151,7 @@ class RolloutMetrics(MetricRecord):
             referee_rewards: The referee's rewards (B,) of the same replies.
             precision: The policy's, by which sampler and trainer are compared.
             with_critic: Whether a critic gave values.
+            with_exact_kl: Whether the KL over the vocabulary was computed.
         """
         mask, rewards, lengths = experience.response_mask, experience.rewards, experience.lengths
         sampler, trainer = experience.sampler_logprobs, experience.policy_logprobs
@@ -157,7 +159,7 @@ class RolloutMetrics(MetricRecord):
             rewards=RewardMetrics.of(rewards),
             drift=DriftMetrics.of(experience.policy_logprobs, experience.ref_logprobs, mask),
             replies=ReplyMetrics.of(replies, lengths.tolist(), experience.finished.tolist()),
-            kl_full=float(sequence_sums(experience.full_kl, mask).mean()),
+            kl_full=float(sequence_sums(experience.full_kl, mask).mean()) if with_exact_kl else None,
             entropy=float(masked_mean(experience.entropy.double(), mask)),
             reward_length_correlation=rank_correlation(_numpy(rewards), _numpy(lengths)),
             reward_treated=float(experience.shaped_rewards.mean()),

@@ -45,7 +45,7 @@ class Trainer:
         moments: Running moments of raw rewards from critic pre-training; they go on being updated.
         context: Where metrics are logged and the partial state is kept.
         callbacks: What happens around an iteration, in this order: selection, health.
-        referee: A second reward function, for metrics only.
+        referee: A second reward function, for metrics only, every ``referee_every``-th iteration.
         frozen: The models that are only read.
         sampler: Samples the rollouts.
     """
@@ -114,7 +114,7 @@ class Trainer:
                 self.sampler.sync(pair.policy, self.done)
                 rollout = sample_replies(self.sampler, self.done, prompts, pair.sampling, config.sampling_batch_size)
             with clock.phase("forward"):
-                experience = score_rollout(pair, learner.reference, rollout)
+                experience = score_rollout(pair, learner.reference, rollout, config.kl.measures_full)
             with clock.phase("rewards"):
                 rewards = self.reward_fn(experience.batch)
         self.moments.update(rewards)
@@ -157,10 +157,13 @@ class Trainer:
     ) -> dict[str, float]:
         """All metrics of an iteration, the first rank's on every rank: every later decision follows from them."""
         with self.frozen.on_device():
-            referee_rewards = self.referee(experience.batch) if self.referee is not None else None
+            referee = self.referee if self.done % self.config.referee_every == 0 else None
+            referee_rewards = referee(experience.batch) if referee is not None else None
             precision = matmul_precision(self.learner.pair.policy)
             with_critic = not self.config.advantage.critic_free
-            rollout_metrics = RolloutMetrics.of(experience, replies, referee_rewards, precision, with_critic)
+            rollout_metrics = RolloutMetrics.of(
+                experience, replies, referee_rewards, precision, with_critic, self.config.kl.measures_full
+            )
         metrics = rollout_metrics.as_metrics() | update_metrics.as_metrics() | reward_metrics(self.reward_fn)
         metrics |= {
             "moments_mean": self.moments.mean,

@@ -27,7 +27,7 @@ class TokenStatistics:
         logprobs: Log-probability of each response token.
         entropy: Entropy of each distribution in nats, where it was asked for.
         ref_logprobs: Log-probability of each token under a reference, where one was given.
-        full_kl: Exact KL to the reference over the vocabulary, in nats.
+        full_kl: Exact KL to the reference over the vocabulary in nats, where it was asked for.
     """
 
     logprobs: Tensor
@@ -53,7 +53,13 @@ class DistributionScorer:
     limit: int = LOGITS_BYTES
 
     def score(
-        self, logits: LazyLogits, batch: Tokens, *, entropies: bool = False, reference: LazyLogits | None = None
+        self,
+        logits: LazyLogits,
+        batch: Tokens,
+        *,
+        entropies: bool = False,
+        reference: LazyLogits | None = None,
+        exact_kl: bool = True,
     ) -> TokenStatistics:
         """Score the response tokens of ``batch``.
 
@@ -61,21 +67,28 @@ class DistributionScorer:
             logits: Of its response positions, as :func:`~rlhf_core.sampling.token_scoring.response_logits` gives them.
             batch: The replies.
             entropies: Whether to compute entropies.
-            reference: Logits of a second model at the same positions, to which to compute the KL.
+            reference: Logits of a second model at the same positions.
+            exact_kl: Whether to compute the KL to the reference, over the vocabulary.
         """
         count = logits.chunks(self.limit)
         if count > 1:
-            return self._score_in_chunks(logits, batch, entropies, reference, count)
+            return self._score_in_chunks(logits, batch, entropies, reference, exact_kl, count)
         policy, other = log_distribution(logits.whole()[:, :-1], self.sampling), None
         if reference is logits:
             other = policy
         elif reference is not None:
             with torch.no_grad():
                 other = log_distribution(reference.whole()[:, :-1], self.sampling)
-        return _statistics(policy, batch.response, entropies, other)
+        return _statistics(policy, batch.response, entropies, other, exact_kl)
 
     def _score_in_chunks(
-        self, logits: LazyLogits, batch: Tokens, entropies: bool, reference: LazyLogits | None, count: int
+        self,
+        logits: LazyLogits,
+        batch: Tokens,
+        entropies: bool,
+        reference: LazyLogits | None,
+        exact_kl: bool,
+        count: int,
     ) -> TokenStatistics:
         real, head = batch.real_positions, logits.repeatable_head()
         states = logits.states[:, :-1].flatten(0, 1)[real]
@@ -83,7 +96,8 @@ class DistributionScorer:
         if reference is not None and reference is not logits:
             ref_states = reference.states[:, :-1].flatten(0, 1)[real]
             ref_head = head if reference.head is logits.head else reference.repeatable_head()
-        fields = ["logprobs", *(["entropy"] if entropies else []), *(["ref_logprobs", "full_kl"] if reference else [])]
+        fields = ["logprobs", *(["entropy"] if entropies else []), *(["ref_logprobs"] if reference else [])]
+        fields += ["full_kl"] if reference and exact_kl else []
 
         def compute(tokens: Tensor, positions: Tensor, states: Tensor, ref_states: Tensor) -> tuple[Tensor, ...]:
             policy, other = log_distribution_at(head(states), positions, self.sampling), None
@@ -92,7 +106,7 @@ class DistributionScorer:
             elif reference is not None:
                 with torch.no_grad():
                     other = log_distribution_at(ref_head(ref_states), positions, self.sampling)
-            statistics = _statistics(policy, tokens, entropies, other)
+            statistics = _statistics(policy, tokens, entropies, other, exact_kl)
             return tuple(getattr(statistics, field) for field in fields)
 
         columns = (batch.response.flatten()[real], real % batch.width, states, ref_states)
@@ -104,12 +118,14 @@ class DistributionScorer:
         return TokenStatistics(**values)
 
 
-def _statistics(policy: Tensor, tokens: Tensor, entropies: bool, reference: Tensor | None) -> TokenStatistics:
+def _statistics(
+    policy: Tensor, tokens: Tensor, entropies: bool, reference: Tensor | None, exact_kl: bool
+) -> TokenStatistics:
     """The statistics of tokens (...) from one or two log-distributions (..., V)."""
     return TokenStatistics(
         logprobs=gather_logprobs(policy, tokens),
         ref_logprobs=gather_logprobs(reference, tokens) if reference is not None else None,
-        full_kl=full_kl(policy, reference) if reference is not None else None,
+        full_kl=full_kl(policy, reference) if reference is not None and exact_kl else None,
         entropy=entropy(policy) if entropies else None,
     )
 

@@ -43,7 +43,7 @@ def run(config: CriticStageConfig, inputs: Paths, outputs: Paths, context: RunCo
     policy, tokenizer = load_policy(inputs.sft)
     policy.requires_grad_(False)
     critic = initial_critic(config, inputs)
-    prompts = read_training_prompts(inputs.clean, tokenizer, policy, rollout.max_new_tokens)
+    prompts = read_training_prompts(inputs.clean, tokenizer, policy, rollout.max_new_tokens, context.tokens)
     frozen = FrozenModels(context.launch)
     sources = SourceContext(
         inputs.reward,

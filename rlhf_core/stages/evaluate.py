@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from transformers import PreTrainedModel
 
+from rlhf_core import distributed
 from rlhf_core.config.evaluate import EvaluateStageConfig
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Message, Prompt, read_rows, write_table
@@ -30,7 +32,7 @@ from rlhf_core.evaluation.length_control import length_differences
 from rlhf_core.evaluation.multiple_choice.accuracy import AnsweredQuestions
 from rlhf_core.evaluation.multiple_choice.log_likelihood import answer_questions
 from rlhf_core.evaluation.multiple_choice.questions import MultipleChoiceSet
-from rlhf_core.evaluation.opponents.judging import judge_opponents
+from rlhf_core.evaluation.opponents.judging import score_opponents
 from rlhf_core.evaluation.opponents.replies import Opponent, read_opponent
 from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities
 from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
@@ -57,7 +59,7 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
     """Generate, judge, compare; write metrics, all rows, and the cases where reward and judge disagree.
 
     The gold judge scores only prompts of the synthetic world. Evaluation sampling makes the replies that are judged,
-    the training distribution those that KL and perplexity are measured on.
+    the training distribution those that KL and perplexity are measured on. Ranks share all passes of models.
     """
     llm_judge = LlmJudge(config.llm_judge, context.folder / ANSWERS) if config.llm_judge else None
     data = EvaluationData.read(config, inputs.clean, context.folder)
@@ -66,36 +68,29 @@ def run(config: EvaluateStageConfig, inputs: Paths, outputs: Paths, context: Run
         sft_samples = sample_replies(config, inputs.sft, data, bar, best_of=config.best_of_n)
         policy_samples = sample_replies(config, inputs.policy, data, bar)
     reference, _ = load_policy(inputs.sft)
-    sft, policy = (
-        EvaluatedModel(
-            samples.replies,
-            samples.regression_replies,
-            measure_drift(samples.on_policy, reference),
-            perplexities=samples.perplexities,
-            refusals=refusal_rates(data.safety_prompts, samples.safety_replies),
-        )
-        for samples in (sft_samples, policy_samples)
-    )
+    sft, policy = (evaluated_model(samples, data, reference) for samples in (sft_samples, policy_samples))
     del reference
     names = ("reward", "referee", "judge", "gold") if world else ("reward", "referee", "judge")
     evaluation = scored_evaluation(config, inputs, data, sft, policy, names)
+    judges = (load_judge(name, inputs, config.batch_size) for name in names)
+    opponents = score_opponents(data.opponents, evaluation, judges)
+    best = judged_best_of_n(config, inputs, evaluation, sft_samples.candidates) if config.best_of_n else None
+    distributed.release_nonzero_ranks()  # what is left runs none of these models
     if llm_judge is not None:
         evaluation = evaluation.judged_by(llm_judge, config.bootstrap, config.seed)
+        opponents = [opponent.judged_by(llm_judge) for opponent in opponents]
     metrics, rows = evaluation.metrics(world), evaluation.rows()
+    first_rows = rows[:: config.replies_per_prompt]
     groups = [group_of(prompt, config.groups) for prompt in data.prompts]
     if any(groups):
         metrics["group"] = compare_groups(groups, policy_outcomes(evaluation), config.bootstrap, config.seed)
-    judges = (load_judge(name, inputs, config.batch_size) for name in evaluation.comparisons)
-    for judged in judge_opponents(data.opponents, evaluation, judges, llm_judge):
+    for judged in opponents:
         name = judged.opponent.name
         metrics.setdefault("opponents", {})[name] = judged.metrics(groups, config.bootstrap, config.seed)
-        for row, columns in zip(rows[:: config.replies_per_prompt], judged.columns(), strict=True):
-            row.update(columns)
-    if config.best_of_n:
-        best = judged_best_of_n(config, inputs, evaluation, sft_samples.candidates)
+        add_columns(first_rows, judged.columns())
+    if best is not None:
         metrics["best_of_n"] = best_of_n_metrics(config, evaluation, best)
-        for row, columns in zip(rows[:: config.replies_per_prompt], best.columns(), strict=True):
-            row.update(columns)
+        add_columns(first_rows, best.columns())
     if config.verifiable is not None:
         metrics["verifiable"] = verifiable_metrics(config, data.verifiable, sft_samples, policy_samples, context)
     if config.multiple_choice is not None:
@@ -261,6 +256,23 @@ def sample_replies(
             for number in range(best_of)
         ],
     )
+
+
+def evaluated_model(samples: EvaluationSamples, data: EvaluationData, reference: PreTrainedModel) -> EvaluatedModel:
+    """What a model's samples say of it before it is judged; ``reference`` is SFT."""
+    return EvaluatedModel(
+        samples.replies,
+        samples.regression_replies,
+        measure_drift(samples.on_policy, reference),
+        perplexities=samples.perplexities,
+        refusals=refusal_rates(data.safety_prompts, samples.safety_replies),
+    )
+
+
+def add_columns(rows: Sequence[dict[str, Any]], columns: Sequence[Mapping[str, Any]]) -> None:
+    """Add further columns to rows, in place."""
+    for row, further in zip(rows, columns, strict=True):
+        row.update(further)
 
 
 def scored_evaluation(

@@ -27,7 +27,7 @@ def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunCo
     policy, tokenizer = load_policy(inputs.sft)
     longest = fitting_length(dpo.max_tokens, policy)
     train, validation = (
-        read_split(inputs.clean / PairUser.REWARD / f"{split}.parquet", tokenizer, longest)
+        read_split(inputs.clean / PairUser.REWARD / f"{split}.parquet", tokenizer, longest, context.tokens)
         for split in ("train", "validation")
     )
     trained = train_dpo(policy, pad_id(tokenizer), train, validation, dpo, config.seed, context, config.policy_lora)

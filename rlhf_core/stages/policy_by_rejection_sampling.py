@@ -42,7 +42,7 @@ def run(config: PolicyStageConfig, inputs: Paths, outputs: Paths, context: RunCo
     seed_everything(config.seed)
     settings = config.policy.rejection_sampling
     policy, tokenizer = load_policy(inputs.sft)
-    prompts = read_training_prompts(inputs.clean, tokenizer, policy, config.max_new_tokens)
+    prompts = read_training_prompts(inputs.clean, tokenizer, policy, config.max_new_tokens, context.tokens)
     best = sample_best(config, inputs, policy, tokenizer, prompts, context)
     examples = [Example(prompts.ids[row], reply) for row, reply in zip(best.prompts, best.replies, strict=True)]
     trained = fine_tune_on(examples, policy, pad_id(tokenizer), config, context)

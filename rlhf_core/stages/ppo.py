@@ -102,13 +102,14 @@ def assemble(config: PpoConfig, inputs: Paths, context: RunContext) -> PpoRun:
     policy = models.load_trained(config, inputs)
     selector.evaluate.reference = models.reference
 
-    prompts = read_training_prompts(inputs.clean, tokenizer, policy, config.max_new_tokens)
+    prompts = read_training_prompts(inputs.clean, tokenizer, policy, config.max_new_tokens, context.tokens)
     size, budget = config.micro_batch_size, config.micro_batch_tokens
     sources = SourceContext(inputs.reward, inputs.clean, tokenizer, prompts, size, policy.device, frozen, budget)
     reward_fn = build_reward_fn(config.reward.sources, sources)
     pair = build_pair(config, inputs, models, policy, context)
     positions = getattr(policy.config, "max_position_embeddings", None)
-    learner = Learner(config, pair, models.reference, ptx_data(config, inputs.clean, tokenizer, positions))
+    ptx = ptx_data(config, inputs.clean, tokenizer, positions, context.tokens)
+    learner = Learner(config, pair, models.reference, ptx)
 
     limits = {"kl": config.selection.max_kl, "max_new_tokens": float(config.max_new_tokens)}
     health = HealthCallback(HealthMonitor(limits, rules_for(config)), config.health)

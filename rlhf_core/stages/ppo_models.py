@@ -9,9 +9,9 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.data.category_shares import rows_by_category_share
-from rlhf_core.data.chat import encode_dialogue, encode_text, pad_id
-from rlhf_core.data.schema import Demonstration, PretrainText, read_rows
+from rlhf_core.data.chat import pad_id
+from rlhf_core.data.schema import Demonstration, PretrainText
+from rlhf_core.data.tokens.token_cache import read_tokens
 from rlhf_core.files import read_json
 from rlhf_core.models.base import load_policy
 from rlhf_core.models.heads import ScalarModel
@@ -20,7 +20,7 @@ from rlhf_core.models.nf4 import pack_linear_layers
 from rlhf_core.models.shared_base import SETTINGS, SharedBase
 from rlhf_core.ppo.actor_critic_pair import ActorCriticPair, separate_actor_critic, shared_actor_critic
 from rlhf_core.ppo.policy_alone import policy_alone
-from rlhf_core.ppo.ptx import PtxData
+from rlhf_core.ppo.ptx import PtxData, PtxTexts
 from rlhf_core.ppo.reward_normalization import RunningMeanStd
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.runtime.contract import Paths
@@ -102,18 +102,20 @@ def load_critic(config: PpoConfig, inputs: Paths, frozen: FrozenModels) -> Scala
 
 
 def ptx_data(
-    config: PpoConfig, clean: Path, tokenizer: PreTrainedTokenizerBase, positions: int | None
+    config: PpoConfig,
+    clean: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    positions: int | None,
+    tokens: Path | None = None,
 ) -> PtxData | None:
-    """Read the texts of the ptx loss; those longer than the model's positions are left out, never cut."""
+    """Read the texts of the ptx loss; those longer than the model's positions are left out, never cut.
+
+    Of several ranks all must call it.
+    """
     if config.ptx.weight == 0:
         return None
-    if config.ptx.data == "demonstrations":
-        rows = read_rows(clean / "demonstrations" / "train.parquet", Demonstration)
-        pairs = [(row.category, encode_dialogue(tokenizer, row.prompt, row.reply)) for row in rows]
-    else:
-        texts = read_rows(clean / "pretrain" / "train.parquet", PretrainText)
-        pairs = [(row.category, ([], encode_text(tokenizer, row.text))) for row in texts]
-    fitting = [pair for pair in pairs if positions is None or sum(map(len, pair[1])) <= positions]
-    categories, seed = [category for category, _ in fitting], derive_seed(config.seed, "ppo", "ptx")
-    mixed = rows_by_category_share(categories, config.ptx.category_shares, seed, 0, "ppo.ptx.category_shares")
-    return PtxData([fitting[row][1] for row in mixed], config.ptx.batch_size, seed, pad_id(tokenizer))
+    kind = Demonstration.KIND if config.ptx.data == "demonstrations" else PretrainText.KIND
+    table = read_tokens(tokens, clean / kind / "train.parquet", kind, tokenizer)
+    seed, shares = derive_seed(config.seed, "ppo", "ptx"), config.ptx.category_shares
+    fitting = PtxTexts.of_table(table, positions).with_category_shares(shares, seed, "ppo.ptx.category_shares")
+    return PtxData(fitting, config.ptx.batch_size, seed, pad_id(tokenizer))

@@ -56,7 +56,7 @@ def train_reward_model(
     folders = {"train": pairs, "validation": pairs, "test": PairUser.REWARD}
     longest = fitting_length(config.max_tokens, init)
     splits = {
-        split: read_split(inputs.clean / folder / f"{split}.parquet", tokenizer, longest)
+        split: read_split(inputs.clean / folder / f"{split}.parquet", tokenizer, longest, context.tokens)
         for split, folder in folders.items()
     }
     trained = train_scalar(config, name, init, tokenizer, splits["train"], splits["validation"], context)

@@ -7,6 +7,7 @@ import json
 from rlhf_core.api.sft import fine_tune
 from rlhf_core.config.sft import SftConfig
 from rlhf_core.data.schema import Demonstration, read_rows
+from rlhf_core.data.tokens.token_cache import read_tokens
 from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.models.base import load_policy
 from rlhf_core.stages.runtime.contract import Paths, Stage
@@ -19,12 +20,16 @@ def run(config: SftConfig, inputs: Paths, outputs: Paths, context: RunContext) -
     """Write ``models/sft``, its metrics, history and sample replies. An interrupted run resumes from its checkpoint."""
     model, tokenizer = load_policy(inputs.base)
     folder = inputs.clean / "demonstrations"
-    train, validation = (read_rows(folder / f"{split}.parquet", Demonstration) for split in ("train", "validation"))
+    train, validation = (
+        read_tokens(context.tokens, folder / f"{split}.parquet", Demonstration.KIND, tokenizer)
+        for split in ("train", "validation")
+    )
     trained = fine_tune(model, tokenizer, train, validation, config, context)
     trained.save(outputs.model)
     atomic_write_text(outputs.history, "".join(json.dumps(record) + "\n" for record in trained.history))
     seed = derive_seed(config.seed, "sft", "samples")
-    samples = sample_replies(trained.model, tokenizer, validation[: config.samples], config.sampling, seed)
+    rows = read_rows(folder / "validation.parquet", Demonstration)[: config.samples]
+    samples = sample_replies(trained.model, tokenizer, rows, config.sampling, seed)
     lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
     atomic_write_text(outputs.samples, "".join(lines))
     atomic_write_json(outputs.metrics, trained.metrics)

@@ -24,6 +24,7 @@ class RunContext:
         store: Receives a copy of the partial state after every checkpoint; None keeps it in ``work`` alone.
         launch: Engine and placement of models.
         folder: Folder that relative files named in ``launch`` lie in: the workspace.
+        tokens: Folder that token ids of data files are kept in; None keeps none.
     """
 
     work: Path
@@ -32,3 +33,4 @@ class RunContext:
     store: CheckpointStore | None = None
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     folder: Path = field(default_factory=Path)
+    tokens: Path | None = None

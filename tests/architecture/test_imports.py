@@ -39,6 +39,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.cli": {"chat_terminal", "cli", "data_commands"},  # it mounts the core's commands on its own command line
     "flows.commands.data_diff": {"data_commands", "data.changes"},  # one of the group rlhf data
     "flows.commands.compare.command": {"data_commands"},
+    "flows.commands.retention": {"data.tokens.unneeded_entries"},
     "flows.commands.compare.results": {
         "evaluation.judges.final.JUDGE",
         "evaluation.judges.final.SELECTED_BY",

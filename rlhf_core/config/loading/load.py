@@ -148,6 +148,11 @@ class Params(Strict):
                     f"gates.policy[{number}] asks for {condition.metric}, but evaluate.perplexity.rows is 0: take the "
                     "condition out, or set evaluate.perplexity.rows"
                 )
+            if "kl_full" in parts and not self.ppo.kl.measures_full:
+                raise ValueError(
+                    f"gates.policy[{number}] asks for {condition.metric}, which is not measured: set "
+                    "ppo.kl.measure_full to true, or take the condition out"
+                )
             measured_by = {part for metric in condition.metrics for part in metric.split(".")[:2]}
             for name, given in (
                 ("verifiable", self.evaluate.verifiable),

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core import distributed
 from rlhf_core.data.chat import encode_prompt, encode_reply, pad_id, right_pad
+from rlhf_core.data.sharding import passes
 from rlhf_core.evaluation.multiple_choice.questions import MultipleChoiceSet
 from rlhf_core.models.base import fitting_length
 from rlhf_core.models.forward import lazy_logits, position_ids_from_mask
@@ -52,7 +54,7 @@ def reply_log_likelihoods(
 ) -> list[float]:
     """Return the log-probability of each reply given its prompt, in nats, summed over its tokens.
 
-    Replies to a prompt that differ in their last token alone, as letters do, share one pass.
+    Replies to a prompt that differ in their last token alone, as letters do, share one pass. Ranks share the passes.
     """
     # The last token is predicted, and never read.
     inputs = [tuple([*row.prompt, *row.reply][:-1]) for row in examples]
@@ -60,10 +62,11 @@ def reply_log_likelihoods(
     for number, sequence in enumerate(inputs):
         users.setdefault(sequence, []).append(number)
     sequences = list(users)
-    order = [sequences[i] for i in by_length([len(sequence) for sequence in sequences])]
-    log_likelihoods = [0.0] * len(examples)
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
+    log_likelihoods = torch.zeros(len(examples), dtype=torch.float64)
+    for part, weight in passes(by_length([len(sequence) for sequence in sequences]), batch_size):
+        if not weight:
+            continue
+        rows = [sequences[number] for number in part]
         ids, mask = (tensor.to(model.device) for tensor in right_pad(rows, pad))
         logits = lazy_logits(model, ids, mask, position_ids_from_mask(mask), ids.shape[1])
         head = logits.repeatable_head()
@@ -84,4 +87,5 @@ def reply_log_likelihoods(
         ]
         for number, value in zip(owners, torch.cat(values).tolist(), strict=True):
             log_likelihoods[number] += value
-    return log_likelihoods
+    # Each rank holds the values of its own passes and zeros elsewhere.
+    return distributed.all_reduce_sum(log_likelihoods).tolist()

@@ -19,24 +19,23 @@ from rlhf_core.evaluation.prompt_groups import compare_groups
 SIDES = ("policy", "sft")
 
 
-def judge_opponents(
-    opponents: Sequence[Opponent], evaluation: Evaluation, judges: Iterable[Judge], pairwise: PairwiseJudge | None
+def score_opponents(
+    opponents: Sequence[Opponent], evaluation: Evaluation, judges: Iterable[Judge]
 ) -> list[OpponentEvaluation]:
-    """Let every judge judge the opponents' replies.
+    """Let every judge with scores score the opponents' replies.
 
     Args:
         opponents: The replies; without any no judge is loaded.
         evaluation: SFT and policy, compared by the same judges.
-        judges: The judges with scores, which are in memory one at a time if they are loaded while they are iterated.
-        pairwise: The judge without scores, if there is one.
+        judges: They are in memory one at a time if they are loaded while they are iterated.
     """
-    judged = [OpponentEvaluation(opponent, evaluation) for opponent in opponents]
-    if not judged:
+    scored = [OpponentEvaluation(opponent, evaluation) for opponent in opponents]
+    if not scored:
         return []
     for judge in judges:
-        judged = [each.scored_by(judge) for each in judged]
+        scored = [each.scored_by(judge) for each in scored]
         del judge
-    return judged if pairwise is None else [each.judged_by(pairwise) for each in judged]
+    return scored
 
 
 @dataclass(frozen=True)

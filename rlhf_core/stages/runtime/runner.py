@@ -21,6 +21,7 @@ from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.loading.load import Params, load_params, load_section
 from rlhf_core.config.model import StageConfig
 from rlhf_core.config.operations import Trained
+from rlhf_core.data.tokens import TOKENS
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.files import atomic_write_json, flatten, sha256_tree
 from rlhf_core.fingerprint import fingerprint
@@ -136,7 +137,7 @@ def _run_on_rank_zero(run: _StageRun) -> dict[str, Any]:
         path.parent.mkdir(parents=True, exist_ok=True)
     store = _checkpoint_store(run, work)
     with stage_tracker(stage.name, workspace, run.params.tracking.experiment) as tracker:
-        context = RunContext(work, tracker, run.preemption, store, run.launch, workspace)
+        context = RunContext(work, tracker, run.preemption, store, run.launch, workspace, workspace / TOKENS)
         tracker.log_params(flatten(run.config.model_dump(mode="json")))
         metrics = dict(stage.run(run.config, run.inputs, outputs, context))
         _record(metrics, outputs, tracker)
@@ -168,7 +169,13 @@ def _run_on_other_rank(run: _StageRun) -> dict[str, Any]:
         outputs = Paths({key: Path(scratch, path) for key, path in stage.outputs.items()})
         for path in outputs.values():
             path.parent.mkdir(parents=True, exist_ok=True)
-        context = RunContext(Path(scratch, "work"), preemption=run.preemption, launch=run.launch, folder=run.workspace)
+        context = RunContext(
+            Path(scratch, "work"),
+            preemption=run.preemption,
+            launch=run.launch,
+            folder=run.workspace,
+            tokens=run.workspace / TOKENS,
+        )
         try:
             return dict(stage.run(run.config, run.inputs, outputs, context))
         except NonzeroRankReleased:
@@ -176,11 +183,12 @@ def _run_on_other_rank(run: _StageRun) -> dict[str, Any]:
 
 
 def _limit_threads(threads: int | None) -> None:
-    """Tell OpenMP before torch is loaded. An explicit setting of the environment wins."""
+    """Tell OpenMP and the tokenizers before they are loaded. An explicit setting of the environment wins."""
     # Two stages side by side on the same cores stall each other by orders of magnitude when idle threads spin.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if threads is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
 
 
 def _inputs(stage: Stage[Any], workspace: Path) -> Paths:

@@ -14,8 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.chat import pad_id
 from rlhf_core.data.length_balance import length_balanced_epoch
-from rlhf_core.data.pairs import TokenisedPair, tokenised_pairs
-from rlhf_core.data.schema import Preference, read_rows
+from rlhf_core.data.pairs import PairTable, TokenisedPair, usable_pairs
+from rlhf_core.data.row_table import RowTable
+from rlhf_core.data.schema import Preference
+from rlhf_core.data.tokens.token_cache import read_tokens
+from rlhf_core.data.tokens.token_table import TokenTable
 from rlhf_core.errors import DataError
 from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.models import shared_base
@@ -50,8 +53,8 @@ class Split:
         dropped: Number of unusable rows by reason.
     """
 
-    rows: list[Preference]
-    pairs: list[TokenisedPair]
+    rows: Sequence[Preference]
+    pairs: Sequence[TokenisedPair]
     dropped: dict[str, int]
 
 
@@ -75,25 +78,37 @@ class TrainedScalar:
         self.model.save(path, self.tokenizer, {shared_base.SETTINGS: settings}, {shared_base.TENSORS: tensors})
 
 
-def read_split(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Split:
-    """Read and tokenise the pairs of a parquet file; ``DataError`` when none is usable."""
-    return split_of(read_rows(path, Preference), tokenizer, max_tokens, str(path))
+def read_split(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int, tokens: Path | None = None) -> Split:
+    """Read the pairs of a parquet file, tokenised by way of the cache in ``tokens``; ``DataError`` when none is usable.
+
+    Of several ranks all must call it. Neither rows nor token ids are held as Python's own objects.
+    """
+    rows = RowTable.read(path, Preference)
+    table = read_tokens(tokens, path, Preference.KIND, tokenizer)
+    pairs, dropped = _usable_pairs(table, max_tokens, str(path))
+    return Split(rows.select(pairs.rows), pairs, dropped)
 
 
-def split_of(rows: list[Preference], tokenizer: PreTrainedTokenizerBase, max_tokens: int, name: str) -> Split:
+def split_of(rows: Sequence[Preference], tokenizer: PreTrainedTokenizerBase, max_tokens: int, name: str) -> Split:
     """Tokenise pairs; ``DataError`` when none is usable."""
-    pairs, dropped = tokenised_pairs(tokenizer, rows, max_tokens)
+    table = TokenTable.of_rows(tokenizer, Preference.KIND, rows)
+    pairs, dropped = _usable_pairs(table, max_tokens, name)
+    return Split([rows[row] for row in pairs.rows.tolist()], pairs, dropped)
+
+
+def _usable_pairs(table: TokenTable, max_tokens: int, name: str) -> tuple[PairTable, dict[str, int]]:
+    pairs, dropped = usable_pairs(table, max_tokens)
     if not pairs:
         raise DataError(
-            f"{name} has no usable pair: of {len(rows)}, {dropped['over_long']} exceed max_tokens {max_tokens} "
+            f"{name} has no usable pair: of {len(table)}, {dropped['over_long']} exceed max_tokens {max_tokens} "
             f"and {dropped['identical']} have two equal replies; raise max_tokens or look at the data"
         )
     if dropped["over_long"]:
         logger.warning(
             "%s: %d of %d pairs are longer than %d tokens and were left out",
-            name, dropped["over_long"], len(rows), max_tokens,
+            name, dropped["over_long"], len(table), max_tokens,
         )  # fmt: skip
-    return Split([rows[pair.row] for pair in pairs], pairs, dropped)
+    return pairs, dropped
 
 
 def train_scalar(

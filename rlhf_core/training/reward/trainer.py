@@ -107,6 +107,8 @@ def rows_of_epoch(pairs: Sequence[TokenisedPair], config: RewardConfig, name: st
     """
     rows = balanced_rows(pairs, config, name, epoch)
     shares, parameter = config.category_shares, f"{name}.category_shares"
+    if not shares:
+        return rows
     seed = derive_seed(config.seed, name, "category_shares")
     return rows_by_category_share([pair.category for pair in pairs], shares, seed, epoch, parameter, rows)
 

@@ -165,7 +165,7 @@ def test_over_long_pairs_that_would_be_identical_if_they_were_cut_are_counted() 
 def test_a_reply_is_never_cut() -> None:
     kept, _ = tokenised_pairs(word_tokenizer(), [pair("red blue there", "blue")], max_tokens=7)
     assert list(kept[0].chosen) == [RED, BLUE, THERE, END]
-    assert tokenised_pairs(word_tokenizer(), [pair("red blue there", "blue")], max_tokens=6)[0] == []
+    assert tokenised_pairs(word_tokenizer(), [pair("red blue there", "blue")], max_tokens=6)[0].rows.tolist() == []
 
 
 def test_tokens_of_pairs_take_four_bytes() -> None:

@@ -19,9 +19,10 @@ from rlhf_core.data.language_tag import language_shares, language_tag
 from rlhf_core.data.prompts_to_try import prompts_to_try
 from rlhf_core.data.refusals import is_refusal
 from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt, write_rows
+from rlhf_core.data.tokens.token_table import TokenTable
 from rlhf_core.models.base import train_tokenizer
 from rlhf_core.sampling.reply import sample_reply
-from rlhf_core.training.examples import collate, tokenised_examples
+from rlhf_core.training.examples import collate, fitting_examples
 from rlhf_core.training.reward.baselines import bag_of_words_accuracy
 
 QUESTION = "请问：怎样煮一杯好茶？"
@@ -60,7 +61,7 @@ def test_a_dialogue_is_written_by_the_template_with_nothing_between(tokenizer: P
 def test_only_replies_and_the_token_that_closes_them_are_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:
     replies = [REPLY, f"好的。{UNSEEN}"]
     rows = [Demonstration(str(i), [Message("user", QUESTION)], r, "", "x", str(i)) for i, r in enumerate(replies)]
-    examples, dropped = tokenised_examples(tokenizer, rows, max_tokens=500)
+    examples, dropped = fitting_examples(TokenTable.of_rows(tokenizer, Demonstration.KIND, rows), max_tokens=500)
     batch = collate([e.prompt for e in examples], [e.reply for e in examples], pad=0)
     assert dropped == 0
     for row, reply in enumerate(replies):

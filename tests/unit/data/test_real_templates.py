@@ -21,8 +21,9 @@ from rlhf_core.data.chat import (
 )
 from rlhf_core.data.chat_template import refused_dialogues, reply_format
 from rlhf_core.data.schema import Demonstration, Message
+from rlhf_core.data.tokens.token_table import TokenTable
 from rlhf_core.errors import DataError, ModelError
-from rlhf_core.training.examples import collate, tokenised_examples
+from rlhf_core.training.examples import collate, fitting_examples
 
 by_template = pytest.mark.parametrize("real", REAL_TEMPLATES, ids=lambda real: real.name)
 SPECIAL = sorted({token for real in REAL_TEMPLATES for token in real.special})
@@ -82,7 +83,7 @@ def test_prompt_and_reply_are_the_tokens_of_the_whole(
 def test_the_mask_covers_the_reply_and_its_closing_token(real: RealTemplate, reply: str) -> None:
     tokenizer = real.tokenizer
     row = Demonstration("x", dialogue("为什么?", "Because.", "What is that?"), reply, "", "test", "g")
-    (example,), _ = tokenised_examples(tokenizer, [row], 10_000)
+    (example,), _ = fitting_examples(TokenTable.of_rows(tokenizer, Demonstration.KIND, [row]), 10_000)
     batch = collate([example.prompt], [example.reply], 0)
     *content, closing = batch.targets.tolist()
     assert tokenizer.decode(content).strip() == reply

@@ -102,6 +102,7 @@ def test_one_of_two_ranks_dies_one_process_goes_on_and_two_ranks_finish(
     (workspace / "params.yaml").write_text(SFT + TWO)
     run_stage("sft", workspace)
     assert_same(workspace, alone)
+    assert len([path for path in (workspace / ".rlhf/tokens").iterdir() if path.is_dir()]) == 2, "train and validation"
     # A rank that is stopped while it writes its outcome leaves a hidden part.
     assert sorted(path.name for path in (workspace / ".rlhf/outcomes").glob("[!.]*")) == ["sft.json"]
 

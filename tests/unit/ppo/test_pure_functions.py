@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from unit.ppo.tensors import NAN, close, t
 
 from rlhf_core.config.advantage import AdvantageConfig
-from rlhf_core.config.ppo import KlConfig, PpoConfig, SurrogateConfig
+from rlhf_core.config.kl import KlConfig
+from rlhf_core.config.ppo import PpoConfig, SurrogateConfig
 from rlhf_core.ppo.advantages import masked_whiten, normalize_and_clip_advantages
 from rlhf_core.ppo.gae import explained_variance, gae, monte_carlo_returns
 from rlhf_core.ppo.importance_sampling import ratios

@@ -53,6 +53,22 @@ def best(work: Path) -> dict[str, str]:
     return {path.parent.name: sha256_file(path) for path in (work / "best").glob("*/weights.safetensors")}
 
 
+def test_exact_kl_and_referee_are_measured_as_often_as_asked(tiny: Tiny, tmp_path: Path) -> None:
+    """Neither changes anything else: the same run, with and without them."""
+    make_trainer(tiny, make_config(), tmp_path / "plain").run()
+    asked = make_config(kl={"measure_full": True}, referee_every=2)
+    make_trainer(make_tiny(), asked, tmp_path / "asked").run()
+    plain, rows = history(tmp_path / "plain"), history(tmp_path / "asked")
+    assert [("referee_mean" in row, "kl_full" in row) for row in plain] == [(True, False)] * 4
+    assert ["referee_mean" in row for row in rows] == [True, False, True, False]
+    assert ["reward_referee_correlation" in row for row in rows] == [True, False, True, False]
+    assert all(row["kl_full"] >= 0 for row in rows) and rows[3]["kl_full"] > 1e-6
+    for row, other in zip(plain, rows, strict=True):
+        shared = {name for name in row.keys() & other.keys() if not name.startswith("seconds")}
+        assert {name: row[name] for name in shared} == {name: other[name] for name in shared}
+        assert row.keys() ^ other.keys() <= {"kl_full", "referee_mean", "reward_referee_correlation"}
+
+
 def test_a_run_writes_every_signal(tiny: Tiny, tmp_path: Path) -> None:
     before = weights(tiny)
     make_trainer(tiny, make_config(), tmp_path).run()
@@ -60,7 +76,6 @@ def test_a_run_writes_every_signal(tiny: Tiny, tmp_path: Path) -> None:
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
     wanted = {
         "kl",
-        "kl_full",
         "reward_mean",
         "reward_std",
         "reward_p05",

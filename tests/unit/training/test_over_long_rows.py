@@ -12,6 +12,7 @@ from rlhf_core.api.sft import fine_tune
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.sft import SftConfig
 from rlhf_core.data.schema import Demonstration, Message
+from rlhf_core.data.tokens.token_table import TokenTable
 from rlhf_core.models.base import fitting_length, load_policy
 from rlhf_core.training.run_context import RunContext
 
@@ -27,6 +28,7 @@ def test_the_models_positions_bound_what_is_trained_on(tmp_path: Path, caplog: p
     ]
     config = SftConfig(steps=1, batch_size=2, max_tokens=1024, optimizer=OptimizerConfig(lr=1e-3))
     with caplog.at_level(logging.WARNING):
-        trained = fine_tune(model, tokenizer, rows, rows[:1], config, RunContext(tmp_path / "work"))
+        tokens, checks = (TokenTable.of_rows(tokenizer, Demonstration.KIND, part) for part in (rows, rows[:1]))
+        trained = fine_tune(model, tokenizer, tokens, checks, config, RunContext(tmp_path / "work"))
     assert trained.metrics["dropped_over_long"] == 2 and trained.metrics["train_rows"] == 3
     assert f"2 of 5 demonstrations are longer than {SHAPE.max_positions} tokens" in caplog.text

@@ -20,7 +20,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparison import compare, compare_outcomes, outcomes
 from rlhf_core.evaluation.drift import Drift
 from rlhf_core.evaluation.judges.pairwise import PairwiseJudgement, PairwiseJudgements
-from rlhf_core.evaluation.opponents.judging import judge_opponents
+from rlhf_core.evaluation.opponents.judging import score_opponents
 from rlhf_core.evaluation.opponents.replies import Opponent, read_opponent
 from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.reply import Reply
@@ -118,7 +118,8 @@ def test_both_models_meet_it_on_the_prompts_that_it_has() -> None:
     gold = compare([4.0, 2.0, 1.0], [1.0, 2.0, 3.0], 0.5, 50)
     evaluation = Evaluation(asked, [], sft, policy, {"gold": gold}, replies_per_prompt=2)
     opponent = Opponent("other", [Reply("bb", True), None, Reply("bb", True)], 5)
-    (judged,) = judge_opponents([opponent], evaluation, [Longer()], Undecided())
+    (scored,) = score_opponents([opponent], evaluation, [Longer()])
+    judged = scored.judged_by(Undecided())
     metrics = judged.metrics(["harmless", "helpful", "harmless"], 50, 1)
     assert (metrics["prompts"], metrics["missing"], metrics["unused"], metrics["gold"]) == (2, 1, 5, 2.0)
     assert metrics["policy"]["comparison"]["gold"]["win_rate"] == 0.5, "4 against 2, and 1 against 2"
@@ -136,7 +137,7 @@ def test_without_opponents_no_judge_is_loaded() -> None:
         raise AssertionError("a judge was loaded")
         yield
 
-    assert judge_opponents([], Evaluation([], [], model(), model(), {}), never(), None) == []
+    assert score_opponents([], Evaluation([], [], model(), model(), {}), never()) == []
 
 
 def test_the_stage_judges_opponents_and_groups_for_gates(tmp_path: Path, models: Path) -> None:

@@ -1,0 +1,93 @@
+"""The evaluate stage on two ranks: the numbers and the replies of one process, whatever is measured."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.config.loading import yaml_text
+from rlhf_core.config.loading.load import check_params
+from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table, write_rows
+from rlhf_core.errors import ConfigError
+from rlhf_core.stages.runtime.runner import run_stage
+
+PARAMS = """
+seed: 3
+evaluate:
+  prompts: 11
+  replies_per_prompt: 2
+  best_of_n: 2
+  kl_samples: 7
+  batch_size: 3
+  max_new_tokens: 6
+  bootstrap: 50
+  sampling: {max_new_tokens: 6}
+  multiple_choice: {files: [things_val.csv]}
+  opponents: [{name: other, path: other.jsonl}]
+"""
+TWO = "compute: {launch: {evaluate: {processes: 2}}}\n"
+QUESTIONS = (
+    "id,question,A,B,C,D,answer\n0,is it red?,yes,no,it is,not,A\n1,is the boat big?,a,b,c,d,C\n2,why?,e,f,g,h,B\n"
+)
+
+
+def numbers(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from numbers(value, f"{path}{name}.")
+        elif isinstance(value, int | float):
+            yield f"{path}{name}", value
+
+
+def evaluated(root: Path, models: Path, prompts: list[Prompt], params: str) -> tuple[dict[str, float], list[Any]]:
+    """Metrics and compared rows of the stage in a workspace with ``params``."""
+    shutil.copytree(models, root / "models")
+    pairs = [
+        Preference(
+            str(i), [Message("user", f"is it {'very ' * i}red?")], f"yes{' so' * (i % 3)}.", "no", None, "", "", ""
+        )
+        for i in range(6)
+    ]
+    write_rows(root / "data/clean/prompts/test.parquet", prompts)
+    write_rows(root / "data/clean/preferences/test.parquet", pairs)
+    texts = [PretrainText(str(i), f"the boat {i} is red{' and green' * i}.", "", "", "") for i in range(5)]
+    write_rows(root / "data/clean/pretrain/validation.parquet", texts)
+    (root / "things_val.csv").write_text(QUESTIONS)
+    lines = [{"prompt": row.prompt[-1].content, "reply": "it is so"} for row in prompts]
+    (root / "other.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (root / "params.yaml").write_text(params)
+    run_stage("evaluate", root)
+    metrics = dict(numbers(json.loads((root / "metrics/evaluation.json").read_text())))
+    return metrics, read_table(root / "samples/comparisons.parquet").to_pylist()
+
+
+def test_two_ranks_evaluate_as_one_process_does(
+    tmp_path: Path, models: Path, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_TRACKING", "off")
+    one, rows = evaluated(tmp_path / "one", models, prompts, PARAMS)
+    two, rows_of_two = evaluated(tmp_path / "two", models, prompts, PARAMS + TWO)
+    assert two == pytest.approx(one, rel=1e-5, abs=1e-6)
+    assert {"best_of_n.comparison.gold.win_rate", "opponents.other.prompts", "policy.multiple_choice.accuracy"} <= set(
+        one
+    )
+    assert [len(rows), len(rows_of_two)] == [2 * min(11, len(prompts))] * 2
+    for row, other in zip(rows, rows_of_two, strict=True):
+        assert {name: value for name, value in row.items() if not isinstance(value, float)} == {
+            name: value for name, value in other.items() if not isinstance(value, float)
+        }, "the same replies"
+    assert not (tmp_path / "two/.rlhf/ranks").exists() or not list((tmp_path / "two/.rlhf/ranks").iterdir())
+
+
+@pytest.mark.parametrize("setting", ["engine: deepspeed", "frozen: offload", "gradient_checkpointing: true"])
+def test_what_is_about_training_is_refused(setting: str) -> None:
+    name = setting.split(":")[0]
+    with pytest.raises(ConfigError, match=rf"launch.evaluate.{name} is about training, and evaluate trains nothing"):
+        check_params(
+            yaml_text.parse(f"compute: {{launch: {{evaluate: {{processes: 2, {setting}}}}}}}\n", "params.yaml")
+        )
