@@ -132,14 +132,29 @@ def gather_items(items: Sequence[Any]) -> list[Any]:
     return [lists[i % world_size()][i // world_size()] for i in range(sum(map(len, lists)))]
 
 
-def _from(source: int, value: Any) -> Any:
+def _from(source: int, value: Any, group: dist.ProcessGroup | None = None) -> Any:
     content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     length = torch.tensor([content.numel()])
-    dist.broadcast(length, source)
+    dist.broadcast(length, source, group)
     if rank() != source:
         content = torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(content, source)
+    dist.broadcast(content, source, group)
     return json.loads(content.numpy().tobytes())
+
+
+def background_group() -> dist.ProcessGroup | None:
+    """A group of all ranks for another thread, whose collectives may run beside those of the main thread.
+
+    Every rank must call it. It lives as long as the process group; None with one process.
+    """
+    return dist.new_group(backend="gloo", timeout=TIMEOUT) if world_size() > 1 else None
+
+
+def every_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the JSON values of all ranks in their order, on every rank."""
+    if world_size() == 1:
+        return [value]
+    return [_from(source, value, group) for source in range(world_size())]
 
 
 def broadcast_tensors_from_rank0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
