@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_core import distributed
-from rlhf_core.files import atomic_dir
+from rlhf_core.files import atomic_dir, fsync_path
 from rlhf_core.ppo.rollback_journal import Rollback, RollbackJournal
 from rlhf_core.training.checkpoints import checkpoint
 from rlhf_core.training.checkpoints.manager import CheckpointManager
@@ -159,7 +159,9 @@ def save_best(folder: Path, iteration: int, weights: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
     with atomic_dir(folder / _best_name(iteration)) as building:
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, building / "weights.safetensors")
+        path = building / "weights.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
+        fsync_path(path)
 
 
 def load_best(folder: Path, iteration: int) -> dict[str, Tensor]:

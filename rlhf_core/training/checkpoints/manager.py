@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 from rlhf_core import distributed
 from rlhf_core.errors import CheckpointError, RlhfError
-from rlhf_core.files import sha256_file
+from rlhf_core.files import fsync_path, sha256_file
 from rlhf_core.training.checkpoints import checkpoint
 from rlhf_core.training.checkpoints.background_writer import BackgroundWriter
 from rlhf_core.training.checkpoints.checkpoint import BUILDING, MANIFEST, META, Checkpoint
@@ -32,7 +32,7 @@ from rlhf_core.training.checkpoints.store import CheckpointStore
 
 logger = logging.getLogger(__name__)
 
-INTERRUPT_SECONDS = 10.0  # how long an interrupted run waits for the checkpoint that is being written
+INTERRUPT_SECONDS = 30.0  # how long an interrupted run waits for the checkpoint that is being written
 
 
 @dataclass
@@ -46,6 +46,7 @@ class PendingCheckpoint:
         lines: Files that must be on the disk before the checkpoint is, since it relies on them.
         later: Steps whose checkpoints are deleted before this one counts: they are of an abandoned run.
         outdated: Steps whose checkpoints are deleted after it.
+        attached: Must have succeeded before the checkpoint counts.
         result: Done when the checkpoint is on the disk.
     """
 
@@ -56,6 +57,7 @@ class PendingCheckpoint:
     lines: Sequence[Path]
     later: list[int]
     outdated: list[int]
+    attached: Future[None] | None = None
     result: Future[None] = field(default_factory=Future)
 
 
@@ -84,6 +86,7 @@ class CheckpointManager:
         self._copies = HostCopies()
         self._group: Any = None
         self._pending: PendingCheckpoint | None = None
+        self._attached: Future[None] | None = None
 
     def _prepare(self) -> None:
         try:
@@ -102,8 +105,8 @@ class CheckpointManager:
         missing = [rank for rank, seen in enumerate(distributed.every_rank(self.directory.is_dir())) if not seen]
         if missing:
             raise CheckpointError(
-                f"rank {missing[0]} does not see the folder of checkpoints {self.directory}, where every rank writes its "
-                "part: put the workspace into a folder that all machines share under the same path"
+                f"rank {missing[0]} does not see the folder of checkpoints {self.directory}, where every rank writes "
+                "its part: put the workspace into a folder that all machines share under the same path"
             )
 
     def save(
@@ -147,9 +150,28 @@ class CheckpointManager:
             lines,
             [number for number in saved if number >= step],
             outdated + [number for number in earlier if number in spare],
+            self._attached,
         )
+        self._attached = None
         pending = self._pending
         pending.result = self.writer.submit(lambda: self._write(pending))
+
+    def attach(self, job: Callable[[], None]) -> None:
+        """Run ``job`` in the background: it writes files that the next checkpoint relies on.
+
+        It waits for the one before. If a job fails, so does the next checkpoint. It is not run if the checkpoint before
+        it could not be written: what it deletes may be needed by an older one.
+        """
+        if self._attached is not None:
+            wait([self._attached])
+            self._attached.result()
+        before = self._pending
+
+        def run() -> None:
+            if before is None or before.result.exception() is None:
+                job()
+
+        self._attached = self.writer.submit(run)
 
     def metas(self) -> dict[int, dict[str, Any]]:
         """``meta`` of every checkpoint by step, as if the one that is being written were complete; rank 0's."""
@@ -202,13 +224,14 @@ class CheckpointManager:
     ) -> None:
         if error is None:
             self.finish()
-        elif self._pending is not None:
-            # Other ranks may be gone: no collective operation.
-            pending, self._pending = self._pending, None
-            wait([pending.result], None if isinstance(error, Exception) else INTERRUPT_SECONDS)
-            failure = pending.result.exception() if pending.result.done() else None
-            if failure is not None:
-                logger.warning("%s", failure)
+            return
+        # Other ranks may be gone: no collective operation.
+        jobs = [self._pending.result] if self._pending is not None else []
+        jobs += [self._attached] if self._attached is not None else []
+        self._pending = self._attached = None
+        for job in wait(jobs, None if isinstance(error, Exception) else INTERRUPT_SECONDS).done:
+            if job.exception() is not None:
+                logger.warning("%s", job.exception())
 
     def _write(self, pending: PendingCheckpoint) -> None:
         """Write this rank's file and, on rank 0, complete the checkpoint; in the background thread."""
@@ -218,8 +241,10 @@ class CheckpointManager:
         try:
             building.mkdir(exist_ok=True)
             write_pieces(building / name, pending.pieces)
-            _flush(building / name)
+            fsync_path(building / name)
             digest = sha256_file(building / name)
+            if pending.attached is not None:
+                pending.attached.result()
         except Exception as error:
             failure, cause = _reason(error), error
         written = distributed.every_rank([name, digest, failure], self._group)
@@ -238,15 +263,15 @@ class CheckpointManager:
 
     def _complete(self, pending: PendingCheckpoint, building: Path, digests: dict[str, str]) -> None:
         for path in pending.lines:
-            _flush(path)
+            fsync_path(path)
         _write_text(building / META, pending.meta)
         manifest = digests | {META: sha256_file(building / META)}
         _write_text(building / MANIFEST, json.dumps(manifest))
-        _flush(building)
+        fsync_path(building)
         for step in pending.later:
             checkpoint.drop(self.directory, step)
         os.replace(building, checkpoint.folder_of(self.directory, pending.step))
-        _flush(self.directory)
+        fsync_path(self.directory)
         for step in pending.outdated:
             shutil.rmtree(checkpoint.folder_of(self.directory, step), ignore_errors=True)
 
@@ -270,12 +295,4 @@ def _reason(error: Exception) -> str:
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
-    _flush(path)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync_path(path)

@@ -22,8 +22,8 @@ from torch import Tensor
 from rlhf_core import distributed
 from rlhf_core.errors import CheckpointError
 
-# The first is torch.distributed.checkpoint._hf_utils.CUSTOM_METADATA_KEY.
-OFFSETS, SHAPES = "DCP_SHARDING_INFO", "shapes"
+# torch.distributed.checkpoint._hf_utils.CUSTOM_METADATA_KEY. More than one key would be written in random order.
+HEADER = "DCP_SHARDING_INFO"
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,11 @@ def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> None:
     Raises:
         SafetensorError: It cannot be written.
     """
-    offsets = {
-        name: {"saved_offsets": [0] * len(piece.shape) if piece.is_whole else [piece.start]}
+    header = {
+        name: {"saved_offsets": [0] * len(piece.shape) if piece.is_whole else [piece.start], "shape": piece.shape}
         for name, piece in pieces.items()
     }
-    shapes = {name: piece.shape for name, piece in pieces.items() if not piece.is_whole}
-    metadata = {"format": "pt", OFFSETS: json.dumps(offsets), SHAPES: json.dumps(shapes)}
-    save_file({name: piece.values for name, piece in pieces.items()}, path, metadata)
+    save_file({name: piece.values for name, piece in pieces.items()}, path, {HEADER: json.dumps(header)})
 
 
 @dataclass(frozen=True)
@@ -106,15 +104,14 @@ class SavedTensors:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._pieces: dict[str, list[_StoredPiece]] = {}
         for path, file in self._files.items():
-            header = file.metadata() or {}
-            offsets, shapes = (json.loads(header.get(key, "{}")) for key in (OFFSETS, SHAPES))
+            header = json.loads((file.metadata() or {}).get(HEADER, "{}"))
             names: list[str] = file.keys()
             for name in names:
                 stored = tuple(file.get_slice(name).get_shape())
-                is_whole = name not in shapes
-                start = 0 if is_whole else int(offsets[name]["saved_offsets"][0])
-                piece = _StoredPiece(path, start, start + math.prod(stored), is_whole)
-                self._shapes[name] = stored if is_whole else tuple(shapes[name])
+                shape = tuple(header[name]["shape"]) if name in header else stored
+                start = 0 if shape == stored else int(header[name]["saved_offsets"][0])
+                piece = _StoredPiece(path, start, start + math.prod(stored), shape == stored)
+                self._shapes[name] = shape
                 self._pieces.setdefault(name, []).append(piece)
 
     def under(self, prefix: str) -> SavedTensors:

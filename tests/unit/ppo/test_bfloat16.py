@@ -67,6 +67,7 @@ def test_a_resumed_bfloat16_run_is_the_uninterrupted_one(tmp_path: Path) -> None
     first = make_trainer(in_bfloat16(), config, tmp_path / "parts")
     for _ in range(2):
         first.iterate()
+    first.checkpoints.manager.finish()
     second = make_trainer(in_bfloat16(), config, tmp_path / "parts")
     second.run()
     for name, engine in whole.learner.pair.engines.items():

@@ -40,8 +40,8 @@ MOMENTS: dict[str, Callable[[], None]] = {
     # A checkpoint writes its meta and its manifest. It flushes five times: the state, these two, its folder, and the
     # folder around it once it has its name there.
     "before-the-manifest": dying(manager, "_write_text", 4, after=False),
-    "before-it-has-its-name": dying(manager, "_flush", 9, after=False),
-    "when-it-has-its-name": dying(manager, "_flush", 10, after=False),
+    "before-it-has-its-name": dying(manager, "fsync_path", 9, after=False),
+    "when-it-has-its-name": dying(manager, "fsync_path", 10, after=False),
     # Two are kept: the third checkpoint is the first after which one goes.
     "before-the-old-one-goes": dying(manager.shutil, "rmtree", 1, after=False),
 }
