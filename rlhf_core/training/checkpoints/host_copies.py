@@ -12,26 +12,25 @@ from rlhf_core.training.checkpoints.pieces import Piece
 
 
 class HostCopies:
-    """Buffers that are filled again for every checkpoint: fresh memory would take several times as long to fill.
+    """Makes the copies. GPU tensors go to pinned buffers, which are kept and filled again for every checkpoint.
 
-    Those of GPU tensors are pinned.
+    Those of CPU tensors are new every time: to keep them would take memory that the training itself may need.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-        """Copy all pieces. The copies of an earlier call become invalid."""
+        """Copy all pieces. The copies of GPU tensors are valid until the next call."""
         copies = {name: replace(piece, values=self._copied(name, piece.values)) for name, piece in pieces.items()}
-        for name in self._buffers.keys() - pieces.keys():
-            del self._buffers[name]
-        if any(piece.values.is_cuda for piece in pieces.values()):
+        if self._buffers:
             torch.cuda.current_stream().synchronize()
         return copies
 
     def _copied(self, name: str, values: Tensor) -> Tensor:
+        if not values.is_cuda:
+            return values.clone(memory_format=torch.contiguous_format)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
-            buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-            self._buffers[name] = buffer
+            buffer = self._buffers[name] = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         return buffer.copy_(values, non_blocking=True)

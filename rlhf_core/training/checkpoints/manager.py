@@ -241,6 +241,7 @@ class CheckpointManager:
         try:
             building.mkdir(exist_ok=True)
             write_pieces(building / name, pending.pieces)
+            pending.pieces = {}  # frees the copies
             fsync_path(building / name)
             digest = sha256_file(building / name)
             if pending.attached is not None:
