@@ -20,6 +20,7 @@ from torch import Tensor
 
 # A rank waits this long for another that evaluates or saves; the launcher notices dead ranks within seconds.
 TIMEOUT = timedelta(minutes=60)
+BUCKET_BYTES = 25_000_000
 
 
 def active() -> bool:
@@ -89,6 +90,30 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
+
+
+def all_reduce_sums(tensors: Sequence[Tensor]) -> None:
+    """Sum every tensor over all ranks, in place: in flat buckets of 25 MB, a collective operation for each.
+
+    Ranks must agree on shapes and order.
+    """
+    if world_size() == 1:
+        return
+    bucket: list[Tensor] = []
+    for position, tensor in enumerate(tensors):
+        bucket.append(tensor)
+        following = tensors[position + 1] if position + 1 < len(tensors) else None
+        full = sum(each.nbytes for each in bucket) >= BUCKET_BYTES
+        if full or following is None or (following.dtype, following.device) != (tensor.dtype, tensor.device):
+            _sum_bucket(bucket)
+            bucket = []
+
+
+def _sum_bucket(bucket: Sequence[Tensor]) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    dist.all_reduce(flat)
+    parts = flat.split([tensor.numel() for tensor in bucket])
+    torch._foreach_copy_(list(bucket), [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
 
 
 def reduce_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

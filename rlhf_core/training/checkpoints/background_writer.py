@@ -1,42 +1,42 @@
-"""One thread that writes files while the main thread trains."""
+"""A thread that writes files while the main thread trains."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
-
-NICENESS = 10  # added to the process's own: training goes first where cores are short
 
 
 class BackgroundWriter:
-    """Runs jobs one after another, in the order in which they were submitted, in a thread of its own.
+    """Runs jobs one after another, in the order in which they were submitted, beside the calling thread.
 
-    The thread is started with the first job and ends with the process: whoever needs a job done waits for its future.
+    The thread lives as long as there are jobs. It does not keep the process alive: whoever needs a job done waits for
+    its future.
     """
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._jobs: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._running = False
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
         """Run ``job`` after those before it; its error becomes that of the future."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
-            self._thread.start()
         future: Future[None] = Future()
-        self._jobs.put((job, future))
+        with self._lock:
+            self._jobs.append((job, future))
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name="checkpoint-writer", daemon=True).start()
         return future
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # threads have a priority of their own on Linux alone
-            thread = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
         while True:
-            job, future = self._jobs.get()
+            with self._lock:
+                if not self._jobs:
+                    self._running = False
+                    return
+                job, future = self._jobs.popleft()
             try:
                 job()
             except BaseException as error:

@@ -126,8 +126,10 @@ class DeepSpeedEngine(StepCount):
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss`` (a scalar). If the loss is not finite, this step is skipped."""
-        # Every rank makes every pass, so a non-finite loss is passed on as NaN, which DeepSpeed's own check finds.
-        scale = distributed.world_size() if math.isfinite(float(loss.detach())) else math.nan
+        # Every rank makes every pass, so a non-finite loss is passed on as NaN, which DeepSpeed's own check finds. The
+        # device decides, so that nothing waits for it before the step.
+        finite = loss.detach().isfinite()
+        scale = torch.where(finite, float(distributed.world_size()), math.nan).to(loss.dtype)
         self.ds.backward(loss * scale)
         self.pending = True
 

@@ -55,6 +55,7 @@ class LocalEngine(StepCount):
         self.optimizer = build(model, config)
         self.masters = MasterWeights(model, self.optimizer)
         self.parameters = [self.masters.of(p) for p in model.parameters() if p.requires_grad]
+        self.losses: list[Tensor] = []  # of the passes since the last step
         self.skip_reason: str | None = None
         self.grads_reduced = False
 
@@ -65,19 +66,19 @@ class LocalEngine(StepCount):
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss`` (a scalar). If the loss is not finite, this step is skipped."""
-        if not math.isfinite(value := float(loss.detach())):
-            self.skip_reason = f"loss {value}"
-        elif self.skip_reason is None:
-            loss.backward()
+        loss.backward()
+        self.losses.append(loss.detach())
 
     def grad_norm(self) -> float:
         """Global gradient norm (L2 over all parameters); NaN when a loss of this step was not finite on any rank."""
+        # The device is waited for here, once a step, and not at every pass.
+        losses = torch.stack(self.losses).tolist() if self.losses else []
+        self.skip_reason = next((f"loss {loss}" for loss in losses if not math.isfinite(loss)), None)
         if distributed.any_rank(self.skip_reason is not None):
             return math.nan
         gradients = self._gradients()
         if not self.grads_reduced:
-            for gradient in gradients:
-                distributed.all_reduce_sum(gradient)
+            distributed.all_reduce_sums(gradients)
             self.grads_reduced = True
         return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
@@ -100,7 +101,7 @@ class LocalEngine(StepCount):
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        self.skip_reason, self.grads_reduced = None, False
+        self.losses, self.skip_reason, self.grads_reduced = [], None, False
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
