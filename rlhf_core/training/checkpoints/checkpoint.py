@@ -111,7 +111,7 @@ def load_latest(directory: Path) -> Checkpoint | None:
     for step in reversed(distributed.broadcast_from_rank0(saved_steps(directory))):
         path = folder_of(directory, step)
         try:
-            return _verified(path)
+            return verified(path)
         except CheckpointError as error:
             problems.append(str(error))
             if distributed.is_rank_zero():
@@ -124,8 +124,8 @@ def load_latest(directory: Path) -> Checkpoint | None:
     return None
 
 
-def _verified(path: Path) -> Checkpoint:
-    """Read a checkpoint that all ranks find sound; ``CheckpointError`` on every rank if one does not."""
+def verified(path: Path) -> Checkpoint:
+    """Read the checkpoint in folder ``path`` if all ranks find it sound; else ``CheckpointError`` on every rank."""
     manifest: dict[str, str] = {}
     content: Any = None
     problem = None

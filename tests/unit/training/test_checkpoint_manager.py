@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from rlhf_core import distributed
 from rlhf_core.errors import CheckpointError
+from rlhf_core.training.checkpoints import consolidate
 from rlhf_core.training.checkpoints import manager as module
 from rlhf_core.training.checkpoints.checkpoint import load_latest
 from rlhf_core.training.checkpoints.manager import CheckpointManager
@@ -227,6 +228,17 @@ def test_each_of_two_ranks_writes_half_and_one_process_reads_all(two: Path) -> N
     saved = load_latest(two / "sound")
     assert saved is not None and saved.step == 3
     assert all(torch.equal(saved.tensors.whole(name), tensor + 3) for name, tensor in TENSORS.items())
+
+
+def test_a_checkpoint_can_be_put_into_one_file(two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "whole.safetensors"
+    assert consolidate.main([str(two / "sound/step-000003"), str(target)]) == 0
+    whole = load_file(target)
+    assert whole.keys() == TENSORS.keys()
+    assert all(torch.equal(whole[name], tensor + 3) for name, tensor in TENSORS.items())
+    assert names(tmp_path) == ["whole.safetensors"]
+    assert consolidate.main([str(two), str(target)]) == 2
+    assert "manifest.json" in capsys.readouterr().err
 
 
 def test_torch_reads_the_files_too(two: Path) -> None:
