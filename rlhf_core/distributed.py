@@ -20,6 +20,7 @@ from torch import Tensor
 
 # A rank waits this long for another that evaluates or saves; the launcher notices dead ranks within seconds.
 TIMEOUT = timedelta(minutes=60)
+BUCKET_BYTES = 25_000_000
 
 
 def active() -> bool:
@@ -91,6 +92,30 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def all_reduce_sums(tensors: Sequence[Tensor]) -> None:
+    """Sum every tensor over all ranks, in place: in flat buckets of 25 MB, a collective operation for each.
+
+    Ranks must agree on shapes and order.
+    """
+    if world_size() == 1:
+        return
+    bucket: list[Tensor] = []
+    for position, tensor in enumerate(tensors):
+        bucket.append(tensor)
+        following = tensors[position + 1] if position + 1 < len(tensors) else None
+        full = sum(each.nbytes for each in bucket) >= BUCKET_BYTES
+        if full or following is None or (following.dtype, following.device) != (tensor.dtype, tensor.device):
+            _sum_bucket(bucket)
+            bucket = []
+
+
+def _sum_bucket(bucket: Sequence[Tensor]) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    dist.all_reduce(flat)
+    parts = flat.split([tensor.numel() for tensor in bucket])
+    torch._foreach_copy_(list(bucket), [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
+
+
 def reduce_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Sum every metric over all ranks; names that end in ``_max`` take the maximum, NaN if a rank has it.
 
@@ -132,14 +157,29 @@ def gather_items(items: Sequence[Any]) -> list[Any]:
     return [lists[i % world_size()][i // world_size()] for i in range(sum(map(len, lists)))]
 
 
-def _from(source: int, value: Any) -> Any:
+def _from(source: int, value: Any, group: dist.ProcessGroup | None = None) -> Any:
     content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     length = torch.tensor([content.numel()])
-    dist.broadcast(length, source)
+    dist.broadcast(length, source, group)
     if rank() != source:
         content = torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(content, source)
+    dist.broadcast(content, source, group)
     return json.loads(content.numpy().tobytes())
+
+
+def background_group() -> dist.ProcessGroup | None:
+    """A group of all ranks for another thread, whose collectives may run beside those of the main thread.
+
+    Every rank must call it. It lives as long as the process group; None with one process.
+    """
+    return dist.new_group(backend="gloo", timeout=TIMEOUT) if world_size() > 1 else None
+
+
+def every_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the JSON values of all ranks in their order, on every rank."""
+    if world_size() == 1:
+        return [value]
+    return [_from(source, value, group) for source in range(world_size())]
 
 
 def broadcast_tensors_from_rank0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -129,6 +129,15 @@ class LockFile:
         return True
 
 
+def fsync_path(path: Path) -> None:
+    """Bring a file's content, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def sha256_file(path: Path) -> str:
     """Hex digest of a file's content."""
     with open(path, "rb") as stream:

@@ -26,6 +26,7 @@ from rlhf_core.progress import progress
 from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.local import LocalSampler
 from rlhf_core.sampling.sampler import Sampler
+from rlhf_core.training.checkpoints.manager import CheckpointManager
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
@@ -96,12 +97,11 @@ class CriticTrainer:
         self.stop_rule = StopRule(config.explained_variance, config.patience, config.plateau)
         self.history = JsonLines(self.context.work / "history.jsonl")
         self.checkpoints = RunCheckpoints(
-            self.context.work / "checkpoints",
+            CheckpointManager(self.context.work / "checkpoints", self.context.store),
             self.pair.engines,
             {"history": self.history},
             RollbackJournal(self.context.work / "rollbacks.json"),  # always empty: no rule watches this run
             config.checkpoint.keep,
-            self.context.store,
         )
         self.done, self.stopped, self.explained_variance = 0, "", 0.0
 
@@ -113,10 +113,11 @@ class CriticTrainer:
 
         Raises:
             Preempted: SIGTERM came; the rollout was finished and the state saved.
+            CheckpointError: A checkpoint could not be written.
         """
         self.restore()
-        total, preemption = self.config.max_rollouts, self.context.preemption
-        with progress(total, "critic") as bar, preemption.deferred():
+        total, preemption, manager = self.config.max_rollouts, self.context.preemption, self.checkpoints.manager
+        with manager, progress(total, "critic") as bar, preemption.deferred():
             if self.done:
                 bar.advance(self.done)
             while not (preempted := preemption.requested()) and not self.stopped and self.done < total:
@@ -124,9 +125,11 @@ class CriticTrainer:
                 bar.advance(1, explained_variance=self.explained_variance, value_loss=row["value_loss"])
                 if self.done % self.config.checkpoint.every == 0 or self.stopped:
                     self.save()
+                manager.check()
             if preempted:
                 if self.done and not self.checkpoints.holds(self.done):
                     self.save(extra=True)
+                manager.finish()
                 preemption.raise_preempted(f"critic made rollout {self.done} of {total}", saved=self.done > 0)
         return {
             "rollouts": self.done,

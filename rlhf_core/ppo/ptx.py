@@ -101,15 +101,15 @@ def accumulate_ptx_gradient(
     batch = sorted(data.batch(step), key=lambda pair: len(pair[0]) + len(pair[1]))
     # The first token of a plain text has nothing before it to be predicted from.
     total = sum(len(target) - (not context) for context, target in batch)
-    loss_sum = 0.0
+    losses: list[torch.Tensor] = []
     size = micro_batch_size or len(batch)
     for rows, counts in passes(list(range(len(batch))), size):
         pairs = [batch[row] for row in rows]
         loss_of_part = engine.forward(partial(ptx_loss_sum, model, pairs, data.pad_id, logits_bytes))
         loss = counts * loss_of_part / max(total, 1)
         engine.backward(weight * loss)
-        loss_sum += float(loss.detach())
-    return distributed.reduce_metrics({"loss": loss_sum})["loss"]
+        losses.append(loss.detach())
+    return distributed.reduce_metrics({"loss": sum(torch.stack(losses).tolist())})["loss"]
 
 
 def ptx_loss_sum(

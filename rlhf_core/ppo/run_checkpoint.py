@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -14,11 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_core import distributed
-from rlhf_core.files import atomic_dir
-from rlhf_core.ppo.rollback_journal import RollbackJournal
+from rlhf_core.files import atomic_dir, fsync_path
+from rlhf_core.ppo.rollback_journal import Rollback, RollbackJournal
 from rlhf_core.training.checkpoints import checkpoint
-from rlhf_core.training.checkpoints.store import CheckpointStore
-from rlhf_core.training.engine import Engine, EngineState
+from rlhf_core.training.checkpoints.manager import CheckpointManager
+from rlhf_core.training.checkpoints.pieces import Piece
+from rlhf_core.training.engine import Engine
 from rlhf_core.training.rng import rng_state, set_rng_state
 
 
@@ -45,11 +45,6 @@ class JsonLines:
         with self.path.open("r+b") as stream:
             stream.truncate(min(size, self.size))
 
-    def flush(self) -> None:
-        """Bring the file to the disk, before a checkpoint relies on it."""
-        with self.path.open("rb") as stream:
-            os.fsync(stream.fileno())
-
     def rows(self) -> list[dict[str, Any]]:
         """Read all rows."""
         return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
@@ -71,37 +66,35 @@ class RunCheckpoints:
     """The checkpoints of one run, and what they restore.
 
     Attributes:
-        directory: Where they are written.
+        manager: Writes and reads them.
         engines: The engines of the run by name.
         lines: Its line files by name.
         journal: Its rollbacks.
         keep: How many of the newest checkpoints are kept.
-        store: Receives a copy of the partial state after every checkpoint.
         keep_from: From which iteration on older ones are kept too, for a coming rollback.
     """
 
-    directory: Path
+    manager: CheckpointManager
     engines: Mapping[str, Engine]
     lines: Mapping[str, JsonLines]
     journal: RollbackJournal
     keep: int
-    store: CheckpointStore | None = None
     keep_from: int | None = None
 
     def save(self, iteration: int, meta: Mapping[str, Any], extra: bool = False) -> None:
-        """Write a checkpoint after ``iteration`` iterations: engines, generators, line offsets and ``meta`` (JSON).
+        """Save the state after ``iteration`` iterations: engines, generators, line offsets and ``meta`` (JSON).
 
-        An ``extra`` one, of a run that is preempted between two regular ones, takes no place of theirs and goes with
-        the next of them: what there is to roll back to must not depend on when a run was interrupted.
+        It is written in the background; see ``CheckpointManager.save``. An ``extra`` one, of a run that is preempted
+        between two regular ones, takes no place of theirs and goes with the next of them: what there is to roll back to
+        must not depend on when a run was interrupted.
         """
         tensors, generators = rng_state()
+        pieces = {name: Piece.whole(t) for name, t in tensors.items()} if distributed.is_rank_zero() else {}
         engines: dict[str, Any] = {}
         for name, engine in self.engines.items():
             state = engine.state()
             engines[name] = state.meta
-            tensors |= {f"{name}/{key}": tensor for key, tensor in state.tensors.items()}
-        for lines in self.lines.values():
-            lines.flush()
+            pieces |= {f"{name}/{key}": piece for key, piece in state.pieces.items()}
         content = {
             "run": dict(meta),
             "rng": generators,
@@ -110,18 +103,24 @@ class RunCheckpoints:
             "rollbacks": len(self.journal),
             "extra": extra,
         }
-        earlier = checkpoint.saved_metas(self.directory)
+        earlier = self.manager.metas()
         spare = {step for step, meta in earlier.items() if meta["extra"] and not extra}
         keep = len(earlier) + 1 if extra else self.keep
-        checkpoint.save(self.directory, iteration, tensors, content, keep, self.keep_from, spare, self.store)
+        paths = [lines.path for lines in self.lines.values()]
+        self.manager.save(iteration, pieces, content, keep, self.keep_from, spare, paths)
 
     def metas(self) -> dict[int, dict[str, Any]]:
-        """``meta`` of every readable regular checkpoint by its iteration. The first rank's folder counts."""
-        return {step: content["run"] for step, content in self._contents().items() if not content["extra"]}
+        """``meta`` of every readable regular checkpoint by its iteration, the one that is being written included."""
+        return {step: content["run"] for step, content in self.manager.metas().items() if not content["extra"]}
 
     def holds(self, iteration: int) -> bool:
         """Whether there is a checkpoint of ``iteration``, regular or extra."""
-        return iteration in self._contents()
+        return iteration in self.manager.metas()
+
+    def roll_back(self, entry: Rollback) -> None:
+        """Decide a rollback, once the checkpoint that it may go back to is on the disk."""
+        self.manager.finish()
+        self.journal.add(entry)
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
         """Restore the newest sound checkpoint that no rollback has abandoned.
@@ -130,20 +129,19 @@ class RunCheckpoints:
             Its iteration and ``meta``; None for a fresh start, which clears what a run left that ended before its first
             checkpoint.
         """
+        self.manager.finish()
         self._drop_abandoned()
-        newest = checkpoint.load_latest(self.directory)
+        newest = self.manager.load_latest()
         for name, lines in self.lines.items():
             lines.truncate(int(newest.meta["lines"][name]) if newest else 0)
         if newest is None:
             self.journal.clear()
             return None
         for name, engine in self.engines.items():
-            prefix = f"{name}/"
-            tensors = {k.removeprefix(prefix): t for k, t in newest.tensors.items() if k.startswith(prefix)}
-            engine.load_state(EngineState(tensors, newest.meta["engines"][name]))
+            engine.load_state(newest.tensors.under(f"{name}/"), newest.meta["engines"][name])
             # Rates are those of all rollbacks so far, whichever of them the checkpoint has seen.
             engine.lr_factor = self.journal.factor("lr")
-        set_rng_state(newest.tensors, newest.meta["rng"])
+        set_rng_state(newest.tensors.all_under("rng."), newest.meta["rng"])
         return newest.step, newest.meta["run"] | {"rollbacks": newest.meta["rollbacks"]}
 
     def _drop_abandoned(self) -> None:
@@ -151,14 +149,9 @@ class RunCheckpoints:
         if not self.journal.entries:
             return
         target = self.journal.entries[-1].to_iteration
-        for iteration, content in self._contents().items():
+        for iteration, content in self.manager.metas().items():
             if iteration > target and content["rollbacks"] < len(self.journal) and distributed.is_rank_zero():
-                checkpoint.drop(self.directory, iteration)
-
-    def _contents(self) -> dict[int, dict[str, Any]]:
-        """What the first rank's checkpoints say beside tensors, by their iterations."""
-        saved = checkpoint.saved_metas(self.directory) if distributed.is_rank_zero() else {}
-        return dict(distributed.broadcast_from_rank0([[step, content] for step, content in saved.items()]))
+                checkpoint.drop(self.manager.directory, iteration)
 
 
 def save_best(folder: Path, iteration: int, weights: dict[str, Tensor]) -> None:
@@ -166,7 +159,9 @@ def save_best(folder: Path, iteration: int, weights: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
     with atomic_dir(folder / _best_name(iteration)) as building:
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, building / "weights.safetensors")
+        path = building / "weights.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path)
+        fsync_path(path)
 
 
 def load_best(folder: Path, iteration: int) -> dict[str, Tensor]:

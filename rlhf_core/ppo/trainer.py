@@ -28,6 +28,7 @@ from rlhf_core.progress import progress
 from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.local import LocalSampler
 from rlhf_core.sampling.sampler import Sampler
+from rlhf_core.training.checkpoints.manager import CheckpointManager
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
@@ -66,12 +67,11 @@ class Trainer:
         self.kl_controller = KlController(self.config.kl)
         self.history, self.samples = JsonLines(work / "history.jsonl"), JsonLines(work / "samples.jsonl")
         self.checkpoints = RunCheckpoints(
-            work / "checkpoints",
+            CheckpointManager(work / "checkpoints", self.context.store),
             self.learner.pair.engines,
             {"history": self.history, "samples": self.samples},
             RollbackJournal(work / "rollbacks.json"),
             self.config.checkpoint.keep,
-            self.context.store,
         )
         self.done = 0  # iterations
 
@@ -82,12 +82,13 @@ class Trainer:
             TrainingPaused: A callback stopped the run, or steps kept being non-finite; the last checkpoint before that
                 is kept, so that the same run pauses again at the same place.
             Preempted: SIGTERM came; the iteration was finished and the state saved.
+            CheckpointError: A checkpoint could not be written.
         """
         self.restore()
-        for callback in self.callbacks:
-            callback.on_start(self)
-        total, preemption = self.config.iterations, self.context.preemption
-        with progress(total, "ppo") as bar, preemption.deferred():
+        total, preemption, manager = self.config.iterations, self.context.preemption, self.checkpoints.manager
+        with manager, progress(total, "ppo") as bar, preemption.deferred():
+            for callback in self.callbacks:
+                callback.on_start(self)
             if self.done:
                 bar.advance(self.done)
             while not (preempted := preemption.requested()) and self.done < total:
@@ -95,10 +96,12 @@ class Trainer:
                 record = self.iterate()
                 labels = {"reward": "reward_mean", "kl": "kl", "length": "length"}
                 bar.advance(self.done - before, **{label: record.metrics[name] for label, name in labels.items()})
+                manager.check()
             if preempted:
                 # After a rollback the state is that of a checkpoint and the journal.
                 if self.done and not self.checkpoints.holds(self.done):
                     self.save(extra=True)
+                manager.finish()
                 preemption.raise_preempted(f"ppo made iteration {self.done} of {total}", saved=self.done > 0)
 
     def iterate(self) -> IterationRecord:

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rlhf_core import distributed
 from rlhf_core.config.model import CheckpointConfig
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.progress import Progress, progress
-from rlhf_core.training.checkpoints.checkpoint import load_latest, save
-from rlhf_core.training.engine import Engine, EngineState
+from rlhf_core.training.checkpoints.manager import CheckpointManager
+from rlhf_core.training.checkpoints.pieces import Piece
+from rlhf_core.training.engine import Engine
 from rlhf_core.training.history import CLOCK_FIELDS, Block, History
 from rlhf_core.training.rng import derive_seed, rng_state, seed_everything, set_rng_state
 from rlhf_core.training.run_context import RunContext
@@ -99,7 +101,7 @@ class Loop:
 
     def __init__(self, engine: Engine, task: Task, settings: LoopSettings, context: RunContext) -> None:
         self.engine, self.task, self.settings, self.context = engine, task, settings, context
-        self.checkpoints = context.work / "checkpoints"
+        self.checkpoints = CheckpointManager(context.work / "checkpoints", context.store)
         self.history = History(context.work / "history.jsonl")
         self.block = Block()
         self.done = self.tokens = 0
@@ -111,19 +113,26 @@ class Loop:
 
         Raises:
             TrainingPaused: Three steps in a row were not finite; the history is written.
+            CheckpointError: A checkpoint could not be written.
             Preempted: SIGTERM came; the step was finished and the state saved.
         """
         self._restore()
         if self.done == 0:
             self._record(self._evaluation())
         preemption = self.context.preemption
-        with progress(self.settings.steps, self.settings.name) as bar, preemption.deferred():
+        with (
+            self.checkpoints,
+            progress(self.settings.steps, self.settings.name) as bar,
+            preemption.deferred(),
+        ):
             bar.advance(self.done)
             while not (preempted := preemption.requested()) and self.done < self.settings.steps:
                 self._step(bar)
+                self.checkpoints.check()
             if preempted:
                 if self.done > self.saved:
                     self._save()
+                self.checkpoints.finish()
                 steps = f"{self.settings.name} made step {self.done} of {self.settings.steps}"
                 preemption.raise_preempted(steps, saved=self.done > 0)
         return LoopResult(self.history.records, self.tokens, self.seconds)
@@ -181,21 +190,21 @@ class Loop:
         random_tensors, random_meta = rng_state()
         meta = {"engine": state.meta, "rng": random_meta, "tokens": self.tokens, "seconds": self.seconds}
         meta["block"] = self.block.state()
-        tensors = {f"engine.{name}": tensor for name, tensor in state.tensors.items()} | random_tensors
-        keep = self.settings.checkpoint.keep
-        save(self.checkpoints, self.done, tensors, meta, keep, store=self.context.store)
+        pieces = {f"engine.{name}": piece for name, piece in state.pieces.items()}
+        if distributed.is_rank_zero():
+            pieces |= {name: Piece.whole(tensor) for name, tensor in random_tensors.items()}
+        self.checkpoints.save(self.done, pieces, meta, self.settings.checkpoint.keep)
         self.saved = self.done
 
     def _restore(self) -> None:
         """Continue from the newest sound checkpoint, or start from step 0."""
-        checkpoint = load_latest(self.checkpoints)
+        checkpoint = self.checkpoints.load_latest()
         self.history.resume_at(checkpoint.step if checkpoint else None)
         if checkpoint is None:
             seed_everything(derive_seed(self.settings.seed, self.settings.name, "process"))
             return
-        weights = {k.removeprefix("engine."): v for k, v in checkpoint.tensors.items() if k.startswith("engine.")}
-        self.engine.load_state(EngineState(weights, checkpoint.meta["engine"]))
-        set_rng_state(checkpoint.tensors, checkpoint.meta["rng"])
+        self.engine.load_state(checkpoint.tensors.under("engine."), checkpoint.meta["engine"])
+        set_rng_state(checkpoint.tensors.all_under("rng."), checkpoint.meta["rng"])
         self.done, self.tokens, self.seconds = (
             checkpoint.step,
             int(checkpoint.meta["tokens"]),

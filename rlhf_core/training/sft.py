@@ -55,12 +55,13 @@ class SftTask:
         """
         rows = self.batches.at(step)
         total = sum(len(self.train[row].reply) for row in rows)
-        loss = 0.0
+        losses: list[Tensor] = []
         for part, weight in passes(rows, self.micro):
             batch = self._batch(self.train, part)
             share = self.engine.forward(partial(reply_loss, self.model, batch, total, self.logits_bytes))
             self.engine.backward(weight * share)
-            loss += weight * float(share.detach())
+            losses.append(weight * share.detach())
+        loss = sum(torch.stack(losses).tolist())
         return StepReport(distributed.reduce_metrics({"loss": loss}), sum(self.train[row].length for row in rows))
 
     def evaluate(self) -> dict[str, float]:

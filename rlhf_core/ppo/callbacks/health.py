@@ -116,7 +116,7 @@ class HealthCallback(TrainerCallback):
         if distributed.is_rank_zero():
             logger.warning("ppo goes back from iteration %d to %d: %s", iteration, target, finding)
         trainer.context.tracker.log_metrics({"rollback_to": target}, step=iteration)
-        trainer.checkpoints.journal.add(Rollback(iteration, target, finding.as_dict(), rows, samples))
+        trainer.checkpoints.roll_back(Rollback(iteration, target, finding.as_dict(), rows, samples))
         trainer.restore()
 
 

@@ -59,12 +59,17 @@ class SelectionCallback(TrainerCallback):
         started, pair = time.perf_counter(), trainer.learner.pair
         with trainer.frozen.on_device(), pair.engines["policy"].gathered_parameters():
             result = self.selector.consider(record.iteration, pair.policy)
-        if result.keep:
-            save_best(self.folder, record.iteration, pair.policy_weights())
-            self.best = record.iteration
+        weights = pair.policy_weights() if result.keep else None
+        self.best = record.iteration if result.keep else self.best
         # A checkpoint that the run may go back to refers to the best weights of its time.
-        needed = {meta["callbacks"][self.name]["best"] for meta in trainer.checkpoints.metas().values()}
-        prune_best(self.folder, {self.best} | needed)
+        needed = {meta["callbacks"][self.name]["best"] for meta in trainer.checkpoints.metas().values()} | {self.best}
+
+        def write() -> None:
+            if weights is not None:
+                save_best(self.folder, record.iteration, weights)
+            prune_best(self.folder, needed)
+
+        trainer.checkpoints.manager.attach(write)
         record.metrics |= {
             name if name in SELECTION_METRICS else f"selection_{name}": value for name, value in result.metrics.items()
         }

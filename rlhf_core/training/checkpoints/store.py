@@ -7,6 +7,7 @@ The store is a folder or any fsspec URL. The state of a stage lies under ``STORE
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = re.compile(r"step-(\d{6,})\.json")
 FILES = "files"
+WEIGHTS = ".safetensors"  # written once and never changed
 # Names of files that a save is still writing or that are damaged: not part of the state.
 UNFINISHED = (".", "broken-")
 
@@ -56,11 +58,23 @@ class CheckpointStore:
         stored = self.location.sizes(FILES)
         table = {}
         for path in state_files(work):
+            digest, size = self._uploaded(path, stored)
+            table[path.relative_to(work).as_posix()] = {"sha256": digest, "size": size}
+        self.location.write(f"step-{step:06d}.json", json.dumps({"step": step, "files": table}, indent=1).encode())
+
+    def _uploaded(self, path: Path, stored: Mapping[str, int]) -> tuple[str, int]:
+        """Digest and size of a file that is in the store now."""
+        if path.suffix == WEIGHTS:
             digest, size = self._digest(path), path.stat().st_size
             if stored.get(digest) != size:
                 self.location.put(path, f"{FILES}/{digest}")
-            table[path.relative_to(work).as_posix()] = {"sha256": digest, "size": size}
-        self.location.write(f"step-{step:06d}.json", json.dumps({"step": step, "files": table}, indent=1).encode())
+            return digest, size
+        # Training goes on and may write lines meanwhile: what is hashed must be what is uploaded.
+        content = path.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        if stored.get(digest) != len(content):
+            self.location.write(f"{FILES}/{digest}", content)
+        return digest, len(content)
 
     def _digest(self, path: Path) -> str:
         status = path.stat()

@@ -17,6 +17,7 @@ from torch import Tensor, nn, optim
 
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import TrainingPaused
+from rlhf_core.training.checkpoints.pieces import Piece, SavedTensors
 from rlhf_core.training.optim import lr_at
 
 MAX_NONFINITE_IN_A_ROW = 3
@@ -42,15 +43,16 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EngineState:
-    """All that a resumed run needs, in a form that is the same for every engine and number of ranks.
+    """All that a resumed run needs, under names that are the same for every engine and number of ranks.
 
     Attributes:
-        tensors: Whole weights (``weights.NAME``) and AdamW moments (``optimizer.NAME.SLOT``) of the parameters that
-            are trained, in float32 where the engine keeps them so. Empty on non-zero ranks.
+        pieces: This rank's pieces of the weights (``weights.NAME``) and AdamW moments (``optimizer.NAME.SLOT``) of the
+            parameters that are trained, in float32 where the engine keeps them so. The ranks' pieces make up each
+            tensor once. They are the engine's own memory: copy them before it goes on.
         meta: Counters, as JSON.
     """
 
-    tensors: dict[str, Tensor]
+    pieces: dict[str, Piece]
     meta: dict[str, Any]
 
 
@@ -96,10 +98,14 @@ class Engine(Protocol):
         """Gather full parameters on every rank for no-grad forwards."""
 
     def state(self) -> EngineState:
-        """Weights, optimiser state and counters."""
+        """This rank's part of weights and optimiser state, and the counters."""
 
-    def load_state(self, state: EngineState) -> None:
-        """Restore :meth:`state`; gradients are cleared."""
+    def load_state(self, tensors: SavedTensors, meta: dict[str, Any]) -> None:
+        """Restore what all ranks of some engine gave as :meth:`state`; gradients are cleared.
+
+        Raises:
+            CheckpointError: It is of another model.
+        """
 
     def trained_weights(self) -> dict[str, Tensor]:
         """Trained parameters by name, gathered from all ranks, on the CPU of rank 0; empty on the others."""

@@ -22,6 +22,7 @@ from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import ConfigError, ModelError, RlhfError
 from rlhf_core.models.io import probe_ids
+from rlhf_core.training.checkpoints.pieces import Piece, SavedTensors
 from rlhf_core.training.engine import shards
 from rlhf_core.training.engine.base import (
     EngineState,
@@ -125,8 +126,10 @@ class DeepSpeedEngine(StepCount):
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss`` (a scalar). If the loss is not finite, this step is skipped."""
-        # Every rank makes every pass, so a non-finite loss is passed on as NaN, which DeepSpeed's own check finds.
-        scale = distributed.world_size() if math.isfinite(float(loss.detach())) else math.nan
+        # Every rank makes every pass, so a non-finite loss is passed on as NaN, which DeepSpeed's own check finds. The
+        # device decides, so that nothing waits for it before the step.
+        finite = loss.detach().isfinite()
+        scale = torch.where(finite, float(distributed.world_size()), math.nan).to(loss.dtype)
         self.ds.backward(loss * scale)
         self.pending = True
 
@@ -175,31 +178,28 @@ class DeepSpeedEngine(StepCount):
             yield
 
     def state(self) -> EngineState:
-        """Whole float32 trained weights and their moments, under the names common to all engines."""
-        tensors = {}
+        """This rank's shards of the float32 trained weights and of their moments, under names common to all engines."""
+        pieces: dict[str, Piece] = {}
         for name, parameter in trained_parameters(self.model).items():
-            for key, value in self.shards.read(parameter, self.optimizer_steps).items():
-                if distributed.is_rank_zero():
-                    tensors[key.replace("NAME", name)] = value
-        return EngineState(tensors, self.counters())
+            parts = self.shards.pieces(parameter, self.optimizer_steps)
+            pieces |= {key.replace("NAME", name): piece for key, piece in parts.items()}
+        return EngineState(pieces, self.counters())
 
-    def load_state(self, state: EngineState) -> None:
-        """Restore :meth:`state` of any engine and number of ranks; gradients are cleared."""
+    def load_state(self, tensors: SavedTensors, meta: dict[str, Any]) -> None:
+        """Restore :meth:`state` of any engine and number of ranks; gradients are cleared.
+
+        Raises:
+            CheckpointError: It is of another model.
+        """
         parameters = trained_parameters(self.model)
-        saved = set(distributed.broadcast_from_rank0(sorted(state.tensors)))
-        require_same_model(saved, set(parameters), self.name)
-        self.load_counters(state.meta)
+        require_same_model(tensors.names, set(parameters), self.name)
+        self.load_counters(meta)
         if self.pending:
             # Only a step clears the gradients that DeepSpeed has stored. All that it changes is overwritten below.
             self.ds.step()
             self.pending = False
         for name, parameter in parameters.items():
-            keys = sorted({f"weights.{name}"} | {k for k in saved if k.rpartition(".")[0] == f"optimizer.{name}"})
-            tensors = distributed.broadcast_tensors_from_rank0(
-                {k: state.tensors[k] for k in keys if k in state.tensors}
-            )
-            moments = {key.rpartition(".")[2]: tensors[key] for key in keys if key.startswith("optimizer.")}
-            self.shards.write(parameter, tensors[f"weights.{name}"], moments)
+            self.shards.write(parameter, name, tensors)
 
     def trained_weights(self) -> dict[str, Tensor]:
         """Trained parameters by name in their computing precision, on the CPU of rank 0."""

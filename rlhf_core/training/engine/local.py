@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from rlhf_core import distributed
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import CheckpointError
+from rlhf_core.training.checkpoints.pieces import SavedTensors, pieces_of_rank
 from rlhf_core.training.engine.base import (
     OPTIMIZER_SLOTS,
     EngineState,
@@ -53,6 +55,7 @@ class LocalEngine(StepCount):
         self.optimizer = build(model, config)
         self.masters = MasterWeights(model, self.optimizer)
         self.parameters = [self.masters.of(p) for p in model.parameters() if p.requires_grad]
+        self.losses: list[Tensor] = []  # of the passes since the last step
         self.skip_reason: str | None = None
         self.grads_reduced = False
 
@@ -63,19 +66,19 @@ class LocalEngine(StepCount):
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss`` (a scalar). If the loss is not finite, this step is skipped."""
-        if not math.isfinite(value := float(loss.detach())):
-            self.skip_reason = f"loss {value}"
-        elif self.skip_reason is None:
-            loss.backward()
+        loss.backward()
+        self.losses.append(loss.detach())
 
     def grad_norm(self) -> float:
         """Global gradient norm (L2 over all parameters); NaN when a loss of this step was not finite on any rank."""
+        # The device is waited for here, once a step, and not at every pass.
+        losses = torch.stack(self.losses).tolist() if self.losses else []
+        self.skip_reason = next((f"loss {loss}" for loss in losses if not math.isfinite(loss)), None)
         if distributed.any_rank(self.skip_reason is not None):
             return math.nan
         gradients = self._gradients()
         if not self.grads_reduced:
-            for gradient in gradients:
-                distributed.all_reduce_sum(gradient)
+            distributed.all_reduce_sums(gradients)
             self.grads_reduced = True
         return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
@@ -98,7 +101,7 @@ class LocalEngine(StepCount):
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        self.skip_reason, self.grads_reduced = None, False
+        self.losses, self.skip_reason, self.grads_reduced = [], None, False
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
@@ -122,40 +125,42 @@ class LocalEngine(StepCount):
         return nullcontext()
 
     def state(self) -> EngineState:
-        """Copies of the trained weights (``weights.NAME``) and of their AdamW moments (``optimizer.NAME.SLOT``).
+        """This rank's part of the trained weights (``weights.NAME``) and of their moments (``optimizer.NAME.SLOT``).
 
         Weights that are trained in float32 are saved so. ``meta`` has the counters.
         """
         tensors = {}
-        for name, parameter in trained_parameters(self.model).items() if distributed.is_rank_zero() else ():
+        for name, parameter in trained_parameters(self.model).items():
             updated = self.masters.of(parameter)
-            tensors[f"weights.{name}"] = updated.detach().cpu().clone()
+            tensors[f"weights.{name}"] = updated.detach()
             for slot, value in self.optimizer.state.get(updated, {}).items():
                 if slot in OPTIMIZER_SLOTS:
-                    tensors[f"optimizer.{name}.{slot}"] = value.detach().cpu().clone()
-        return EngineState(tensors, self.counters())
+                    tensors[f"optimizer.{name}.{slot}"] = value.detach()
+        return EngineState(pieces_of_rank(tensors), self.counters())
 
-    def load_state(self, state: EngineState) -> None:
-        """Restore :meth:`state`; gradients are cleared. ``CheckpointError`` if it is of another model."""
+    def load_state(self, tensors: SavedTensors, meta: dict[str, Any]) -> None:
+        """Restore :meth:`state` of any engine and number of ranks; gradients are cleared.
+
+        Raises:
+            CheckpointError: It is of another model.
+        """
         self._clear()
-        parameters = trained_parameters(self.model)
-        saved = set(distributed.broadcast_from_rank0(sorted(state.tensors)))
+        parameters, saved = trained_parameters(self.model), tensors.names
         require_same_model(saved, set(parameters), self.name)
         for name, parameter in parameters.items():
-            keys = {slot: f"optimizer.{name}.{slot}" for slot in OPTIMIZER_SLOTS}
-            wanted = {f"weights.{name}", *keys.values()} & saved
-            held = {key: state.tensors[key] for key in wanted if key in state.tensors}
-            tensors = distributed.broadcast_tensors_from_rank0(held)
             updated = self.masters.of(parameter)
             with torch.no_grad():
-                updated.copy_(tensors[f"weights.{name}"])
-            moments = {slot: tensors[key].to(parameter.device).clone() for slot, key in keys.items() if key in tensors}
+                updated.copy_(tensors.whole(f"weights.{name}"))
+            keys = {slot: f"optimizer.{name}.{slot}" for slot in OPTIMIZER_SLOTS}
+            moments = {
+                slot: tensors.whole(key).to(parameter.device, copy=True) for slot, key in keys.items() if key in saved
+            }
             if moments:
                 self.optimizer.state[updated] = moments
             else:
                 self.optimizer.state.pop(updated, None)
         self.masters.round_to_model()
-        self.load_counters(state.meta)
+        self.load_counters(meta)
 
     def trained_weights(self) -> dict[str, Tensor]:
         """Trained parameters by name (tied ones once) in the model's precision, as copies on the CPU of rank 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core import distributed
+from rlhf_core.training.checkpoints.pieces import Piece, SavedTensors, pieces_of_rank
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Shards:
-    """Access to the shards of one engine. Every method is a collective operation of all ranks."""
+    """Access to the shards of one engine. Every method must be called by all ranks."""
 
     def __init__(self, engine: Any, stage: int, package: Any) -> None:
         self.engine, self.stage, self.package = engine, stage, package
@@ -25,43 +26,53 @@ class Shards:
         with self._gather([parameter]):
             return parameter.detach().clone()
 
-    def read(self, parameter: nn.Parameter, steps: int) -> dict[str, Tensor]:
-        """Read a parameter's float32 weight and, after ``steps`` > 0 updates, its moments.
+    def pieces(self, parameter: nn.Parameter, steps: int) -> dict[str, Piece]:
+        """This rank's piece of a parameter's float32 weight and, after ``steps`` > 0 updates, of its moments.
 
         Returns:
-            CPU tensors under the keys of ``EngineState``, with NAME in place of the parameter's name.
+            Pieces under the keys of ``EngineState``, with NAME in place of the parameter's name. They are DeepSpeed's
+            own memory.
         """
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        if self.stage == 0 or not parameter.requires_grad:
-            tensors = {"weights.NAME": self.weight(parameter).cpu()}
-            state = self.engine.optimizer.state.get(parameter, {}) if self.stage == 0 else {}
-            return tensors | {f"optimizer.NAME.{k}": v.detach().cpu().clone() for k, v in state.items()}
-        tensors = {"weights.NAME": safe_get_full_fp32_param(parameter).cpu()}
+        if self.stage == 0:
+            state = self.engine.optimizer.state.get(parameter, {})
+            return pieces_of_rank(
+                {"weights.NAME": parameter.detach()}
+                | {f"optimizer.NAME.{slot}": value for slot, value in state.items()}
+            )
+        slots: list[str | None] = [None]
+        pieces: dict[str, Piece] = {}
         if steps and self._has_moments():
             self._link_moments()
-            for slot in MOMENTS:
-                tensors[f"optimizer.NAME.{slot}"] = safe_get_full_optimizer_state(parameter, slot).cpu()
-            tensors["optimizer.NAME.step"] = torch.tensor(float(steps))
-        return tensors
+            slots += MOMENTS
+            if distributed.is_rank_zero():
+                pieces["optimizer.NAME.step"] = Piece.whole(torch.tensor(float(steps)))
+        shape, start, count = self._range(parameter)
+        for slot in slots if count else ():
+            key = "weights.NAME" if slot is None else f"optimizer.NAME.{slot}"
+            pieces[key] = Piece.flat(self._master(parameter, slot)[:count], shape, start)
+        return pieces
 
-    def write(self, parameter: nn.Parameter, weight: Tensor, moments: Mapping[str, Tensor]) -> None:
-        """Write what :meth:`read` returned, from CPU tensors that every rank holds."""
+    def write(self, parameter: nn.Parameter, name: str, tensors: SavedTensors) -> None:
+        """Write the saved weight ``weights.NAME`` and the moments ``optimizer.NAME.SLOT`` of a parameter."""
+        key = f"weights.{name}"
         with torch.no_grad(), self._gather([parameter], modified=True):
-            parameter.copy_(weight)
+            if self.stage < 3 or distributed.is_rank_zero():  # the weight of rank 0 is spread over the others
+                parameter.copy_(tensors.whole(key))
+        keys = {slot: f"optimizer.{name}.{slot}" for slot in (*MOMENTS, "step")}
+        has_moments = keys["step"] in tensors.names
         if self.stage == 0:
             self.engine.optimizer.state.pop(parameter, None)
-            if moments:
+            if has_moments:
                 self.engine.optimizer.state[parameter] = {
-                    k: v.to(parameter.device, copy=True) for k, v in moments.items()
+                    slot: tensors.whole(key).to(parameter.device, copy=True) for slot, key in keys.items()
                 }
-        elif parameter.requires_grad:
-            self._write_master(parameter, weight)
-            if moments or self._has_moments():
-                # A state from before the first step resets the moments of an optimiser that has made steps.
-                self._start_moments(float(moments["step"]) if moments else 0.0)
-                for slot in MOMENTS:
-                    self._write_master(parameter, moments.get(slot, torch.zeros_like(weight)), slot)
+            return
+        self._write_master(parameter, tensors, key)
+        if has_moments or self._has_moments():
+            # A state from before the first step resets the moments of an optimiser that has made steps.
+            self._start_moments(float(tensors.whole(keys["step"])) if has_moments else 0.0)
+            for slot in MOMENTS:
+                self._write_master(parameter, tensors, keys[slot] if has_moments else None, slot)
 
     @contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
@@ -86,17 +97,52 @@ class Shards:
         with self.package.zero.GatheredParameters(parameters, modifier_rank=0 if modified else None):
             yield
 
-    def _write_master(self, parameter: nn.Parameter, value: Tensor, slot: str | None = None) -> None:
-        value = value.to(distributed.device(), torch.float32)
+    def _range(self, parameter: nn.Parameter) -> tuple[tuple[int, ...], int, int]:
+        """Shape of the whole parameter, and the first element and the number of those that this rank updates."""
+        mapped: Any = parameter
+        if self.stage < 3:
+            mapping = mapped._hp_mapping
+            if mapping is None:
+                return tuple(parameter.shape), 0, 0
+            address = mapping.lp_fragment_address
+            return tuple(parameter.shape), address.start, address.numel
+        size = self._padded_size(parameter)
+        start = min(size * distributed.rank(), mapped.ds_numel)
+        # The last parts are padded.
+        return tuple(mapped.ds_shape), start, min(size, mapped.ds_numel - start)
+
+    def _padded_size(self, parameter: nn.Parameter) -> int:
+        """Elements of a rank's part of a sharded parameter: the same on every rank."""
+        mapped: Any = parameter
+        return int(mapped.ds_tensor.numel())
+
+    def _master(self, parameter: nn.Parameter, slot: str | None) -> Tensor:
+        """This rank's part of the float32 weight, or of the moment ``slot``, flat."""
+        mapped: Any = parameter
+        if self.stage < 3:
+            fragment: Tensor = mapped._hp_mapping.get_hp_fragment(slot)
+            return fragment
+        optimizer = self.engine.optimizer
+        part: Tensor
+        part, _ = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=True, optim_state_key=slot)
+        # What was read from an NVMe disk lies in a buffer that the next parameter takes.
+        return part.clone() if optimizer.swap_optimizer else part
+
+    def _write_master(
+        self, parameter: nn.Parameter, tensors: SavedTensors, key: str | None, slot: str | None = None
+    ) -> None:
+        """Set this rank's part of the float32 weight, or of the moment ``slot``, to the saved ``key``; None is zero."""
+        _, start, count = self._range(parameter)
+        if not count and self.stage < 3:
+            return
+        values = torch.zeros(count) if key is None or not count else tensors.read(key, start, start + count)
         if self.stage < 3:
             mapped: Any = parameter
-            mapped.set_full_hp_param(value, slot)
+            mapped._hp_mapping.get_hp_fragment(slot).data.copy_(values)
             return
-        optimizer = self.engine.optimizer
-        part, _ = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=slot)
-        # The last rank's part is padded, which DeepSpeed's own setter for whole tensors does not expect.
-        flat = torch.nn.functional.pad(value.flatten(), (0, part.numel() * distributed.world_size() - value.numel()))
-        optimizer.set_local_hp_param(flat.narrow(0, part.numel() * distributed.rank(), part.numel()), parameter, slot)
+        size = self._padded_size(parameter)
+        values = torch.nn.functional.pad(values.to(torch.float32), (0, size - count))
+        self.engine.optimizer.set_local_hp_param(values, parameter, slot)
 
     def _flat(self) -> list[Tensor]:
         """The flat float32 partitions that the inner optimiser updates."""

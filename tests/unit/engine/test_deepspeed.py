@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from saved_states import restore, saved, whole_state
 from torch import Tensor, nn
 from unit.engine import cases
 from unit.engine.adapters import LORA, with_adapters
@@ -21,7 +22,8 @@ from rlhf_core import distributed
 from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.training.engine import Engine, EngineState, LocalEngine
+from rlhf_core.training.checkpoints.pieces import SavedTensors
+from rlhf_core.training.engine import Engine, LocalEngine
 from rlhf_core.training.engine.base import OptimizerBuilder
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.engine.gradient_checkpointing import recomputing
@@ -72,10 +74,10 @@ def with_checkpointing(folder: Path, make: cases.MakeEngine) -> None:
 def with_bfloat16(make: cases.MakeEngine) -> None:
     """Weights compute in bfloat16; steps smaller than its digits still add up, in float32 master weights."""
     engine = make(make_tiny().policy.to(torch.bfloat16), ADAM.model_copy(update={"lr": 1e-5}), "policy")
-    before = engine.state().tensors
+    before = whole_state(engine)
     for step in (0, 1):
         steps(engine, range(step, step + 1))
-    after = engine.state().tensors
+    after = whole_state(engine)
     if distributed.is_rank_zero():
         moved = (after["weights.lm_head.weight"] - before["weights.lm_head.weight"]).abs()
         assert after["weights.lm_head.weight"].dtype == torch.float32
@@ -104,14 +106,12 @@ def with_adam(folder: Path, key: str, make: cases.MakeEngine, root: Path) -> Non
     what is released in the end."""
     engine = make(make_tiny().policy, ADAM, "policy")
     norms = steps(engine, range(4))
-    saved = engine.state()
-    cases.write_result(folder, f"state-{key}", saved.tensors, saved.meta | norms)
+    meta = engine.state().meta
+    cases.write_result(folder, f"state-{key}", whole_state(engine), meta | norms)
     handed = root / "1" / "state-local.safetensors"
-    if handed.exists():
-        tensors, _ = cases.read_result(root / "1", "state-local")
-        saved = EngineState(tensors if distributed.is_rank_zero() else {}, saved.meta)
+    tensors = SavedTensors([handed]) if handed.exists() else saved(engine).tensors
     second = make(cases.another_policy(), ADAM, "policy")
-    second.load_state(saved)
+    second.load_state(tensors, meta)
     steps(second, range(4, 6))
     with second.gathered_parameters():
         inside = logits(second.model)
@@ -124,11 +124,11 @@ def with_adam(folder: Path, key: str, make: cases.MakeEngine, root: Path) -> Non
 def with_going_back(make: cases.MakeEngine) -> None:
     """A state from before the first step, and one from after it, restored amid a step: nothing of later is left."""
     engine = make(make_tiny().policy, ADAM, "policy")
-    states = [engine.state()]
+    states = [saved(engine)]
     steps(engine, range(1))
-    states.append(engine.state())
+    states.append(saved(engine))
     for state in states:
-        engine.load_state(state)
+        restore(engine, state)
         ends = []
         for restored in range(2):
             steps(engine, range(3, 5))
@@ -136,11 +136,11 @@ def with_going_back(make: cases.MakeEngine) -> None:
             # Gradients of a step that will never be made.
             loss = engine.forward(lambda: engine.model(input_ids=torch.arange(12).view(2, 6)).logits.square().mean())
             engine.backward(loss * (math.nan if restored else 100.0))
-            engine.load_state(state)
+            restore(engine, state)
             assert engine.steps == state.meta["steps"]
-        again = engine.state().tensors
-        assert again.keys() == state.tensors.keys()
-        assert all(torch.allclose(again[name], state.tensors[name]) for name in again)
+        again = whole_state(engine)
+        assert again.keys() == state.tensors.names
+        assert all(torch.allclose(again[name], state.tensors.whole(name)) for name in again)
         assert all(torch.allclose(ends[0][name], ends[1][name], atol=1e-6) for name in ends[0])
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from saved_states import restore, saved
 from torch import nn
 from unit.engine import cases
 from unit.ppo.tiny import make_tiny
@@ -109,15 +110,15 @@ def test_a_state_holds_what_is_trained_and_nothing_frozen() -> None:
     engine = frozen_but_head()
     engine.backward(engine.model(input_ids=torch.arange(6).view(1, 6)).logits.square().mean())
     engine.step()
-    state = engine.state()
-    assert set(state.tensors) == {
+    state = saved(engine)
+    assert state.tensors.names == {
         "weights.lm_head.weight",
         *(f"optimizer.lm_head.weight.{slot}" for slot in ("exp_avg", "exp_avg_sq", "step")),
     }
     assert set(engine.trained_weights()) == {"lm_head.weight"}
     resumed = frozen_but_head()
-    resumed.load_state(state)
+    restore(resumed, state)
     assert torch.equal(resumed.model.lm_head.weight, engine.model.lm_head.weight)
     whole = LocalEngine(make_tiny().policy, cases.optimizer(0.1), 4, "policy")
     with pytest.raises(CheckpointError, match="of another model"):
-        whole.load_state(state)
+        restore(whole, state)

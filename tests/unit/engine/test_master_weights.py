@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from saved_states import restore, saved, whole_state
 from torch import nn
 from unit.ppo.tiny import make_tiny
 
@@ -70,14 +71,14 @@ def test_resume_restores_masters_and_moments_bit_for_bit() -> None:
     whole, first, second = (LocalEngine(layer(), PAPER, 90) for _ in range(3))
     steps(whole, range(90))
     steps(first, range(41))
-    state = first.state()
-    assert {tensor.dtype for tensor in state.tensors.values()} == {torch.float32}
-    second.load_state(state)
+    assert {tensor.dtype for tensor in whole_state(first).values()} == {torch.float32}
+    restore(second, saved(first))
     assert torch.equal(second.model.weight, first.model.weight)
     steps(second, range(41, 90))
     assert torch.equal(whole.model.weight, second.model.weight)
-    for name, tensor in whole.state().tensors.items():
-        assert torch.equal(tensor, second.state().tensors[name]), name
+    resumed = whole_state(second)
+    for name, tensor in whole_state(whole).items():
+        assert torch.equal(tensor, resumed[name]), name
 
 
 def test_gathered_and_released_weights_are_the_models_own() -> None:

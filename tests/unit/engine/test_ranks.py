@@ -52,6 +52,17 @@ def check_collectives() -> None:
     for broken in range(size):
         largest = distributed.reduce_metrics({"_max": math.nan if rank == broken else 1.0})["_max"]
         assert math.isnan(largest), f"rank {rank} does not see that rank {broken} has no number"
+    # Several to a bucket, one that fills it alone, and another type.
+    shapes = [((2, 3), torch.float32), ((), torch.float32), ((300_000,), torch.float32), ((4,), torch.float64)]
+    sums = [
+        torch.full(shape, float(10**position + rank), dtype=dtype) for position, (shape, dtype) in enumerate(shapes)
+    ]
+    distributed.BUCKET_BYTES = 1_000_000
+    distributed.all_reduce_sums(sums)
+    for position, ((shape, dtype), total) in enumerate(zip(shapes, sums, strict=True)):
+        expected = float(size * 10**position + sum(range(size)))
+        assert torch.equal(total, torch.full(shape, expected, dtype=dtype))
+    assert distributed.every_rank([rank]) == [[each] for each in range(size)]
     assert distributed.any_rank(rank == size - 1) and not distributed.any_rank(False)
     sent = {"pi": math.pi, "nan": math.nan, "list": [1, None, "é"]}
     received = distributed.broadcast_from_rank0(sent if rank == 0 else None)

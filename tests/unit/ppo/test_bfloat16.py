@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from saved_states import whole_state
 from unit.ppo.tiny import Tiny, make_config, make_tiny, make_trainer
 
 from rlhf_core.errors import RlhfError
@@ -66,9 +67,10 @@ def test_a_resumed_bfloat16_run_is_the_uninterrupted_one(tmp_path: Path) -> None
     first = make_trainer(in_bfloat16(), config, tmp_path / "parts")
     for _ in range(2):
         first.iterate()
+    first.checkpoints.manager.finish()
     second = make_trainer(in_bfloat16(), config, tmp_path / "parts")
     second.run()
     for name, engine in whole.learner.pair.engines.items():
-        expected, resumed = engine.state().tensors, second.learner.pair.engines[name].state().tensors
+        expected, resumed = whole_state(engine), whole_state(second.learner.pair.engines[name])
         assert expected.keys() == resumed.keys()
         assert all(torch.equal(expected[key], resumed[key]) for key in expected)

@@ -77,6 +77,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(tiny: Tiny, tmp_path:
                 trainer.iterate()
                 if trainer.done == 2:
                     trainer.save()
+            trainer.checkpoints.manager.finish()
     trainer.run()
     assert torch.equal(flat(tiny.critic), flat(models.critic))
     assert trainer.moments == straight.moments

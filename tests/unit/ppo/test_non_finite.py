@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from saved_states import whole_state
 from torch import Tensor
 from unit.ppo.test_trainer import history, weights
 from unit.ppo.tiny import Tiny, health_of, make_config, make_trainer
@@ -105,7 +106,7 @@ def broken_trainer(tiny: Tiny, work: Path, place: Place, fault: Fault) -> Traine
 
 def all_finite(trainer: Trainer) -> bool:
     """Weights and optimiser moments alike."""
-    tensors = [t for engine in trainer.learner.pair.engines.values() for t in engine.state().tensors.values()]
+    tensors = [t for engine in trainer.learner.pair.engines.values() for t in whole_state(engine).values()]
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 

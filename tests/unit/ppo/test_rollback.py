@@ -121,18 +121,19 @@ def test_a_pause_rule_wins_over_a_rollback(tiny: Tiny, tmp_path: Path) -> None:
 class Losing(ScriptedSelector):
     """Something deletes the checkpoints while it looks at the policy."""
 
-    def __init__(self, work: Path) -> None:
-        super().__init__()
-        self.work = work
+    trainer: Trainer
 
     def consider(self, iteration: int, policy: Any) -> SelectionResult:
-        shutil.rmtree(self.work / "checkpoints")
+        manager = self.trainer.checkpoints.manager
+        manager.finish()
+        shutil.rmtree(manager.directory)
+        manager.directory.mkdir()
         return super().consider(iteration, policy)
 
 
 def test_without_any_healthy_checkpoint_the_run_pauses(tiny: Tiny, tmp_path: Path) -> None:
-    losing = Losing(tmp_path)
-    trainer = make_trainer(tiny, config_with(4), tmp_path, rules=[rule(WEAK, after=3)], selector=losing)
+    losing, rules = Losing(), [rule(WEAK, after=3)]
+    trainer = losing.trainer = make_trainer(tiny, config_with(4), tmp_path, rules=rules, selector=losing)
     with pytest.raises(TrainingPaused, match="No checkpoint from before it is left"):
         trainer.run()
     assert len(trainer.checkpoints.journal) == 0 and checkpoints(tmp_path) == [2]
@@ -210,7 +211,8 @@ def outcome(work: Path) -> dict[str, Any]:
         (entry.record(), entry.finding, entry.samples) for entry in RollbackJournal(work / "rollbacks.json").entries
     ]
     rows = RollbackJournal(work / "rollbacks.json").abandoned("rows")
-    saved = {n: sha256_file(work / f"checkpoints/step-{n:06d}/state.safetensors") for n in checkpoints(work)}
+    folders = {number: work / f"checkpoints/step-{number:06d}" for number in checkpoints(work)}
+    saved = {n: sha256_file(folder / "state-00001-of-00001.safetensors") for n, folder in folders.items()}
     return {
         "history": history(work),
         "samples": (work / "samples.jsonl").read_text(),

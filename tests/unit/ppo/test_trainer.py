@@ -165,7 +165,7 @@ def test_a_broken_checkpoint_falls_back_and_all_broken_is_refused(tiny: Tiny, tm
     make_trainer(tiny, config, tmp_path).run()
     after = weights(tiny)
     saved = sorted((tmp_path / "checkpoints").glob("step-*"))
-    (saved[-1] / "state.safetensors").write_bytes(b"damaged")
+    (saved[-1] / "state-00001-of-00001.safetensors").write_bytes(b"damaged")
     again = make_tiny()
     trainer = make_trainer(again, config, tmp_path)
     trainer.run()

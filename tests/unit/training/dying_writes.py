@@ -1,4 +1,4 @@
-"""An SFT run that is killed with SIGKILL at each of ``MOMENTS`` of its second checkpoint, and then finished.
+"""An SFT run that is killed with SIGKILL at each of ``MOMENTS`` of a checkpoint, and then finished.
 
 Run as a script. Every run is a process of its own, forked from one that has only imported.
 """
@@ -16,28 +16,34 @@ import torch
 from unit.ppo.rollback_runs import dying
 from unit.training import tiny
 
-from rlhf_core.training.checkpoints import checkpoint
+from rlhf_core.training.checkpoints import manager
+from rlhf_core.training.checkpoints.host_copies import HostCopies
 
 
 def half_a_state() -> None:
     """Of the second state file only the first half reaches the disk."""
-    original, calls = checkpoint.save_file, []
+    original, calls = manager.write_pieces, []
 
-    def save_file(tensors: Any, path: Path) -> None:
-        original(tensors, path)
+    def write_pieces(path: Path, pieces: Any) -> None:
+        original(path, pieces)
         calls.append(path)
         if len(calls) == 2:
             os.truncate(path, path.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoint.save_file = save_file  # type: ignore[assignment]
+    manager.write_pieces = write_pieces  # type: ignore[assignment]
 
 
 MOMENTS: dict[str, Callable[[], None]] = {
+    "while-it-is-copied": dying(HostCopies, "copy", 2, after=False),
     "half-a-state": half_a_state,
-    # A checkpoint writes its meta and its manifest, and flushes four times: the folder last, under its final name.
-    "before-the-manifest": dying(checkpoint, "_write", 4, after=False),
-    "before-the-old-one-goes": dying(checkpoint, "_flush", 8, after=False),
+    # A checkpoint writes its meta and its manifest. It flushes five times: the state, these two, its folder, and the
+    # folder around it once it has its name there.
+    "before-the-manifest": dying(manager, "_write_text", 4, after=False),
+    "before-it-has-its-name": dying(manager, "fsync_path", 9, after=False),
+    "when-it-has-its-name": dying(manager, "fsync_path", 10, after=False),
+    # Two are kept: the third checkpoint is the first after which one goes.
+    "before-the-old-one-goes": dying(manager.shutil, "rmtree", 1, after=False),
 }
 
 

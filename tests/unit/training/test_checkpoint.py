@@ -11,13 +11,16 @@ import pytest
 import torch
 
 from rlhf_core.errors import CheckpointError
-from rlhf_core.training.checkpoints.checkpoint import load_latest, save
+from rlhf_core.training.checkpoints.checkpoint import load_latest
+from rlhf_core.training.checkpoints.manager import CheckpointManager
+from rlhf_core.training.checkpoints.pieces import Piece
 from rlhf_core.training.rng import derive_seed, rng_state, seed_everything, set_rng_state
 
 
 def saved(folder: Path, *steps: int, keep: int = 3) -> Path:
-    for step in steps:
-        save(folder, step, {"w": torch.full((2,), float(step))}, {"beta": 0.1 * step}, keep)
+    with CheckpointManager(folder) as manager:
+        for step in steps:
+            manager.save(step, {"w": Piece.whole(torch.full((2,), float(step)))}, {"beta": 0.1 * step}, keep)
     return folder
 
 
@@ -26,7 +29,7 @@ def test_round_trip_and_retention(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["step-000010", "step-000015"]
     found = load_latest(folder)
     assert found is not None and found.step == 15
-    assert found.tensors["w"].tolist() == [15.0, 15.0] and found.meta == {"beta": 0.1 * 15}
+    assert found.tensors.whole("w").tolist() == [15.0, 15.0] and found.meta == {"beta": 0.1 * 15}
 
 
 def test_none_where_there_is_nothing(tmp_path: Path) -> None:
@@ -38,7 +41,7 @@ def test_none_where_there_is_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["flip", "truncate", "no manifest", "no state", "half a manifest"])
 def test_a_broken_newest_falls_back_loudly(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     newest = saved(tmp_path, 1, 2) / "step-000002"
-    state, manifest = newest / "state.safetensors", newest / "manifest.json"
+    state, manifest = newest / "state-00001-of-00001.safetensors", newest / "manifest.json"
     content = state.read_bytes()
     match damage:
         case "flip":
@@ -74,7 +77,7 @@ def test_later_checkpoints_of_an_abandoned_run_go(tmp_path: Path) -> None:
 
 def test_leftovers_of_a_killed_save_do_no_harm(tmp_path: Path) -> None:
     saved(tmp_path, 1)
-    shutil.copytree(tmp_path / "step-000001", tmp_path / ".building-000002")
+    shutil.copytree(tmp_path / "step-000001", tmp_path / ".building-000007")
     saved(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from saved_states import restore, saved
 from torch import nn
 
 from rlhf_core.config.model import OptimizerConfig
@@ -123,7 +124,7 @@ def test_a_step_that_is_passed_over_counts_in_the_schedule_and_nowhere_else() ->
     engine.pass_over_step()
     engine.pass_over_step()
     assert engine.model.weight.item() == before and (engine.steps, engine.skipped_steps) == (3, 0)
-    again.load_state(engine.state())
+    restore(again, saved(engine))
     assert again.optimizer_steps == engine.optimizer_steps == 1
     assert again.rate() == engine.rate() == pytest.approx(lr_at(3, 4, config))
 
@@ -138,9 +139,9 @@ def test_state_restores_bit_for_bit_and_refuses_another_model() -> None:
     whole, first, second = (LocalEngine(linear(1.0, 2.0), config, 9) for _ in range(3))
     train(whole, range(9))
     train(first, range(4))
-    second.load_state(first.state())
+    restore(second, saved(first))
     train(second, range(4, 9))
     assert torch.equal(whole.model.weight, second.model.weight)
     assert whole.state().meta == second.state().meta
     with pytest.raises(CheckpointError, match="another model"):
-        LocalEngine(nn.Linear(2, 1), config, 9).load_state(first.state())
+        restore(LocalEngine(nn.Linear(2, 1), config, 9), saved(first))

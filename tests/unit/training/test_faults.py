@@ -90,9 +90,12 @@ def test_kill_9_while_a_checkpoint_is_written_costs_that_checkpoint_alone(
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     assert [line.split() for line in done.stdout.splitlines()] == [
+        ["while-it-is-copied", "step-000003"],
         ["half-a-state", ".building-000006", "step-000003"],
         ["before-the-manifest", ".building-000006", "step-000003"],
-        ["before-the-old-one-goes", "step-000003", "step-000006"],
+        ["before-it-has-its-name", ".building-000006", "step-000003"],
+        ["when-it-has-its-name", "step-000003", "step-000006"],
+        ["before-the-old-one-goes", "step-000003", "step-000006", "step-000008"],
     ]
     for line in done.stdout.splitlines():
         folder = workspace / line.split()[0]

@@ -27,9 +27,9 @@ def without_clock(path: Path) -> list[dict[str, object]]:
     return [{k: v for k, v in record.items() if k not in CLOCK_FIELDS} for record in read_history(path)]
 
 
-def killed_child(tiny: ModuleType, name: str, workspace: Path, out: str, step: int) -> int:
+def killed_child(tiny: ModuleType, name: str, workspace: Path, out: str, step: int, checkpoint: str) -> int:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, str(tiny.__file__), name, str(workspace), out, str(step)]
+    command = [sys.executable, str(tiny.__file__), name, str(workspace), out, str(step), checkpoint]
     return subprocess.run(command, env=environment, capture_output=True, timeout=400).returncode
 
 
@@ -38,7 +38,7 @@ def test_killed_run_ends_as_the_uninterrupted_one(
     name: str, tiny: ModuleType, workspace: Path, whole: dict[str, dict[str, object]]
 ) -> None:
     # Step 5 lies between the checkpoint at 3, the evaluation at 4 and the checkpoint at 6.
-    assert killed_child(tiny, name, workspace, f"{name}-killed", 5) == -9
+    assert killed_child(tiny, name, workspace, f"{name}-killed", 5, "step-000003") == -9
     work = workspace / f"{name}-killed/work"
     assert [path.name for path in (work / "checkpoints").glob("step-*")] == ["step-000003"]
     assert read_history(work / "history.jsonl")[-1]["step"] == 4
@@ -58,7 +58,7 @@ def test_killed_run_ends_as_the_uninterrupted_one(
 def test_killed_critic_pretraining_ends_as_the_uninterrupted_one(tiny: ModuleType, workspace: Path) -> None:
     whole = tiny.run_stage("critic", workspace, "critic-whole")
     # Four steps a rollout: step 9 is in the middle of the third one's first epoch, after the checkpoint of the second.
-    assert killed_child(tiny, "critic", workspace, "critic-killed", 9) == -9
+    assert killed_child(tiny, "critic", workspace, "critic-killed", 9, "step-000002") == -9
     work = workspace / "critic-killed/work"
     assert [path.name for path in (work / "checkpoints").glob("step-*")] == ["step-000002"]
 
@@ -78,7 +78,7 @@ def test_killed_critic_pretraining_ends_as_the_uninterrupted_one(tiny: ModuleTyp
 def test_a_broken_newest_checkpoint_costs_steps_but_changes_nothing(
     tiny: ModuleType, workspace: Path, whole: dict[str, dict[str, object]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    newest = workspace / "sft-whole/work/checkpoints/step-000008/state.safetensors"
+    newest = workspace / "sft-whole/work/checkpoints/step-000008/state-00001-of-00001.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1] + b"?")
     weights = sha256_file(workspace / "sft-whole/models/sft/model.safetensors")
     again = tiny.run_stage("sft", workspace, "sft-whole")

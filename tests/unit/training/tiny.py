@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +105,17 @@ def run_stage(name: str, root: Path, out: str, preemption: PreemptionSignal | No
     return dict(stage.run(config, inputs, Paths(outputs), context))
 
 
-def kill_after(step: int) -> None:
-    """SIGKILL this process in the middle of optimiser step ``step``: after the gradients, before the update."""
+def kill_after(step: int, checkpoint: Path) -> None:
+    """SIGKILL this process in the middle of optimiser step ``step``: after the gradients, before the update, and when
+    ``checkpoint`` is on the disk."""
     from rlhf_core.training.engine import LocalEngine
 
     original = LocalEngine.step
 
     def step_or_die(engine: LocalEngine) -> object:
         if engine.steps == step:
+            while not checkpoint.exists():
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return original(engine)
 
@@ -119,5 +123,5 @@ def kill_after(step: int) -> None:
 
 
 if __name__ == "__main__":
-    kill_after(int(sys.argv[4]))
+    kill_after(int(sys.argv[4]), Path(sys.argv[2], sys.argv[3], "work/checkpoints", sys.argv[5]))
     run_stage(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,55 @@
+"""``python -m rlhf_core.training.checkpoints.consolidate STEP FILE``: the whole tensors of a checkpoint in one file.
+
+A run never needs that: it resumes from the files of all ranks, and finished models are saved whole. STEP is the folder
+of a checkpoint (``work/STAGE/KEY/checkpoints/step-000123``), FILE the safetensors file to write. Its tensors are named
+as in the checkpoint: ``engine.weights.NAME``, or ``policy/weights.NAME`` in PPO, and their moments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from rlhf_core.errors import CheckpointError, RlhfError
+from rlhf_core.training.checkpoints.checkpoint import verified
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Consolidate the checkpoint that the command line names; 0, or 2 after one line that says what is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m rlhf_core.training.checkpoints.consolidate", description=__doc__)
+    parser.add_argument("step", type=Path)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--weights", action="store_true", help="leave out the optimiser's moments and random states")
+    given = parser.parse_args(arguments)
+    try:
+        consolidate(given.step, given.file, given.weights)
+    except RlhfError as error:
+        print(f"rlhf: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def consolidate(step: Path, target: Path, weights_alone: bool = False) -> None:
+    """Write the whole tensors of checkpoint ``step`` to ``target``, whose folder must exist.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or the file cannot be written.
+    """
+    tensors = verified(step).tensors
+    names = sorted(name for name in tensors.names if not weights_alone or "weights." in name)
+    part = target.with_name(f".{target.name}.part")
+    try:
+        save_file({name: tensors.whole(name).contiguous() for name in names}, part)
+        os.replace(part, target)
+    except (OSError, SafetensorError) as error:
+        part.unlink(missing_ok=True)
+        raise CheckpointError(f"{target} cannot be written: {error}; choose another file or make room") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,299 @@
+"""The checkpoints of one run: written in the background by all ranks, and restored.
+
+:meth:`CheckpointManager.save` copies what it is given to host memory and returns. Then, in a thread, each rank writes
+its pieces and hashes the file; when all ranks have, rank 0 writes the manifest, gives the folder its name, and deletes
+checkpoints that are no longer kept. A process killed at any moment leaves the earlier checkpoints as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from safetensors import SafetensorError
+
+from rlhf_core import distributed
+from rlhf_core.errors import CheckpointError, RlhfError
+from rlhf_core.files import fsync_path, sha256_file
+from rlhf_core.training.checkpoints import checkpoint
+from rlhf_core.training.checkpoints.background_writer import BackgroundWriter
+from rlhf_core.training.checkpoints.checkpoint import BUILDING, MANIFEST, META, Checkpoint
+from rlhf_core.training.checkpoints.host_copies import HostCopies
+from rlhf_core.training.checkpoints.pieces import Piece, write_pieces
+from rlhf_core.training.checkpoints.store import CheckpointStore
+
+logger = logging.getLogger(__name__)
+
+INTERRUPT_SECONDS = 30.0  # how long an interrupted run waits for the checkpoint that is being written
+
+
+@dataclass
+class PendingCheckpoint:
+    """A checkpoint that is being written.
+
+    Attributes:
+        pieces: This rank's, in host memory.
+        meta: As JSON text.
+        keep: As many states stay in the store.
+        lines: Files that must be on the disk before the checkpoint is, since it relies on them.
+        later: Steps whose checkpoints are deleted before this one counts: they are of an abandoned run.
+        outdated: Steps whose checkpoints are deleted after it.
+        attached: Must have succeeded before the checkpoint counts.
+        result: Done when the checkpoint is on the disk.
+    """
+
+    step: int
+    pieces: dict[str, Piece]
+    meta: str
+    keep: int
+    lines: Sequence[Path]
+    later: list[int]
+    outdated: list[int]
+    attached: Future[None] | None = None
+    result: Future[None] = field(default_factory=Future)
+
+
+class CheckpointManager:
+    """Writes and reads the checkpoints in one folder, which all ranks share: that of rank 0.
+
+    As a context manager it ends when the last checkpoint is on the disk, and raises what went wrong with it.
+    """
+
+    def __init__(self, directory: Path, store: CheckpointStore | None = None) -> None:
+        """Open the folder; every rank must call it.
+
+        Args:
+            directory: Folder of the run's checkpoints. That of rank 0 counts.
+            store: Receives a copy of the whole partial state, the parent of ``directory``, after every checkpoint.
+
+        Raises:
+            CheckpointError: The folder cannot be made, or a rank does not see it.
+        """
+        self.directory = Path(distributed.broadcast_from_rank0(str(directory.absolute())))
+        self.store = store
+        if distributed.is_rank_zero():
+            self._prepare()
+        self._require_shared()
+        self.writer = BackgroundWriter()
+        self._copies = HostCopies()
+        self._group: Any = None
+        self._pending: PendingCheckpoint | None = None
+        self._attached: Future[None] | None = None
+
+    def _prepare(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"the folder of checkpoints {self.directory} cannot be made: {error.strerror}; make its parent writable"
+            ) from error
+        for left in self.directory.glob(f"{BUILDING}*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _require_shared(self) -> None:
+        if distributed.world_size() == 1:
+            return
+        distributed.any_rank(False)  # rank 0 has made the folder
+        missing = [rank for rank, seen in enumerate(distributed.every_rank(self.directory.is_dir())) if not seen]
+        if missing:
+            raise CheckpointError(
+                f"rank {missing[0]} does not see the folder of checkpoints {self.directory}, where every rank writes "
+                "its part: put the workspace into a folder that all machines share under the same path"
+            )
+
+    def save(
+        self,
+        step: int,
+        pieces: Mapping[str, Piece],
+        meta: Mapping[str, Any],
+        keep: int,
+        keep_from: int | None = None,
+        spare: Collection[int] = (),
+        lines: Sequence[Path] = (),
+    ) -> None:
+        """Copy the state after ``step`` steps, and have it written while training goes on; every rank must call it.
+
+        It waits for the checkpoint before. Checkpoints of the same or a later step are deleted: they are of an
+        abandoned run, from before which this one resumed.
+
+        Args:
+            pieces: This rank's pieces of the state's tensors.
+            meta: JSON with finite numbers; that of rank 0 is written.
+            keep: The newest checkpoints that stay.
+            keep_from: All checkpoints from this step on stay.
+            spare: Steps whose checkpoints are deleted in any case.
+            lines: Files of this rank that must be on the disk before the checkpoint counts.
+
+        Raises:
+            CheckpointError: The one before could not be written.
+        """
+        self.finish()
+        if self._group is None:
+            self._group = distributed.background_group()
+        saved = checkpoint.saved_steps(self.directory) if distributed.is_rank_zero() else []
+        earlier = [number for number in saved if number < step]
+        candidates = [*(number for number in earlier if number not in spare), step]
+        outdated = [number for number in candidates[:-keep] if keep_from is None or number < keep_from]
+        self._pending = PendingCheckpoint(
+            step,
+            self._copies.copy(pieces),
+            json.dumps({"step": step, "meta": meta}, allow_nan=False),
+            keep,
+            lines,
+            [number for number in saved if number >= step],
+            outdated + [number for number in earlier if number in spare],
+            self._attached,
+        )
+        self._attached = None
+        pending = self._pending
+        pending.result = self.writer.submit(lambda: self._write(pending))
+
+    def attach(self, job: Callable[[], None]) -> None:
+        """Run ``job`` in the background: it writes files that the next checkpoint relies on.
+
+        It waits for the one before. If a job fails, so does the next checkpoint. It is not run if the checkpoint before
+        it could not be written: what it deletes may be needed by an older one.
+        """
+        if self._attached is not None:
+            wait([self._attached])
+            self._attached.result()
+        before = self._pending
+
+        def run() -> None:
+            if before is None or before.result.exception() is None:
+                job()
+
+        self._attached = self.writer.submit(run)
+
+    def metas(self) -> dict[int, dict[str, Any]]:
+        """``meta`` of every checkpoint by step, as if the one that is being written were complete; rank 0's."""
+        metas: dict[int, dict[str, Any]] = {}
+        if distributed.is_rank_zero():
+            pending = self._pending
+            written = pending is None or pending.result.done()
+            metas = checkpoint.saved_metas(self.directory)
+            if pending is not None and not written:
+                gone = {*pending.later, *pending.outdated}
+                metas = {step: meta for step, meta in metas.items() if step not in gone}
+                metas[pending.step] = json.loads(pending.meta)["meta"]
+        return dict(distributed.broadcast_from_rank0([*metas.items()]))
+
+    def check(self) -> None:
+        """Raise the error of the checkpoint in the background, if there is one; every rank must call it.
+
+        Raises:
+            CheckpointError: It could not be written (a full disk); the others stay as they are.
+        """
+        if self._pending is None:
+            return
+        result = self._pending.result
+        failed = result.done() and result.exception() is not None
+        state = distributed.reduce_metrics({"failed_max": float(failed), "running_max": float(not result.done())})
+        if state["failed_max"]:
+            # The other ranks fail too, with the same message if it was a file that could not be written.
+            pending, self._pending = self._pending, None
+            pending.result.result()
+            raise CheckpointError(_unwritten(self.directory, pending.step, "rank 0 could not complete it"))
+        if not state["running_max"]:
+            self._pending = None
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is on the disk; every rank must call it. Raises as :meth:`check` does."""
+        if self._pending is not None:
+            wait([self._pending.result])
+            self.check()
+
+    def load_latest(self) -> Checkpoint | None:
+        """See :func:`checkpoint.load_latest`; what is being written is finished first."""
+        self.finish()
+        return checkpoint.load_latest(self.directory)
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+            return
+        # Other ranks may be gone: no collective operation.
+        jobs = [self._pending.result] if self._pending is not None else []
+        jobs += [self._attached] if self._attached is not None else []
+        self._pending = self._attached = None
+        for job in wait(jobs, None if isinstance(error, Exception) else INTERRUPT_SECONDS).done:
+            if job.exception() is not None:
+                logger.warning("%s", job.exception())
+
+    def _write(self, pending: PendingCheckpoint) -> None:
+        """Write this rank's file and, on rank 0, complete the checkpoint; in the background thread."""
+        building = self.directory / f"{BUILDING}{pending.step:06d}"
+        name = checkpoint.state_file(distributed.rank(), distributed.world_size())
+        digest, failure, cause = "", "", None
+        try:
+            building.mkdir(exist_ok=True)
+            write_pieces(building / name, pending.pieces)
+            pending.pieces = {}  # frees the copies
+            fsync_path(building / name)
+            digest = sha256_file(building / name)
+            if pending.attached is not None:
+                pending.attached.result()
+        except Exception as error:
+            failure, cause = _reason(error), error
+        written = distributed.every_rank([name, digest, failure], self._group)
+        failures = [failed for _, _, failed in written if failed]
+        try:
+            if not failures and distributed.is_rank_zero():
+                self._complete(pending, building, {file: sha256 for file, sha256, _ in written})
+        except OSError as error:
+            failures, cause = [_reason(error)], error
+        if failures:
+            if distributed.is_rank_zero():
+                shutil.rmtree(building, ignore_errors=True)
+            raise CheckpointError(_unwritten(self.directory, pending.step, failures[0])) from cause
+        if self.store is not None:
+            self.store.publish(self.directory.parent, pending.step, pending.keep)
+
+    def _complete(self, pending: PendingCheckpoint, building: Path, digests: dict[str, str]) -> None:
+        for path in pending.lines:
+            fsync_path(path)
+        _write_text(building / META, pending.meta)
+        manifest = digests | {META: sha256_file(building / META)}
+        _write_text(building / MANIFEST, json.dumps(manifest))
+        fsync_path(building)
+        for step in pending.later:
+            checkpoint.drop(self.directory, step)
+        os.replace(building, checkpoint.folder_of(self.directory, pending.step))
+        fsync_path(self.directory)
+        for step in pending.outdated:
+            shutil.rmtree(checkpoint.folder_of(self.directory, step), ignore_errors=True)
+
+
+def _unwritten(directory: Path, step: int, reason: str) -> str:
+    full = "No space left" in reason
+    before = [number for number in checkpoint.saved_steps(directory) if number < step]
+    where = f"goes on from step {before[-1]}" if before else "starts over"
+    return (
+        f"the checkpoint of step {step} could not be written to {directory}: "
+        f"{'no space left on the device' if full else reason}; "
+        f"{'make room' if full else 'resolve that'} and run the stage again: it {where}"
+    )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError | SafetensorError | RlhfError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    fsync_path(path)

@@ -1,0 +1,255 @@
+"""Checkpoints that are written while training goes on, by one rank and by several."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
+from safetensors.torch import load_file
+
+from rlhf_core import distributed
+from rlhf_core.errors import CheckpointError
+from rlhf_core.training.checkpoints import consolidate
+from rlhf_core.training.checkpoints import manager as module
+from rlhf_core.training.checkpoints.checkpoint import load_latest
+from rlhf_core.training.checkpoints.manager import CheckpointManager
+from rlhf_core.training.checkpoints.pieces import Piece, SavedTensors, pieces_of_rank, write_pieces
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+class Gate:
+    """Lets files of pieces be written only when it is open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        monkeypatch.setattr(module, "write_pieces", self._write)
+
+    def _write(self, path: Path, pieces: Mapping[str, Piece]) -> None:
+        assert self.opened.wait(60)
+        write_pieces(path, pieces)
+
+
+def test_training_goes_on_while_a_copy_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, weight, findings = Gate(monkeypatch), torch.ones(3), ["first"]
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": Piece.whole(weight)}, {"findings": findings}, keep=2)
+        weight += 1
+        findings.append("second")
+        manager.check()
+        assert names(tmp_path) in ([], [".building-000001"])
+        assert manager.metas() == {1: {"findings": ["first"]}}
+        gate.opened.set()
+    saved = load_latest(tmp_path)
+    assert saved is not None and saved.tensors.whole("w").tolist() == [1.0, 1.0, 1.0]
+    assert saved.meta == {"findings": ["first"]}
+
+
+def test_a_second_checkpoint_leaves_the_copy_of_the_first_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": Piece.whole(torch.ones(3))}, {}, keep=2)
+        opening = threading.Timer(0.2, gate.opened.set)
+        opening.start()
+        manager.save(2, {"w": Piece.whole(torch.zeros(3))}, {}, keep=2)
+    values = [load_file(next(tmp_path.glob(f"step-00000{step}/*.safetensors")))["w"].tolist() for step in (1, 2)]
+    assert values == [[1.0] * 3, [0.0] * 3]
+
+
+def test_what_will_go_does_not_count_while_its_successor_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": Piece.whole(torch.ones(1))}, {"n": step}, keep=2)
+        manager.finish()
+        gate = Gate(monkeypatch)
+        manager.save(3, {"w": Piece.whole(torch.ones(1))}, {"n": 3}, keep=2)
+        assert manager.metas() == {2: {"n": 2}, 3: {"n": 3}}
+        assert "step-000001" in names(tmp_path)  # until the third is whole
+        gate.opened.set()
+        manager.finish()
+        assert manager.metas() == {2: {"n": 2}, 3: {"n": 3}} and names(tmp_path) == ["step-000002", "step-000003"]
+
+
+TOO_LARGE = """
+import resource, sys
+from pathlib import Path
+import torch
+from rlhf_core.training.checkpoints.manager import CheckpointManager
+from rlhf_core.training.checkpoints.pieces import Piece
+manager = CheckpointManager(Path(sys.argv[1]))
+manager.save(1, {"w": Piece.whole(torch.ones(10))}, {}, keep=2)
+manager.finish()
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+with manager:
+    manager.save(2, {"w": Piece.whole(torch.ones(10000))}, {}, keep=2)
+"""
+
+
+def test_a_file_that_may_not_grow_ends_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", TOO_LARGE, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "the checkpoint of step 2 could not be written" in last and "File too large" in last
+    assert last.endswith("resolve that and run the stage again: it goes on from step 1")
+    assert names(tmp_path) == ["step-000001"] and load_latest(tmp_path).step == 1  # type: ignore[union-attr]
+
+
+def test_an_error_surfaces_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, pieces: Mapping[str, Piece]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_pieces", full)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"w": Piece.whole(torch.ones(1))}, {}, keep=2)
+    with pytest.raises(CheckpointError, match=r"step 1 .*no space left on the device; make room .*it starts over"):
+        manager.finish()
+    manager.check()  # it is told once
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_run_that_fails_still_leaves_its_last_checkpoint(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": Piece.whole(torch.ones(1))}, {}, keep=2)
+        raise error
+    assert names(tmp_path) == ["step-000001"]
+
+
+def test_files_that_a_checkpoint_relies_on_are_written_before_it(tmp_path: Path) -> None:
+    order: list[list[str]] = []
+    with CheckpointManager(tmp_path) as manager:
+        manager.attach(lambda: order.append(names(tmp_path)))
+        manager.save(1, {"w": Piece.whole(torch.ones(1))}, {}, keep=2)
+        manager.attach(lambda: order.append(names(tmp_path)))
+        manager.save(2, {"w": Piece.whole(torch.ones(1))}, {}, keep=2)
+    assert order == [[], ["step-000001"]]
+
+
+def test_a_checkpoint_without_the_files_it_relies_on_does_not_count(tmp_path: Path) -> None:
+    ran: list[int] = []
+
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
+    manager = CheckpointManager(tmp_path)
+    manager.attach(fail)
+    manager.save(1, {"w": Piece.whole(torch.ones(1))}, {}, keep=2)
+    manager.attach(lambda: ran.append(1))  # might delete what an older checkpoint needs
+    with pytest.raises(CheckpointError, match=r"step 1 .*the disk is gone"):
+        manager.finish()
+    with CheckpointManager(tmp_path / "other") as other:
+        other.save(1, {"w": Piece.whole(torch.ones(1))}, {}, keep=2)
+    assert names(tmp_path) == ["other"] and ran == []
+
+
+def test_pieces_are_put_together(tmp_path: Path) -> None:
+    matrix = torch.arange(12.0).view(3, 4)
+    flat = matrix.flatten()
+    write_pieces(tmp_path / "a.safetensors", {"m": Piece.flat(flat[:5].clone(), (3, 4), 0), "x": Piece.whole(flat)})
+    write_pieces(tmp_path / "b.safetensors", {"m": Piece.flat(flat[5:].clone(), (3, 4), 5)})
+    saved = SavedTensors([tmp_path / "b.safetensors", tmp_path / "a.safetensors"])
+    assert saved.names == {"m", "x"} and torch.equal(saved.whole("m"), matrix)
+    assert saved.read("m", 3, 8).tolist() == [3.0, 4.0, 5.0, 6.0, 7.0]
+    assert saved.read("x", 2, 3).tolist() == [2.0]
+    with pytest.raises(CheckpointError, match="elements 5 to 12 of m are missing"):
+        SavedTensors([tmp_path / "a.safetensors"]).whole("m")
+
+
+TENSORS = {"weight": torch.arange(15.0).view(3, 5), "step": torch.tensor(4.0), "bias": torch.arange(2.0)}
+
+
+def on_ranks(folder: Path) -> None:
+    """Checkpoints of tensors that all ranks hold, and what becomes of faults of one rank."""
+    # Only the folder of rank 0 counts.
+    manager = CheckpointManager(folder / f"of-{distributed.rank()}")
+    for step in (1, 2, 3):
+        tensors = {name: tensor + step for name, tensor in TENSORS.items()}
+        manager.save(step, pieces_of_rank(tensors), {"rank": distributed.rank()}, keep=3)
+    manager.finish()
+    if distributed.is_rank_zero():
+        shutil.copytree(manager.directory, folder / "sound")
+        damaged = manager.directory / "step-000003/state-00002-of-00002.safetensors"
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+    distributed.any_rank(False)
+    newest = manager.load_latest()
+    assert newest is not None and newest.step == 2 and newest.meta == {"rank": 0}
+    assert all(torch.equal(newest.tensors.whole(name), tensor + 2) for name, tensor in TENSORS.items())
+
+    def full(path: Path, pieces: Mapping[str, Piece]) -> None:
+        raise OSError(28, "No space left on device")
+
+    if distributed.rank() == 1:
+        module.write_pieces = full  # type: ignore[assignment]
+    manager.save(4, pieces_of_rank(TENSORS), {}, keep=3)
+    try:
+        manager.finish()
+        message = ""
+    except CheckpointError as error:
+        message = str(error)
+    left: list[Any] = names(manager.directory)
+    (folder / f"failure-{distributed.rank()}.json").write_text(json.dumps([message, left]))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("manager") / "2"
+    run_ranks(on_ranks, 2, folder)
+    return folder
+
+
+def test_each_of_two_ranks_writes_half_and_one_process_reads_all(two: Path) -> None:
+    step = two / "sound/step-000003"
+    files = [f"state-0000{rank}-of-00002.safetensors" for rank in (1, 2)]
+    assert names(step) == ["manifest.json", "meta.json", *files]
+    assert set(json.loads((step / "manifest.json").read_text())) == {"meta.json", *files}
+    sizes = [sum(tensor.numel() for tensor in load_file(step / file).values()) for file in files]
+    assert sizes == [8, 10] and not (two / "of-1").exists()
+    saved = load_latest(two / "sound")
+    assert saved is not None and saved.step == 3
+    assert all(torch.equal(saved.tensors.whole(name), tensor + 3) for name, tensor in TENSORS.items())
+
+
+def test_a_checkpoint_can_be_put_into_one_file(two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "whole.safetensors"
+    assert consolidate.main([str(two / "sound/step-000003"), str(target)]) == 0
+    whole = load_file(target)
+    assert whole.keys() == TENSORS.keys()
+    assert all(torch.equal(whole[name], tensor + 3) for name, tensor in TENSORS.items())
+    assert names(tmp_path) == ["whole.safetensors"]
+    assert consolidate.main([str(two), str(target)]) == 2
+    assert "manifest.json" in capsys.readouterr().err
+
+
+def test_torch_reads_the_files_too(two: Path) -> None:
+    weight = torch.zeros(15)  # torch knows pieces that are boxes: a flat one is of a flat tensor
+    reader = dcp.HuggingFaceStorageReader(str(two / "sound/step-000003"))
+    dcp.load({"weight": weight}, storage_reader=reader, no_dist=True)
+    assert torch.equal(weight.view(3, 5), TENSORS["weight"] + 3)
+
+
+def test_a_fault_of_one_rank_is_an_error_of_all(two: Path) -> None:
+    first, second = (json.loads((two / f"failure-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert "step 4 could not be written" in first[0] and "goes on from step 2" in first[0]
+    assert first[1] == ["broken-step-000003", "step-000001", "step-000002"]
