@@ -5,6 +5,8 @@ Shapes: B sequences, T response positions.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -16,6 +18,7 @@ from rlhf_core.ppo.experience import Experience, TokenPredictions
 from rlhf_core.ppo.sampler_agreement import SamplerAgreement, require_agreement
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.token_scoring import Tokens, pad_columns, response_logits
+from rlhf_core.training.side_by_side import run_side_by_side
 
 
 def score_rollout(pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout) -> Experience:
@@ -38,9 +41,13 @@ def predict_tokens(pair: ActorCriticPair, reference: PreTrainedModel, rollout: R
     """Run policy, reference and critic over all replies, in micro-batches of similar length that the ranks share."""
     batch = Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
     columns = [torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for _ in range(5)]
-    for micro in pair.limits.split(batch):
+    parts = list(pair.limits.split(batch))
+    predictions = run_side_by_side(
+        *(partial(_predict_part, pair, reference, micro.tokens) for micro in parts), models=[*pair.models, reference]
+    )
+    for micro, predicted in zip(parts, predictions, strict=True):
         mask = micro.tokens.response_mask
-        for column, values in zip(columns, _predict_part(pair, reference, micro.tokens), strict=True):
+        for column, values in zip(columns, predicted, strict=True):
             if micro.weight:
                 column[micro.rows] = pad_columns(torch.where(mask, values, 0.0).to(column.dtype), batch.width)
     # Each rank has left zeros at the rows of the others.
