@@ -2,14 +2,13 @@
 
 Both make the same work: as many prompts, forced replies of one length, epochs and minibatches of the same random
 models in float32, with value and reward model of the policy's size, without texts of pretraining and referee. Each is
-a process of its own, and they make iterations in turn, so that other work on the machine meets both. ``make bench``
-makes TRL's environment.
+a process of its own, with each of some numbers of threads, and they make iterations in turn, so that other work on the
+machine meets all of them. Printed are medians. ``make bench`` makes TRL's environment.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -39,13 +39,12 @@ class Worker:
         stack.callback(self._process.stdin.close)  # type: ignore[union-attr]
         self.answer()
 
-    def iterate(self) -> dict[str, float]:
-        """Seconds of wall and processor time of one iteration."""
+    def iterate(self) -> float:
+        """Seconds of one iteration."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        times: dict[str, float] = json.loads(self.answer())
-        return times
+        return float(self.answer())
 
     def answer(self) -> str:
         """Its next answer."""
@@ -63,33 +62,35 @@ def main() -> int:
     parser.add_argument("--size", choices=SIZES, nargs="+", default=list(SIZES), help="parameters of each model")
     parser.add_argument("--reply", type=int, nargs="+", default=[64, 128], help="tokens of each reply")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, torch.get_num_threads()}))
     given = parser.parse_args()
-    columns = ("parameters", "reply", "ours, s", "TRL, s", "ratio", "ours, CPU s", "TRL, CPU s", "ratio, CPU")
-    table = Table(*columns, title=f"one PPO iteration, medians of {given.repeats}, {given.threads} threads")
+    table = Table("parameters", "reply", "threads", "ours, s", "TRL, s", title="seconds of one PPO iteration")
     for size in given.size:
         for reply in given.reply:
-            workload = Workload(**SIZES[size], reply=reply, threads=given.threads)
-            table.add_row(size, str(reply), *_measure(workload, given.trl_python, given.repeats))
+            workloads = [Workload(**SIZES[size], reply=reply, threads=threads) for threads in given.threads]
+            ours, theirs = _measure(workloads, given.trl_python, given.repeats)
+            for threads, mine, other in zip(given.threads, ours, theirs, strict=True):
+                table.add_row(size, str(reply), str(threads), f"{mine:.2f}", f"{other:.2f}")
+            table.add_row(
+                size, str(reply), "each's best", "", f"{min(theirs) / min(ours):.2f} times ours", end_section=True
+            )
     Console().print(table)
     return 0
 
 
-def _measure(workload: Workload, trl_python: Path, repeats: int) -> list[str]:
+def _measure(workloads: Sequence[Workload], trl_python: Path, repeats: int) -> tuple[list[float], list[float]]:
+    """The median seconds of both systems with each workload, all in turn."""
+    script = str(Path(__file__).with_name("trl_trainer.py"))
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
-        folder = Path(temporary) / "workload"
-        workload.write(folder)
-        script = Path(__file__).with_name("trl_trainer.py")
-        workers = [
-            Worker([sys.executable, "-m", "benchmarks.ppo_iteration.ours", str(folder)], stack),
-            Worker([str(trl_python), str(script), str(folder)], stack),
-        ]
+        folders = [str(Path(temporary) / str(workload.threads)) for workload in workloads]
+        for workload, folder in zip(workloads, folders, strict=True):
+            workload.write(Path(folder))
+        ours = [[sys.executable, "-m", "benchmarks.ppo_iteration.ours", folder] for folder in folders]
+        theirs = [[str(trl_python), script, folder] for folder in folders]
+        workers = [Worker(command, stack) for command in (*ours, *theirs)]
         laps = [[worker.iterate() for worker in workers] for _ in range(repeats)]
-    cells = []
-    for name in ("seconds", "processor_seconds"):
-        ours, theirs = (statistics.median(lap[index][name] for lap in laps) for index in range(2))
-        cells += [f"{ours:.2f}", f"{theirs:.2f}", f"{theirs / ours:.2f}"]
-    return cells
+    medians = [statistics.median(times) for times in zip(*laps, strict=True)]
+    return medians[: len(ours)], medians[len(ours) :]
 
 
 if __name__ == "__main__":
