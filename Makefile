@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_VENV := .venv-docs
+BENCH_VENV := .venv-bench
 # pip shows its progress on a terminal alone. Until 25.1 it showed none while it installed what it had downloaded.
 PIP := pip==25.3
 pip_install = if [ -t 1 ]; then quiet=; else quiet=--quiet; fi; $(1)/python -m pip install $$quiet --disable-pip-version-check
@@ -69,9 +70,17 @@ $(DOCS_VENV)/.installed: requirements-docs.lock
 	@$(call pip_install,$(DOCS_VENV)/bin) -r requirements-docs.lock
 	@touch $@
 
-bench: setup
+bench: setup $(BENCH_VENV)/.installed
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.ppo_iteration --trl-python $(BENCH_VENV)/bin/python
+
+$(BENCH_VENV)/.installed: requirements-bench.lock
+	@echo "creating $(BENCH_VENV) with TRL, to compare with"
+	@$(PYTHON) -m venv $(BENCH_VENV)
+	@$(call pip_install,$(BENCH_VENV)/bin) $(PIP)
+	@$(call pip_install,$(BENCH_VENV)/bin) -r requirements-bench.lock
+	@touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) site htmlcov .coverage work workspaces ablation .rlhf .fingerprints data/raw data/clean data/docs data/quarantine.parquet \
+	rm -rf $(VENV) $(DOCS_VENV) $(BENCH_VENV) site htmlcov .coverage work workspaces ablation .rlhf .fingerprints data/raw data/clean data/docs data/quarantine.parquet \
 	  models metrics gates plots history samples report.html mlflow.db mlartifacts

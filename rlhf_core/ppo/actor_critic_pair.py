@@ -5,13 +5,12 @@ Shapes: B sequences, T response positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -23,6 +22,13 @@ from rlhf_core.models.lazy_logits import LOGITS_BYTES, LazyLogits
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.loss_reduction import StepSize
 from rlhf_core.ppo.metrics import MetricRecord, total
+from rlhf_core.ppo.model_passes import (
+    PassSettings,
+    accumulate,
+    accumulate_policy_gradients,
+    frozen_logits,
+    score_in_engine,
+)
 from rlhf_core.ppo.objective import PolicyLoss, ValueLoss
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.micro_batches import MicroBatchLimits
@@ -37,8 +43,8 @@ from rlhf_core.sampling.token_statistics import DistributionScorer, TokenStatist
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.run_context import RunContext
+from rlhf_core.training.side_by_side import run_side_by_side
 
-Metrics = TypeVar("Metrics", bound=MetricRecord)
 PolicyMetricsT = TypeVar("PolicyMetricsT", bound=MetricRecord)
 ValueMetricsT = TypeVar("ValueMetricsT", bound=MetricRecord)
 
@@ -49,6 +55,10 @@ class ActorCriticPair(Protocol):
     @property
     def policy(self) -> PreTrainedModel:
         """The model that samples."""
+
+    @property
+    def models(self) -> tuple[object, ...]:
+        """All models of which it consists."""
 
     @property
     def sampling(self) -> Sampling:
@@ -106,7 +116,7 @@ class ActorCriticPair(Protocol):
 
 
 @dataclass(frozen=True)
-class SeparateActorCritic:
+class SeparateActorCritic(PassSettings):
     """Two models, each with an engine of its own.
 
     ``engines`` are those of the models that are trained: critic pre-training has none for its frozen policy.
@@ -121,19 +131,14 @@ class SeparateActorCritic:
     micro_batch_tokens: int | None = None
 
     @property
-    def limits(self) -> MicroBatchLimits:
-        """Those of one pass."""
-        return MicroBatchLimits(self.micro_batch_size, self.micro_batch_tokens)
+    def models(self) -> tuple[PreTrainedModel, TokenScorer]:
+        """Both."""
+        return self.policy, self.critic
 
     @property
     def critic_engines(self) -> Mapping[str, Engine]:
         """The critic's."""
         return {"critic": self.engines["critic"]}
-
-    @property
-    def scorer(self) -> DistributionScorer:
-        """One that keeps to ``logits_bytes``."""
-        return DistributionScorer(self.sampling, self.logits_bytes)
 
     def predict(self, batch: Tokens) -> tuple[LazyLogits, Tensor]:
         """One pass of each model."""
@@ -148,19 +153,18 @@ class SeparateActorCritic:
     def accumulate_gradients(
         self, minibatch: Experience, policy: PolicyLoss[PolicyMetricsT], value: ValueLoss[ValueMetricsT]
     ) -> tuple[PolicyMetricsT, ValueMetricsT]:
-        """Passes of the policy over the whole minibatch, then those of the critic."""
-        return self.accumulate_policy_gradients(minibatch, policy), self.accumulate_value_gradients(minibatch, value)
+        """Passes of the policy over the whole minibatch, and those of the critic."""
+        reference = policy.exact_kl_reference
+        policy_metrics, value_metrics = run_side_by_side(
+            partial(self.accumulate_policy_gradients, minibatch, policy),
+            partial(self.accumulate_value_gradients, minibatch, value),
+            models=[*self.models, *([reference] if reference is not None else [])],
+        )
+        return policy_metrics, value_metrics
 
     def accumulate_policy_gradients(self, minibatch: Experience, policy: PolicyLoss[PolicyMetricsT]) -> PolicyMetricsT:
         """Passes of the policy over the whole minibatch."""
-
-        def loss(batch: Experience, size: StepSize) -> tuple[Tensor, PolicyMetricsT]:
-            tokens = self.score_tokens(
-                batch.batch, entropies=policy.entropy_weight != 0, reference=policy.exact_kl_reference
-            )
-            return policy.loss(tokens, batch, size)
-
-        return accumulate(self.engines["policy"], minibatch, self.limits, loss)
+        return accumulate_policy_gradients(self.engines["policy"], self.score_tokens, minibatch, self.limits, policy)
 
     def accumulate_value_gradients(self, minibatch: Experience, value: ValueLoss[ValueMetricsT]) -> ValueMetricsT:
         """Passes of the critic over the whole minibatch."""
@@ -181,7 +185,7 @@ class SeparateActorCritic:
 
 
 @dataclass(frozen=True)
-class SharedActorCritic:
+class SharedActorCritic(PassSettings):
     """One backbone with two heads: one engine trains it on the sum of both losses, from one pass."""
 
     model: ActorCritic
@@ -192,9 +196,9 @@ class SharedActorCritic:
     micro_batch_tokens: int | None = None
 
     @property
-    def limits(self) -> MicroBatchLimits:
-        """Those of one pass."""
-        return MicroBatchLimits(self.micro_batch_size, self.micro_batch_tokens)
+    def models(self) -> tuple[ActorCritic]:
+        """The one that there is."""
+        return (self.model,)
 
     @property
     def policy(self) -> PreTrainedModel:
@@ -210,11 +214,6 @@ class SharedActorCritic:
     def critic_engines(self) -> Mapping[str, Engine]:
         """None: every step moves the backbone, and the policy with it."""
         return {}
-
-    @property
-    def scorer(self) -> DistributionScorer:
-        """One that keeps to ``logits_bytes``."""
-        return DistributionScorer(self.sampling, self.logits_bytes)
 
     def predict(self, batch: Tokens) -> tuple[LazyLogits, Tensor]:
         """One pass of the backbone."""
@@ -256,46 +255,6 @@ class SharedActorCritic:
     def release_policy(self) -> PreTrainedModel:
         """The policy as the engine leaves it; the value head is no part of it."""
         return finish(self.engine, self.model).policy
-
-
-def score_in_engine(
-    engine: Engine,
-    policy: PreTrainedModel,
-    scorer: DistributionScorer,
-    batch: Tokens,
-    entropies: bool,
-    reference: PreTrainedModel | None,
-) -> TokenStatistics:
-    """:meth:`ActorCriticPair.score_tokens` of a policy that ``engine`` trains."""
-
-    def forward() -> dict[str, Tensor]:  # engines look for tensors in what a pass returns
-        logits = response_logits(policy, batch)
-        other = frozen_logits(reference, batch)
-        return scorer.score(logits, batch, entropies=entropies, reference=other).tensors()
-
-    return TokenStatistics(**engine.forward(forward))
-
-
-@torch.no_grad()
-def frozen_logits(reference: PreTrainedModel | None, batch: Tokens) -> LazyLogits | None:
-    """Logits of the reference at response positions, where there is one."""
-    return response_logits(reference, batch) if reference is not None else None
-
-
-def accumulate(
-    engine: Engine,
-    minibatch: Experience,
-    limits: MicroBatchLimits,
-    loss_of: Callable[[Experience, StepSize], tuple[Tensor, Metrics]],
-) -> Metrics:
-    """Backward passes of one loss over a minibatch; returns the metrics of the whole minibatch over all ranks."""
-    size = StepSize.of(minibatch.response_mask)
-    parts = []
-    for batch, weight in minibatch.micro_batches(limits):
-        loss, metrics = loss_of(batch, size)
-        engine.backward(weight * loss)
-        parts.append((metrics, weight))
-    return total(parts)
 
 
 @contextmanager

@@ -15,27 +15,20 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.models.lazy_logits import LOGITS_BYTES, LazyLogits
-from rlhf_core.ppo.actor_critic_pair import (
-    PolicyMetricsT,
-    ValueMetricsT,
-    accumulate,
-    policy_engine,
-    score_in_engine,
-)
+from rlhf_core.ppo.actor_critic_pair import PolicyMetricsT, ValueMetricsT, policy_engine
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.loss_reduction import StepSize
+from rlhf_core.ppo.model_passes import PassSettings, accumulate_policy_gradients, score_in_engine
 from rlhf_core.ppo.objective import PolicyLoss, ValueLoss
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.sampling.micro_batches import MicroBatchLimits
 from rlhf_core.sampling.token_scoring import Tokens, response_logits
-from rlhf_core.sampling.token_statistics import DistributionScorer, TokenStatistics
+from rlhf_core.sampling.token_statistics import TokenStatistics
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.engine.factory import finish
 from rlhf_core.training.run_context import RunContext
 
 
 @dataclass(frozen=True)
-class PolicyAlone:
+class PolicyAlone(PassSettings):
     """One model with one engine. Its values are NaN, and what it is asked to do with a value loss it leaves out."""
 
     policy: PreTrainedModel
@@ -46,9 +39,9 @@ class PolicyAlone:
     micro_batch_tokens: int | None = None
 
     @property
-    def limits(self) -> MicroBatchLimits:
-        """Those of one pass."""
-        return MicroBatchLimits(self.micro_batch_size, self.micro_batch_tokens)
+    def models(self) -> tuple[PreTrainedModel]:
+        """The policy."""
+        return (self.policy,)
 
     @property
     def engines(self) -> Mapping[str, Engine]:
@@ -59,11 +52,6 @@ class PolicyAlone:
     def critic_engines(self) -> Mapping[str, Engine]:
         """None."""
         return {}
-
-    @property
-    def scorer(self) -> DistributionScorer:
-        """One that keeps to ``logits_bytes``."""
-        return DistributionScorer(self.sampling, self.logits_bytes)
 
     def predict(self, batch: Tokens) -> tuple[LazyLogits, Tensor]:
         """One pass of the policy."""
@@ -80,14 +68,8 @@ class PolicyAlone:
         self, minibatch: Experience, policy: PolicyLoss[PolicyMetricsT], value: ValueLoss[ValueMetricsT]
     ) -> tuple[PolicyMetricsT, None]:
         """Passes of the policy over the whole minibatch."""
-
-        def loss(batch: Experience, size: StepSize) -> tuple[Tensor, PolicyMetricsT]:
-            tokens = self.score_tokens(
-                batch.batch, entropies=policy.entropy_weight != 0, reference=policy.exact_kl_reference
-            )
-            return policy.loss(tokens, batch, size)
-
-        return accumulate(self.engine, minibatch, self.limits, loss), None
+        metrics = accumulate_policy_gradients(self.engine, self.score_tokens, minibatch, self.limits, policy)
+        return metrics, None
 
     def accumulate_value_gradients(self, minibatch: Experience, value: ValueLoss[ValueMetricsT]) -> None:
         """Nothing: there is no critic."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from rlhf_core.ppo.kl import kl_estimate
 from rlhf_core.ppo.reward_normalization import RunningMeanStd, normalize_and_clip_rewards
 from rlhf_core.sampling.micro_batches import MicroBatchLimits
 from rlhf_core.sampling.token_scoring import Tokens
+from rlhf_core.training.side_by_side import run_side_by_side
 
 RewardFn = Callable[[Tokens], Tensor]  # the raw reward of every reply (B,)
 
@@ -34,15 +36,19 @@ def reward_model_fn(
 
     def reward_fn(batch: Tokens) -> Tensor:
         rewards = torch.zeros(len(batch.tokens), device=batch.tokens.device)
-        with torch.inference_mode():
-            for micro in limits.split(batch):
-                part = micro.tokens
-                part_rewards = model.reply_scores(part.tokens, part.attention_mask, part.reply_mask).float()
-                if micro.weight:
-                    rewards[micro.rows] = part_rewards
+        parts = list(limits.split(batch))
+        scores = run_side_by_side(*(partial(_reply_scores, model, micro.tokens) for micro in parts), models=[model])
+        for micro, part_rewards in zip(parts, scores, strict=True):
+            if micro.weight:
+                rewards[micro.rows] = part_rewards
         return distributed.all_reduce_sum(rewards)
 
     return reward_fn
+
+
+@torch.inference_mode()
+def _reply_scores(model: ReplyScorer, part: Tokens) -> Tensor:
+    return model.reply_scores(part.tokens, part.attention_mask, part.reply_mask).float()
 
 
 def reward_metrics(reward_fn: RewardFn) -> dict[str, float]:

@@ -6,6 +6,7 @@ Shapes: B sequences, T response positions.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from rlhf_core.ppo.experience import Experience, TokenPredictions
 from rlhf_core.ppo.sampler_agreement import SamplerAgreement, require_agreement
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.token_scoring import Tokens, pad_columns, response_logits
+from rlhf_core.training.side_by_side import run_side_by_side
 
 
 def score_rollout(
@@ -46,9 +48,12 @@ def predict_tokens(
     """Run policy, reference and critic over all replies, in micro-batches of similar length that the ranks share."""
     batch = Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
     columns = [torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for _ in range(5 if exact_kl else 4)]
-    for micro in pair.limits.split(batch):
+    parts = list(pair.limits.split(batch))
+    tasks = [partial(_predict_part, pair, reference, micro.tokens, exact_kl) for micro in parts]
+    predictions = run_side_by_side(*tasks, models=[*pair.models, reference])
+    for micro, predicted in zip(parts, predictions, strict=True):
         mask = micro.tokens.response_mask
-        for column, values in zip(columns, _predict_part(pair, reference, micro.tokens, exact_kl), strict=True):
+        for column, values in zip(columns, predicted, strict=True):
             if micro.weight:
                 column[micro.rows] = pad_columns(torch.where(mask, values, 0.0).to(column.dtype), batch.width)
     # Each rank has left zeros at the rows of the others.

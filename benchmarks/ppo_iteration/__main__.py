@@ -1,0 +1,97 @@
+"""``python -m benchmarks.ppo_iteration``: seconds per PPO iteration, this project's trainer and TRL's in turn.
+
+Both make the same work: as many prompts, forced replies of one length, epochs and minibatches of the same random
+models in float32, with value and reward model of the policy's size, without texts of pretraining and referee. Each is
+a process of its own, with each of some numbers of threads, and they make iterations in turn, so that other work on the
+machine meets all of them. Printed are medians. ``make bench`` makes TRL's environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.ppo_iteration.workload import ANSWER, Workload
+
+SIZES = {
+    "0.43 M": {"hidden": 96, "intermediate": 256, "layers": 3, "heads": 4},
+    "4.3 M": {"hidden": 256, "intermediate": 688, "layers": 5, "heads": 8},
+}
+
+
+class Worker:
+    """A process that makes one iteration each time it is asked to."""
+
+    def __init__(self, command: Sequence[str], stack: ExitStack) -> None:
+        self._program = command[0]
+        pipe = subprocess.PIPE
+        self._process = stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
+        stack.callback(self._process.stdin.close)  # type: ignore[union-attr]
+        self.answer()
+
+    def iterate(self) -> float:
+        """Seconds of one iteration."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return float(self.answer())
+
+    def answer(self) -> str:
+        """Its next answer."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                return line.removeprefix(ANSWER)
+        raise SystemExit(f"a trainer of {self._program} ended with status {self._process.wait()}")
+
+
+def main() -> int:
+    """Measure each size and length, print a table, and exit 0."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ppo_iteration", description=__doc__)
+    parser.add_argument("--trl-python", type=Path, required=True, help="the Python of an environment with TRL")
+    parser.add_argument("--size", choices=SIZES, nargs="+", default=list(SIZES), help="parameters of each model")
+    parser.add_argument("--reply", type=int, nargs="+", default=[64, 128], help="tokens of each reply")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, torch.get_num_threads()}))
+    given = parser.parse_args()
+    table = Table("parameters", "reply", "threads", "ours, s", "TRL, s", title="seconds of one PPO iteration")
+    for size in given.size:
+        for reply in given.reply:
+            workloads = [Workload(**SIZES[size], reply=reply, threads=threads) for threads in given.threads]
+            ours, theirs = _measure(workloads, given.trl_python, given.repeats)
+            for threads, mine, other in zip(given.threads, ours, theirs, strict=True):
+                table.add_row(size, str(reply), str(threads), f"{mine:.2f}", f"{other:.2f}")
+            table.add_row(
+                size, str(reply), "each's best", "", f"{min(theirs) / min(ours):.2f} times ours", end_section=True
+            )
+    Console().print(table)
+    return 0
+
+
+def _measure(workloads: Sequence[Workload], trl_python: Path, repeats: int) -> tuple[list[float], list[float]]:
+    """The median seconds of both systems with each workload, all in turn."""
+    script = str(Path(__file__).with_name("trl_trainer.py"))
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        folders = [str(Path(temporary) / str(workload.threads)) for workload in workloads]
+        for workload, folder in zip(workloads, folders, strict=True):
+            workload.write(Path(folder))
+        ours = [[sys.executable, "-m", "benchmarks.ppo_iteration.ours", folder] for folder in folders]
+        theirs = [[str(trl_python), script, folder] for folder in folders]
+        workers = [Worker(command, stack) for command in (*ours, *theirs)]
+        laps = [[worker.iterate() for worker in workers] for _ in range(repeats)]
+    medians = [statistics.median(times) for times in zip(*laps, strict=True)]
+    return medians[: len(ours)], medians[len(ours) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

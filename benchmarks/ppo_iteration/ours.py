@@ -1,0 +1,72 @@
+"""``python -m benchmarks.ppo_iteration.ours FOLDER``: iterations of this project's trainer, one per line of input."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+
+from benchmarks.ppo_iteration.workload import EOS, PAD, Stopwatch, Workload
+from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.data.schema import Message
+from rlhf_core.models.heads import ScalarModel
+from rlhf_core.ppo.actor_critic_pair import separate_actor_critic
+from rlhf_core.ppo.prompts import TrainingPrompts
+from rlhf_core.ppo.reward_normalization import RunningMeanStd
+from rlhf_core.ppo.rewards import reward_model_fn
+from rlhf_core.ppo.trainer import Trainer
+from rlhf_core.ppo.update import Learner
+from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.training.run_context import RunContext
+
+ITERATIONS = 10_000  # more than are asked for
+
+
+def main() -> int:
+    """Load the models, and make iterations until the input ends."""
+    folder = Path(sys.argv[1])
+    workload = Workload.read(folder)
+    with tempfile.TemporaryDirectory() as work:
+        Stopwatch().repeat(_trainer(workload, folder, Path(work)).iterate)
+    return 0
+
+
+def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
+    """A run without ptx texts, referee and checkpoints, which TRL does not have either."""
+    config = PpoConfig.model_validate(
+        {
+            "iterations": ITERATIONS,
+            "batch_size": workload.prompts,
+            "minibatches": workload.minibatches,
+            "epochs": workload.epochs,
+            "micro_batch_size": workload.prompts // workload.minibatches,
+            "max_new_tokens": workload.reply,
+            "min_new_tokens": workload.reply - 1,
+            "warmup_iterations": 0,
+            "ptx": {"weight": 0.0},
+            "checkpoint": {"every": ITERATIONS},
+            "health": {"mode": "report"},
+        }
+    )
+    policy, reference = (LlamaForCausalLM.from_pretrained(folder / "policy").eval() for _ in range(2))
+    value, reward = (
+        ScalarModel(LlamaForSequenceClassification.from_pretrained(folder / name).eval())
+        for name in ("value", "reward")
+    )
+    sampling = Sampling(EOS, PAD, workload.reply, min_new_tokens=workload.reply)
+    pair = separate_actor_critic(config, policy, value, sampling, RunContext(work))
+    ids = workload.prompt_ids()
+    return Trainer(
+        learner=Learner(config, pair, reference),
+        reward_fn=reward_model_fn(reward, workload.prompts // workload.minibatches),
+        prompts=TrainingPrompts([[Message("user", str(row))] for row in range(len(ids))], ids),
+        decode=lambda ids: " ".join(map(str, ids)),
+        moments=RunningMeanStd(),
+        context=RunContext(work),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""What both systems train on: random Llamas in a folder, prompts of equal length, and the sizes of an iteration.
+
+The standard library, torch and transformers are all that may be imported here: TRL runs in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
+
+PAD, EOS, VOCABULARY = 0, 1, 1024
+ANSWER = "benchmark: "  # trainers print lines of their own
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One PPO iteration: every reply has ``reply`` tokens, whatever is sampled."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    reply: int
+    threads: int
+    prompts: int = 64
+    prompt: int = 20
+    epochs: int = 1
+    minibatches: int = 2
+
+    @classmethod
+    def read(cls, folder: Path) -> Workload:
+        """The workload of a folder, with torch set to its number of threads."""
+        workload = cls(**json.loads((folder / "workload.json").read_text()))
+        torch.set_num_threads(workload.threads)
+        return workload
+
+    def write(self, folder: Path) -> int:
+        """Save it with its models (policy, value and reward) to ``folder``; returns the parameters of the policy."""
+        folder.mkdir(parents=True)
+        (folder / "workload.json").write_text(json.dumps(asdict(self)))
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            max_position_embeddings=512,
+            pad_token_id=PAD,
+            eos_token_id=EOS,
+            bos_token_id=None,
+            tie_word_embeddings=True,
+        )
+        set_seed(0)
+        policy = LlamaForCausalLM(config)
+        policy.save_pretrained(folder / "policy")
+        config.num_labels = 1
+        for name in ("value", "reward"):
+            LlamaForSequenceClassification(config).save_pretrained(folder / name)
+        return sum(parameter.numel() for parameter in policy.parameters())
+
+    def prompt_ids(self) -> list[list[int]]:
+        """Token ids of all prompts."""
+        return [
+            [5 + (31 * row + column) % (VOCABULARY - 5) for column in range(self.prompt)] for row in range(self.prompts)
+        ]
+
+
+class Stopwatch:
+    """Answers each line of standard input with the seconds of one iteration, and ends with the input.
+
+    An iteration is made between two calls of :meth:`lap`; the first lap only warms up.
+    """
+
+    def __init__(self) -> None:
+        self._started: float | None = None
+
+    def lap(self) -> None:
+        """End an iteration, print what it took, and wait until the next one is asked for."""
+        now = time.perf_counter()
+        print(f"{ANSWER}{now - self._started if self._started else 'ready'}", flush=True)
+        if not sys.stdin.readline():
+            os._exit(0)  # a trainer's loop may be around this call
+        self._started = time.perf_counter()
+
+    def repeat(self, iteration: Callable[[], object]) -> None:
+        """Make iterations until the input ends."""
+        while True:
+            iteration()
+            self.lap()
