@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core import distributed
+from rlhf_core.models.frozen_lower_layers import FrozenLowerLayers
 from rlhf_core.models.precision import matmul_precision
 from rlhf_core.ppo.actor_critic_pair import ActorCriticPair
 from rlhf_core.ppo.experience import Experience, TokenPredictions
@@ -37,10 +38,11 @@ def score_rollout(pair: ActorCriticPair, reference: PreTrainedModel, rollout: Ro
 def predict_tokens(pair: ActorCriticPair, reference: PreTrainedModel, rollout: Rollout) -> TokenPredictions:
     """Run policy, reference and critic over all replies, in micro-batches of similar length that the ranks share."""
     batch = Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
+    lower_layers = FrozenLowerLayers.shared_by(pair.policy, reference)
     columns = [torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for _ in range(5)]
     for micro in pair.limits.split(batch):
         mask = micro.tokens.response_mask
-        for column, values in zip(columns, _predict_part(pair, reference, micro.tokens), strict=True):
+        for column, values in zip(columns, _predict_part(pair, reference, micro.tokens, lower_layers), strict=True):
             if micro.weight:
                 column[micro.rows] = pad_columns(torch.where(mask, values, 0.0).to(column.dtype), batch.width)
     # Each rank has left zeros at the rows of the others.
@@ -48,11 +50,17 @@ def predict_tokens(pair: ActorCriticPair, reference: PreTrainedModel, rollout: R
 
 
 @torch.inference_mode()
-def _predict_part(pair: ActorCriticPair, reference: PreTrainedModel, part: Tokens) -> tuple[Tensor, ...]:
+def _predict_part(
+    pair: ActorCriticPair, reference: PreTrainedModel, part: Tokens, lower_layers: FrozenLowerLayers
+) -> tuple[Tensor, ...]:
     """The fields of :class:`TokenPredictions` for one micro-batch, each (b, t)."""
-    policy, values = pair.predict(part)
+    with lower_layers.recorded():
+        policy, values = pair.predict(part)
     # In critic pre-training the frozen policy is its own reference.
-    ref = policy if reference is pair.policy else response_logits(reference, part)
+    ref = policy
+    if reference is not pair.policy:
+        with lower_layers.replayed():
+            ref = response_logits(reference, part)
     tokens = pair.scorer.score(policy, part, entropies=True, reference=ref)
     assert tokens.ref_logprobs is not None and tokens.full_kl is not None and tokens.entropy is not None
     return tokens.logprobs, tokens.ref_logprobs, tokens.full_kl, tokens.entropy, values
