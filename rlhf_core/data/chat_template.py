@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import lru_cache
 
 from jinja2 import TemplateError
@@ -21,6 +22,19 @@ from rlhf_core.errors import DataError, ModelError, UnwritableText
 
 QUESTION, ANSWER, NEXT_QUESTION = "What is that?", "It is this.", "And why?"
 EXCERPT = 60
+# What code in a template may raise: its own refusals, and Python's errors of what it does with the turns.
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+# The day that templates write which ask for today's (Llama 3.2): the one that Llama's own fall back to. With the
+# clock's, the same dialogue would be other tokens tomorrow, in a resumed run and beside results of today.
+TODAY = datetime(2024, 7, 26)
+# A macro of the function's name hides transformers' own, and needs no more than a template may do.
+CLOCK = "strftime_now"
+DATE_PARTS = ("-d", "-m", *"aAbBdHIjmMpSyY")
+CLOCK_STOPPED = (
+    f"{{%- macro {CLOCK}(format) -%}}{{{{- format"
+    + "".join(f"|replace('%{part}', '{TODAY.strftime('%' + part)}')" for part in DATE_PARTS)
+    + " -}}{%- endmacro -%}"
+)
 # Entry of tokenizer_config.json: the tokens that end a reply, also those that only the generation config names.
 STOP_TOKENS = "stop_tokens"
 
@@ -63,7 +77,7 @@ class ReplyFormat:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-    """The dialogue as the chat template writes it.
+    """The dialogue as the chat template writes it; for a template that asks for it, today is :data:`TODAY`.
 
     Raises:
         ModelError: The tokenizer has no chat template.
@@ -75,10 +89,16 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_
         )
     turns = [{"role": message.role, "content": message.content} for message in messages]
     try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt))
-    except TemplateError as error:
+        template = tokenizer.get_chat_template()
+        if CLOCK in template:
+            template = CLOCK_STOPPED + template
+        written = tokenizer.apply_chat_template(
+            turns, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        return str(written)
+    except TEMPLATE_ERRORS as error:
         refused = f"the chat template refuses a dialogue of the turns {', '.join(message.role for message in messages)}"
-        cause = str(error).strip() or type(error).__name__
+        cause = str(error).strip().split("\n", 1)[0] or type(error).__name__
         raise UnwritableText(
             f"{refused} ({messages[-1].content[:EXCERPT]!r}): {cause}; leave such dialogues out, or give the tokenizer "
             "a template that takes them",

@@ -44,6 +44,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     unknown = sorted(set(config.targets) - layers)
     if unknown:
         raise ModelError(f"{type(model).__name__} has no linear layer {unknown[0]} for lora; it has {sorted(layers)}")
+    if not layers:
+        raise ModelError(f"{type(model).__name__} has no linear layers that lora could adapt; train it without lora")
     chosen = sorted(config.targets or layers)
     depth = model.config.get_text_config().num_hidden_layers
     if config.upper_layers is not None and config.upper_layers > depth:

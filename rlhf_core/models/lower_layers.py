@@ -29,14 +29,21 @@ def keep_lower_layers(model: PreTrainedModel, layers: int) -> None:
     depth = backbone.config.num_hidden_layers
     if layers > depth:
         raise ModelError(f"layers is {layers}, but {type(model).__name__} has {depth} layers")
-    lists = [(name, child) for name, child in backbone.named_children() if isinstance(child, nn.ModuleList)]
-    stacks = [(name, child) for name, child in lists if len(child) == depth]
-    if len(stacks) != 1:
+    stack = decoder_layers(model)
+    if stack is None:
         raise ModelError(f"the layers of {type(backbone).__name__} cannot be told apart; remove the setting layers")
-    ((name, stack),) = stacks
+    (name,) = [name for name, child in backbone.named_children() if child is stack]
     setattr(backbone, name, stack[:layers])
     for config in (model.config, backbone.config):
         limit_layers(config, layers)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
+    """Return the list of the model's decoder layers, from the embedding up; None where it cannot be told apart."""
+    backbone: Any = model.base_model
+    lists = [child for child in backbone.children() if isinstance(child, nn.ModuleList)]
+    stacks = [child for child in lists if len(child) == backbone.config.num_hidden_layers]
+    return stacks[0] if len(stacks) == 1 else None
 
 
 def limit_layers(config: PretrainedConfig, layers: int) -> None:

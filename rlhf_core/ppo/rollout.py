@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core import distributed
+from rlhf_core.models.frozen_lower_layers import FrozenLowerLayers
 from rlhf_core.models.precision import matmul_precision
 from rlhf_core.ppo.actor_critic_pair import ActorCriticPair
 from rlhf_core.ppo.experience import Experience, TokenPredictions
@@ -47,9 +48,10 @@ def predict_tokens(
 ) -> TokenPredictions:
     """Run policy, reference and critic over all replies, in micro-batches of similar length that the ranks share."""
     batch = Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
+    lower_layers = FrozenLowerLayers.shared_by(pair.policy, reference)
     columns = [torch.zeros(batch.response_mask.shape, device=batch.tokens.device) for _ in range(5 if exact_kl else 4)]
     parts = list(pair.limits.split(batch))
-    tasks = [partial(_predict_part, pair, reference, micro.tokens, exact_kl) for micro in parts]
+    tasks = [partial(_predict_part, pair, reference, micro.tokens, exact_kl, lower_layers) for micro in parts]
     predictions = run_side_by_side(*tasks, models=[*pair.models, reference])
     for micro, predicted in zip(parts, predictions, strict=True):
         mask = micro.tokens.response_mask
@@ -64,12 +66,16 @@ def predict_tokens(
 
 @torch.inference_mode()
 def _predict_part(
-    pair: ActorCriticPair, reference: PreTrainedModel, part: Tokens, exact_kl: bool
+    pair: ActorCriticPair, reference: PreTrainedModel, part: Tokens, exact_kl: bool, lower_layers: FrozenLowerLayers
 ) -> tuple[Tensor, ...]:
     """Log-probabilities by policy and reference, entropy, values and exact KL of one micro-batch, each (b, t)."""
-    policy, values = pair.predict(part)
+    with lower_layers.recorded():
+        policy, values = pair.predict(part)
     # In critic pre-training the frozen policy is its own reference.
-    ref = policy if reference is pair.policy else response_logits(reference, part)
+    ref = policy
+    if reference is not pair.policy:
+        with lower_layers.replayed():
+            ref = response_logits(reference, part)
     tokens = pair.scorer.score(policy, part, entropies=True, reference=ref, exact_kl=exact_kl)
     assert tokens.ref_logprobs is not None and tokens.entropy is not None
     kl = () if tokens.full_kl is None else (tokens.full_kl,)

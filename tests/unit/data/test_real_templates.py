@@ -19,7 +19,7 @@ from rlhf_core.data.chat import (
     stop_token_ids,
     vocabulary_id,
 )
-from rlhf_core.data.chat_template import refused_dialogues, reply_format
+from rlhf_core.data.chat_template import refused_dialogues, render, reply_format
 from rlhf_core.data.schema import Demonstration, Message
 from rlhf_core.data.tokens.token_table import TokenTable
 from rlhf_core.errors import DataError, ModelError
@@ -165,6 +165,42 @@ def test_what_templates_refuse_is_one_line() -> None:
         encode_prompt(gemma, [Message("system", "Be brief."), Message("user", "What is that?")])
     with pytest.raises(DataError, match="must alternate"):
         encode_prompt(gemma, [Message("user", "What?"), Message("user", "is that?")])
+
+
+@pytest.mark.parametrize(
+    ("template", "cause"),
+    [
+        ("{{ messages[0]['content'] + 1 }}", "can only concatenate str"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% for i in range(10000000000) %}{% endfor %}", "Range too big"),
+        ("{{ messages[0].content.parts.text }}", "has no attribute 'parts'"),
+        ("{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}", "recursion"),
+        ("{{ [].pop() }}", "unsafe"),
+    ],
+)
+def test_an_error_inside_a_template_is_one_line(template: str, cause: str) -> None:
+    tokenizer = RealTemplate("x", template, CHATML, "<|endoftext|>", "<|endoftext|>").tokenizer
+    with pytest.raises(DataError, match=rf"turns user \('Why\?'\): .*{cause}") as error:
+        encode_prompt(tokenizer, [Message("user", "Why?")])
+    assert "\n" not in str(error.value)
+
+
+def test_named_templates_without_a_default_are_one_line() -> None:
+    real = RealTemplate("named", SMOLLM_2, CHATML, "<|im_end|>", "<|im_end|>")
+    tokenizer = real.tokenizer
+    plain = encode_prompt(tokenizer, [Message("user", "Why?")])
+    tokenizer.chat_template = {"default": real.template, "rag": "{{ messages }}"}
+    assert encode_prompt(tokenizer, [Message("user", "Why?")]) == plain
+    tokenizer.chat_template = {"rag": real.template}
+    with pytest.raises(DataError, match="multiple chat templates with no default"):
+        encode_prompt(tokenizer, [Message("user", "Why?")])
+
+
+def test_today_is_a_fixed_day_in_templates_that_ask_for_it() -> None:
+    """As Llama 3.2's template does: the same dialogue has to be the same tokens on every day."""
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer = RealTemplate("x", template, CHATML, "<|endoftext|>", "<|endoftext|>").tokenizer
+    assert render(tokenizer, [Message("user", "Why?")]) == "26 Jul 2024Why?"
 
 
 def test_a_turn_that_is_closed_only_before_the_next_one() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 from unit.ppo.tiny import Tiny, make_config, make_tiny, make_trainer
 
 from rlhf_core.config.lora import LoraConfig
@@ -117,6 +118,14 @@ def test_ppo_with_adapters_keeps_its_reference_and_resumes_exactly(tmp_path: Pat
 def test_unknown_targets_are_refused() -> None:
     with pytest.raises(ModelError, match=r"no linear layer query.*q_proj"):
         add_adapters(make_tiny().policy, LoraConfig(targets=("query",)), seed=1)
+
+
+@needs_peft
+def test_a_model_without_linear_layers_is_refused() -> None:
+    """GPT-2 has layers of a class of its own."""
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0))
+    with pytest.raises(ModelError, match="GPT2LMHeadModel has no linear layers that lora could adapt"):
+        add_adapters(model, LORA, seed=1)
 
 
 def test_a_missing_peft_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
