@@ -167,7 +167,7 @@ def _derive_ids(
     start = 0
     for parents in _whole_records(rows, origins) if children else ():
         for kind in children:
-            derive(kind, parents, ids[kind], passed[start : start + len(parents)])
+            derive(kind, parents, ids[kind], passed[start : start + len(parents)].tolist())
         start += len(parents)
 
 
@@ -177,9 +177,10 @@ def _whole_records(rows: StoredRows, origins: Origins | None) -> Iterator[list[d
     number = 0
     for table in rows.parts():
         part = table.to_pylist()
-        for row in part if origins is not None else ():
-            row |= {"path": origins[number].source, "position": origins[number].position}
-            number += 1
+        if origins is not None:
+            for row in part:
+                row |= {"path": origins[number].source, "position": origins[number].position}
+                number += 1
         waiting += part
         border = _last_record(waiting) if origins is not None else len(waiting)
         yield waiting[:border]
