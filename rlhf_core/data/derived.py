@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rlhf_core.data.formats import dialogue_text
@@ -33,22 +33,27 @@ def derived_from(given: Collection[str], also: Collection[str] = ()) -> dict[str
     return derived
 
 
-def derive(kind: str, parents: Iterable[Mapping[str, Any]], seen: set[str]) -> list[dict[str, Any]]:
+def derive(
+    kind: str, parents: Sequence[Mapping[str, Any]], seen: set[str], passed: Sequence[bool] | None = None
+) -> list[dict[str, Any]]:
     """Return the distinct rows of ``kind`` that come from ``parents``, with ids; of equal rows the first.
 
     They have the labels of their parent, and its file and line where these are given. Of a ranking, which gives several
-    pairs, only the best reply is imitated: not one that another pair of the same record rejects.
+    pairs, the best first, only the best reply is imitated: the one that the record's first pair to a prompt prefers.
 
     Args:
         parents: Rows, with all rows of a record that one of them is of.
         seen: Ids of rows that were derived before; those of the new rows are added.
+        passed: By parent, whether rows come from it. The others still tell which reply of a record is the best.
     """
     kept: dict[str, dict[str, Any]] = {}
-    listed = list(parents)
-    pairs = [row for row in listed if kind == "demonstrations" and "path" in row and row["chosen"] != row["rejected"]]
-    worse = {_reply_key(row, row["rejected"]) for row in pairs}
-    for parent in listed:
-        if worse and _reply_key(parent, parent["chosen"]) in worse:
+    best: dict[tuple[Any, ...], str] = {}
+    for number, parent in enumerate(parents):
+        if kind == "demonstrations" and "path" in parent:
+            is_best = best.setdefault(_record_prompt(parent), parent["chosen"]) == parent["chosen"]
+            if not is_best:
+                continue
+        if passed is not None and not passed[number]:
             continue
         row = {name: parent[name] for name in LABELS if name in parent}
         if kind == "demonstrations":
@@ -64,6 +69,6 @@ def derive(kind: str, parents: Iterable[Mapping[str, Any]], seen: set[str]) -> l
     return list(kept.values())
 
 
-def _reply_key(row: Mapping[str, Any], reply: str) -> tuple[str, int, str, str]:
-    """Return what is the same for a reply in all pairs of one record."""
-    return row["path"], row["position"], row["group"], reply
+def _record_prompt(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what is the same for all pairs of one record that are of one prompt."""
+    return row["path"], row["position"], *((turn["role"], turn["content"]) for turn in row["prompt"] or [])

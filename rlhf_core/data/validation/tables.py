@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
@@ -147,7 +149,7 @@ def validate(raw: RawData, config: ValidateConfig, docs: Path) -> Validated:
             if kind in raw.derived:
                 own = np.arange(len(frames[kind])) < raw.of_files.get(kind, 0)
                 frames[kind][SOURCE_PASSED] = (own | frames[kind]["id"].isin(derivable.pop(kind))).astype(int)
-            _derive_ids(rows.where(passing(frames[kind], checks[kind])), derivable)
+            _derive_ids(rows, passing(frames[kind], checks[kind]), raw.origins.get(kind), derivable)
     failures = run_suites(frames, checks, docs) if frames else {}
     refused_rows = count_refused(raw.refused)
     result = Validated(raw, refused_rows=refused_rows)
@@ -163,13 +165,39 @@ def _advancing(rows: StoredRows, bar: Progress) -> Iterator[pa.Table]:
         bar.advance(table.num_rows)
 
 
-def _derive_ids(passed: StoredRows, ids: Mapping[str, set[str]]) -> None:
+def _derive_ids(
+    rows: StoredRows, passed: npt.NDArray[np.bool_], origins: Origins | None, ids: Mapping[str, set[str]]
+) -> None:
     """Add the ids of the rows of each derived kind that come from rows that passed."""
-    children = [kind for kind in ids if passed.kind in DERIVED_FROM[kind]]
-    for table in passed.parts() if children else ():
-        rows = table.to_pylist()
+    children = [kind for kind in ids if rows.kind in DERIVED_FROM[kind]]
+    start = 0
+    for parents in _whole_records(rows, origins) if children else ():
         for kind in children:
-            derive(kind, rows, ids[kind])
+            derive(kind, parents, ids[kind], passed[start : start + len(parents)].tolist())
+        start += len(parents)
+
+
+def _whole_records(rows: StoredRows, origins: Origins | None) -> Iterator[list[dict[str, Any]]]:
+    """Yield rows in parts, of files with their path and position; all rows of one record are in one part."""
+    waiting: list[dict[str, Any]] = []
+    number = 0
+    for table in rows.parts():
+        part = table.to_pylist()
+        if origins is not None:
+            for row in part:
+                row |= {"path": origins[number].source, "position": origins[number].position}
+                number += 1
+        waiting += part
+        border = _last_record(waiting) if origins is not None else len(waiting)
+        yield waiting[:border]
+        waiting = waiting[border:]
+    yield waiting
+
+
+def _last_record(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Return where the last record of ``rows`` begins."""
+    last = rows[-1]["path"], rows[-1]["position"]
+    return next((i for i in range(len(rows), 0, -1) if (rows[i - 1]["path"], rows[i - 1]["position"]) != last), 0)
 
 
 def _take_failures(

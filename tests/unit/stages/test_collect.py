@@ -76,6 +76,20 @@ def test_missing_kinds_are_derived_without_copies(tmp_path: Path) -> None:
     }
 
 
+def test_of_the_best_replies_of_a_ranking_the_first_is_imitated(tmp_path: Path) -> None:
+    """So it is where the file is read as demonstrations."""
+    rankings = [
+        {"prompt": "Q1?", "responses": ["worse", "as good", "good", "bad"], "scores": [2, 3, 3, 1]},
+        {"prompt": "Q2?", "responses": ["a", "b"], "scores": [1, 2]},
+    ]
+    derived, _ = run(from_files(tmp_path / "derived", rankings), tmp_path / "derived")
+    read, _ = run(from_files(tmp_path / "read", rankings, demonstrations=("pairs.jsonl",)), tmp_path / "read")
+    for raw in (derived, read):
+        rows = read_rows(raw / "demonstrations/data.parquet", Demonstration)
+        assert [row.reply for row in rows] == ["as good", "b"]
+    assert len(read_rows(derived / "preferences/data.parquet", Preference)) == 6
+
+
 def test_given_kinds_are_not_derived(tmp_path: Path) -> None:
     (tmp_path / "texts.json").write_text(json.dumps([{"text": "Once upon a time."}]))
     config = from_files(tmp_path, [pair("Q?", "a", "b")], pretrain=("texts.json",))

@@ -67,6 +67,31 @@ def test_a_copy_of_a_pair_leaves_its_demonstration(tmp_path: Path) -> None:
     assert metrics["demonstrations"]["clean"] == 120 and metrics["preferences"]["quarantined"] == 1
 
 
+def test_no_ranking_keeps_a_demonstration_of_a_refused_pair_that_it_ranks_lower(tmp_path: Path) -> None:
+    """Only the pair that is labelled both ways prefers "fine 0" outright: the ranking has a better reply than it."""
+    pairs = [pair(i, f"good {i}", f"bad {i}") for i in range(120)]
+    pairs += [pair(0, "fine 0", "poor 0"), pair(0, "poor 0", "fine 0")]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in pairs))
+    ranking = {"prompt": "Question 0?", "responses": ["bad 0", "fine 0", "best 0"], "scores": [1, 2, 3]}
+    (tmp_path / "rankings.jsonl").write_text(json.dumps(ranking))
+    _, outputs = validated(tmp_path, "*.jsonl")
+    replies = {reply for reply in clean(outputs, "demonstrations", "reply") if reply.endswith(" 0")}
+    assert replies == {"good 0", "best 0"}
+    assert pq.read_table(tmp_path / "data/raw/demonstrations/data.parquet").num_rows == 123
+
+
+def test_the_best_reply_of_a_ranking_stays_while_one_of_its_pairs_does(tmp_path: Path) -> None:
+    """Of 1,500 rankings of three pairs each; some are where one part of the rows ends and the next begins."""
+    middle = [f"fine {i}" if i % 2 else "\x00" for i in range(1500)]
+    rankings = [
+        {"prompt": f"Question {i}?", "responses": [f"best {i}", middle[i], f"bad {i}"], "ranks": [1, 2, 3]}
+        for i in range(1500)
+    ]
+    metrics, outputs = run(tmp_path, rankings, max_quarantined=0.5, near_duplicates={"search": False})
+    assert metrics["preferences"]["clean"] == 750 * 3 + 750
+    assert clean(outputs, "demonstrations", "reply") == {f"best {i}" for i in range(1500)}
+
+
 @pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.csv", "pairs.parquet"])
 def test_texts_are_the_same_bytes_from_the_file_to_the_clean_data(name: str, tmp_path: Path) -> None:
     """Code with indentation, tabs, both kinds of line ends, trailing space, no-break space, and emoji of several."""
