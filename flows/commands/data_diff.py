@@ -96,6 +96,8 @@ def _names_files(spec: str) -> bool:
     """Whether an argument is a path that exists, a URL or a hub id, and not a revision."""
     if is_url(spec) or spec.startswith("hub:"):
         return True
+    if spec == WORKING_TREE:  # also where a folder is called so
+        return False
     try:
         return bool(expand(spec, Path.cwd()))
     except DataError:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from rlhf_core.config.collect import DataSource, FileSources, ReadOptions, SourceOptions
 from rlhf_core.data.formats import FileRows, read_records, row_chunks
@@ -72,8 +72,11 @@ def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFi
     if spec.startswith(PREFIX):
         yield spec, SourceFile(spec, None)
     elif is_url(spec):
-        urls = expand_url(spec, remedy)
-        yield from ((url, SourceFile(url if glob.has_magic(spec) else spec, None)) for url in urls)
+        for url in expand_url(spec, remedy):
+            is_named = (
+                not glob.has_magic(spec) and PurePosixPath(spec).name == PurePosixPath(url).name
+            )  # not its folder
+            yield url, SourceFile(spec if is_named else url, None)
     else:
         for path in expand(spec, base, remedy):
             require_utf8_name(path)

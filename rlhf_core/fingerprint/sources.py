@@ -17,7 +17,7 @@ from rlhf_core.remote_files import expand_url, url_checksum
 def write_sources(workspace: Path, sources: Iterable[str], name: str = "sources", notes: Iterable[str] = ()) -> None:
     """Refresh ``.fingerprints/NAME.txt``: path and content hash of every source file, so that DVC sees a change.
 
-    Hashes are remembered by size and modification time in ``.rlhf/NAME.json``. A URL counts by the checksum that its
+    Hashes are remembered by size, times and inode in ``.rlhf/NAME.json``. A URL counts by the checksum that its
     store gives without a download, a hub id by its name. ``notes`` are lines that come first.
     """
     memory = workspace / ".rlhf" / f"{name}.json"
@@ -31,10 +31,10 @@ def write_sources(workspace: Path, sources: Iterable[str], name: str = "sources"
             continue
         for file in _files(workspace, source):
             status = file.stat()
-            mark = [status.st_size, status.st_mtime_ns]
+            mark = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
             old = known.get(str(file))
-            fresh[str(file)] = old if old and old[:2] == mark else [*mark, sha256_file(file)]
-            lines.append(f"  {spelled(file, source, workspace)} {fresh[str(file)][2]}")
+            fresh[str(file)] = old if old and old[:-1] == mark else [*mark, sha256_file(file)]
+            lines.append(f"  {spelled(file, source, workspace)} {fresh[str(file)][-1]}")
     path = workspace / FOLDER / f"{name}.txt"
     text = "\n".join(lines) + "\n"
     if not path.exists() or path.read_text() != text:
