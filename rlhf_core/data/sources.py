@@ -73,9 +73,8 @@ def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFi
         yield spec, SourceFile(spec, None)
     elif is_url(spec):
         for url in expand_url(spec, remedy):
-            is_named = (
-                not glob.has_magic(spec) and PurePosixPath(spec).name == PurePosixPath(url).name
-            )  # not its folder
+            # Of a folder, the files in it have other names.
+            is_named = not glob.has_magic(spec) and PurePosixPath(spec).name == PurePosixPath(url).name
             yield url, SourceFile(spec if is_named else url, None)
     else:
         for path in expand(spec, base, remedy):

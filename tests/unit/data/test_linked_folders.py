@@ -98,7 +98,7 @@ def test_a_folder_stands_for_its_data(tmp_path: Path) -> None:
     (tmp_path / "set/more.jsonl.bz2").write_bytes(b"BZh9")
     assert tmp_path / "set/more.jsonl.bz2" in expand("set", tmp_path)
     (tmp_path / "set/gone.jsonl").symlink_to("nowhere")
-    with pytest.raises(DataError, match="gone.jsonl is no file that can be read"):
+    with pytest.raises(DataError, match=r"gone\.jsonl is no file that can be read"):
         expand("set", tmp_path)
 
 
@@ -107,5 +107,5 @@ def test_a_folder_without_data_is_a_users_error(tmp_path: Path) -> None:
     (tmp_path / "set/README.md").write_text("about")
     with pytest.raises(DataError, match="the folder set holds no file of data; correct the path"):
         expand("set", tmp_path)
-    with pytest.raises(DataError, match="s\\* matches folders only; name one of them"):
+    with pytest.raises(DataError, match=r"s\* matches folders only; name one of them"):
         expand("s*", tmp_path)
