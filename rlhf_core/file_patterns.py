@@ -15,6 +15,12 @@ EXCERPT = 200
 NOT_FOUND = "correct the path, or put quotes around a pattern"
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+# What lies beside the data of a folder: descriptions, and what ``datasets`` and Spark write about the data.
+NO_DATA = re.compile(
+    r"(readme|licen[cs]e|copying|notice|citation|changelog)\b.*|.*\.(md|rst|crc|py)|_success"
+    r"|(dataset_infos?|dataset_dict|state)\.json",
+    re.IGNORECASE,
+)
 
 
 def is_url(spec: str) -> bool:
@@ -25,8 +31,9 @@ def is_url(spec: str) -> bool:
 def expand(spec: str, base: Path, remedy: str = NOT_FOUND) -> list[Path]:
     """Return the files that a path or glob matches, relative to ``base``, sorted.
 
-    A name that exists as it is written is taken literally, also where it holds ``[``, ``]`` or ``*``. A file that a
-    pattern matches several times, by way of links to folders, is returned once, by its shortest path.
+    A name that exists as it is written is taken literally, also where it holds ``[``, ``]``, ``*`` or a leading ``~``.
+    A folder stands for the files in it and in its folders, see :func:`is_data_name`. A file that a pattern matches
+    several times, by way of links to folders, is returned once, by its shortest path.
 
     Raises:
         DataError: There are none; the message ends with ``remedy``.
@@ -45,6 +52,8 @@ def expand(spec: str, base: Path, remedy: str = NOT_FOUND) -> list[Path]:
 
 
 def _matches(spec: str, name: str, base: Path, remedy: str) -> list[Path]:
+    if (base / spec).is_file():
+        return [base / spec]
     pattern = Path(spec).expanduser()
     if (base / pattern).is_file():
         return [base / pattern]
@@ -52,17 +61,27 @@ def _matches(spec: str, name: str, base: Path, remedy: str) -> list[Path]:
     literal = Path(parts.pop(0)) if pattern.is_absolute() or base.is_absolute() else Path()
     while parts and (literal / parts[0]).is_dir():
         literal /= parts.pop(0)
-    matches = sorted(_glob([literal], parts))
+    is_folder = not parts
+    matches = sorted(_glob([literal], parts or ["**", "*"]))
+    if is_folder:
+        matches = [path for path in matches if is_data_name(Path(path).name)]
     files = _once([Path(path) for path in matches if Path(path).is_file()])
     others = [path for path in matches if not Path(path).is_file() and not Path(path).is_dir()]
     if others:
         raise DataError(f"{others[0]} is no file that can be read: a link to nothing or to itself, or a pipe; {remedy}")
     if files:
         return files
+    if is_folder:
+        raise DataError(f"the folder {name} holds no file of data; {remedy}")
     if matches:
-        raise DataError(f"{name or base} is a folder; name its files, for example {name.rstrip('/')}/*.jsonl")
+        raise DataError(f"{name} matches folders only; name one of them, or files, for example {name}/*.jsonl")
     looked_in = "" if pattern.is_absolute() else f" (looked in {base})"
     raise DataError(f"no file matches {name!r}{looked_in}; {remedy}")
+
+
+def is_data_name(name: str) -> bool:
+    """Return whether a file of a folder that is given as a whole is taken: all but hidden ones and descriptions."""
+    return not name.startswith(".") and not NO_DATA.fullmatch(name)
 
 
 def _glob(folders: Iterable[Path], parts: Sequence[str]) -> list[str]:
@@ -120,4 +139,5 @@ def _once(paths: Sequence[Path]) -> list[Path]:
 
 def spelled(path: Path, spec: str, base: Path) -> str:
     """Return the path of a file that ``spec`` matches as ``spec`` spells it: relative to ``base``, or absolute."""
-    return str(path) if Path(spec).expanduser().is_absolute() else Path(os.path.relpath(path, base)).as_posix()
+    is_absolute = not (base / spec).exists() and Path(spec).expanduser().is_absolute()
+    return str(path) if is_absolute or Path(spec).is_absolute() else Path(os.path.relpath(path, base)).as_posix()

@@ -6,16 +6,19 @@ import glob
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlhf_core.errors import DataError
+from rlhf_core.file_patterns import is_data_name
 
 UNREACHABLE = "check the address, the network, and the access to it"
 
 
 def expand_url(url: str, remedy: str) -> list[str]:
     """Return the files that a URL names or, with ``*``, ``?`` or ``[``, matches, as their store spells them; sorted.
+
+    A folder stands for the files in it and in its folders, as one on this machine does.
 
     Raises:
         DataError: There are none, and the message ends with ``remedy``, or the store cannot be reached.
@@ -26,6 +29,8 @@ def expand_url(url: str, remedy: str) -> list[str]:
             return [filesystem.unstrip_protocol(path)]
         matches = sorted(filesystem.glob(path))
         files = [match for match in matches if filesystem.isfile(match)]
+        if matches and not files and not glob.has_magic(path):
+            files = _files_below(filesystem, matches[0])
         if not matches and not glob.has_magic(path):
             filesystem.info(path)  # A store that cannot be reached says so only here, as the cause.
     except FileNotFoundError as error:
@@ -37,8 +42,19 @@ def expand_url(url: str, remedy: str) -> list[str]:
     if files:
         return [filesystem.unstrip_protocol(file) for file in files]
     if matches:
-        raise DataError(f"{url} is a folder; name its files, for example {url.rstrip('/')}/*.jsonl")
+        what = "matches folders only" if glob.has_magic(path) else "is a folder that holds no file of data"
+        raise DataError(f"{url} {what}; {remedy}")
     raise DataError(f"no file matches {url!r}; {remedy}")
+
+
+def _files_below(filesystem: Any, folder: str) -> list[str]:
+    """Return the files of a folder and of its folders, but for hidden ones and descriptions."""
+    below = {file: PurePosixPath(file).relative_to(PurePosixPath(folder)) for file in filesystem.find(folder)}
+    return sorted(
+        file
+        for file, path in below.items()
+        if is_data_name(path.name) and not any(part.startswith(".") for part in path.parts)
+    )
 
 
 def read_url(url: str) -> bytes:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,6 +29,7 @@ from rlhf_core.file_patterns import expand, is_url
 
 if TYPE_CHECKING:
     from rlhf_core.config.collect import ReadOptions
+    from rlhf_core.data.changes import DataState
 
 COLLECTED = "data/raw"
 WORKING_TREE = "workspace"  # as DVC calls it
@@ -59,7 +60,8 @@ def diff(
     """Compare two data files, or two revisions of a workspace's data: rows added, removed and changed, by kind.
 
     Rows are told apart by the hash of their content. A row is changed if its prompt stays and a reply differs;
-    relabelled if only its margin or category does. Data that DVC tracks come from its cache or a remote.
+    relabelled if only its margin or category does. Records that a reader refuses or drops are counted. Data that DVC
+    tracks come from its cache or a remote.
 
     Examples:
     $ rlhf data diff old.jsonl new.jsonl
@@ -74,18 +76,19 @@ def diff(
         if _names_files(before) and _names_files(after):
             if files:
                 raise RlhfError(f"two files are compared, so {files[0]} is one too many")
-            tables = [_file_tables([spec], Path.cwd(), options, kind, Path(scratch, state)) for spec, state in states]
+            compared = [_file_state([spec], Path.cwd(), options, kind, Path(scratch, state)) for spec, state in states]
         else:
+            _require_no_file(before, after)
             from flows.workspace.folder import find_workspace
 
             folder = find_workspace(workspace)
-            tables = [
-                _revision_tables(folder, revision, files or [], options, kind, Path(scratch, state))
+            compared = [
+                _revision_state(folder, revision, files or [], options, kind, Path(scratch, state))
                 for revision, state in states
             ]
         from rlhf_core.data.changes import as_json_value, as_text, compare_kinds
 
-        changes = compare_kinds(*tables)
+        changes = compare_kinds(*compared)
         if as_json:
             print_json(as_json_value(changes, show))
         else:
@@ -96,24 +99,31 @@ def _names_files(spec: str) -> bool:
     """Whether an argument is a path that exists, a URL or a hub id, and not a revision."""
     if is_url(spec) or spec.startswith("hub:"):
         return True
+    if spec == WORKING_TREE:  # also where a folder is called so
+        return False
     try:
         return bool(expand(spec, Path.cwd()))
     except DataError:
         return False
 
 
-def _file_tables(
-    files: Sequence[str], base: Path, options: ReadOptions, kind: str | None, scratch: Path
-) -> Mapping[str, Any]:
-    from rlhf_core.data.changes import file_tables
+def _require_no_file(before: str, after: str) -> None:
+    """Refuse a file beside what is none: a misspelt name is no revision. A folder may be called as a revision is."""
+    for spec, other in ((before, after), (after, before)):
+        if _names_files(spec) and not Path(spec).is_dir():
+            raise RlhfError(f"{spec} is a file, but no file matches {other!r}; give two files, or two revisions of git")
 
-    return file_tables(files, base, options, scratch, kind)
+
+def _file_state(files: Sequence[str], base: Path, options: ReadOptions, kind: str | None, scratch: Path) -> DataState:
+    from rlhf_core.data.changes import file_state
+
+    return file_state(files, base, options, scratch, kind)
 
 
-def _revision_tables(
+def _revision_state(
     workspace: Path, revision: str, files: Sequence[str], options: ReadOptions, kind: str | None, scratch: Path
-) -> Mapping[str, Any]:
-    """Return the tables by kind of ``files``, or of the collected data, at a revision; rows are kept in ``scratch``."""
+) -> DataState:
+    """Return the rows of ``files``, or of the collected data, at a revision; they are kept in ``scratch``."""
     from flows.dvc_repo.revision import check_out
 
     with tempfile.TemporaryDirectory(prefix="rlhf-revision-") as checkout:
@@ -122,8 +132,7 @@ def _revision_tables(
             folder = Path(checkout)
             check_out(workspace, revision, files or [COLLECTED], folder)
         if files:
-            return _file_tables(files, folder, options, kind, scratch)
-        from rlhf_core.data.changes import collected_tables
+            return _file_state(files, folder, options, kind, scratch)
+        from rlhf_core.data.changes import collected_state
 
-        tables = collected_tables(folder / COLLECTED, scratch)
-    return {name: table for name, table in tables.items() if kind in (None, name)}
+        return collected_state(folder / COLLECTED, scratch).only(kind)

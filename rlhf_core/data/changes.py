@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,10 +16,11 @@ import pyarrow as pa
 from rlhf_core.config.collect import ReadOptions
 from rlhf_core.data.report_lines import example_lines, wrapped
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema, tables_of
-from rlhf_core.data.sources import source_chunks, source_files, sources_by_kind
+from rlhf_core.data.sources import SourceFile, source_chunks, source_files, sources_by_kind
 from rlhf_core.data.table_stream import mapped_table
 from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.errors import DataError
+from rlhf_core.files import read_json
 
 LABELS = ("margin", "category")
 CHUNK_ROWS = 4096
@@ -44,6 +45,23 @@ class RowPairs:
 
 
 @dataclass(frozen=True)
+class DataState:
+    """One of two states that are compared.
+
+    Attributes:
+        tables: The rows, by kind.
+        left_out: By kind, how many records were ``refused`` or ``dropped`` by the readers, so that they are no rows.
+    """
+
+    tables: Mapping[str, pa.Table]
+    left_out: Mapping[str, Counter[str]] = field(default_factory=dict)
+
+    def only(self, kind: str | None) -> DataState:
+        """Return the state with rows of one kind alone; None stands for all."""
+        return self if kind is None else DataState({k: t for k, t in self.tables.items() if k == kind}, self.left_out)
+
+
+@dataclass(frozen=True)
 class Changes:
     """What happened to the rows of a kind. Rows are numbers in the tables ``before`` and ``after``.
 
@@ -54,6 +72,7 @@ class Changes:
         changed: Rows of one prompt with other content, paired in their order.
         swapped: How many of ``changed`` are pairs whose two replies changed places.
         relabelled: Rows of the same content with another margin or category.
+        left_out: Before and after, how many records are no rows; see :class:`DataState`.
     """
 
     kind: str
@@ -65,6 +84,7 @@ class Changes:
     changed: RowPairs
     swapped: int
     relabelled: RowPairs
+    left_out: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
 
     @property
     def is_empty(self) -> bool:
@@ -138,9 +158,9 @@ def _matched(
     return pairs, sorted(i for rows in waiting.values() for i in rows), left
 
 
-def file_tables(
+def file_state(
     files: Sequence[str], base: Path, options: ReadOptions, scratch: Path, kind: str | None = None
-) -> dict[str, pa.Table]:
+) -> DataState:
     """Read files as a table per kind: ``kind``, or what each file serves as best.
 
     Args:
@@ -154,41 +174,56 @@ def file_tables(
         DataError: A file cannot be read, or is of no known format.
     """
     sources = sources_by_kind(files, base, options, kind)
+    state = DataState({}, {name: Counter() for name in ROW_TYPES})
     tables = {}
     for name in ROW_TYPES:
         if sources.of(name):
-            parts = (part for file in source_files(sources.of(name), base) for part in source_chunks(file, name))
-            rows = (table for part in parts for table in tables_of(name, part.rows))
+            rows = _file_rows(source_files(sources.of(name), base), name, state.left_out[name])
             tables[name] = mapped_table(scratch / f"{name}.arrow", arrow_schema(name), rows)
-    return tables
+    return replace(state, tables=tables)
 
 
-def collected_tables(raw: Path, scratch: Path) -> dict[str, pa.Table]:
-    """Read all kinds of the folder ``data/raw`` that stage collect writes; ``scratch`` as of :func:`file_tables`."""
-    return {
+def _file_rows(files: Sequence[SourceFile], kind: str, left_out: Counter[str]) -> Iterator[pa.Table]:
+    """Yield the rows of files as tables, and count in ``left_out`` the records that are none."""
+    for part in (part for file in files for part in source_chunks(file, kind)):
+        left_out.update(refused=len(part.refused), dropped=part.dropped.total())
+        yield from tables_of(kind, part.rows)
+
+
+def collected_state(raw: Path, scratch: Path) -> DataState:
+    """Read all kinds of the folder ``data/raw`` that stage collect writes; ``scratch`` as of :func:`file_state`."""
+    tables = {
         kind: mapped_table(
             scratch / f"{kind}.arrow", arrow_schema(kind), StoredRows.of_file(kind, raw / kind / "data.parquet").parts()
         )
         for kind in ROW_TYPES
     }
+    left_out = {kind: Counter[str]() for kind in ROW_TYPES}
+    for kind, about in read_json(raw / "manifest.json")["kinds"].items():
+        for file in about["files"]:
+            left_out[kind].update(refused=file["refused"], dropped=sum(file["dropped"].values()))
+    return DataState(tables, left_out)
 
 
-def compare_kinds(before: Mapping[str, pa.Table], after: Mapping[str, pa.Table]) -> list[Changes]:
-    """Compare the tables of every kind that one of the states has.
+def compare_kinds(before: DataState, after: DataState) -> list[Changes]:
+    """Compare the rows of every kind that one of the states has.
 
     Raises:
         DataError: No kind is in both, so that the states are not comparable.
     """
-    if before and after and not before.keys() & after.keys():
+    old, new = before.tables, after.tables
+    if old and new and not old.keys() & new.keys():
         raise DataError(
-            f"the one holds {', '.join(before)}, the other {', '.join(after)}; name the kind of both with --kind"
+            f"the one holds {', '.join(old)}, the other {', '.join(new)}; name the kind of both with --kind"
         )
-    empty = {kind: arrow_schema(kind).empty_table() for kind in ROW_TYPES}
-    return [
-        compare(kind, before.get(kind, empty[kind]), after.get(kind, empty[kind]))
-        for kind in ROW_TYPES
-        if kind in before or kind in after
-    ]
+    changes = []
+    for kind in ROW_TYPES:
+        if kind in old or kind in new:
+            empty = arrow_schema(kind).empty_table()
+            left_out = before.left_out.get(kind, Counter()), after.left_out.get(kind, Counter())
+            compared = compare(kind, old.get(kind, empty), new.get(kind, empty))
+            changes.append(replace(compared, left_out=left_out))
+    return changes
 
 
 def as_json_value(all_changes: Sequence[Changes], show: int = 1) -> dict[str, Any]:
@@ -204,6 +239,7 @@ def as_json_value(all_changes: Sequence[Changes], show: int = 1) -> dict[str, An
             "changed": len(changes.changed),
             "swapped": changes.swapped,
             "relabelled": len(changes.relabelled),
+            "left_out": {when: +count for when, count in zip(("before", "after"), changes.left_out, strict=True)},
             "examples": {
                 "added": _rows(changes.after, changes.added[:show]).to_pylist(),
                 "removed": _rows(changes.before, changes.removed[:show]).to_pylist(),
@@ -227,8 +263,9 @@ def as_text(all_changes: Sequence[Changes], show: int = 1, width: int = 80) -> s
 
 def _block(changes: Changes, show: int, width: int) -> str:
     title = f"{changes.kind}: {len(changes.before)} rows before, {len(changes.after)} after"
+    left_out = _left_out_lines(changes)
     if changes.is_empty:
-        return f"{title}, all the same"
+        return "\n".join([f"{title}, all the same", *left_out])
     examples = as_json_value([changes], show)[changes.kind]["examples"]
     lines = [title, f"  unchanged   {changes.unchanged}", f"  added       {len(changes.added)}"]
     for row in examples["added"]:
@@ -249,4 +286,11 @@ def _block(changes: Changes, show: int, width: int) -> str:
             if name in pair["before"] and pair["before"][name] != pair["after"][name]
         )
         lines += wrapped("    ", f"{labels} ({pair['before']['id']})", width)
-    return "\n".join(lines)
+    return "\n".join([*lines, *left_out])
+
+
+def _left_out_lines(changes: Changes) -> list[str]:
+    """Return a line for records that are refused, and one for those that are dropped, where there are some."""
+    before, after = changes.left_out
+    names = [name for name in ("refused", "dropped") if before[name] or after[name]]
+    return [f"  {name:<10}  {before[name]} before, {after[name]} after: not compared" for name in names]

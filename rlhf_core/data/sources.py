@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from rlhf_core.config.collect import CollectConfig, DataSource, FileSources, ReadOptions, SourceOptions
 from rlhf_core.data.formats import FileRows, read_records, row_chunks
@@ -77,8 +77,10 @@ def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFi
     if spec.startswith(PREFIX):
         yield spec, SourceFile(spec, None)
     elif is_url(spec):
-        urls = expand_url(spec, remedy)
-        yield from ((url, SourceFile(url if glob.has_magic(spec) else spec, None)) for url in urls)
+        for url in expand_url(spec, remedy):
+            # Of a folder, the files in it have other names.
+            is_named = not glob.has_magic(spec) and PurePosixPath(spec).name == PurePosixPath(url).name
+            yield url, SourceFile(spec if is_named else url, None)
     else:
         for path in expand(spec, base, remedy):
             require_utf8_name(path)

@@ -27,7 +27,7 @@ def write_sources(workspace: Path, sources: Iterable[str], name: str = "sources"
 def describe_sources(workspace: Path, sources: Iterable[str], name: str = "sources", notes: Iterable[str] = ()) -> str:
     """Return a line for every source, and below it one with path and content hash of each of its files.
 
-    Hashes are remembered by size and modification time in ``.rlhf/NAME.json``. A URL counts by the checksum that its
+    Hashes are remembered by size, times and inode in ``.rlhf/NAME.json``. A URL counts by the checksum that its
     store gives without a download, a hub id by its name. ``notes`` are lines that come first.
     """
     memory = workspace / ".rlhf" / f"{name}.json"
@@ -41,10 +41,10 @@ def describe_sources(workspace: Path, sources: Iterable[str], name: str = "sourc
             continue
         for file in _files(workspace, source):
             status = file.stat()
-            mark = [status.st_size, status.st_mtime_ns]
+            mark = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
             old = known.get(str(file))
-            fresh[str(file)] = old if old and old[:2] == mark else [*mark, sha256_file(file)]
-            lines.append(f"  {spelled(file, source, workspace)} {fresh[str(file)][2]}")
+            fresh[str(file)] = old if old and old[:-1] == mark else [*mark, sha256_file(file)]
+            lines.append(f"  {spelled(file, source, workspace)} {fresh[str(file)][-1]}")
     if fresh != known:
         atomic_write_text(memory, json.dumps(fresh, indent=1))
     return "\n".join(lines) + "\n"

@@ -23,6 +23,7 @@ from rlhf_core.data.readers.shapes import is_hh
 from rlhf_core.data.readers.turns import Refusal, Turn, prompt_of, reply_of, text_of, turns_of
 
 STRONGEST_PREFERENCE = 3
+TIE = "tie"
 # A record with one of these has its prompt there, and is of another format.
 OTHER_PROMPTS = frozenset({"prompt", "instruction", "conversations", "messages"})
 # HelpSteer2 writes a dialogue of several turns as one text; its first turn is the user's and has no marker.
@@ -116,7 +117,10 @@ def _is_orca_pair(record: Any) -> bool:
 
 
 def _orca_pair(record: Any) -> Parsed:
+    """Read a pair; in distilabel's edition ``status`` is ``tie`` where its judge rated both replies alike."""
     prompt = prompt_of(record[_question(record)])
+    if record.get("status") == TIE:
+        raise Undecided("neither reply is preferred", prompt)
     return Parsed(prompt, reply_of(record["chosen"], "chosen"), reply_of(record["rejected"], "rejected"))
 
 

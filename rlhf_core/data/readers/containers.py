@@ -132,7 +132,7 @@ def json_value_records(name: str, value: Any, marked: bool) -> Iterator[Record]:
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         if isinstance(value, RepeatedKey):
             raise DataError(f"{name}: {problem_in(value)}; give one list of rows")
-        others = [key for key, rows in value.items() if key != "data" and _is_list_of_objects(rows)]
+        others = [key for key, rows in value.items() if key != "data" and _is_list_of_rows(rows)]
         if others:
             raise DataError(f"{name} holds lists of rows as 'data' and {others[0]!r}; give each a file of its own")
         value = value["data"]
@@ -154,6 +154,12 @@ def require_one_list(name: str, first: Any, extra: str) -> None:
 
 def _is_list_of_objects(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
+
+
+def _is_list_of_rows(value: Any) -> bool:
+    """Return whether a value is a list of objects, or of lists of turns."""
+    is_list = isinstance(value, list) and bool(value) and all(isinstance(row, list) and row for row in value)
+    return is_list or _is_list_of_objects(value)
 
 
 def json_line_records(name: str, stream: BinaryIO) -> Iterator[Record]:

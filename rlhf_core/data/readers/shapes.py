@@ -119,9 +119,10 @@ def _turn_list_pair(record: Any) -> Parsed:
 
 
 def _is_standard_implicit(record: Any) -> bool:
-    """Whether there are two texts and nothing else that could be the prompt."""
+    """Whether there are two texts and nothing else that could be the prompt; one that is null is missing."""
     return (
         has(record, chosen=str, rejected=str)
+        and "prompt" not in record
         and not is_hh(record)
         and not any(isinstance(value, str | list | dict) and name not in LABELS for name, value in record.items())
     )

@@ -18,7 +18,7 @@ Turn = dict[str, str]
 # Parts of a turn that are no text of it; a turn that has one is refused, since the text alone says something else.
 LOST_PARTS = (
     *("tool_calls", "function_call", "reasoning_content", "reasoning", "reasoning_details", "thinking"),
-    *("images", "audios", "videos"),
+    *("image", "images", "image_url", "audio", "audios", "input_audio", "video", "videos", "file"),
 )
 EXCERPT = 60
 
@@ -63,7 +63,8 @@ def turn_of(value: Any) -> Turn:
 def _content(value: Any, name: str) -> str:
     """Return the text of a turn, which may come as parts ``{"type": "text", "text": …}``: these are joined as they are.
 
-    A part of another type (image, audio) is refused by its name, since training would not see it.
+    A part of another type (image, audio) is refused by its name, since training would not see it; so is a part of text
+    that has one of ``LOST_PARTS`` beside it.
     """
     if not isinstance(value, list):
         return text_of(value, name)
@@ -72,6 +73,9 @@ def _content(value: Any, name: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text":
             raise Refusal(f"{name} has a part of type {kind!r}; only text can be trained on")
+        more = [lost for lost in LOST_PARTS if part.get(lost)]
+        if more:
+            raise Refusal(f"{name} has {', '.join(more)} beside the text of a part, which training would not see")
         texts.append(text_of(part.get("text"), f"a part of {name}"))
     if not texts:
         raise Refusal(f"{name} has no parts")

@@ -35,7 +35,7 @@ BY_FORMAT = {
     "helpsteer3-preference": "context response1 response2 overall_preference domain",
     "helpsteer-ratings": "prompt",
     "shp": "history human_ref_A human_ref_B labels domain",
-    "orca-dpo": f"question input {REPLIES}",
+    "orca-dpo": f"question input status {REPLIES}",
     "open-orca": "system_prompt question response",
     "ultrafeedback-ratings": "instruction chosen_response rejected_response",
     "ultrafeedback": "instruction completions",
@@ -54,6 +54,7 @@ READ = {
 TEXT_LABELS = ("category", "source")
 DIALOGUES = ("prompt", "chosen", "rejected", "reply", "completion", "response", "messages", "conversations", "context")
 TURN_KEYS = frozenset({"role", "from", "content", "value", *LOST_PARTS})
+PART_KEYS = frozenset({"type", "text", *LOST_PARTS})
 NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
@@ -73,7 +74,12 @@ def unused_columns(value: Any, format_name: str) -> list[str]:
 
 
 def _unused_turn_keys(column: str, turns: Any) -> Iterator[str]:
-    """Yield the keys of the turns in a column that hold something and are not read."""
+    """Yield the keys of turns in a column, and of the parts of their texts, that hold something and are not read."""
     for turn in turns if isinstance(turns, list) else [turns]:
         if isinstance(turn, dict):
             yield from (f"{column}[].{key}" for key in turn.keys() - TURN_KEYS if turn[key] not in NOTHING)
+            text = "content" if "content" in turn else "value"
+            for part in turn[text] if isinstance(turn.get(text), list) else []:
+                if isinstance(part, dict):
+                    unused = (key for key in part.keys() - PART_KEYS if part[key] not in NOTHING)
+                    yield from (f"{column}[].{text}[].{key}" for key in unused)

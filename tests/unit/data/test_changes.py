@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from rlhf_core.config.collect import ReadOptions
-from rlhf_core.data.changes import as_json_value, as_text, compare, compare_kinds, file_tables
+from rlhf_core.data.changes import as_json_value, as_text, compare, compare_kinds, file_state
 from rlhf_core.data.formats import read_records
 from rlhf_core.data.readers.containers import Record
 from rlhf_core.data.schema import arrow_schema
@@ -65,11 +65,11 @@ def test_files_are_compared_as_the_kind_that_both_hold(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "q?", "chosen": "a", "rejected": "b"}\n')
     (tmp_path / "b.jsonl").write_text('{"prompt": "q?", "reply": "c"}\n')
     options = ReadOptions()
-    tables = [file_tables([name], tmp_path, options, tmp_path / name[0]) for name in ("a.jsonl", "b.jsonl")]
+    tables = [file_state([name], tmp_path, options, tmp_path / name[0]) for name in ("a.jsonl", "b.jsonl")]
     with pytest.raises(DataError, match="the one holds preferences, the other demonstrations; name the kind"):
         compare_kinds(*tables)
     before, after = (
-        file_tables([name], tmp_path, options, tmp_path / name[0], "demonstrations") for name in ("a.jsonl", "b.jsonl")
+        file_state([name], tmp_path, options, tmp_path / name[0], "demonstrations") for name in ("a.jsonl", "b.jsonl")
     )
     (changes,) = compare_kinds(before, after)
     assert len(changes.changed) == 1 and changes.before.column("reply").to_pylist() == ["a"]

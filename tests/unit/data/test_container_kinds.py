@@ -112,11 +112,22 @@ def test_a_url_is_read_like_a_file(store: fsspec.AbstractFileSystem, tmp_path: P
     assert "rows     3 as preferences, of 3" in as_text(describe_sources(["memory://pairs/a.jsonl"], tmp_path))
 
 
+def test_a_folder_at_a_url_stands_for_its_data(store: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
+    store.pipe({"/pairs/README.md": b"about", "/pairs/.cache/c.jsonl": b"{}", "/pairs/in/d.jsonl": CONTENTS["x.jsonl"]})
+    results = list(read_sources(["memory://pairs"], "preferences", tmp_path))
+    names = ["a.jsonl", "b.csv.zst", "in/d.jsonl"]
+    assert [result.source for result in results] == [f"memory:///pairs/{name}" for name in names]
+    store.pipe({"/bare/README.md": b"about"})
+    with pytest.raises(DataError, match="memory://bare is a folder that holds no file of data"):
+        list(read_sources(["memory://bare"], "preferences", tmp_path))
+    store.rm("/bare", recursive=True)
+
+
 def test_a_url_that_holds_no_file_is_a_users_error(store: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
     for url, message in [
         ("memory://pairs/c.jsonl", "no file matches 'memory://pairs/c.jsonl'"),
         ("memory://pairs/*.parquet", "no file matches"),
-        ("memory://pairs", "is a folder; name its files"),
+        ("memory://pair*", "memory://pair\\* matches folders only; correct"),
         ("nothing://pairs/a.jsonl", "nothing://pairs/a.jsonl cannot be opened: Protocol not known"),
         ("dir://pairs/a.jsonl", "cannot be opened: dir:// needs more than a URL"),
         ("http://127.0.0.1:1/a.jsonl", "cannot look up http://127.0.0.1:1/a.jsonl: Cannot connect to host"),

@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_core.data.inspect import describe_sources
 from rlhf_core.data.sources import source_files
+from rlhf_core.errors import DataError
 from rlhf_core.file_patterns import expand
 from rlhf_core.fingerprint.sources import write_sources
 
@@ -82,3 +83,29 @@ def test_a_pattern_matches_the_files_that_glob_finds(tmp_path: Path, pattern: st
     files = {Path(path).resolve() for path in glob.glob(str(tmp_path / pattern), recursive=True)}
     assert {path.resolve() for path in expand(pattern, tmp_path)} == {path for path in files if path.is_file()}
     assert len(expand(pattern, tmp_path)) == len({path for path in files if path.is_file()})
+
+
+def test_a_folder_stands_for_its_data(tmp_path: Path) -> None:
+    """Descriptions and hidden files are passed over; any other file is looked at, so that none is lost in silence."""
+    for name in ("a.jsonl", "in/b.csv", "in/.c.jsonl", ".git/d.jsonl", "README.md", "in/dataset_info.json", "LICENSE"):
+        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "set" / name).write_text(json.dumps(PAIR) + "\n")
+    for spec in ("set", "set/", str(tmp_path / "set")):
+        assert expand(spec, tmp_path) == [tmp_path / "set/a.jsonl", tmp_path / "set/in/b.csv"]
+    write_sources(tmp_path, ["set"])
+    lines = (tmp_path / ".fingerprints/sources.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["set", "set/a.jsonl", "set/in/b.csv"]
+    (tmp_path / "set/more.jsonl.bz2").write_bytes(b"BZh9")
+    assert tmp_path / "set/more.jsonl.bz2" in expand("set", tmp_path)
+    (tmp_path / "set/gone.jsonl").symlink_to("nowhere")
+    with pytest.raises(DataError, match=r"gone\.jsonl is no file that can be read"):
+        expand("set", tmp_path)
+
+
+def test_a_folder_without_data_is_a_users_error(tmp_path: Path) -> None:
+    (tmp_path / "set/in").mkdir(parents=True)
+    (tmp_path / "set/README.md").write_text("about")
+    with pytest.raises(DataError, match="the folder set holds no file of data; correct the path"):
+        expand("set", tmp_path)
+    with pytest.raises(DataError, match=r"s\* matches folders only; name one of them"):
+        expand("s*", tmp_path)

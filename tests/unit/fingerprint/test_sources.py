@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,9 @@ def fingerprint(workspace: Path, spec: str) -> str:
         ("[1] pairs.jsonl", "[1] pairs.jsonl"),
         ("a[b]/pairs.jsonl", "a[b]/pairs.jsonl"),
         ("a[b]/pairs.jsonl", "a[b]/*.jsonl"),
+        ("~pairs.jsonl", "~pairs.jsonl"),
+        ("~/pairs.jsonl", "./~/pairs.jsonl"),
+        ("set/pairs.jsonl", "set"),
         ("home/pairs.jsonl", "~/pairs.jsonl"),
         ("home/x/pairs.jsonl", "~/x/*.jsonl"),
         ("deep/er/pairs.jsonl", "deep/**/*.jsonl"),
@@ -64,3 +68,13 @@ def test_paths_are_spelled_as_the_source_spells_them(tmp_path: Path) -> None:
     for spec, expected in (("../data/*", "../data/x.jsonl"), (f"{tmp_path}/data/*", f"{tmp_path}/data/x.jsonl")):
         (path,) = expand(spec, workspace)
         assert spelled(path, spec, workspace) == expected
+
+
+def test_a_change_that_keeps_size_and_time_is_seen(tmp_path: Path) -> None:
+    """As of a copy that keeps times, or an editor that restores them."""
+    path = tmp_path / "x.jsonl"
+    path.write_text(ROW % "b")
+    first, times = fingerprint(tmp_path, "x.jsonl"), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+    path.write_text(ROW % "c")
+    os.utime(path, ns=times)
+    assert fingerprint(tmp_path, "x.jsonl") != first

@@ -91,4 +91,23 @@ def test_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = diff("old.jsonl", "pairs.jsonl")
     assert done.exit_code == 0 and "chosen     better" in done.stdout
     assert "old.jsonl is one too many" in str(diff("old.jsonl", "pairs.jsonl", "old.jsonl").exception)
-    assert "there is no workspace" in str(diff("old.jsonl", "nowhere.jsonl").exception)
+    for words in (("old.jsonl", "nowhere.jsonl"), ("nowhere.jsonl", "old.jsonl")):
+        assert "old.jsonl is a file, but no file matches 'nowhere.jsonl'" in str(diff(*words).exception)
+    assert "there is no workspace" in str(diff("v1", "v2").exception)
+
+
+def test_records_that_are_no_rows_are_counted(workspace: Path) -> None:
+    refused, dropped = '{"prompt": "Q?"}\n', '{"prompt": "D?", "chosen": "a", "rejected": "b", "margin": null, %s}\n'
+    tie = dropped % '"score_chosen": 1, "score_rejected": 1'
+    Path("odd.jsonl").write_text(Path("pairs.jsonl").read_text() + refused + tie * 2)
+    config = CollectConfig(source="files", files=FileSources(preferences=("odd.jsonl",)))
+    collect(config, workspace, workspace / "data/raw")
+    expected = {"before": {}, "after": {"refused": 1, "dropped": 2}}
+    for words in (("pairs.jsonl", "odd.jsonl"), ("second", "workspace")):
+        assert json.loads(diff(*words, "--json").stdout)["preferences"]["left_out"] == expected
+        lines = diff(*words, "--kind", "preferences").stdout.splitlines()
+        assert lines == [
+            "preferences: 7 rows before, 7 after, all the same",
+            "  refused     0 before, 1 after: not compared",
+            "  dropped     0 before, 2 after: not compared",
+        ]

@@ -52,6 +52,10 @@ def binarized(label: str, chosen: Any = 8, rejected: Any = 5) -> Row:
     return pair(label, score_chosen=chosen, score_rejected=rejected)
 
 
+def orca(label: str, **more: Any) -> Row:
+    return {"question": f"{label}?", "chosen": f"{label} good", "rejected": f"{label} bad"} | more
+
+
 def kto(label: str, value: Any = True, name: str = "label") -> Row:
     return {"prompt": f"{label}?", "completion": f"reply {label}", name: value}
 
@@ -261,6 +265,20 @@ FILES = [
         2,
         RowsRead(0, {"rendered by a chat template": 2}),
     ),
+    *(
+        OddFile(
+            f"implicit-prompt-{name}",
+            ".jsonl",
+            lines(*({"prompt": value, "chosen": f"a b {n} c", "rejected": f"a b {n} d"} for n in range(2))),
+            2,
+            WholeRefusal(f"keys prompt ({name})"),
+        )
+        for name, value in (("int", 5), ("NoneType", None), ("bool", True))
+    ),
+    after(orca, "orca-tie", orca("ot", status="tie"), dropped("neither reply is preferred")),
+    after(orca, "orca-tie-imitated", orca("oti", status="tie"), dropped("neither reply is"), **DEMONSTRATIONS),
+    after(orca, "orca-tie-prompt", orca("otp", status="tie"), RowsRead(13), **PROMPTS),
+    after(orca, "orca-swapped", orca("os", status="swapped"), RowsRead(13)),
     OddFile(
         "implicit-nothing-shared",
         ".jsonl",

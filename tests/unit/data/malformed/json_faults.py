@@ -85,6 +85,12 @@ FILES = [
     whole("split-object", f'{{"train": [{FIRST}], "test": [{SECOND}]}}', "holds a single JSON dict"),
     whole("data-and-more", f'{{"data": [{FIRST}], "test": [{SECOND}]}}', "lists of rows as 'data' and 'test'"),
     whole("empty-list", "[]", "is empty", written=0),
+    whole(
+        "data-and-turns",
+        f'{{"data": [{FIRST}], "test": [["a", "b"]]}}',
+        "lists of rows as 'data' and 'test'",
+        written=2,
+    ),
     whole("empty-data", '{"data": []}', "is empty", written=0),
     whole("list-of-lists", f"[[{FIRST}], [{SECOND}]]", "is of no known format"),
     whole("list-of-numbers", "[1, 2, 3]", "is of no known format", written=3),

@@ -139,6 +139,20 @@ FILES = [
     bad_dialogue("content-number", dialogue("cn", turn("user", 5)), "the user turn is not text but int"),
     bad_dialogue("turn-text", dialogue("tt", USER) | {"prompt": ["which?"]}, "a turn is not an object but str"),
     bad_dialogue("image-part", dialogue("ip", turn("user", [{"type": "image", "url": "x"}])), "a part of type 'image'"),
+    bad_dialogue(
+        "image-in-text-part",
+        dialogue("itp", turn("user", [{"type": "text", "text": "a", "image": "x.png"}])),
+        "the user turn has image beside the text of a part",
+    ),
+    *(
+        bad_dialogue(f"turn-{name}", dialogue(name, turn("user", "a", **{name: "x"})), f"has {name} beside")
+        for name in ("image", "audio", "video", "file")
+    ),
+    dialogues(
+        "part-keys",
+        dialogue("pk", turn("user", [{"type": "text", "text": "pk?", "cache_control": {"type": "ephemeral"}}])),
+        RowsRead(13, unused=["prompt[].content[].cache_control"]),
+    ),
     bad_dialogue("no-parts", dialogue("np", turn("user", [])), "the user turn has no parts"),
     bad_dialogue(
         "two-roles", dialogue("2r", {"role": "user", "from": "gpt", "content": "a"}), "role is 'user' and from is 'gpt'"

@@ -40,7 +40,7 @@ def mapped(label: str, expected: RowsRead | WholeRefusal, *changes: dict[str, An
 COLUMNS = {"prompt": "title", "chosen": "best", "rejected": "worst"}
 REPLIES = {"chosen": "best", "rejected": "worst"}
 FILES = [
-    special("folder", Path.mkdir, "is a folder; name its files"),
+    special("folder", Path.mkdir, "x.jsonl holds no file of data"),
     special("symlink-loop", loop, "is no file that can be read"),
     special("dangling-symlink", lambda path: path.symlink_to("gone.jsonl"), "is no file that can be read"),
     special("fifo", os.mkfifo, "is no file that can be read"),

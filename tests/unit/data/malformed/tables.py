@@ -118,6 +118,7 @@ FILES = [
         WholeRefusal("names 'prompt' twice"),
     ),
     column("bytes-replies", "chosen", pa.array([b"a", b"b"]), WholeRefusal("chosen (bytes)")),
+    column("bytes-prompts", "prompt", pa.array([b"a b", b"c d"]), WholeRefusal("prompt (bytes)")),
     column("bytes-column", "digest", pa.array([b"\xff", b"b"]), RowsRead(2, unused=["digest"])),
     column("number-replies", "chosen", pa.array([1, 2]), WholeRefusal("chosen (int)")),
     column("null-replies", "rejected", pa.nulls(2), WholeRefusal("rejected (NoneType)")),
