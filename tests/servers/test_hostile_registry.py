@@ -192,11 +192,11 @@ def test_a_clock_that_jumps_back_changes_no_order(
     registry: SmallRegistry, contest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     earlier = datetime(2001, 1, 1, tzinfo=UTC).isoformat(timespec="microseconds")
-    for module in (alias_transaction, decisions):
-        monkeypatch.setattr(module, "utc_now", lambda: earlier)
-    win(contest)
-    rollback(contest, "rude")
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        for module in (alias_transaction, decisions):
+            patch.setattr(module, "utc_now", lambda: earlier)
+        win(contest)
+        rollback(contest, "rude")
     listed = describe_history(contest)
     assert registry.champion() == "1" and decided(registry) == 3
     assert listed.index("promote") < listed.index("rollback") and "unchanged" in listed
