@@ -146,21 +146,20 @@ def finish_interrupted(
     Raises:
         RlhfError: The registry does not answer, or the history was changed: nothing is decided on it.
     """
-    model = registered_model(client, config.policy)
-    ledger = history_ledger(client, config.policy, model)
-    entries = ledger.entries()
-    checked_history(config.policy, entries)
-    if model is None or INTENT_TAG not in model.tags:
-        return model, entries
-    transaction = _decided(model.tags[INTENT_TAG], entries)
-    if transaction is None:
-        with registry_errors("remove an announcement that was never decided"):
-            client.delete_registered_model_tag(config.policy, INTENT_TAG)
-    elif transaction.number:
-        _carry_out(client, workspace, transaction, ledger)
-    else:  # of a version that kept no history
-        commit(client, workspace, transaction, entries, model)
-    return registered_model(client, config.policy), ledger.entries()
+    ledger = history_ledger(client, config.policy)
+    while True:
+        entries = ledger.entries()
+        checked_history(config.policy, entries)
+        # Read after the history: what it holds has been carried out, or its announcement still stands.
+        model = registered_model(client, config.policy)
+        text = None if model is None else model.tags.get(INTENT_TAG)
+        transaction = None if text is None else _decided(text, entries)
+        if transaction is None:  # an announcement alone decides nothing; whoever made it may still be at work
+            return model, entries
+        if transaction.number:
+            _carry_out(client, workspace, transaction, ledger)
+        else:  # of a version that kept no history
+            commit(client, workspace, transaction, entries, model)
 
 
 def pending(client: MlflowClient, config: RegistryConfig) -> AliasTransaction | None:

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -63,7 +64,6 @@ def connect(workspace: Path) -> MlflowClient:
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-    from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -71,7 +71,7 @@ def connect(workspace: Path) -> MlflowClient:
     try:
         if uri.startswith(("http://", "https://")):
             knock(uri)  # MLflow itself would try for minutes
-        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        client = _client_class()(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)
     except (MlflowException, SQLAlchemyError, OSError) as error:
         reason = str(error).splitlines()[0][:200]
@@ -79,6 +79,24 @@ def connect(workspace: Path) -> MlflowClient:
             f"MLflow at {uri} does not answer ({reason}); start it, or unset MLFLOW_TRACKING_URI"
         ) from error
     return client
+
+
+@cache
+def _client_class() -> type[MlflowClient]:
+    """MLflow's client, which before every change asks the server whether the model is a prompt: here once a model."""
+    from mlflow import MlflowClient
+
+    class ModelClient(MlflowClient):
+        def __init__(self, tracking_uri: str, registry_uri: str) -> None:
+            super().__init__(tracking_uri, registry_uri)
+            self._models: set[str] = set()
+
+        def _raise_if_prompt(self, name: str) -> None:
+            if name not in self._models:
+                super()._raise_if_prompt(name)
+                self._models.add(name)
+
+    return ModelClient
 
 
 def knock(url: str, seconds: float = 5.0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from rlhf_core.config.operations import RegistryConfig
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion, RegisteredModel
+
+RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,19 @@ class RegistrySession:
 
 
 @contextmanager
+def _retries_for_a_minute() -> Iterator[None]:
+    """Where the user does not say otherwise: MLflow's client would retry for four minutes before it gives up."""
+    if RETRIES in os.environ:
+        yield
+        return
+    os.environ[RETRIES] = "5"  # after 4, 8, 16 and 32 seconds
+    try:
+        yield
+    finally:
+        os.environ.pop(RETRIES, None)
+
+
+@contextmanager
 def registry_session(workspace: Path) -> Iterator[RegistrySession]:
     """Lock the registered policy of ``workspace`` for the block, after completing what an earlier call began.
 
@@ -65,6 +81,6 @@ def registry_session(workspace: Path) -> Iterator[RegistrySession]:
     workspace = workspace.resolve()
     config = load_section(workspace, "registry", RegistryConfig)
     client = prepare_tracking(workspace)
-    with registry_lock(workspace, config.policy):
+    with registry_lock(workspace, config.policy), _retries_for_a_minute():
         model, entries = finish_interrupted(client, workspace, config)
         yield RegistrySession(workspace, config, client, model, entries)

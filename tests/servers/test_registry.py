@@ -85,7 +85,7 @@ def test_the_files_of_a_version_are_in_the_object_store(servers: Servers, worksp
     assert any(logged in key and key.endswith("model.safetensors") for key in keys)
 
 
-def test_a_registration_takes_few_requests(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registering_and_promoting_take_few_requests(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a login each costs the server a check of the password. MLflow's client makes one for each file."""
     with counted_requests(os.environ["MLFLOW_TRACKING_URI"]) as counter:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", counter.url)
@@ -93,7 +93,10 @@ def test_a_registration_takes_few_requests(workspace: Path, monkeypatch: pytest.
         opened = counter.total
         register(workspace, run_id)
         registered = counter.total
-    print(f"opening: {opened}, registering: {registered - opened}; {counter.requests}")
-    assert opened <= 6
-    assert registered - opened <= 103
+        files = sum(count for request, count in counter.requests.items() if request.startswith("PUT "))
+        assert promote(workspace).promoted
+        promoted = counter.total
+    counts = (opened, registered - opened, promoted - registered)
+    print(f"opening, registering, promoting: {counts}, of registering {files} for files; {counter.requests}")
+    assert all(count <= most for count, most in zip(counts, (6, 103, 62), strict=True)), counts
     assert not any("set-tag" in request and "runs/" in request for request in counter.requests), "tags go in batches"

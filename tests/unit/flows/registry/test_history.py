@@ -85,8 +85,14 @@ def test_a_changed_entry_breaks_the_chain(registry: Registry, contest: Path) -> 
     changed = json.loads(ledger.entries()[0]) | {"who": "somebody else"}
     with sqlite3.connect(registry.folder / "shared" / "mlflow.db") as database:
         database.execute("UPDATE params SET value = ? WHERE key LIKE 'history.%.1'", (json.dumps(changed),))
-    with pytest.raises(RlhfError, match="entry 2 does not follow from the one before it"):
-        checked_history(MODEL, ledger.entries())
+    for action in (
+        lambda: checked_history(MODEL, ledger.entries()),
+        lambda: promote(contest, play=ScriptedMatch()),
+        lambda: rollback(contest, "rude"),
+    ):
+        with pytest.raises(RlhfError, match="entry 2 does not follow from the one before it"):
+            action()
+    assert registry.aliases()["champion"] == "2" and len(ledger.entries()) == 2
 
 
 def test_of_two_decisions_on_the_same_state_one_is_refused(registry: Registry, contest: Path) -> None:
