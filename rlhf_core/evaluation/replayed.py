@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,8 @@ class ReplayOutcome:
 
 def save_replay(workspace: Path, outcome: ReplayOutcome) -> Path:
     """Keep an outcome for the report, in place of an earlier one of the same policy and record."""
-    name = re.sub(r"[^\w.-]+", "_", f"{outcome.policy}-{outcome.record}")
+    title = f"{outcome.policy}-{outcome.record}"
+    name = f"{re.sub(r'[^A-Za-z0-9.-]+', '_', title)[:80]}-{hashlib.sha256(title.encode()).hexdigest()[:8]}"
     folder = workspace / FOLDER
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.chmod(folder, 0o700)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from browser import Browser, find_chromium
 
+from rlhf_core.evaluation.replayed import ReplayOutcome, save_replay
+
 from .test_report import ATTACK, fill, render, write
 
 CHROMIUM = find_chromium()
@@ -54,7 +56,17 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "subject": {name: {"questions": 5, "sft": 0.4, "policy": 0.6} for name in ("城市", "a" * 60)},
         },
     }  # fmt: skip
+    checked = {"passed": 0.5, "category": {LONG_WORD: 0.5}, "property": {"json_schema": 0.5}}
+    evaluation["verifiable"] = {"prompts": 8, "sft": checked, "policy": checked, "comparison": versus}
+    evaluation["policy"]["safety"] = {"refuses_harmful": 0.31}
     write(root / "metrics/evaluation.json", json.dumps(evaluation))
+    replayed = {"prompt": LONG_WORD, "recorded": LONG_WORD, "replayed": ATTACK, "scores": [0.1, 0.2]}
+    texts = {"words": 12.0, "missing_eos": 0.0}
+    outcome = ReplayOutcome(
+        f"{LONG_WORD}:2", "requests.jsonl", "2026-02-01T09:00:00+00:00", {f"{LONG_WORD}:1": 3}, 1, "judge",
+        versus, texts, texts, [replayed],
+    )  # fmt: skip
+    save_replay(root, outcome)
     pair = {"category": "fact", "prompt": LONG_WORD, "chosen": LONG_WORD, "rejected": ATTACK, "margin": -2.3,
             "reward_chosen": -1.5, "reward_rejected": 0.8, "tokens_chosen": 6, "tokens_rejected": 2}  # fmt: skip
     write(root / "samples/reward_mistakes.jsonl", json.dumps(pair) + "\n")
@@ -64,7 +76,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(root / "history/ppo.jsonl", "\n".join(map(json.dumps, history)))
     write(root / "dvc.lock", f"stages: {{sft: {{outs: [{{path: models/sft, md5: {'0123456789abcdef' * 2}.dir}}]}}}}\n")
     text = render(root)
-    for part in ("Distribution of rewards over time", "gets most wrong", "Against another", "dvc.lock sha256"):
+    for part in (
+        "Distribution of rewards over time",
+        "gets most wrong",
+        "Against another",
+        "dvc.lock sha256",
+        "Shadow mode",
+        "verifiable prompts",
+    ):
         assert part in text
     return root / "report.html"
 

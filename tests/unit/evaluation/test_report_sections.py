@@ -66,7 +66,7 @@ def test_recorded_requests_that_were_replayed_are_shown(tmp_path: Path) -> None:
     save_replay(tmp_path, replace(judged, policy="policy:3", judge="", comparison={}, replies=[]))
     page = render(tmp_path)
     assert "policy:2 on requests.<wbr>jsonl, 2026-02-01" in page and "by the judge: policy:2 wins" in page
-    assert "40 requests, replies of policy:0 to 1, policy:1 to 39;" in page and "2 more do not fit" in page
+    assert "40 requests, answered for users by policy:0 (1), policy:1 (39);" in page and "2 more do not fit" in page
     assert "wins 0.500, ties 0.200 and loses\n  0.300" in page and "0.60 (0.45 to 0.74), n 40" in page
     assert "the sky is <mark>red</mark>" in page and "14.5" in page
     assert "policy:3 on" in page and "neither judge nor referee" in page
