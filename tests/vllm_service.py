@@ -63,7 +63,7 @@ class VllmService:
             "return_token_ids": True,
             **fields,
         }
-        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, headers=self.headers, timeout=300)
+        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, headers=self.headers, timeout=1500)
         answer.raise_for_status()
         content = answer.json()
         return {**content["choices"][0], "prompt_token_ids": content["prompt_token_ids"], "usage": content["usage"]}

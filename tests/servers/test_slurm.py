@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from integration.flow_toys import ROOT, environment, make_toy, rlhf, wait_until
+from integration.flow_toys import ROOT, begin, environment, make_toy, rlhf, wait_until
 from servers.conftest import Servers
 from servers.test_prefect import ask, login, training
 
@@ -79,10 +79,13 @@ class Slurm:
         return self.show(job, "JobState")
 
     def _ended(self, job: str) -> bool:
-        # Slurm lets a job that was put back wait for two minutes, so that nothing of its first start is left.
+        self.start_again(job)
+        return self.show(job, "JobState") in ENDED
+
+    def start_again(self, job: str) -> None:
+        """Start a job that was put back, which Slurm lets wait for two minutes, as soon as its first start is over."""
         if self.show(job, "Reason") == "BeginTime" and not _has_processes(job):
             self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
-        return self.show(job, "JobState") in ENDED
 
 
 def _has_processes(job: str) -> bool:
@@ -106,24 +109,25 @@ def slurm() -> Iterator[Slurm]:
         shutil.rmtree(folder)
 
 
+def workers(login: dict[str, str], pool: str) -> list[str]:
+    """The workers of a pool that are online; the pool does not exist before its first worker."""
+    try:
+        answer = ask(login, f"work_pools/{pool}/workers/filter", {})
+    except urllib.error.HTTPError:
+        return []
+    return [worker["name"] for worker in answer if worker["status"] == "ONLINE"]
+
+
 def test_a_pipeline_runs_its_stage_in_an_allocation(
     slurm: Slurm, servers: Servers, login: dict[str, str], tmp_path: Path
 ) -> None:
     toy, log = training(tmp_path / "toy", "slurm", 3), tmp_path / "worker.log"
     job = slurm.submit(f"--output={log}", WORKER, "slurm", **login)
 
-    def workers() -> list[str]:
-        """The pool does not exist before its first worker."""
-        try:
-            answer = ask(login, "work_pools/slurm/workers/filter", {})
-        except urllib.error.HTTPError:
-            return []
-        return [worker["name"] for worker in answer if worker["status"] == "ONLINE"]
-
     try:
         wait_until(lambda: slurm.show(job, "JobState") != "PENDING", 300, "start of the worker's job")
-        wait_until(workers, 900, "worker")
-        assert workers() == [f"slurm-{job}"]
+        wait_until(lambda: workers(login, "slurm"), 900, "worker")
+        assert workers(login, "slurm") == [f"slurm-{job}"]
         ended = rlhf("run", cwd=toy, timeout=1500, **login)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert (toy / "policy.txt").read_text() == "done" and (toy / "starts.log").read_text() == "0\n"
@@ -131,6 +135,28 @@ def test_a_pipeline_runs_its_stage_in_an_allocation(
     finally:
         slurm.call("scancel", job)
     assert slurm.end_of(job, 300) == "CANCELLED" and slurm.show(job, "Restarts") == "0"
+
+
+def test_the_stage_of_a_preempted_worker_resumes_in_its_next_allocation(
+    slurm: Slurm, login: dict[str, str], tmp_path: Path
+) -> None:
+    toy, log = training(tmp_path / "toy", "preempted", 100), tmp_path / "worker.log"
+    job = slurm.submit("--partition=low", "--nodelist=n1", f"--output={log}", WORKER, "preempted", **login)
+    run = None
+    try:
+        wait_until(lambda: workers(login, "preempted"), 900, "worker")
+        run = begin("run", cwd=toy, **login)
+        wait_until((toy / "work/ppo/step").exists, 900, "first step")
+        preempt(slurm, job)
+        wait_until(lambda: slurm.show(job, "Restarts") == "1", 300, "requeue of the worker's job")
+        wait_until(lambda: slurm.start_again(job) or run.poll() is not None, 1500, "end of the run")
+        assert run.returncode == 0, (toy / "out.log").read_text()
+    finally:
+        if run is not None and run.poll() is None:
+            run.kill()
+        slurm.call("scancel", job)
+    assert slurm.end_of(job, 300) == "CANCELLED"
+    assert (toy / "policy.txt").read_text() == "done" and starts(toy)[0] == 0 < starts(toy)[1]
 
 
 @pytest.fixture

