@@ -241,7 +241,8 @@ def test_a_request_that_was_changed_is_no_request(registry: Registry, waiting: P
 def test_a_dry_run_requests_nothing(registry: Registry, contest: Path) -> None:
     (contest / "params.yaml").write_text(APPROVAL)
     plan = promote(contest, dry_run=True, play=ScriptedMatch())
-    assert plan.awaiting_approval and plan.report is None and [action for action, _, _ in actions(registry)] == ["promote"]
+    assert plan.awaiting_approval and plan.report is None
+    assert [action for action, _, _ in actions(registry)] == ["promote"]
 
 
 def test_a_named_version_is_the_challenger_from_its_request_on(registry: Registry, contest: Path) -> None:
