@@ -25,11 +25,11 @@ NAMES = {
 
 
 def replay_record(
-    workspace: Path | None, record: Path, choice: PolicyChoice, output: Path | None, shown: int = 12
+    workspace: Path | None, record: Path, choice: PolicyChoice, output: Path | None, listed: int = 12
 ) -> str:
     """Answer the requests of ``record`` by the policy of ``choice``, the challenger by default, and say how it did.
 
-    The outcome is kept for the report of the workspace, with the first ``shown`` requests and both replies to them.
+    The outcome is kept for the report of the workspace, with the first ``listed`` requests and both replies to them.
 
     Raises:
         RlhfError: The record or the policy is missing, or the workspace's judge is damaged.
@@ -52,7 +52,7 @@ def replay_record(
     if (folder / MODELS / name).is_dir():
         judge = ModelJudge.load(folder / MODELS / name, name, config.batch_size)
     done = replay(policy, recorded, judge, config)
-    outcome = outcome_of(done, revision.id, name, record, shown)
+    outcome = outcome_of(done, revision.id, name, record, listed)
     lines = [*describe_replay(done, revision.id, name), *_keep(folder, outcome)]
     if output is not None:
         write_rows(output, done.rows)
@@ -60,8 +60,8 @@ def replay_record(
     return "\n".join(lines)
 
 
-def outcome_of(done: Replay, policy: str, judge: str, record: Path, shown: int) -> ReplayOutcome:
-    """What the report says of a replay, with its first ``shown`` pairs of replies."""
+def outcome_of(done: Replay, policy: str, judge: str, record: Path, listed: int) -> ReplayOutcome:
+    """What the report says of a replay, with its first ``listed`` pairs of replies."""
     replies = [
         {
             "prompt": "\n".join(f"{turn['role']}: {turn['content']}" for turn in row["messages"])
@@ -71,7 +71,7 @@ def outcome_of(done: Replay, policy: str, judge: str, record: Path, shown: int) 
             "replayed": row["replayed"]["reply"],
             "scores": [row["recorded"]["score"], row["replayed"]["score"]] if done.comparison else [],
         }
-        for row in done.rows[:shown]
+        for row in done.rows[:listed]
     ]
     return ReplayOutcome(
         policy=policy,

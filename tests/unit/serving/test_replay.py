@@ -73,12 +73,12 @@ def test_the_outcome_is_kept_for_the_report_with_or_without_a_judge(
 ) -> None:
     served, file = record
     requests = read_record(file)
-    judged = outcome_of(replay(served.policy, requests, LengthJudge(), CONFIG), "policy:2", "judge", file, shown=3)
+    judged = outcome_of(replay(served.policy, requests, LengthJudge(), CONFIG), "policy:2", "judge", file, listed=3)
     assert judged.requests == 4 and judged.comparison["tie"] == 1.0 and len(judged.replies) == 3
     done = replay(served.policy, requests, None, CONFIG)
     assert done.comparison is None and "score" not in done.rows[0]["replayed"]
     assert "no judge compared the replies" in describe_replay(done, "policy:3", "judge")[1]
-    unjudged = outcome_of(done, "policy:3", "judge", file, shown=0)
+    unjudged = outcome_of(done, "policy:3", "judge", file, listed=0)
     assert (unjudged.judge, unjudged.comparison, unjudged.replies) == ("", {}, [])
     for outcome in (judged, judged, unjudged):
         save_replay(tmp_path, outcome)
