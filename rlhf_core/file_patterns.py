@@ -68,7 +68,8 @@ def _matches(spec: str, name: str, base: Path, remedy: str) -> list[Path]:
     files = _once([Path(path) for path in matches if Path(path).is_file()])
     others = [path for path in matches if not Path(path).is_file() and not Path(path).is_dir()]
     if others:
-        raise DataError(f"{others[0]} is no file that can be read: a link to nothing or to itself, or a pipe; {remedy}")
+        other = str(others[0]).encode("utf-8", "backslashreplace").decode()
+        raise DataError(f"{other} is no file that can be read: a link to nothing or to itself, or a pipe; {remedy}")
     if files:
         return files
     if is_folder:

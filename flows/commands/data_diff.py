@@ -124,12 +124,15 @@ def _revision_state(
     workspace: Path, revision: str, files: Sequence[str], options: ReadOptions, kind: str | None, scratch: Path
 ) -> DataState:
     """Return the rows of ``files``, or of the collected data, at a revision; they are kept in ``scratch``."""
-    from flows.dvc_repo.revision import check_out
+    from flows.dvc_repo.revision import check_out, commit_of, repository_of
 
     with tempfile.TemporaryDirectory(prefix="rlhf-revision-") as checkout:
         folder = workspace
         if revision != WORKING_TREE:
-            folder = Path(checkout)
+            commit_of(workspace, revision)  # which says what is wrong where there is none
+            # As deep as the workspace lies in its repository, whose files may be given as ../pairs.jsonl.
+            folder = Path(checkout) / workspace.resolve().relative_to(repository_of(workspace).resolve())
+            folder.mkdir(parents=True, exist_ok=True)
             check_out(workspace, revision, files or [COLLECTED], folder)
         if files:
             return _file_state(files, folder, options, kind, scratch)

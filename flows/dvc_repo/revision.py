@@ -5,6 +5,7 @@ DVC runs in a child process: ``python -m flows.dvc_repo.revision WORKSPACE REVIS
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,18 +21,32 @@ def commit_of(workspace: Path, revision: str) -> str:
     Raises:
         RlhfError: There is no such revision, or the workspace is not in a git repository.
     """
-    command = ["git", "-C", str(workspace), "rev-parse", "--verify", "--quiet", "--end-of-options"]
-    try:
-        done = subprocess.run([*command, f"{revision}^{{commit}}"], capture_output=True, text=True)
-    except OSError as error:
-        raise RlhfError("git is not installed, so there are no revisions to compare") from error
+    done = _rev_parse(workspace, "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     if done.returncode:
         raise RlhfError(f"{revision} is neither a data file nor a revision of git in {workspace}")
     return done.stdout.strip()
 
 
+def repository_of(workspace: Path) -> Path:
+    """Return the folder of the git repository that ``workspace`` lies in; ``RlhfError`` if it lies in none."""
+    done = _rev_parse(workspace, "--show-toplevel")
+    if done.returncode:
+        raise RlhfError(f"{workspace} is in no git repository, so there are no revisions to compare")
+    return Path(done.stdout.removesuffix("\n"))
+
+
+def _rev_parse(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(["git", "-C", str(folder), "rev-parse", *options], capture_output=True, text=True)
+    except OSError as error:
+        raise RlhfError("git is not installed, so there are no revisions to compare") from error
+
+
 def check_out(workspace: Path, revision: str, paths: Sequence[str], target: Path) -> None:
     """Copy ``paths`` (relative to ``workspace``) as they were at ``revision`` to the same paths under ``target``.
+
+    Paths may lead out of the workspace, but not out of its repository; the folders above ``target`` stand for those
+    above the workspace then.
 
     Raises:
         RlhfError: One of them is not part of that revision, or its data are in no cache or remote; or DVC fails.
@@ -49,19 +64,38 @@ def main(workspace: str, commit: str, target: str, *paths: str) -> int:
         from dvc.repo import Repo
         from dvc.repo.brancher import switch
 
+        folder = Path(workspace).resolve()
+        repository = repository_of(folder).resolve()
         with Repo(workspace) as repo:
             root = Path(repo.root_dir).resolve()  # within the revision it is a path of git's
             with switch(repo, commit):
                 for path in paths:
-                    inside = f"/{(Path(workspace).resolve() / path).relative_to(root).as_posix()}"
-                    if not repo.dvcfs.exists(inside):
+                    file, copy = Path(os.path.normpath(folder / path)), Path(os.path.normpath(Path(target) / path))
+                    if Path(path).is_absolute() or not file.is_relative_to(repository):
+                        raise FileNotFoundError(f"{path} is not in the repository {repository}")
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    if not file.is_relative_to(root):
+                        copied = _copy_of_git(repository, commit, file, copy)
+                    elif copied := repo.dvcfs.exists(inside := f"/{file.relative_to(root).as_posix()}"):
+                        repo.dvcfs.get(inside, str(copy), recursive=True)
+                    if not copied:
                         raise FileNotFoundError(f"{path} is no part of it (is dvc.lock, or the file, committed?)")
-                    (Path(target) / path).parent.mkdir(parents=True, exist_ok=True)
-                    repo.dvcfs.get(inside, str(Path(target) / path), recursive=True)
     except Exception as error:  # DVC's exceptions have no common base class in its public interface
         sys.stderr.write(f"{' '.join(str(error).split()) or type(error).__name__}\n")
         return 1
     return 0
+
+
+def _copy_of_git(repository: Path, commit: str, file: Path, target: Path) -> bool:
+    """Copy a file as it was at a commit, and return whether it was part of that; DVC sees no file above its root."""
+    name = file.relative_to(repository).as_posix()
+    with target.open("wb") as copy:
+        done = subprocess.run(
+            ["git", "-C", str(repository), "cat-file", "blob", f"{commit}:{name}"],
+            stdout=copy,
+            stderr=subprocess.DEVNULL,
+        )
+    return done.returncode == 0
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ def test_unusable_files_are_users_errors(name: str, content: bytes, message: str
 def test_missing_files_folders_and_odd_names(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no file matches 'none/"):
         list(read_sources(["none/*.json"], "preferences", tmp_path))
-    with pytest.raises(DataError, match="is a folder"):
+    with pytest.raises(DataError, match="holds no file of data"):
         list(read_sources([str(tmp_path)], "preferences", tmp_path))
     assert read(tmp_path, [PAIR_FORMATS["standard"]], name="[1].json").rows
 

@@ -289,10 +289,12 @@ def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     (tmp_path / os.fsdecode(b"bad\xff.jsonl")).write_text(json.dumps(PAIR))
     (tmp_path / os.fsdecode(b"folder\xff")).mkdir()
+    (tmp_path / os.fsdecode(b"link\xff.csv")).symlink_to("nowhere")
     for given, message in (
         ("*.jsonl", r"bad\udcff.jsonl is not UTF-8; rename the file"),
         (os.fsdecode(b"bad\xff.jsonl"), r"bad\udcff.jsonl is not UTF-8; rename the file"),
-        (os.fsdecode(b"folder\xff"), r"folder\udcff is a folder; name its files, for example folder\udcff/*.jsonl"),
+        (os.fsdecode(b"folder\xff"), r"the folder folder\udcff holds no file of data"),
+        ("*.csv", r"link\udcff.csv is no file that can be read"),
         (os.fsdecode(b"gone\xff.jsonl"), r"no file matches 'gone\\udcff.jsonl'"),
     ):
         result = CliRunner().invoke(app, ["data", "inspect", given])

@@ -78,8 +78,21 @@ def test_revisions_of_data_that_dvc_keeps(workspace: Path) -> None:
     assert counts("second", "workspace", "pairs.jsonl") == {"preferences": {"unchanged": 6, "removed": 1}}
     with pytest.raises(RlhfError, match=r"cannot read the data of first: other\.jsonl is no part of it"):
         check_out(workspace, "first", ["other.jsonl"], workspace / "out")
+    assert list((workspace / "..").glob("*.jsonl")) == [], "nothing is written beside the workspace"
+    with pytest.raises(RlhfError, match=r"\.\./\.\./x\.jsonl is not in the repository"):
+        check_out(workspace, "first", ["../../x.jsonl"], workspace / "out")
     refused = diff("first", "third")
     assert f"third is neither a data file nor a revision of git in {workspace}" in str(refused.exception)
+
+
+def test_files_of_the_repository_beside_the_workspace(workspace: Path) -> None:
+    """As ``rlhf init`` names them in a new folder of a repository that has the data."""
+    pairs(workspace.parent, 2)
+    subprocess.run([sys.executable, "-c", COMMIT, "third"], check=True, env=command_environment(), cwd=workspace)
+    pairs(workspace.parent, 3, Q0="best")
+    expected = {"preferences": {"unchanged": 1, "added": 1, "changed": 1}}
+    assert counts("third", "workspace", "../pairs.jsonl") == expected
+    assert "../pairs.jsonl is no part of it" in str(diff("first", "third", "../pairs.jsonl").exception)
 
 
 def test_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ except SystemExit as end:
         (("data", "/nowhere"), "no file matches '/nowhere'; correct the path"),
         (("data", "pairs/*.jsonl"), "no file matches 'pairs/*.jsonl' (looked in "),
         (("data", "hub:a/b/c/d"), "'hub:a/b/c/d' is not a hub id; write hub:owner/name"),
-        (("data", "."), ". is a folder; name its files, for example ./*.jsonl"),
+        (("data", "."), "the folder . holds no file of data; correct the path"),
     ],
 )
 def test_wrong_names_are_refused_before_slow_imports(command: tuple[str, ...], message: str, tmp_path: Path) -> None:
