@@ -29,7 +29,7 @@ class FrozenLowerLayers:
         self._output: Any = None
 
     @classmethod
-    def shared_by(cls, policy: PreTrainedModel, reference: PreTrainedModel) -> FrozenLowerLayers:
+    def shared_by(cls, policy: PreTrainedModel, reference: object) -> FrozenLowerLayers:
         """Those that ``reference`` shares with ``policy``: none unless it is the policy with its adapters off."""
         same = isinstance(reference, WithoutAdapters) and reference.model is policy
         # Layers that read the keys and values of lower ones cannot do without these.
@@ -70,11 +70,10 @@ class FrozenLowerLayers:
         forwards = [(layer, vars(layer).get("forward")) for layer in self._layers]
         try:
             for layer in self._layers:
-                layer.forward = lambda *_, **__: output
+                vars(layer)["forward"] = lambda *_, **__: output
             yield
         finally:
             for layer, own in forwards:
-                if own is None:
-                    del layer.forward
-                else:
-                    layer.forward = own
+                del vars(layer)["forward"]
+                if own is not None:
+                    vars(layer)["forward"] = own
