@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ TIE = """[...document.querySelectorAll("label")].find(e => e.innerText.startsWit
 SUBMIT = """[...document.querySelectorAll("button")].find(e => e.innerText.trim() === "Submit")"""
 CENTRE = """(() => {{ const e = {element}; if (!e) return null; const r = e.getBoundingClientRect();
     return [r.x + r.width / 2, r.y + r.height / 2]; }})()"""
+
+HAS_ANSWER = "Htx.annotationStore.selected.serializeAnnotation().length > 0"
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,20 @@ def click(browser: Browser, element: str) -> None:
         browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
 
+def choose(browser: Browser, element: str) -> None:
+    """Click an answer until the editor has it: while the editor still draws its page, clicks are lost."""
+
+    def is_chosen() -> bool:
+        click(browser, element)
+        for _ in range(20):
+            if browser.evaluate(HAS_ANSWER):
+                return True
+            time.sleep(0.25)
+        return False
+
+    wait_until(is_chosen, 300, "answer in the editor")
+
+
 def answers(workspace: Path) -> dict[str, str]:
     """The choice by pair that the workspace keeps."""
     (file,) = (workspace / "data/annotations/exports").glob("*.answers.jsonl")
@@ -142,7 +159,7 @@ def test_answers_given_in_the_editor_come_back(
     for task, answer in zip(project.tasks, ("left", "right", "tie"), strict=False):
         editor.open(f"{project.server.url}/projects/{project.number}/data?task={task['id']}", "Submit")
         reply = task["data"]["reply_2" if answer == "right" else "reply_1"]
-        click(editor, TIE if answer == "tie" else SHOWS.format(text=json.dumps(reply)))
+        choose(editor, TIE if answer == "tie" else SHOWS.format(text=json.dumps(reply)))
         click(editor, SUBMIT)
         path = f"tasks/{task['id']}/"
         wait_until(lambda path=path: project.server.call("GET", path)["annotations"], 300, "stored answer")
