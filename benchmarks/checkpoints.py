@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -132,8 +133,13 @@ def new_model(millions: int) -> LlamaForCausalLM:
 def _train(engine: LocalEngine, sizes: RunSizes, steps: int) -> None:
     for _ in range(steps):
         ids = torch.randint(VOCABULARY, (sizes.rows, sizes.tokens), device=distributed.device())
-        engine.backward(engine.forward(lambda ids=ids: engine.model(input_ids=ids, labels=ids).loss))
+        engine.backward(engine.forward(partial(_loss, engine.model, ids)))
         engine.step()
+
+
+def _loss(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
 
 
 def _save(manager: CheckpointManager, engine: LocalEngine) -> None:
