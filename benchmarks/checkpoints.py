@@ -22,7 +22,6 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core import distributed
@@ -138,8 +137,8 @@ def _train(engine: LocalEngine, sizes: RunSizes, steps: int) -> None:
         engine.step()
 
 
-def _loss(model: nn.Module, ids: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=ids, labels=ids).loss
+def _loss(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
     return loss
 
 
