@@ -140,7 +140,8 @@ def test_a_pipeline_runs_its_stage_in_an_allocation(
 def test_the_stage_of_a_preempted_worker_resumes_in_its_next_allocation(
     slurm: Slurm, login: dict[str, str], tmp_path: Path
 ) -> None:
-    toy, log = training(tmp_path / "toy", "preempted", 100), tmp_path / "worker.log"
+    toy = training(tmp_path / "toy", "preempted", 500)  # longer than GraceTime
+    log = tmp_path / "worker.log"
     job = slurm.submit("--partition=low", "--nodelist=n1", f"--output={log}", WORKER, "preempted", **login)
     run = None
     try:
