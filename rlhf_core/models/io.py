@@ -166,6 +166,9 @@ def save_folder(
             atomic_write_json(folder / name, value)
         for name, tensors in (tensor_files or {}).items():
             save_file(tensors, folder / name)
+        # safetensors makes its files readable by their owner alone; a server may run as another user.
+        for file in folder.glob("*.safetensors"):
+            file.chmod((folder / "config.json").stat().st_mode & 0o777)
         if verify is not None:
             verify(folder)
         _flush(folder)

@@ -42,6 +42,10 @@ def folder(tokenizer: PreTrainedTokenizerFast, policy: LlamaForCausalLM, tmp_pat
     return tmp_path / "policy"
 
 
+def test_whoever_may_read_the_config_may_read_the_weights(folder: Path) -> None:
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.text(max_size=30).filter(lambda text: "<|" not in text))
 def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
