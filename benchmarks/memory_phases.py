@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -132,8 +133,10 @@ def new_scalar(subject: Subject, unembedding: bool = False) -> ScalarModel:
 
 
 def measure(subject: Subject, stages: tuple[str, ...]) -> dict[str, dict[str, int]]:
-    """Peak bytes by stage and phase, each stage with models of its own."""
+    """Peak bytes by stage and phase, each stage with models of its own, one pass at a time."""
     found = {}
+    # Products that use all cores leave none for passes side by side, whose tensors the meter would not see.
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     for stage in stages:
         meter: Any = CudaMemory() if torch.cuda.is_available() else TensorMemory()
         launch = {str(name): one for name, one in subject.params.compute.launch.items()}.get(stage, LaunchConfig())

@@ -7,11 +7,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.registry.aliases import CHAMPION
-from flows.registry.champion import policy_with_alias
+from flows.registry.evidence.training_source import TrainingSource, source_of_version, source_of_workspace
 from flows.registry.mlflow_client import connect
-from flows.registry.model_artifacts import verified_folder
-from flows.registry.training_source import TrainingSource, source_of_version, source_of_workspace
+from flows.registry.transactions.aliases import CHAMPION
+from flows.registry.versions.champion import policy_with_alias
+from flows.registry.versions.model_artifacts import verified_folder
 from flows.workspace.folder import display_path, is_workspace
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.registry.aliases import CHAMPION, read_aliases
-from flows.registry.decisions import report_name
 from flows.registry.governance.history import checked_history, history_ledger
 from flows.registry.governance.terms import TERMS_TAG
 from flows.registry.mlflow_client import connect
+from flows.registry.transactions.aliases import CHAMPION, read_aliases
+from flows.registry.transactions.decisions import report_name
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError

@@ -12,7 +12,7 @@ from flows.commands.options import Reason, Workspace
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
 
 if TYPE_CHECKING:
-    from flows.registry.decisions import PromotionDecision
+    from flows.registry.transactions.decisions import PromotionDecision
 
 app = typer.Typer(add_completion=False)
 
@@ -42,7 +42,7 @@ def promote(
     $ rlhf promote --dry-run --explain
     $ rlhf promote --force --reason "champion was trained on leaked data"
     """
-    from flows.registry.promotion import promote as decide
+    from flows.registry.promotion.promote import promote as decide
     from flows.workspace.folder import find_workspace
 
     if force and not (reason or "").strip():
@@ -128,7 +128,7 @@ def rollback(
     $ rlhf rollback --reason "rude replies seen in production"
     $ rlhf rollback --to 3 --reason "drifted since"
     """
-    from flows.registry.promotion import rollback as restore
+    from flows.registry.promotion.promote import rollback as restore
     from flows.workspace.folder import find_workspace
 
     decision = restore(find_workspace(workspace), reason, to)
@@ -177,7 +177,7 @@ def gc(
     $ rlhf gc --delete
     """
     from flows.commands.retention import clean_token_cache, describe_retention
-    from flows.registry.retention import apply_retention
+    from flows.registry.versions.retention import apply_retention
     from flows.workspace.folder import find_workspace
 
     folder = find_workspace(workspace)

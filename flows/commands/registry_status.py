@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.commands.display.formats import format_age
-from flows.registry.alias_transaction import pending
-from flows.registry.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions
 from flows.registry.approval.request import latest_request
-from flows.registry.decisions import read_decisions
 from flows.registry.governance.history import history_ledger
 from flows.registry.mlflow_client import connect, has_record
-from flows.registry.model_artifacts import CONTENT_TAG
+from flows.registry.transactions.alias_transaction import pending
+from flows.registry.transactions.aliases import CHALLENGER, CHAMPION, PREVIOUS, read_aliases, versions
+from flows.registry.transactions.decisions import read_decisions
+from flows.registry.versions.model_artifacts import CONTENT_TAG
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.files import sha256_tree

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from flows.commands.serve import PolicyChoice, served_source
-from flows.registry.aliases import CHALLENGER
+from flows.registry.transactions.aliases import CHALLENGER
 from flows.workspace.folder import find_workspace
 from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.loading.load import load_section

@@ -12,11 +12,11 @@ from typing import NoReturn
 import typer
 
 from flows.commands.chat import about_version, folder_model
-from flows.registry.aliases import CHAMPION, get_version
-from flows.registry.champion import policy_with_alias
 from flows.registry.mlflow_client import connect
-from flows.registry.obstacles import promotion_obstacle
-from flows.registry.served_versions import AliasSource, VersionSource, version_of_run
+from flows.registry.promotion.obstacles import promotion_obstacle
+from flows.registry.transactions.aliases import CHAMPION, get_version
+from flows.registry.versions.champion import policy_with_alias
+from flows.registry.versions.served_versions import AliasSource, VersionSource, version_of_run
 from flows.supervision import signals
 from flows.workspace.folder import find_workspace, is_workspace, require_model_folder
 from rlhf_core.config.evaluate import EvaluateConfig

@@ -52,9 +52,9 @@ from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict,
 from flows.pipeline.verdict_markdown import verdict_markdown
 from flows.prefect_server.flow_runs import cancel_orphans
 from flows.registry.approval.suspended_runs import follow_request
+from flows.registry.evidence.run_description import describe_run
 from flows.registry.links import mlflow_links
 from flows.registry.mlflow_client import end_pipeline_run, log_final_artifacts, report_page, start_pipeline_run
-from flows.registry.run_description import describe_run
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageFailed, StageSpec, run_stage, stage_log
 from flows.stage.stage_hash import stage_hash

@@ -13,10 +13,10 @@ from flows.dvc_repo.status import dvc_status
 from flows.pipeline.events import EventWriter, RegistryUpdated, RunEnded, RunPlanned, StageEnded, VerdictReached
 from flows.pipeline.last_run import COMPLETED
 from flows.pipeline.verdict import RegistrationResult, RunVerdict, reach_verdict
-from flows.registry.gate_evidence import ALWAYS_CHANGED
+from flows.registry.evidence.gate_evidence import ALWAYS_CHANGED
 from flows.registry.mlflow_client import has_record
-from flows.registry.promotion import promote
-from flows.registry.register import registered_before
+from flows.registry.promotion.promote import promote
+from flows.registry.versions.register import registered_before
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageSpec, run_stage
 from rlhf_core.config.loading.load import load_params

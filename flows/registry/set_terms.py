@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flows.registry.alias_transaction import AliasTransaction
 from flows.registry.governance.terms import GATES, TERMS_TAG, PromotionTerms, read_terms, terms_of
 from flows.registry.mlflow_client import connect
-from flows.registry.session import registry_session
+from flows.registry.transactions.alias_transaction import AliasTransaction
+from flows.registry.transactions.session import registry_session
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError

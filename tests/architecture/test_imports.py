@@ -60,7 +60,7 @@ FLOWS_MAY_ALSO_USE = {
     },
     "flows.commands.serve": {"serving"},
     "flows.commands.serving_commands": {"serving.limits.ServingLimits"},
-    "flows.registry.served_versions": {"serving.policy_source"},
+    "flows.registry.versions.served_versions": {"serving.policy_source"},
     "flows.pipeline.data_watch": {
         "data.sources.collected_paths",
         "fingerprint.sources.SOURCES_FILE",
@@ -73,17 +73,17 @@ FLOWS_MAY_ALSO_USE = {
     },
     "flows.commands.display.stage_results": {"evaluation.standing.judge_results"},
     "flows.commands.summary": {"evaluation.standing.Standing"},
-    "flows.registry.decisions": {"evaluation.promotion.criteria.Criterion"},
+    "flows.registry.transactions.decisions": {"evaluation.promotion.criteria.Criterion"},
     "flows.registry.governance.terms": {"evaluation.judges.final.judging_model"},
     "flows.registry.mlflow_client": {"tracking.delivery.deliver_waiting"},
     "flows.commands.status": {"tracking.journal.waiting_records"},
-    "flows.registry.match": {
+    "flows.registry.promotion.match": {
         "evaluation.judges.final.judging_model",
         "evaluation.judges.final.stand_in_note",
         "evaluation.promotion.criteria.Criterion",
         "evaluation.promotion.criteria.failed",
     },
-    "flows.registry.promotion": {
+    "flows.registry.promotion.promote": {
         "evaluation.promotion.criteria.non_inferiority_criteria",
         "evaluation.promotion.criteria.win_rate_criteria",
     },

@@ -11,9 +11,9 @@ from uuid import uuid4
 from mlflow import MlflowClient
 from unit.flows.registry.conftest import GATES, PARAMS
 
-from flows.registry.alias_transaction import champion_history
 from flows.registry.governance.history import checked_history, history_ledger
 from flows.registry.governance.terms import short_conditions
+from flows.registry.transactions.alias_transaction import champion_history
 from rlhf_core.files import atomic_write_json, sha256_tree
 
 

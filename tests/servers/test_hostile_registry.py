@@ -23,11 +23,11 @@ from servers.small_registry import SmallRegistry
 from unit.flows.registry.conftest import ScriptedMatch
 
 from flows.commands.history import describe_history
-from flows.registry import alias_transaction, decisions
 from flows.registry.approval.decide import approve, decline
-from flows.registry.champion import champion_folder
 from flows.registry.governance.history import history_ledger
-from flows.registry.promotion import promote, rollback
+from flows.registry.promotion.promote import promote, rollback
+from flows.registry.transactions import alias_transaction, decisions
+from flows.registry.versions.champion import champion_folder
 from flows.supervision.environment import child_environment
 from rlhf_core.errors import RlhfError
 

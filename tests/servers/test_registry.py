@@ -32,8 +32,8 @@ from servers.request_counter import counted_requests
 
 from flows.registry.governance.history import checked_history, history_ledger
 from flows.registry.mlflow_client import connect, start_pipeline_run
-from flows.registry.promotion import promote, rollback
-from flows.registry.register import register
+from flows.registry.promotion.promote import promote, rollback
+from flows.registry.versions.register import register
 from rlhf_core.errors import RlhfError
 
 __all__ = [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.dvc_repo.lock_file import RecordedStage, recorded_stages
-from flows.registry.registered_here import RegisteredHere, read_registered
+from flows.registry.versions.registered_here import RegisteredHere, read_registered
 from flows.stage.gate_conditions import condition_rows
 from flows.workspace.folder import display_path, is_workspace
 from rlhf_core.config.loading import yaml_text

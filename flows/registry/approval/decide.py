@@ -7,8 +7,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from flows.registry.alias_transaction import AliasMove, AliasTransaction, VersionTag
-from flows.registry.aliases import CHALLENGER, get_version
 from flows.registry.approval.request import (
     APPROVE,
     DECLINE,
@@ -17,12 +15,19 @@ from flows.registry.approval.request import (
     ApprovalRequest,
     request_to_decide,
 )
-from flows.registry.champion_transaction import DECLINED_TAG, champion_transaction, champion_versions, cleared_refusals
-from flows.registry.decisions import PromotionDecision, as_report, utc_now
 from flows.registry.governance.identity import actor
-from flows.registry.model_artifacts import verified_folder
-from flows.registry.obstacles import promotion_obstacle
-from flows.registry.session import registry_session
+from flows.registry.promotion.obstacles import promotion_obstacle
+from flows.registry.transactions.alias_transaction import AliasMove, AliasTransaction, VersionTag
+from flows.registry.transactions.aliases import CHALLENGER, get_version
+from flows.registry.transactions.champion_transaction import (
+    DECLINED_TAG,
+    champion_transaction,
+    champion_versions,
+    cleared_refusals,
+)
+from flows.registry.transactions.decisions import PromotionDecision, as_report, utc_now
+from flows.registry.transactions.session import registry_session
+from flows.registry.versions.model_artifacts import verified_folder
 from rlhf_core.errors import RlhfError
 
 REASON_LIMIT = 1000

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flows.registry.aliases import CHALLENGER, CHAMPION
 from flows.registry.governance.history import checked_history
+from flows.registry.transactions.aliases import CHALLENGER, CHAMPION
 from rlhf_core.errors import RlhfError
 
 REQUEST, APPROVE, DECLINE, WITHDRAW = "request approval", "approve", "decline", "withdraw request"

@@ -22,9 +22,9 @@ from prefect.states import Cancelled, Completed, State
 from flows.prefect_server.flow_runs import SUSPENDED
 from flows.prefect_server.known_server import known_server
 from flows.registry.approval.request import latest_request
-from flows.registry.decisions import PromotionDecision
 from flows.registry.governance.history import history_ledger
 from flows.registry.mlflow_client import connect
+from flows.registry.transactions.decisions import PromotionDecision
 from rlhf_core.errors import RlhfError
 
 TAG = "rlhf-approval"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from flows.registry.governance.ledger import EntryTaken, Ledger
-from flows.registry.match import question_digest
+from flows.registry.promotion.match import question_digest
 from rlhf_core.errors import RlhfError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flows.registry.aliases import registered_model, registry_errors, versions
+from flows.registry.transactions.aliases import registered_model, registry_errors, versions
 from rlhf_core.errors import RlhfError
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from flows.dvc_repo.lock_file import recorded_hash
-from flows.registry.aliases import registered_model
-from flows.registry.decisions import utc_now
 from flows.registry.governance.identity import actor, workspace_id
+from flows.registry.transactions.aliases import registered_model
+from flows.registry.transactions.decisions import utc_now
 from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.gates import Condition, GatesConfig
 from rlhf_core.config.loading.load import load_section

@@ -16,8 +16,8 @@ from smollm2 import SMOLLM2
 from vllm_service import VLLM_PYTHON, VllmService, started
 
 from flows.commands.serve import PolicyChoice, served_source
-from flows.registry.promotion import promote
-from flows.registry.register import register
+from flows.registry.promotion.promote import promote
+from flows.registry.versions.register import register
 from flows.supervision.ports import free_port
 from rlhf_core.models.base import save_policy
 from rlhf_core.models.gguf import load_gguf

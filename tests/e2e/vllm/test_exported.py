@@ -13,7 +13,7 @@ from smollm2 import needs_smollm2
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from vllm_service import VLLM_MARKS, VLLM_PYTHON, VllmService, started
 
-from flows.registry.register import register
+from flows.registry.versions.register import register
 from flows.release.export import ExportRequest, export
 from flows.supervision.ports import free_port
 from rlhf_core.data.chat import encode_prompt

@@ -235,8 +235,8 @@ def contest(request: pytest.FixtureRequest, tmp_path: Path, backend: Backend, mo
 
 def copy_registered_model(workspace: Path, source: str, target: str) -> None:
     """Versions, aliases and tags of ``source`` under another name; the logged models are the same."""
-    from flows.registry.aliases import versions
     from flows.registry.mlflow_client import connect
+    from flows.registry.transactions.aliases import versions
 
     client = connect(workspace)
     model = client.get_registered_model(source)
@@ -249,8 +249,8 @@ def copy_registered_model(workspace: Path, source: str, target: str) -> None:
 
 
 def begin_contest(workspace: Path) -> None:
-    from flows.registry.promotion import promote
-    from flows.registry.register import register
+    from flows.registry.promotion.promote import promote
+    from flows.registry.versions.register import register
 
     register(workspace)
     assert promote(workspace).reason == "there was no champion"

@@ -28,8 +28,8 @@ from prefect_database import prefect_server
 from flows.commands.status import status
 from flows.pipeline import flow as pipeline
 from flows.pipeline.flow import rlhf_pipeline
-from flows.registry import promotion
-from flows.registry.promotion_flow import promotion_flow
+from flows.registry.promotion.flow import promotion_flow
+from flows.registry.promotion.promote import promote
 from flows.stage.outcome import StageOutcome
 from flows.supervision.processes import OWNER_VARIABLE
 from flows.workspace.lock import LOCK_HELD_VARIABLE
@@ -61,7 +61,7 @@ def release(contest: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A workspace whose promotions need approval, and whose challenger wins its match."""
     params = (contest / "params.yaml").read_text()
     (contest / "params.yaml").write_text(params + "registry: {approval: true}\n")
-    monkeypatch.setitem(promotion.promote.__kwdefaults__, "play", ScriptedMatch(judge=0.9))
+    monkeypatch.setitem(promote.__kwdefaults__, "play", ScriptedMatch(judge=0.9))
     return contest
 
 
@@ -187,7 +187,7 @@ def test_a_server_that_is_away_stops_no_decision(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    promotion.promote(release)
+    promote(release)
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     command("decline", "--reason", "no", "--workspace", str(release))
     assert "a Prefect run that waits for it stays suspended: the Prefect server at" in capsys.readouterr().err

@@ -11,14 +11,14 @@ import pytest
 from integration.registry.conftest import make_policy, policy_name, reward_name, write_gate
 from scripted_match import match_result
 
-from flows.registry.alias_transaction import champion_history
 from flows.registry.approval.decide import approve, decline
-from flows.registry.match import wins
 from flows.registry.mlflow_client import connect
-from flows.registry.model_artifacts import verified_folder
-from flows.registry.promotion import promote, rollback
-from flows.registry.register import register
-from flows.registry.registered_here import read_registered
+from flows.registry.promotion.match import wins
+from flows.registry.promotion.promote import promote, rollback
+from flows.registry.transactions.alias_transaction import champion_history
+from flows.registry.versions.model_artifacts import verified_folder
+from flows.registry.versions.register import register
+from flows.registry.versions.registered_here import read_registered
 from rlhf_core.errors import ModelError, RlhfError
 
 
@@ -282,10 +282,9 @@ def exit_code(*arguments: str) -> int:
 def test_the_command_says_by_its_exit_code_whether_the_challenger_is_champion(
     contest: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from flows.registry import promotion
 
     match = ScriptedMatch(judge=0.4)
-    monkeypatch.setitem(promotion.promote.__kwdefaults__, "play", match)
+    monkeypatch.setitem(promote.__kwdefaults__, "play", match)
     workspace = ("--workspace", str(contest))
     assert exit_code("promote", *workspace) == 5
     assert "not promoted: not above 0.5" in capsys.readouterr().out

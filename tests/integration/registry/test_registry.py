@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from integration.registry.conftest import policy_name, reward_name, wait_for_url
 
-from flows.registry.aliases import versions
-from flows.registry.champion import champion_folder
+from flows.registry.evidence.run_description import describe_run
 from flows.registry.mlflow_client import (
     connect,
     end_pipeline_run,
@@ -25,8 +24,9 @@ from flows.registry.mlflow_client import (
     start_pipeline_run,
     tracking_uri,
 )
-from flows.registry.register import register
-from flows.registry.run_description import describe_run
+from flows.registry.transactions.aliases import versions
+from flows.registry.versions.champion import champion_folder
+from flows.registry.versions.register import register
 from flows.supervision.environment import child_environment
 from flows.supervision.ports import free_port
 from rlhf_core.errors import ModelError, RlhfError

@@ -68,7 +68,11 @@ def is_known(name: str) -> bool:
     if name.startswith("HF_"):
         return name in _source("huggingface_hub.constants")
     if name.startswith(("DVC_", "GX_", "RLHF_")):
-        ours = [path for folder in ("flows", "rlhf_core") for path in (places.ROOT / folder).rglob("*.py")]
+        ours = [
+            path
+            for folder in ("flows", "rlhf_core", "tests/servers", "tests/e2e")
+            for path in (places.ROOT / folder).rglob("*.py")
+        ]
         return any(name in path.read_text() for path in ours)
     return False
 

@@ -42,7 +42,7 @@ def entries(folder: Path) -> list[Path]:
 
 
 def columns(table: TokenTable) -> dict[str, list[list[int]]]:
-    return {name: [list(ids) for ids in table.column(name)] for name in table.table.column_names}
+    return {name: [list(ids) for ids in table.column(name)] for name in table.id_columns}
 
 
 def test_an_entry_holds_the_ids_of_each_row_and_is_mapped_into_memory(

@@ -106,7 +106,7 @@ class ScriptedMatch:
 @pytest.fixture
 def contest(registry: Registry) -> Path:
     """The workspace that owns version 1, the champion; version 2 is the challenger."""
-    from flows.registry.promotion import promote
+    from flows.registry.promotion.promote import promote
 
     owner = registry.workspace("owner")
     registry.add_version()

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from killed_call import killed_before
 
-from flows.registry.alias_transaction import AliasMove, AliasTransaction, commit, finish_interrupted
 from flows.registry.approval.decide import approve, decline
 from flows.registry.governance.history import checked_history, history_ledger
-from flows.registry.promotion import promote, rollback
+from flows.registry.promotion.promote import promote, rollback
 from flows.registry.set_terms import describe_terms, set_terms
+from flows.registry.transactions.alias_transaction import AliasMove, AliasTransaction, commit, finish_interrupted
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError
 
@@ -179,7 +179,7 @@ def test_after_a_rollback_the_request_no_longer_holds(registry: Registry, waitin
 
 def test_two_people_on_two_machines(registry: Registry, waiting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one read the history before the first one's entry was in it, and wrote after."""
-    from flows.registry import session
+    from flows.registry.transactions import session
 
     def late(*arguments: object) -> object:
         with monkeypatch.context() as patch:

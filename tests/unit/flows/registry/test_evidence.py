@@ -12,7 +12,7 @@ from rich.console import Console
 
 from flows.commands.explain import explain_gate, explain_promotion, gate_report, gate_verdict, has_passed
 from flows.commands.history import describe_history
-from flows.registry.promotion import promote, rollback
+from flows.registry.promotion.promote import promote, rollback
 from rlhf_core.errors import RlhfError
 from rlhf_core.files import sha256_file
 

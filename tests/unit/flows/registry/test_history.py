@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from flows.registry.alias_events import registry_events
-from flows.registry.alias_transaction import INTENT_TAG, AliasTransaction, commit, finish_interrupted
 from flows.registry.governance.history import chain_hash, checked_history, history_ledger
 from flows.registry.governance.ledger import EntryTaken, Ledger
-from flows.registry.promotion import promote, rollback
+from flows.registry.promotion.promote import promote, rollback
+from flows.registry.transactions.alias_events import registry_events
+from flows.registry.transactions.alias_transaction import INTENT_TAG, AliasTransaction, commit, finish_interrupted
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 

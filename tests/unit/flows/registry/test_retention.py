@@ -9,9 +9,9 @@ import pytest
 from flows.commands.retention import describe_retention
 from flows.registry.approval.decide import approve
 from flows.registry.governance.history import checked_history, history_ledger
-from flows.registry.match import MATCHES
-from flows.registry.promotion import promote, rollback
-from flows.registry.retention import apply_retention
+from flows.registry.promotion.match import MATCHES
+from flows.registry.promotion.promote import promote, rollback
+from flows.registry.versions.retention import apply_retention
 from rlhf_core.errors import RlhfError
 
 from .conftest import MODEL, PARAMS, Registry, ScriptedMatch

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows.registry.governance.terms import TERMS_TAG, read_terms
-from flows.registry.promotion import promote, rollback
+from flows.registry.promotion.promote import promote, rollback
 from flows.registry.set_terms import describe_terms, set_terms
 from rlhf_core.config.gates import Condition
 from rlhf_core.errors import RlhfError

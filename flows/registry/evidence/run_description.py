@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from flows.registry.aliases import registry_errors
 from flows.registry.mlflow_client import connect, experiment_id
+from flows.registry.transactions.aliases import registry_errors
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations import RegistryConfig
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.registry.alias_transaction import AliasTransaction, commit, finish_interrupted
-from flows.registry.aliases import aliases_of, get_version
 from flows.registry.governance.lock import registry_lock
 from flows.registry.governance.terms import PromotionTerms, terms_of_model
 from flows.registry.mlflow_client import prepare_tracking
+from flows.registry.transactions.alias_transaction import AliasTransaction, commit, finish_interrupted
+from flows.registry.transactions.aliases import aliases_of, get_version
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations import RegistryConfig
 
@@ -54,7 +54,7 @@ class RegistrySession:
         return terms_of_model(self.config.policy, self.model)
 
     def commit(self, transaction: AliasTransaction) -> Path | None:
-        """Record the transaction and carry it out (:func:`flows.registry.alias_transaction.commit`)."""
+        """Record the transaction and carry it out (:func:`flows.registry.transactions.alias_transaction.commit`)."""
         return commit(self.client, self.workspace, transaction, self.entries, self.model)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from prefect import flow, get_run_logger, runtime
 
 from flows.registry.approval.suspended_runs import follow_request
-from flows.registry.decisions import as_report
-from flows.registry.promotion import promote
+from flows.registry.promotion.promote import promote
+from flows.registry.transactions.decisions import as_report
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations import RegistryConfig
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from flows.registry.champion_transaction import DECLINED_TAG, ROLLED_BACK_TAG
 from flows.registry.governance.terms import PromotionTerms, read_conditions
-from flows.registry.register import COMPLETE_TAG, CONDITIONS_TAG, GATES_PASSED, GATES_TAG, UNGATED_TAG
+from flows.registry.transactions.champion_transaction import DECLINED_TAG, ROLLED_BACK_TAG
+from flows.registry.versions.register import COMPLETE_TAG, CONDITIONS_TAG, GATES_PASSED, GATES_TAG, UNGATED_TAG
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion

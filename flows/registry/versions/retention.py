@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.registry.alias_transaction import AliasTransaction
-from flows.registry.aliases import read_aliases, registry_errors, versions
 from flows.registry.approval.request import RETENTION, latest_request
-from flows.registry.champion_transaction import champion_versions
 from flows.registry.governance.identity import workspace_id
-from flows.registry.match import MATCH_TAG, MATCHES
 from flows.registry.mlflow_client import fluent, tracking_uri
-from flows.registry.register import REWARD_VERSION_TAG
-from flows.registry.session import RegistrySession, registry_session
+from flows.registry.promotion.match import MATCH_TAG, MATCHES
+from flows.registry.transactions.alias_transaction import AliasTransaction
+from flows.registry.transactions.aliases import read_aliases, registry_errors, versions
+from flows.registry.transactions.champion_transaction import champion_versions
+from flows.registry.transactions.session import RegistrySession, registry_session
+from flows.registry.versions.register import REWARD_VERSION_TAG
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.registry.aliases import get_version, read_aliases, registry_errors, versions
+from flows.registry.evidence.training_source import PARENT_TAG
 from flows.registry.mlflow_client import connect, knock, tracking_uri
-from flows.registry.model_artifacts import stored_sampling, verified_folder
-from flows.registry.training_source import PARENT_TAG
+from flows.registry.transactions.aliases import get_version, read_aliases, registry_errors, versions
+from flows.registry.versions.model_artifacts import stored_sampling, verified_folder
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.operations import RegistryConfig

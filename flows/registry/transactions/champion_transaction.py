@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from flows.registry.alias_transaction import AliasMove, AliasTransaction, VersionTag, champion_history
-from flows.registry.aliases import CHAMPION, PREVIOUS, aliases_of, get_version
-from flows.registry.decisions import PromotionDecision, RollbackDecision, as_report
-from flows.registry.register import REWARD_VERSION_TAG
+from flows.registry.transactions.alias_transaction import AliasMove, AliasTransaction, VersionTag, champion_history
+from flows.registry.transactions.aliases import CHAMPION, PREVIOUS, aliases_of, get_version
+from flows.registry.transactions.decisions import PromotionDecision, RollbackDecision, as_report
+from flows.registry.versions.register import REWARD_VERSION_TAG
 from rlhf_core.config.operations import RegistryConfig
 
 if TYPE_CHECKING:

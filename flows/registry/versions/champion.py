@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.registry.alias_transaction import finish_interrupted, pending
-from flows.registry.aliases import CHAMPION, alias_version
 from flows.registry.governance.lock import registry_lock
 from flows.registry.mlflow_client import connect
-from flows.registry.model_artifacts import verified_folder
+from flows.registry.transactions.alias_transaction import finish_interrupted, pending
+from flows.registry.transactions.aliases import CHAMPION, alias_version
+from flows.registry.versions.model_artifacts import verified_folder
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError

@@ -7,29 +7,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.registry.alias_transaction import AliasTransaction, VersionTag
-from flows.registry.aliases import CHALLENGER, CHAMPION, get_version, registry_errors
 from flows.registry.approval.decide import request_transaction, withdraw_transaction
 from flows.registry.approval.request import latest_request
-from flows.registry.champion_transaction import (
+from flows.registry.governance.attempts import attempt_number
+from flows.registry.governance.terms import TERMS_TAG, PromotionTerms, refusal, terms_of, updated
+from flows.registry.promotion.match import PlayMatch, decided_by, match_question, match_result, play_match
+from flows.registry.promotion.obstacles import promotion_obstacle
+from flows.registry.transactions.alias_transaction import AliasTransaction, VersionTag
+from flows.registry.transactions.aliases import CHALLENGER, CHAMPION, get_version, registry_errors
+from flows.registry.transactions.champion_transaction import (
     ROLLED_BACK_TAG,
     champion_transaction,
     champion_versions,
     cleared_refusals,
 )
-from flows.registry.decisions import (
+from flows.registry.transactions.decisions import (
     PromotionDecision,
     RollbackDecision,
     as_report,
     publish_decision,
     read_decisions,
 )
-from flows.registry.governance.attempts import attempt_number
-from flows.registry.governance.terms import TERMS_TAG, PromotionTerms, refusal, terms_of, updated
-from flows.registry.match import PlayMatch, decided_by, match_question, match_result, play_match
-from flows.registry.model_artifacts import verified_folder
-from flows.registry.obstacles import promotion_obstacle
-from flows.registry.session import RegistrySession, registry_session
+from flows.registry.transactions.session import RegistrySession, registry_session
+from flows.registry.versions.model_artifacts import verified_folder
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.promotion.criteria import non_inferiority_criteria, win_rate_criteria
 

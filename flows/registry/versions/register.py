@@ -10,12 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.registry.alias_transaction import AliasMove, AliasTransaction, commit
-from flows.registry.aliases import CHALLENGER, aliases_of, read_aliases, registered_model, registry_errors, versions
-from flows.registry.data_card import log_data_card
-from flows.registry.gate_evidence import Freshness, GateEvidence, read_gate_evidence
+from flows.registry.evidence.data_card import log_data_card
+from flows.registry.evidence.gate_evidence import Freshness, GateEvidence, read_gate_evidence
+from flows.registry.evidence.lineage import collect_lineage
 from flows.registry.governance.terms import GATES, PromotionTerms, read_terms, short_conditions, terms_of
-from flows.registry.lineage import collect_lineage
 from flows.registry.mlflow_client import (
     connect,
     experiment_id,
@@ -23,10 +21,19 @@ from flows.registry.mlflow_client import (
     fluent,
     log_numbers,
 )
-from flows.registry.model_artifacts import CONTENT_TAG, log_model
-from flows.registry.registered_here import RegisteredHere, write_registered
-from flows.registry.session import registry_session
-from flows.registry.signing import SIGNER_TAG, Signer, require_signer, sign_version
+from flows.registry.transactions.alias_transaction import AliasMove, AliasTransaction, commit
+from flows.registry.transactions.aliases import (
+    CHALLENGER,
+    aliases_of,
+    read_aliases,
+    registered_model,
+    registry_errors,
+    versions,
+)
+from flows.registry.transactions.session import registry_session
+from flows.registry.versions.model_artifacts import CONTENT_TAG, log_model
+from flows.registry.versions.registered_here import RegisteredHere, write_registered
+from flows.registry.versions.signing import SIGNER_TAG, Signer, require_signer, sign_version
 from flows.workspace.run_label import SEPARATOR, run_label
 from rlhf_core.config.loading.load import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.dvc_repo.lock_file import recorded_hash
-from flows.registry.aliases import registry_errors
-from flows.registry.model_artifacts import CONTENT_TAG
+from flows.registry.transactions.aliases import registry_errors
+from flows.registry.versions.model_artifacts import CONTENT_TAG
 from flows.supervision.environment import child_environment
 from flows.supervision.processes import start_supervised
 from rlhf_core.config.evaluate import EvaluateConfig

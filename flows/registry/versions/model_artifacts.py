@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.registry.mlflow_client import connect, fluent
-from flows.registry.signing import verify_signature
+from flows.registry.versions.signing import verify_signature
 from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations import RegistryConfig

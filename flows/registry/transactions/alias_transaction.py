@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from flows.registry.alias_events import emit_events
-from flows.registry.aliases import read_aliases, registered_model, registry_errors
-from flows.registry.decisions import publish_decision, utc_now
 from flows.registry.governance.history import chain_hash, checked_history, history_ledger
 from flows.registry.governance.identity import actor
 from flows.registry.governance.ledger import Ledger
+from flows.registry.transactions.alias_events import emit_events
+from flows.registry.transactions.aliases import read_aliases, registered_model, registry_errors
+from flows.registry.transactions.decisions import publish_decision, utc_now
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 

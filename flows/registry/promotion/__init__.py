@@ -1,0 +1,1 @@
+"""Promotion and rollback: matches, what stands in their way, and the decision."""

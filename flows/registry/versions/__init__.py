@@ -1,0 +1,1 @@
+"""Registered versions: written, signed, found, served and deleted."""
