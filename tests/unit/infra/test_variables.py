@@ -68,11 +68,8 @@ def is_known(name: str) -> bool:
     if name.startswith("HF_"):
         return name in _source("huggingface_hub.constants")
     if name.startswith(("DVC_", "GX_", "RLHF_")):
-        ours = [
-            path
-            for folder in ("flows", "rlhf_core", "tests/servers", "tests/e2e")
-            for path in (places.ROOT / folder).rglob("*.py")
-        ]
+        patterns = ("flows/**/*.py", "rlhf_core/**/*.py", "tests/*.py", "tests/servers/*.py")
+        ours = [path for pattern in patterns for path in places.ROOT.glob(pattern)]
         return any(name in path.read_text() for path in ours)
     return False
 
