@@ -46,11 +46,15 @@ class TableWriter:
 
     def write(self, table: pa.Table) -> None:
         """Append rows."""
-        self._waiting.append(table)
-        self._waiting_rows += table.num_rows
-        self._waiting_bytes += table.nbytes
-        if self._waiting_rows >= ROW_GROUP_ROWS or self._waiting_bytes >= ROW_GROUP_BYTES:
-            self._write_group()
+        # Arrow cannot read a row group whose texts exceed 2 GiB, which a few thousand long rows can have.
+        rows = max(1, table.num_rows * ROW_GROUP_BYTES // max(table.nbytes, ROW_GROUP_BYTES))
+        for start in range(0, table.num_rows, rows):
+            part = table.slice(start, rows)
+            self._waiting.append(part)
+            self._waiting_rows += part.num_rows
+            self._waiting_bytes += part.nbytes
+            if self._waiting_rows >= ROW_GROUP_ROWS or self._waiting_bytes >= ROW_GROUP_BYTES:
+                self._write_group()
 
     def _write_group(self) -> None:
         # The pages of a row group depend on the chunks of its columns.
@@ -83,8 +87,10 @@ def table_chunks(path: Path, columns: Sequence[str] | None = None) -> Iterator[p
         raise DataError(f"{path} does not exist; run the stage that writes it")
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(CHUNK_ROWS, columns=list(columns) if columns else None):
-                yield pa.Table.from_batches([batch])
+            wanted = list(columns) if columns else None
+            for group in range(file.num_row_groups):  # a batch over several of them could exceed 2 GiB of text
+                for batch in file.iter_batches(CHUNK_ROWS, row_groups=[group], columns=wanted):
+                    yield pa.Table.from_batches([batch])
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{path} is not a readable parquet file ({error}); run the stage that writes it again"
