@@ -123,17 +123,19 @@ RENDERINGS = {
 }
 
 
+def assert_refused_as_prompt(text: str, reason: str) -> None:
+    for name in ("prompt", "question", "instruction"):
+        result = read({name: text, "chosen": "yes", "rejected": "no"})
+        assert not result.rows
+        assert reason in result.refused[0]["reason"]
+
+
 @pytest.mark.parametrize("text", RENDERINGS.values(), ids=RENDERINGS)
 def test_a_rendered_chat_template_is_no_users_turn(text: str) -> None:
-    for row in (
-        {"prompt": text, "chosen": "yes", "rejected": "no"},
-        {"instruction": text, "chosen": "yes", "rejected": "no"},
-        {"question": text, "chosen": "yes", "rejected": "no"},
-        {"chosen": f"{text} yes", "rejected": f"{text} no"},
-    ):
-        result = read(row)
-        assert not result.rows
-        assert RENDERED in result.refused[0]["reason"]
+    assert_refused_as_prompt(text, RENDERED)
+    result = read({"chosen": f"{text} yes", "rejected": f"{text} no"})
+    assert not result.rows
+    assert RENDERED in result.refused[0]["reason"]
 
 
 TRANSCRIPTS = {
@@ -159,14 +161,7 @@ TRANSCRIPTS = {
 
 @pytest.mark.parametrize("text", TRANSCRIPTS.values(), ids=TRANSCRIPTS)
 def test_a_transcript_is_no_users_turn(text: str) -> None:
-    for row in (
-        {"prompt": text, "chosen": "yes", "rejected": "no"},
-        {"question": text, "chosen": "yes", "rejected": "no"},
-        {"instruction": text, "chosen": "yes", "rejected": "no"},
-    ):
-        result = read(row)
-        assert not result.rows
-        assert TRANSCRIPT in result.refused[0]["reason"]
+    assert_refused_as_prompt(text, TRANSCRIPT)
 
 
 @pytest.mark.parametrize(
