@@ -22,7 +22,24 @@ def test_dvc_changes_one_line(profile: str | None, tmp_path: Path) -> None:
     path.write_text(before)
     apply_overrides(str(path), ["seed=77"])
     assert path.read_text() == before.replace("seed: 1\n", "seed: 77\n", 1) != before
-    assert [line for line in before.splitlines() if line.endswith(" ")] == []
+
+
+@pytest.mark.parametrize("profile", [None, *NAMES])
+def test_no_line_ends_in_a_space(profile: str | None) -> None:
+    # Beside the repository, where paths are short: DVC's style moves a long path to a line of its own, after a space.
+    lines = merged_params(ROOT, profile, [], ROOT).splitlines()
+    assert [line for line in lines if line.endswith(" ")] == []
+
+
+def test_dvc_changes_one_line_beside_a_long_path(tmp_path: Path) -> None:
+    path, source = tmp_path / "params.yaml", "/data/" + "long/" * 30 + "pairs.jsonl"
+    before = merged_params(
+        ROOT, "smoke", [f"collect.files.preferences=[{{path: {source}, category: harmless}}]"], tmp_path
+    )
+    assert f"{source}\n" in before
+    path.write_text(before)
+    apply_overrides(str(path), ["seed=77"])
+    assert path.read_text() == before.replace("seed: 1\n", "seed: 77\n", 1) != before
 
 
 def test_the_file_in_the_repository_is_what_is_written() -> None:
