@@ -82,7 +82,7 @@ def train_reward_model(
     held = split_of(checks, tokenizer, longest, "validation")
     with run_context(context, f"train_reward_model {name}", config, train, checks, model) as run:
         trained = train_scalar(config, name, model, tokenizer, pairs, held, run)
-    evaluated = RewardModelRun.evaluated(trained, pairs, {"validation": held}, config.seed)
+    evaluated = RewardModelRun.evaluated(trained, pairs, {"validation": held}, config.seed, name)
     return TrainedRewardModel(trained.model, tokenizer, evaluated.metrics(), trained.result.history)
 
 

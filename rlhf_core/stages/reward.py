@@ -63,7 +63,7 @@ def train_reward_model(
     trained.save(outputs.model)
     write_history(outputs.history, trained)
     run = RewardModelRun.evaluated(
-        trained, splits["train"], {"validation": splits["validation"], "test": splits["test"]}, config.seed
+        trained, splits["train"], {"validation": splits["validation"], "test": splits["test"]}, config.seed, name
     )
     write_scores(outputs.scores, run.scores["test"], splits["test"])
     metrics = run.metrics() | (describe(run, outputs, context) if describe is not None else {})

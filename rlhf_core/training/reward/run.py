@@ -202,11 +202,14 @@ class RewardModelRun:
 
     @classmethod
     def evaluated(
-        cls, trained: TrainedScalar, train: Split, held_out: Mapping[str, Split], seed: int
+        cls, trained: TrainedScalar, train: Split, held_out: Mapping[str, Split], seed: int, name: str
     ) -> RewardModelRun:
-        """The run with all held-out pairs scored."""
+        """The run with all held-out pairs scored. The progress is shown under the ``name`` of the model."""
         pad = pad_id(trained.tokenizer)
-        scores = {name: score_pairs(trained.model, split.pairs, pad) for name, split in held_out.items()}
+        scores = {
+            split: score_pairs(trained.model, pairs.pairs, pad, f"{name}, scoring {split} pairs")
+            for split, pairs in held_out.items()
+        }
         return cls(trained, train, held_out, scores, seed)
 
     def metrics(self) -> dict[str, object]:

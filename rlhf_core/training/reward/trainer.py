@@ -25,6 +25,7 @@ from rlhf_core.data.prompt_batches import PromptBatches, pair_sequences
 from rlhf_core.data.sharding import passes
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lazy_logits import LOGITS_BYTES
+from rlhf_core.progress import track
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.examples import ReplyBatch, by_length, collate
 from rlhf_core.training.loop import StepReport
@@ -313,11 +314,11 @@ def imitation_loss(
 
 
 @torch.no_grad()
-def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int) -> PairScores:
+def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int, name: str | None = None) -> PairScores:
     """Score all pairs; the rewards are in the order of ``pairs``.
 
     Sequences are batched by their own length, since the two of a pair often differ much, and one that several pairs
-    share is scored once.
+    share is scored once. With ``name`` the progress is shown under it.
     """
     was_training = model.training
     model.eval()
@@ -326,7 +327,8 @@ def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int) ->
     size = max(1, min(SCORING_ROWS, SCORING_TOKENS // max(lengths)))
     scores = torch.zeros(len(lengths), dtype=torch.float64)
     device = next(model.parameters()).device
-    for rows, weight in passes(by_length(lengths), size):
+    micro_batches = list(passes(by_length(lengths), size))
+    for rows, weight in track(micro_batches, name) if name else micro_batches:
         prompts, replies = zip(*(sequences.distinct[row] for row in rows), strict=True)
         batch = collate(prompts, replies, pad).to(device)
         values = model.reply_scores(batch.input_ids, batch.attention_mask, batch.reply_mask)
