@@ -28,7 +28,7 @@ from rlhf_core.evaluation.bar_chart import bar_chart
 from rlhf_core.evaluation.data_card.build import CardSources, build_card, rules_section, source_section
 from rlhf_core.evaluation.data_card.card import CardTable, Histogram
 from rlhf_core.evaluation.data_card.lengths import length_section
-from rlhf_core.evaluation.data_card.refused_rows import refused_section, spread_over_reasons
+from rlhf_core.evaluation.data_card.refused_rows import EXCERPT, refused_section, spread_over_reasons
 from rlhf_core.evaluation.data_card.write import write_card
 from rlhf_core.models.base import train_tokenizer
 from rlhf_core.stages import collect
@@ -159,6 +159,8 @@ def test_examples_of_refused_rows_cover_all_reasons_first() -> None:
     assert [row.id for row in chosen.rows[:5]] == ["0", "20", "21", "22", "1"]
     assert (len(chosen.rows), chosen.total) == (10, 23)
     assert not refused_section([]).tables
+    (long,) = spread_over_reasons([Quarantined("prompts", "0", ["long"], "x" * 10**6)], 10).rows
+    assert len(long.row) <= EXCERPT, "the card holds the beginnings of rows, which may be large"
 
 
 def test_examples_are_of_different_rows_of_the_sources() -> None:
