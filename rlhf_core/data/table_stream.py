@@ -85,7 +85,7 @@ def table_chunks(path: Path, columns: Sequence[str] | None = None) -> Iterator[p
     if not path.is_file():
         raise DataError(f"{path} does not exist; run the stage that writes it")
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, pre_buffer=False) as file:  # which would keep all that was read of it
             wanted = list(columns) if columns else None
             for group in range(file.num_row_groups):  # a batch over several of them could exceed 2 GiB of text
                 about = file.metadata.row_group(group)

@@ -22,7 +22,8 @@ from rlhf_core.data.readers.table_checks import BATCH_ROWS, DecodedSize
 from rlhf_core.errors import DataError
 
 ARROW_FILE = b"ARROW1"
-READ_BYTES = 2**20  # of a column at a time: without it, the whole column of a row group is read
+# Of a column at a time: otherwise the whole column of a row group is read, and with pre_buffer all of them are kept.
+READ_BYTES = 2**20
 # Told how many more bytes of a file were read.
 OnRead = Callable[[int], None]
 
@@ -31,7 +32,8 @@ def parquet_records(path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
     """Yield the rows of a parquet file; ``DataError``, which calls it ``name``, if it is none."""
     size, rows = path.stat().st_size, 0
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True, buffer_size=READ_BYTES) as file:
+        streamed = {"buffer_size": READ_BYTES, "pre_buffer": False}
+        with pq.ParquetFile(path, page_checksum_verification=True, **streamed) as file:
             total = file.metadata.num_rows
             for batch in parquet_batches(name, file, size):
                 yield from table_records(pa.Table.from_batches([batch]), first=rows + 1)

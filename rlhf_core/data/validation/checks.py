@@ -134,7 +134,7 @@ def check_frame(kind: str, tables: Iterable[pa.Table], config: ValidateConfig) -
         equal = frame["replies_differ"].to_numpy() == 0
         frame["not_contradicted"] = (equal | ~swapped.to_numpy()).astype(FLAG)
     contents = hashed.column("content").to_pandas()
-    copies = contents.duplicated().to_numpy()
+    copies = contents.duplicated().to_numpy(copy=True)
     accepted = passing(frame, [check for check in checks_for(kind, config) if check.column != DUPLICATE])
     copies[accepted] = contents[accepted].duplicated()
     frame[DUPLICATE] = (~copies).astype(FLAG)

@@ -64,7 +64,9 @@ def test_slices_of_a_table_hold_one_long_row_or_few_bytes() -> None:
 
 def write_long_rows(folder: Path, count: int) -> None:
     """Write pairs of 20 kB behind five rows of another format."""
-    other = [{"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "a"}]} for i in range(5)]
+    other = [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "a"}]} for i in range(5)
+    ]
     pairs = [{"prompt": f"{i}? " + "x" * 20_000, "chosen": f"a{i}", "rejected": "b"} for i in range(count)]
     (folder / "x.jsonl").write_text("\n".join(map(json.dumps, [*other, *pairs])))
 
@@ -88,11 +90,9 @@ def test_chunks_of_long_rows_are_the_rows_of_the_file(tmp_path: Path, monkeypatc
     assert len(tables) == 100 and pa.concat_tables(tables).column("id").to_pylist() == [r["id"] for r in whole.rows]
 
 
-def test_the_memory_does_not_grow_with_the_long_rows_of_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_does_not_grow_with_the_long_rows_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 200_000)
-    monkeypatch.setattr(registry, "PROBE_BYTES", 400_000)
+    monkeypatch.setattr(registry, "PROBE_BYTES", 1_200_000)  # some sixty records, of which five are of another format
     write_long_rows(tmp_path, 400)
     (file,) = source_files(["x.jsonl"], tmp_path)
     tracemalloc.start()

@@ -19,7 +19,7 @@ from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.dataset import data_metrics, write_clean
 from rlhf_core.data.validation.checks import NOT_DERIVED
 from rlhf_core.data.validation.quarantine import Quarantined, write_refused
-from rlhf_core.data.validation.set_rules.check_set import apply_set_rules, check_set
+from rlhf_core.data.validation.set_rules.check_set import SetFindings, apply_set_rules, check_set
 from rlhf_core.data.validation.set_rules.findings_file import named_findings
 from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
 from rlhf_core.data.validation.tables import RawData, Validated
@@ -139,6 +139,29 @@ def test_rows_whose_source_was_refused_are_listed_with_the_rules() -> None:
     metrics = {"demonstrations": {"failed_source_passed": 2.0, "warned_turns": 1.0}}
     (table,) = rules_section(metrics, ["demonstrations"], config).tables
     assert table.rows == [("turns", "warn", 1), ("source_passed", "refuse", 2)]
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (
+            1,
+            "1 pair has more than one label; 50.0% of these labels say what most do, and 1 pair is labelled both ways.",
+        ),
+        (2, "2 pairs have more than one label; 50.0% of these labels say what most do, and 2 pairs are labelled both"),
+    ],
+)
+def test_one_of_a_thing_is_counted_as_one(tmp_path: Path, count: int, said: str) -> None:
+    numbers = {"repeated_pairs": float(count), "contradicted_pairs": float(count), "label_agreement": 0.5}
+    files = [{"source": "x", "format": "standard", "dropped": {"a tie": count}}]
+    manifest = {"kinds": {"preferences": {"files": files}}}
+    validated = Validated(RawData({}, tmp_path / "none"))
+    card = build_card(
+        CardSources(manifest, validated, SetFindings(), [], {"preferences": numbers}, []), ValidateConfig()
+    )
+    notes = "\n".join(note for section in card.sections for note in section.notes)
+    assert said in notes
+    assert f"preferences: {count} record{'' if count == 1 else 's'} dropped, since a tie." in notes
 
 
 def test_no_key_is_quoted_and_markup_stays_text(tmp_path: Path) -> None:
