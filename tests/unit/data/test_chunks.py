@@ -117,7 +117,7 @@ def test_few_rows_are_read_at_a_time_of_a_row_group_of_long_ones(
 
 
 def test_a_sample_of_long_rows_is_small_and_spread_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.data.file_summary.SAMPLED_BYTES", 10_000)
+    monkeypatch.setattr("rlhf_core.data.file_summary.SAMPLED_BYTES", 11_000)
     sample = EvenSample()
     for start in range(0, 64, 8):
         numbers = range(start, start + 8)
@@ -125,4 +125,4 @@ def test_a_sample_of_long_rows_is_small_and_spread_over_the_file(monkeypatch: py
     positions = [row["position"] for row in sample.spread()]
     # Eight rows of some 1,250 bytes fit; each time there are nine, every second one goes.
     assert positions == [0, 8, 16, 24, 32, 40, 48, 56]
-    assert sum(map(bytes_in_memory, sample.rows)) <= 10_000
+    assert sum(map(bytes_in_memory, sample.rows)) <= 11_000
