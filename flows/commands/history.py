@@ -38,7 +38,8 @@ def describe_history(workspace: Path, model: str | None = None) -> str:
             f"the champion is {_version(champion)}, but the history ends with {_version(recorded)}: @{CHAMPION} was "
             "moved by something else than rlhf, or before there was a history"
         )
-    lines.append(f"{len(records)} entries, each with the hash of the one before it: unchanged")
+    entries = "1 entry" if len(records) == 1 else f"{len(records)} entries"
+    lines.append(f"{entries}, each with the hash of the one before it: unchanged")
     return "\n".join(lines)
 
 

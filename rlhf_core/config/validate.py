@@ -11,7 +11,7 @@ from rlhf_core.config.collect import DataSource, with_options
 from rlhf_core.config.loading.problems import nearest
 from rlhf_core.config.model import StageConfig, Strict
 from rlhf_core.config.pretrained import SCRATCH
-from rlhf_core.config.validation_rules import NEEDED_FOR_TRAINING, RULES, SET_RULES, Severity
+from rlhf_core.config.validation_rules import NEEDED_FOR_TRAINING, RULES, WARN_BY_DEFAULT, Severity
 from rlhf_core.file_patterns import is_url
 
 AUTOMATIC_ROWS = 10_000
@@ -108,7 +108,7 @@ class ValidateConfig(StageConfig):
 
     def severity(self, rule: str) -> Severity:
         """Return what becomes of rows that break ``rule``."""
-        return self.rules.get(rule, "warn" if rule in SET_RULES else "refuse")
+        return self.rules.get(rule, "warn" if rule in WARN_BY_DEFAULT else "refuse")
 
     def with_absolute_paths(self, base: Path) -> ValidateConfig:
         """Return these settings with the relative paths of files and of the tokenizer, which start at ``base``, made

@@ -22,6 +22,7 @@ ROW_RULES = (
     "text_not_empty",
     "replies_differ",
     "not_contradicted",
+    "prompt_not_repeated",
     "margin_finite",
     "not_duplicate",
     "no_control_characters",
@@ -38,5 +39,7 @@ SET_RULES = (
     "expected_language",
 )
 RULES = ROW_RULES + SET_RULES
+# What may be meant: such rows stay and are counted, unless told otherwise.
+WARN_BY_DEFAULT = frozenset({*SET_RULES, "prompt_not_repeated"})
 # No stage can train on a row that breaks one of these, so a warning is not enough.
 NEEDED_FOR_TRAINING = frozenset({"complete", "prompt_not_empty", "roles", "margin_finite"})

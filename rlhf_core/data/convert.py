@@ -9,7 +9,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_core.config.collect import DataSource, FormatName, ReadOptions
+from rlhf_core.data.chunks import bytes_in_memory, chunked
 from rlhf_core.data.formats import FileRows, read_records
 from rlhf_core.data.readers.containers import Record
 from rlhf_core.data.readers.registry import format_named, format_of
@@ -203,10 +203,10 @@ def _write_lines(path: Path, kind: str, records: Iterable[Mapping[str, Any]]) ->
 
 def _write_parquet(path: Path, kind: str, records: Iterable[Mapping[str, Any]]) -> None:
     """Write records in row groups, so that only one of them is in memory as columns."""
-    schema, waiting = SCHEMAS[kind], iter(records)
+    schema = SCHEMAS[kind]
     with path.open("wb") as stream:
         with pq.ParquetWriter(stream, schema, compression="zstd") as writer:
-            while batch := list(islice(waiting, BATCH)):
+            for batch in chunked(records, BATCH, bytes_in_memory):
                 writer.write_table(pa.Table.from_pylist(batch, schema=schema))
         stream.flush()
         os.fsync(stream.fileno())

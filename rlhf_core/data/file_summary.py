@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlhf_core.data.chunks import bytes_in_memory
 from rlhf_core.data.formats import FileRows
 from rlhf_core.data.lengths import LengthPercentiles, character_counts, evenly_spread
 
-# Rows that are kept to count tokens and to tell the language: at least so many of a file that has them.
+# Rows that are kept to count tokens and to tell the language: at least so many of a file that has them, fewer where
+# twice as many are larger than that.
 SAMPLED_ROWS = 2000
+SAMPLED_BYTES = 256 * 2**20
 
 
 @dataclass
@@ -32,15 +35,18 @@ class EvenSample:
     rows: list[dict[str, Any]] = field(default_factory=list)
     stride: int = 1
     total: int = 0
+    size: int = 0
 
     def add(self, rows: Sequence[dict[str, Any]], positions: Sequence[int]) -> None:
         """Take in the next rows of the file, with their positions there."""
         for row, position in zip(rows, positions, strict=True):
             if self.total % self.stride == 0:
                 self.rows.append(row | {"position": position})
+                self.size += bytes_in_memory(row)
             self.total += 1
-            if len(self.rows) > 2 * SAMPLED_ROWS:
+            while len(self.rows) > 2 * SAMPLED_ROWS or (self.size > SAMPLED_BYTES and len(self.rows) > 1):
                 self.rows = self.rows[::2]
+                self.size = sum(map(bytes_in_memory, self.rows))
                 self.stride *= 2
 
     def spread(self) -> list[dict[str, Any]]:

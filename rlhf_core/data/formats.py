@@ -8,15 +8,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain
 from typing import Any
 
 from rlhf_core.config.collect import ReadOptions
+from rlhf_core.data.chunks import bytes_in_memory, chunked, drained
 from rlhf_core.data.readers.columns import mapped_records, with_columns
 from rlhf_core.data.readers.containers import Record
 from rlhf_core.data.readers.format import Format, LabelledFalse, Parsed, Undecided, number_of, system_turns
 from rlhf_core.data.readers.record_shape import printable, record_shape
-from rlhf_core.data.readers.registry import detect, format_named, format_of
+from rlhf_core.data.readers.registry import detect, first_records, format_named, format_of
 from rlhf_core.data.readers.reply_label import is_labelled_false
 from rlhf_core.data.readers.turns import Refusal, Turn, text_of
 from rlhf_core.data.readers.unused_columns import unused_columns
@@ -26,7 +27,7 @@ from rlhf_core.data.visible_text import escaped_controls
 from rlhf_core.errors import DataError
 
 MARGIN_EXCERPT = 40
-CHUNK_RECORDS = 2048  # no fewer than the formats and columns of a file are recognised by
+CHUNK_RECORDS = 2048  # of usual length; fewer of long ones, see chunks.CHUNK_BYTES
 # Columns of the scores of a pair's replies, whose difference is the margin: UltraFeedback binarized and its relatives.
 SCORE_COLUMNS = (
     ("score_chosen", "score_rejected"),
@@ -120,7 +121,7 @@ def read_records(
         sha256: The file's hash.
         where: What messages call the file; by default ``source``.
         options: How the records are read, where that is not recognised.
-        detected: The format of earlier records of the same file, which has all columns that ``options`` names.
+        detected: The format of the file, where it is known and has all columns that ``options`` names.
 
     Raises:
         DataError: No known format fits, or several do, or the format carries nothing of this kind, or a column or
@@ -162,19 +163,20 @@ def row_chunks(
 ) -> Iterator[FileRows]:
     """Yield the rows of a file some thousand records at a time, as :func:`read_records` reads them all together.
 
-    All rows of a record are in one chunk. The format is that of the first chunk. Messages that are joined into trees
-    are read all together: those of one tree may be anywhere in the file.
+    All rows of a record are in one chunk, which has fewer records where they are long. The format is that of the first
+    records. Messages that are joined into trees are read all together: those of one tree may be anywhere in the file.
     """
     remaining = iter(records)
-    chunk = list(islice(remaining, CHUNK_RECORDS))
-    shape = format_named(options.format) if options.format else detect(with_columns(chunk, options, where), where)
+    first = first_records(remaining)
+    mapped = with_columns(first, options, where)
+    shape = format_named(options.format) if options.format else detect(mapped, where)
+    del mapped
+    remaining = chain(drained(first), remaining)
     if shape.join is not None:
-        chunk += remaining
-    detected: Format | None = None
-    while chunk:
-        yield read_records(chunk, kind, source, sha256, where, options, detected)
-        detected = shape
-        chunk = list(islice(remaining, CHUNK_RECORDS))
+        yield read_records(list(remaining), kind, source, sha256, where, options, shape)
+        return
+    for chunk in chunked(remaining, CHUNK_RECORDS, lambda record: bytes_in_memory(record.value)):
+        yield read_records(chunk, kind, source, sha256, where, options, shape)
 
 
 def _require_kind(shape: Format, kind: str, options: ReadOptions, where: str, first_row: str) -> None:

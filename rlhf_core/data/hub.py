@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.data.chunks import table_slices
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ def load_hub_records(spec: str, limit: int | None = None) -> HubRecords:
 def _stored_rows(data: Any) -> Iterator[Any]:
     """Yield the rows of a data set that is stored on this machine."""
     for table in data.with_format("arrow").iter(batch_size=BATCH_ROWS):
-        yield from table.to_pylist()
+        for part in table_slices(table, BATCH_ROWS):
+            yield from part.to_pylist()
 
 
 def _resolved(hub_id: HubId) -> str:

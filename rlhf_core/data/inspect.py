@@ -7,18 +7,19 @@ import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config.collect import ReadOptions
+from rlhf_core.data.chunks import drained
 from rlhf_core.data.file_summary import FileSummary, texts_of
 from rlhf_core.data.formats import row_chunks
 from rlhf_core.data.hub import PREFIX
 from rlhf_core.data.language_tag import language_shares
 from rlhf_core.data.lengths import PERCENTILES, LengthPercentiles, TokenLengths, token_lengths
 from rlhf_core.data.readers.columns import with_columns
-from rlhf_core.data.readers.registry import PROBE, detect, format_named
+from rlhf_core.data.readers.registry import detect, first_records, format_named
 from rlhf_core.data.readers.unused_summary import LISTED_COLUMNS, commonest_unused, unused_summary
 from rlhf_core.data.report_lines import INDENT, example_lines, percentile_table, wrapped
 from rlhf_core.data.schema import ROW_TYPES
@@ -150,12 +151,13 @@ def _describe(
     source: SourceFile, spec: str, tokens: TokenLimits | None, options: ReadOptions, show: int
 ) -> FileDescription:
     with open_source(source, HUB_ROWS) as opened:
-        first = list(islice(opened.records, PROBE))
+        first = first_records(opened.records)
         mapped = with_columns(first, options, source.name)
         shape = format_named(options.format) if options.format else detect(mapped, source.name)
+        del mapped
         kinds = tuple(kind for kind in ROW_TYPES if kind in shape.carries) or tuple(ROW_TYPES)
         read = FileSummary(kinds[0], shape.name, show)
-        records = chain(first, opened.records)
+        records = chain(drained(first), opened.records)
         for part in row_chunks(records, kinds[0], Path(source.name).name, "", source.name, options):
             read.add(part)
     sample, measured = read.sample.spread(), None

@@ -24,6 +24,11 @@ def wrapped(label: str, text: str, width: int) -> list[str]:
     ) or [label.rstrip()]
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, whose plural ends with an s: "1 pair", "2 pairs"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def example_lines(kind: str, row: Mapping[str, Any], width: int) -> list[str]:
     """Return a row as a line per turn and reply, each cut to ``width``."""
     if kind == "pretrain":

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from rlhf_core.data.chunks import CHUNK_BYTES, rows_within
 from rlhf_core.data.schema import Row, read_kind, rows_of_table
 
 PART_ROWS = 1024
@@ -49,8 +50,9 @@ class RowTable(Sequence[Row], Generic[Row]):
         return rows_of_table(self.table.slice(int(self.rows[row]), 1), self.cls)[0]
 
     def __iter__(self) -> Iterator[Row]:
-        for start in range(0, len(self.rows), PART_ROWS):
-            yield from rows_of_table(self.table.take(self.rows[start : start + PART_ROWS]), self.cls)
+        part = min(PART_ROWS, rows_within(CHUNK_BYTES, self.table.num_rows, self.table.nbytes))
+        for start in range(0, len(self.rows), part):
+            yield from rows_of_table(self.table.take(self.rows[start : start + part]), self.cls)
 
     def select(self, rows: npt.NDArray[np.int64]) -> RowTable[Row]:
         """The given rows of this sequence, in the given order."""

@@ -14,11 +14,12 @@ from typing import Any, ClassVar, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlhf_core.data.chunks import bytes_in_memory, chunked
 from rlhf_core.errors import DataError
 
 ROLES = ("system", "user", "assistant")
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-CHUNK_CHARACTERS = 2**28
+TABLE_BYTES = 2**28  # an arrow array of strings can hold 2 GiB of UTF-8
 ROW_GROUP_BYTES = 2**30
 
 
@@ -108,31 +109,19 @@ def content_id(kind: str, row: dict[str, Any]) -> str:
 
 def write_dicts(path: Path, kind: str, rows: Sequence[dict[str, Any]]) -> None:
     """Write rows given as dictionaries (messages too) to a parquet file of ``kind``, atomically."""
-    tables = list(tables_of(kind, rows))
+    tables = list(tables_of(kind, rows, most_bytes=TABLE_BYTES))
     write_table(path, pa.concat_tables(tables) if tables else arrow_schema(kind).empty_table())
 
 
-def tables_of(kind: str, rows: Sequence[dict[str, Any]], schema: pa.Schema | None = None) -> Iterator[pa.Table]:
-    """Yield rows given as dictionaries as arrow tables, of the schema of ``kind`` or one with further columns."""
-    for chunk in _chunks(kind, rows):
+def tables_of(
+    kind: str, rows: Sequence[dict[str, Any]], schema: pa.Schema | None = None, most_bytes: int | None = None
+) -> Iterator[pa.Table]:
+    """Yield rows given as dictionaries as arrow tables, of the schema of ``kind`` or one with further columns.
+
+    A table is complete with ``most_bytes`` bytes, by default those of a chunk.
+    """
+    for chunk in chunked(rows, max(len(rows), 1), bytes_in_memory, most_bytes):
         yield pa.Table.from_pylist(chunk, schema=schema or arrow_schema(kind))
-
-
-def _chunks(kind: str, rows: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows in lists whose texts an arrow array of strings (at most 2 GiB of UTF-8) can hold."""
-    chunk: list[dict[str, Any]] = []
-    characters = 0
-    for row in rows:
-        texts = [row[name] for name in CONTENT_FIELDS[kind] if name != "prompt"]
-        texts += [turn["content"] for turn in row.get("prompt") or []]
-        size = sum(len(text or "") for text in texts)
-        if chunk and characters + size > CHUNK_CHARACTERS:
-            yield chunk
-            chunk, characters = [], 0
-        chunk.append(row)
-        characters += size
-    if chunk:
-        yield chunk
 
 
 def write_table(path: Path, table: pa.Table) -> None:

@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from rlhf_core.config.collect import CollectConfig, DataSource, FileSources, ReadOptions, SourceOptions
@@ -17,7 +16,7 @@ from rlhf_core.data.readers.columns import with_columns
 from rlhf_core.data.readers.containers import Record, load_records, records_of
 from rlhf_core.data.readers.record_shape import printable
 from rlhf_core.data.readers.record_stream import stream_records
-from rlhf_core.data.readers.registry import PROBE, detect, format_named
+from rlhf_core.data.readers.registry import PROBE, detect, first_records, format_named
 from rlhf_core.data.readers.table_records import OnRead
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.errors import DataError
@@ -216,7 +215,7 @@ def kinds_of(file: SourceFile) -> tuple[str, ...]:
     """
     if file.options.format is None:
         with open_source(file, PROBE) as source:
-            first = list(islice(source.records, PROBE))
+            first = first_records(source.records)
         shape = detect(with_columns(first, file.options, source.where), source.where)
     else:
         shape = format_named(file.options.format)

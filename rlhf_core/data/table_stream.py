@@ -11,11 +11,12 @@ from types import TracebackType
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlhf_core.data.chunks import CHUNK_BYTES, rows_within, table_slices
 from rlhf_core.errors import DataError
 
 # A row group is written when so many rows or bytes wait for it.
 ROW_GROUP_ROWS = 65_536
-ROW_GROUP_BYTES = 32 * 2**20
+ROW_GROUP_BYTES = CHUNK_BYTES
 CHUNK_ROWS = 4096
 
 
@@ -47,9 +48,7 @@ class TableWriter:
     def write(self, table: pa.Table) -> None:
         """Append rows."""
         # Arrow cannot read a row group whose texts exceed 2 GiB, which a few thousand long rows can have.
-        rows = max(1, table.num_rows * ROW_GROUP_BYTES // max(table.nbytes, ROW_GROUP_BYTES))
-        for start in range(0, table.num_rows, rows):
-            part = table.slice(start, rows)
+        for part in table_slices(table, table.num_rows, ROW_GROUP_BYTES):
             self._waiting.append(part)
             self._waiting_rows += part.num_rows
             self._waiting_bytes += part.nbytes
@@ -78,7 +77,7 @@ class TableWriter:
 
 
 def table_chunks(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """Yield the rows of a parquet file in order, some thousand at a time.
+    """Yield the rows of a parquet file in order, some thousand at a time, fewer where they are long.
 
     Raises:
         DataError: It is missing, unreadable or lacks a column.
@@ -86,10 +85,12 @@ def table_chunks(path: Path, columns: Sequence[str] | None = None) -> Iterator[p
     if not path.is_file():
         raise DataError(f"{path} does not exist; run the stage that writes it")
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, pre_buffer=False) as file:  # which would keep all that was read of it
             wanted = list(columns) if columns else None
             for group in range(file.num_row_groups):  # a batch over several of them could exceed 2 GiB of text
-                for batch in file.iter_batches(CHUNK_ROWS, row_groups=[group], columns=wanted):
+                about = file.metadata.row_group(group)
+                rows = min(CHUNK_ROWS, rows_within(CHUNK_BYTES, about.num_rows, about.total_byte_size))
+                for batch in file.iter_batches(rows, row_groups=[group], columns=wanted):
                     yield pa.Table.from_batches([batch])
     except (pa.ArrowException, OSError) as error:
         raise DataError(

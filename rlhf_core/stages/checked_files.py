@@ -177,7 +177,7 @@ def _refused(quarantine: Path, given: Sequence[str]) -> list[RefusedRow]:
     """Return the quarantined rows of the kinds that were given, in the order of files and lines."""
     rows = [
         RefusedRow(row["source"], row["position"], row["kind"], tuple(row["reasons"]))
-        for row in read_table(quarantine).to_pylist()
+        for row in read_table(quarantine, ["source", "position", "kind", "reasons"]).to_pylist()
         if row["kind"] in given
     ]
     return sorted(rows, key=lambda row: (row.source, row.position))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rlhf_core.data.chunks import bytes_in_memory, chunked
 from rlhf_core.data.readers.comparisons import COMPARISONS
 from rlhf_core.data.readers.containers import Record
 from rlhf_core.data.readers.format import Format
@@ -19,7 +20,13 @@ from rlhf_core.errors import DataError
 FORMATS = (*MESSAGE_TREES, *COMPARISONS, *RANKINGS, *GENERAL)
 # The format of a file is that of this share of the records that have one, among the first so many.
 PROBE = 1000
+PROBE_BYTES = 256 * 2**20
 MAJORITY = 0.9
+
+
+def first_records(records: Iterable[Record]) -> list[Record]:
+    """Take the records that the format of a file is recognised by: the first thousand, fewer of very long ones."""
+    return next(chunked(records, PROBE, lambda record: bytes_in_memory(record.value), PROBE_BYTES), [])
 
 
 def detect(records: Sequence[Record], where: str) -> Format:

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from rlhf_core.data.chunks import CHUNK_BYTES, rows_within
 from rlhf_core.data.readers.compression import MAX_EXPANSION, expansion_limit
 from rlhf_core.errors import DataError
 
@@ -17,10 +18,12 @@ SHORT_ROWS = 64
 
 
 def batch_rows(footer: pq.FileMetaData) -> int:
-    """Return how many rows of a parquet file to read at a time."""
+    """Return how many rows of a parquet file to read at a time: fewer where those of a row group are long."""
     groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
     are_short = any(group.total_byte_size < SHORT_ROW * group.num_rows for group in groups)
-    return min(SHORT_ROWS, BATCH_ROWS) if are_short else BATCH_ROWS
+    long = [group for group in groups if group.total_byte_size > CHUNK_BYTES]
+    fitting = [rows_within(CHUNK_BYTES, group.num_rows, group.total_byte_size) for group in long]
+    return min([BATCH_ROWS, *fitting, *([SHORT_ROWS] if are_short else [])])
 
 
 def require_row_counts(file: pq.ParquetFile) -> None:

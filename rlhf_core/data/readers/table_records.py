@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlhf_core.data.chunks import table_slices
 from rlhf_core.data.readers.containers import (
     END_OF_STREAM,
     Record,
@@ -21,6 +22,8 @@ from rlhf_core.data.readers.table_checks import BATCH_ROWS, DecodedSize
 from rlhf_core.errors import DataError
 
 ARROW_FILE = b"ARROW1"
+# Of a column at a time: otherwise the whole column of a row group is read, and with pre_buffer all of them are kept.
+READ_BYTES = 2**20
 # Told how many more bytes of a file were read.
 OnRead = Callable[[int], None]
 
@@ -29,7 +32,8 @@ def parquet_records(path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
     """Yield the rows of a parquet file; ``DataError``, which calls it ``name``, if it is none."""
     size, rows = path.stat().st_size, 0
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        streamed = {"buffer_size": READ_BYTES, "pre_buffer": False}
+        with pq.ParquetFile(path, page_checksum_verification=True, **streamed) as file:
             total = file.metadata.num_rows
             for batch in parquet_batches(name, file, size):
                 yield from table_records(pa.Table.from_batches([batch]), first=rows + 1)
@@ -65,8 +69,7 @@ def arrow_records(path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
                 table = pa.Table.from_batches([batch])
                 require_consistent(table)
                 decoded.add(table)
-                for start in range(0, table.num_rows, BATCH_ROWS):
-                    part = table.slice(start, BATCH_ROWS)
+                for part in table_slices(table, BATCH_ROWS):
                     yield from table_records(part, first=rows + 1)
                     rows += part.num_rows
                 on_read(min(batch.nbytes, size - read))

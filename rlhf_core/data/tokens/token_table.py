@@ -16,11 +16,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.data.chunks import bytes_in_memory, chunked, table_slices
 from rlhf_core.data.schema import CONTENT_FIELDS, Demonstration, Message, Preference, PretrainText, Prompt
+from rlhf_core.data.table_stream import table_chunks
 from rlhf_core.data.tokens.batch_encoding import content_columns, encode_columns
 from rlhf_core.errors import DataError
 
 BATCH_ROWS = 2048  # rows that are tokenised together: more were no faster, and each holds Python lists meanwhile
+BATCH_BYTES = 8 * 2**20  # of their texts: a token takes a hundred bytes and more until it is in an array
 IDS = pa.list_(pa.int32())
 CATEGORY = "category"  # the one column that is text
 
@@ -39,7 +42,7 @@ class TokenTable:
         rows: Sequence[Preference | Demonstration | Prompt | PretrainText],
     ) -> TokenTable:
         """Tokenise rows of ``kind`` that are in memory."""
-        parts = (rows[start : start + BATCH_ROWS] for start in range(0, len(rows), BATCH_ROWS))
+        parts = chunked(rows, BATCH_ROWS, bytes_in_memory, BATCH_BYTES)
         batches = [
             token_batch(kind, encode_columns(tokenizer, content_columns(kind, part)), [row.category for row in part])
             for part in parts
@@ -119,7 +122,7 @@ def token_batch(kind: str, columns: dict[str, list[list[int]]], categories: Sequ
 
 
 def encode_file(tokenizer: PreTrainedTokenizerBase, kind: str, path: Path) -> Iterator[pa.RecordBatch]:
-    """Tokenise a parquet file of clean data, some thousand rows at a time.
+    """Tokenise a parquet file of clean data, some thousand rows at a time, fewer where they are long.
 
     Raises:
         DataError: The file is missing, unreadable or of another kind.
@@ -133,14 +136,15 @@ def encode_file(tokenizer: PreTrainedTokenizerBase, kind: str, path: Path) -> It
             missing = [name for name in names if name not in file.schema_arrow.names]
             if missing:
                 raise DataError(f"{path} has no column {', '.join(missing)}: it is not a file of {kind}")
-            for batch in file.iter_batches(BATCH_ROWS, columns=names):
-                columns = batch.to_pydict()
-                categories = columns.pop(CATEGORY)
-                if "prompt" in columns:
-                    turns = columns["prompt"]
-                    columns["prompt"] = [[Message(m["role"], m["content"]) for m in messages] for messages in turns]
-                yield token_batch(kind, encode_columns(tokenizer, columns), categories)
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(
             f"{path} is not a readable parquet file ({error}); run the stage that writes it again"
         ) from error
+    for table in table_chunks(path, names):
+        for part in table_slices(table, BATCH_ROWS, BATCH_BYTES):
+            columns = part.to_pydict()
+            categories = columns.pop(CATEGORY)
+            if "prompt" in columns:
+                turns = columns["prompt"]
+                columns["prompt"] = [[Message(m["role"], m["content"]) for m in messages] for messages in turns]
+            yield token_batch(kind, encode_columns(tokenizer, columns), categories)

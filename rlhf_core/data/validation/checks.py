@@ -22,6 +22,8 @@ REPLIES = {"preferences": ("chosen", "rejected"), "demonstrations": ("reply",), 
 LABELS = ("category", "source")
 FLAG = np.int8
 DIGEST_BYTES = 16
+DUPLICATE = "not_duplicate"
+REPEATED_CHARS = 20  # a shorter prompt, as a greeting, is what a reply may well begin with
 SOURCE_PASSED = "source_passed"  # a column that check_frame does not fill: see validate
 NOT_DERIVED = "derived only from rows that were refused"
 # Control characters other than tab, newlines and form feed, the C1 block (UTF-8 read as Latin-1), and the replacement
@@ -96,10 +98,11 @@ def checks_for(kind: str, config: ValidateConfig, derived: bool = False) -> list
         checks += [
             RowCheck("replies_differ", "chosen and rejected are the same text"),
             RowCheck("not_contradicted", "the same pair is also labelled the other way round"),
+            RowCheck("prompt_not_repeated", "both replies begin with the text of the prompt's last turn"),
             RowCheck("margin_finite", "the margin is not a finite number"),
         ]
     checks += [
-        RowCheck("not_duplicate", "the same texts as an earlier row"),
+        RowCheck(DUPLICATE, "the same texts as an earlier row"),
         RowCheck("no_control_characters", "control or replacement characters"),
         RowCheck("no_mojibake", "text decoded with the wrong encoding (mojibake)"),
     ]
@@ -111,7 +114,8 @@ def checks_for(kind: str, config: ValidateConfig, derived: bool = False) -> list
 def check_frame(kind: str, tables: Iterable[pa.Table], config: ValidateConfig) -> pd.DataFrame:
     """Return a frame with ``row_id`` (a row's number), ``id`` and every column that :func:`checks_for` names.
 
-    Rows are compared with each other by hashes of their texts, so that a part is not needed after it was read.
+    Rows are compared with each other by hashes of their texts, so that a part is not needed after it was read. The
+    first row of its texts that passes the other checks is no duplicate: what a refused row repeats is not lost.
 
     Args:
         tables: The rows of the kind, in parts.
@@ -124,12 +128,16 @@ def check_frame(kind: str, tables: Iterable[pa.Table], config: ValidateConfig) -
     frame = pd.concat(frames, ignore_index=True)
     frame.insert(0, "row_id", np.arange(len(frame)))
     hashed = pa.concat_tables(digests)
-    frame["not_duplicate"] = (~hashed.column("content").to_pandas().duplicated()).astype(FLAG).to_numpy()
     if kind == "preferences":
         swapped = pc.is_in(hashed.column("swapped"), value_set=hashed.column("labelled").combine_chunks())
         # Of a pair with equal replies the swapped one is the pair itself.
         equal = frame["replies_differ"].to_numpy() == 0
         frame["not_contradicted"] = (equal | ~swapped.to_numpy()).astype(FLAG)
+    contents = hashed.column("content").to_pandas()
+    copies = contents.duplicated().to_numpy(copy=True)
+    accepted = passing(frame, [check for check in checks_for(kind, config) if check.column != DUPLICATE])
+    copies[accepted] = contents[accepted].duplicated()
+    frame[DUPLICATE] = (~copies).astype(FLAG)
     return frame
 
 
@@ -158,13 +166,19 @@ def _row_columns(
             complete &= ~table.column(name).is_null().to_numpy()
     frame["complete"] = complete.astype(FLAG)
     if kind != "pretrain":
-        _prompt_columns(frame, prompt_turns(table))
+        prompts = prompt_turns(table)
+        _prompt_columns(frame, prompts)
     for name in REPLIES[kind]:
         frame[f"{name}_not_empty"] = _flags(has_visible_text(text) for text in texts[name].to_pylist())
         frame[f"{name}_chars"] = pc.utf8_length(texts[name]).to_numpy()
     if kind == "preferences":
         chosen, rejected = (texts[name].to_pylist() for name in REPLIES[kind])
         frame["replies_differ"] = _flags(comparable(a) != comparable(b) for a, b in zip(chosen, rejected, strict=True))
+        last = [turns[-1][1] if turns else "" for turns in prompts]
+        frame["prompt_not_repeated"] = _flags(
+            len(turn) < REPEATED_CHARS or not (a.startswith(turn) and b.startswith(turn))
+            for turn, a, b in zip(last, chosen, rejected, strict=True)
+        )
         margin = table.column("margin").to_pandas().astype(float).to_numpy()
         frame["margin_finite"] = (table.column("margin").is_null().to_numpy() | np.isfinite(margin)).astype(FLAG)
     labels = [pc.fill_null(table.column(name), "") for name in LABELS]

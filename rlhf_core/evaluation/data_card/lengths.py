@@ -64,7 +64,7 @@ def _token_notes(tokens: CountedTokens) -> Iterator[str]:
         for reason, rows in Counter(row.reason for row in counted.unwritable).most_common():
             row = first[reason]
             where = "" if row.source is None else f" (first: {row.source}:{row.position})"
-            yield f"{kind}: {rows} rows have no tokens, since {reason}{where}."
+            yield f"{kind}: {rows} row{'s have' if rows > 1 else ' has'} no tokens, since {reason}{where}."
 
 
 def _lengths(rows: StoredRows) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from rlhf_core.data.validation.checks import NOT_DERIVED
@@ -19,7 +19,7 @@ def refused_section(quarantined: Iterable[Quarantined]) -> CardSection:
     """Return ten refused rows of the sources, as many different reasons as possible first."""
     spread = spread_over_reasons(quarantined, EXAMPLES)
     rows = [
-        (row.kind, f"{row.source}:{row.position}" if row.source else row.id, "; ".join(row.reasons), excerpt(row.row))
+        (row.kind, f"{row.source}:{row.position}" if row.source else row.id, "; ".join(row.reasons), row.row)
         for row in spread.rows
     ]
     note = f"Rows in the quarantine: {spread.total}. All are in data/quarantine.parquet, with every reason."
@@ -29,7 +29,7 @@ def refused_section(quarantined: Iterable[Quarantined]) -> CardSection:
 
 @dataclass(frozen=True)
 class SpreadRows:
-    """Rows chosen from a quarantine, and how many there are in all."""
+    """Rows chosen from a quarantine, each with the beginning of its content alone, and how many there are in all."""
 
     rows: list[Quarantined]
     total: int
@@ -50,7 +50,7 @@ def spread_over_reasons(quarantined: Iterable[Quarantined], count: int) -> Sprea
             continue
         group = groups.setdefault((row.kind, row.reasons[0] if row.reasons else ""), [])
         if len(group) < count:
-            group.append(row)
+            group.append(replace(row, row=excerpt(row.row)))
             origins.add(origin)
     chosen = (group[rank] for rank in range(count) for group in groups.values() if rank < len(group))
     return SpreadRows(list(islice(chosen, count)), total)

@@ -173,6 +173,29 @@ def test_roles(roles: str, good: bool) -> None:
     assert roles_in_order([names[role] for role in roles]) is good
 
 
+def test_a_row_is_not_lost_because_a_refused_one_has_its_texts() -> None:
+    """Of rows with the same texts, the first that is accepted stays; copies of refused ones are called so as before."""
+    bad = pair(margin=float("nan"))
+    assert failed(bad, pair(), pair(margin=1.0)) == [{"margin_finite"}, set(), {"not_duplicate"}]
+    assert failed(pair(), bad) == [set(), {"margin_finite", "not_duplicate"}]
+    assert failed(bad, bad, pair()) == [{"margin_finite"}, {"margin_finite", "not_duplicate"}, set()]
+    warned = ValidateConfig(rules={"no_control_characters": "warn"})
+    rows = pair(category="a\x00b"), pair()
+    assert failed(*rows, config=warned) == [{"no_control_characters"}, {"not_duplicate"}], "a warned row is accepted"
+    assert failed(*rows) == [{"no_control_characters"}, set()]
+
+
+def test_replies_that_both_begin_with_the_prompt_are_warned_about() -> None:
+    question = "Why is the sky blue?"
+    repeated = pair(prompt=[user(question)], chosen=f"{question} Rayleigh.", rejected=f"{question} The sea.")
+    assert failed(repeated) == [{"prompt_not_repeated"}]
+    assert failed(repeated | {"rejected": "The sea."}) == [set()], "one reply may begin so"
+    greeting = pair(prompt=[user("Hello")], chosen="Hello you", rejected="Hello!")
+    assert failed(greeting) == [set()], "a short prompt is no sign of an error"
+    (check,) = (check for check in checks_for("preferences", CONFIG) if check.column == "prompt_not_repeated")
+    assert check.severity == "warn"
+
+
 def test_other_kinds() -> None:
     demo = BASE | {"prompt": [user("hello")], "reply": "good"}
     assert failed(demo, demo, demo | {"reply": ""}, kind="demonstrations") == [

@@ -11,6 +11,7 @@ from memory_rows import memory_rows, origins_of
 from validation_rows import make_row
 
 from rlhf_core.config.validate import NearDuplicatesConfig, ValidateConfig
+from rlhf_core.data.validation.set_rules import minhash
 from rlhf_core.data.validation.set_rules.check_set import SetFindings, apply_set_rules, check_set
 from rlhf_core.data.validation.set_rules.minhash import CROWDED, SimilarTexts, shingle_hashes
 from rlhf_core.data.validation.tables import RawData, Validated
@@ -40,6 +41,13 @@ def test_the_estimate_is_the_jaccard_similarity_of_the_shingles(shared: int) -> 
     expected = shared / (200 - shared)
     assert similar is not None
     assert similar.similarity == pytest.approx(expected, abs=4 * np.sqrt(expected * (1 - expected) / 256))
+
+
+def test_the_signature_of_a_long_text_is_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = SimilarTexts(CONFIG)
+    whole = texts.signature(" ".join(WORDS))
+    monkeypatch.setattr(minhash, "SHINGLES", 7)
+    assert (texts.signature(" ".join(WORDS)).hashvalues == whole.hashvalues).all()
 
 
 def test_texts_below_the_limit_are_not_similar_and_equal_ones_are() -> None:

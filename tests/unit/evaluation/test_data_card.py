@@ -19,7 +19,7 @@ from rlhf_core.config.validate import ValidateConfig
 from rlhf_core.data.dataset import data_metrics, write_clean
 from rlhf_core.data.validation.checks import NOT_DERIVED
 from rlhf_core.data.validation.quarantine import Quarantined, write_refused
-from rlhf_core.data.validation.set_rules.check_set import apply_set_rules, check_set
+from rlhf_core.data.validation.set_rules.check_set import SetFindings, apply_set_rules, check_set
 from rlhf_core.data.validation.set_rules.findings_file import named_findings
 from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
 from rlhf_core.data.validation.tables import RawData, Validated
@@ -28,7 +28,7 @@ from rlhf_core.evaluation.bar_chart import bar_chart
 from rlhf_core.evaluation.data_card.build import CardSources, build_card, rules_section, source_section
 from rlhf_core.evaluation.data_card.card import CardTable, Histogram
 from rlhf_core.evaluation.data_card.lengths import length_section
-from rlhf_core.evaluation.data_card.refused_rows import refused_section, spread_over_reasons
+from rlhf_core.evaluation.data_card.refused_rows import EXCERPT, refused_section, spread_over_reasons
 from rlhf_core.evaluation.data_card.write import write_card
 from rlhf_core.models.base import train_tokenizer
 from rlhf_core.stages import collect
@@ -141,6 +141,29 @@ def test_rows_whose_source_was_refused_are_listed_with_the_rules() -> None:
     assert table.rows == [("turns", "warn", 1), ("source_passed", "refuse", 2)]
 
 
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (
+            1,
+            "1 pair has more than one label; 50.0% of these labels say what most do, and 1 pair is labelled both ways.",
+        ),
+        (2, "2 pairs have more than one label; 50.0% of these labels say what most do, and 2 pairs are labelled both"),
+    ],
+)
+def test_one_of_a_thing_is_counted_as_one(tmp_path: Path, count: int, said: str) -> None:
+    numbers = {"repeated_pairs": float(count), "contradicted_pairs": float(count), "label_agreement": 0.5}
+    files = [{"source": "x", "format": "standard", "dropped": {"a tie": count}}]
+    manifest = {"kinds": {"preferences": {"files": files}}}
+    validated = Validated(RawData({}, tmp_path / "none"))
+    card = build_card(
+        CardSources(manifest, validated, SetFindings(), [], {"preferences": numbers}, []), ValidateConfig()
+    )
+    notes = "\n".join(note for section in card.sections for note in section.notes)
+    assert said in notes
+    assert f"preferences: {count} record{'' if count == 1 else 's'} dropped, since a tie." in notes
+
+
 def test_no_key_is_quoted_and_markup_stays_text(tmp_path: Path) -> None:
     for content in written(tmp_path / "card"):
         assert KEY not in content and "<script>" not in content and "<b>y" not in content
@@ -159,6 +182,8 @@ def test_examples_of_refused_rows_cover_all_reasons_first() -> None:
     assert [row.id for row in chosen.rows[:5]] == ["0", "20", "21", "22", "1"]
     assert (len(chosen.rows), chosen.total) == (10, 23)
     assert not refused_section([]).tables
+    (long,) = spread_over_reasons([Quarantined("prompts", "0", ["long"], "x" * 10**6)], 10).rows
+    assert len(long.row) <= EXCERPT + len("…"), "the card holds the beginnings of rows, which may be large"
 
 
 def test_examples_are_of_different_rows_of_the_sources() -> None:
@@ -246,7 +271,7 @@ def test_rows_that_the_chat_template_refuses_are_counted_apart() -> None:
     clean = {"prompts": set_of(prompts=prompts).clean["prompts"]}
     counted = count_tokens(clean, tokenizer, "bytes", {})
     assert counted.kinds["prompts"].lengths == {"prompt": [3]} and counted.kinds["prompts"].looked_at == 2
-    (note,) = (note for note in length_section(clean, counted).notes if note.startswith("prompts: 1 rows"))
+    (note,) = (note for note in length_section(clean, counted).notes if note.startswith("prompts: 1 row has no tokens"))
     assert "the chat template refuses a dialogue of the turns user, assistant, user" in note and "secret" not in note
 
 

@@ -113,6 +113,7 @@ def test_data_in_parts_is_what_it_was_in_one_piece(case: str, tmp_path: Path, mo
     monkeypatch.setattr("rlhf_core.data.table_stream.ROW_GROUP_ROWS", 100)
     monkeypatch.setattr("rlhf_core.data.table_stream.CHUNK_ROWS", 37)
     monkeypatch.setattr("rlhf_core.data.formats.CHUNK_RECORDS", 1000)
+    monkeypatch.setattr("rlhf_core.data.chunks.CHUNK_BYTES", 50_000)  # which a hundred rows or so fill
     in_parts = run(case, tmp_path)
     assert {name: in_parts[name] for name in RECORDED[case]} == RECORDED[case]
     assert pq.ParquetFile(tmp_path / "data/raw/prompts/data.parquet").num_row_groups > 1

@@ -25,6 +25,8 @@ HALF, LOW_HALF = np.uint64(32), np.uint64(2**32 - 1)  # signatures are of 32-bit
 WEIGHTS = (0.1, 0.9)
 # A text that shares a band with so many others is not added: no lookup takes long, however alike all texts are.
 CROWDED = 64
+# Shingles that are permuted together: each takes eight bytes for every permutation.
+SHINGLES = 2**14
 
 
 def shingle_hashes(words: Sequence[str], size: int) -> npt.NDArray[np.uint64]:
@@ -62,7 +64,9 @@ class SimilarTexts:
         """Return the signature of a text; white space and case do not count."""
         signature = self._empty.copy()
         shingles = shingle_hashes(split_words(text), self._words)
-        signature.update_batch(((shingles ^ shingles >> HALF) & LOW_HALF).tolist())
+        hashes = (shingles ^ shingles >> HALF) & LOW_HALF
+        for start in range(0, len(hashes), SHINGLES):
+            signature.update_batch(hashes[start : start + SHINGLES].tolist())
         return signature
 
     def most_similar(self, signature: MinHash, without: Collection[int] = ()) -> Similar | None:

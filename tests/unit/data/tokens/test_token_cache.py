@@ -66,6 +66,18 @@ def test_an_entry_holds_the_ids_of_each_row_and_is_mapped_into_memory(
     assert columns(read_tokens(None, pairs, Preference.KIND, tokenizer)) == columns(table)
 
 
+def test_ids_do_not_depend_on_how_many_long_rows_are_tokenised_together(
+    pairs: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = TokenTable.of_file(tokenizer, Preference.KIND, pairs)
+    monkeypatch.setattr(token_table, "BATCH_BYTES", 200)  # less than two rows
+    apart = TokenTable.of_file(tokenizer, Preference.KIND, pairs)
+    assert len(apart.table.to_batches()) > len(together.table.to_batches())
+    in_memory = TokenTable.of_rows(tokenizer, Preference.KIND, preferences(50))
+    assert len(in_memory.table.to_batches()) == 50
+    assert columns(apart) == columns(together) == columns(in_memory)
+
+
 def test_what_ids_depend_on_makes_an_entry_of_its_own(
     pairs: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,128 @@
+"""Chunks bounded by rows and bytes, and readers that hold no more of long rows than a chunk."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tracemalloc
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_core.data import chunks
+from rlhf_core.data.chunks import bytes_in_memory, chunked, drained, rows_within, table_slices
+from rlhf_core.data.file_summary import EvenSample
+from rlhf_core.data.formats import FileRows
+from rlhf_core.data.readers import registry, table_checks
+from rlhf_core.data.readers.containers import parquet_batches
+from rlhf_core.data.schema import Message, tables_of
+from rlhf_core.data.sources import read_sources, source_chunks, source_files
+
+
+def test_a_chunk_is_complete_with_its_items_or_its_bytes() -> None:
+    assert list(chunked([1, 2, 3, 4, 5], 2, int, 100)) == [[1, 2], [3, 4], [5]]
+    # 1 + 2 + 3 reach 6; one item may be larger than a chunk.
+    assert list(chunked([1, 2, 3, 9, 1, 1], 10, int, 6)) == [[1, 2, 3], [9], [1, 1]]
+    assert list(chunked([], 10, int)) == []
+
+
+def test_the_bytes_of_a_value_are_those_of_all_that_it_holds() -> None:
+    assert bytes_in_memory("x" * 1000) == sys.getsizeof("x" * 1000)
+    wide = "字" * 1000  # two bytes each
+    assert bytes_in_memory(wide) > 2000
+    row: dict[str, Any] = {"prompt": [Message("user", wide)], "turns": (["a"], {"b": wide})}
+    assert 4000 < bytes_in_memory(row) < 6000
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert bytes_in_memory(deep) > 100_000 * sys.getsizeof(None)
+
+
+def test_drained_items_are_not_held() -> None:
+    items = [object() for _ in range(3)]
+    rest = drained(items)
+    first = next(rest)
+    assert items == [] and sys.getrefcount(first) == 2
+    assert len(list(rest)) == 2
+
+
+def test_slices_of_a_table_hold_one_long_row_or_few_bytes() -> None:
+    texts = ["short"] * 200 + ["x" * 50_000, "y" * 50_000] + ["short"] * 200
+    table = pa.table({"text": texts})
+    slices = list(table_slices(table, 100, 1000))
+    assert pa.concat_tables(slices).to_pylist() == table.to_pylist()
+    assert all(part.num_rows <= 100 for part in slices)
+    assert all(part.num_rows == 1 or part.nbytes <= 2000 for part in slices)
+    assert [part.num_rows for part in table_slices(table, 300, 10**6)] == [300, 102]
+    assert not list(table_slices(table.slice(0, 0), 100))
+    assert (rows_within(1000, 20, 6240), rows_within(1000, 20, 900), rows_within(1000, 2, 10**9)) == (3, 20, 1)
+
+
+def write_long_rows(folder: Path, count: int) -> None:
+    """Write pairs of 20 kB behind five rows of another format."""
+    other = [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "a"}]} for i in range(5)
+    ]
+    pairs = [{"prompt": f"{i}? " + "x" * 20_000, "chosen": f"a{i}", "rejected": "b"} for i in range(count)]
+    (folder / "x.jsonl").write_text("\n".join(map(json.dumps, [*other, *pairs])))
+
+
+def parts_of(folder: Path) -> list[FileRows]:
+    (file,) = source_files(["x.jsonl"], folder)
+    return list(source_chunks(file, "preferences", None, lambda count: None))
+
+
+def test_chunks_of_long_rows_are_the_rows_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The format is that of the first thousand rows, although the first chunk has fewer, all of them of another."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1000)
+    write_long_rows(tmp_path, 100)
+    (whole,) = read_sources(["x.jsonl"], "preferences", tmp_path)
+    parts = parts_of(tmp_path)
+    assert len(parts) > 100 and parts[0].rows == [] and {part.format for part in parts} == {"standard"}
+    assert [row for part in parts for row in part.rows] == whole.rows and len(whole.rows) == 100
+    assert [position for part in parts for position in part.positions] == whole.positions
+    assert [row for part in parts for row in part.refused] == whole.refused and len(whole.refused) == 5
+    tables = list(tables_of("preferences", whole.rows))
+    assert len(tables) == 100 and pa.concat_tables(tables).column("id").to_pylist() == [r["id"] for r in whole.rows]
+
+
+def test_the_memory_does_not_grow_with_the_long_rows_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 200_000)
+    monkeypatch.setattr(registry, "PROBE_BYTES", 1_200_000)  # some sixty records, of which five are of another format
+    write_long_rows(tmp_path, 400)
+    (file,) = source_files(["x.jsonl"], tmp_path)
+    tracemalloc.start()
+    try:
+        rows = sum(len(part.rows) for part in source_chunks(file, "preferences", None, lambda count: None))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert rows == 400 and peak < 3_000_000, "eight megabytes of prompts, and as much of their groups"
+
+
+def test_few_rows_are_read_at_a_time_of_a_row_group_of_long_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_checks, "CHUNK_BYTES", 10_000)
+    texts = [f"{i}" * 1000 for i in range(10, 40)]  # 2,000 bytes each
+    pq.write_table(pa.table({"text": texts}), tmp_path / "x.parquet", compression="none", use_dictionary=False)
+    with pq.ParquetFile(tmp_path / "x.parquet") as file:
+        batches = list(parquet_batches("x.parquet", file, 10**6))
+    assert max(batch.num_rows for batch in batches) == 4, "a text has a length beside its bytes"
+    assert list(chain.from_iterable(batch.column("text").to_pylist() for batch in batches)) == texts
+
+
+def test_a_sample_of_long_rows_is_small_and_spread_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.data.file_summary.SAMPLED_BYTES", 11_000)
+    sample = EvenSample()
+    for start in range(0, 64, 8):
+        numbers = range(start, start + 8)
+        sample.add([{"text": f"{i:1000}"} for i in numbers], list(numbers))
+    positions = [row["position"] for row in sample.spread()]
+    # Eight rows of some 1,250 bytes fit; each time there are nine, every second one goes.
+    assert positions == [0, 8, 16, 24, 32, 40, 48, 56]
+    assert sum(map(bytes_in_memory, sample.rows)) <= 11_000
