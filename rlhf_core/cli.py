@@ -62,6 +62,22 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
     write_tracked_files(root, params.ppo.reward.sources)
 
 
+@app.command("open-model", hidden=True)
+def open_model(workspace: WorkspaceOption = None) -> None:
+    """Open the model that base.source names without its weights; print what is to be known of it before a run.
+
+    Exit codes: 0 the base stage may load it, 2 it would refuse it.
+    """
+    from rlhf_core.config.loading.load import load_params
+    from rlhf_core.models.starting_model import open_starting_model
+    from rlhf_core.stages.runtime.runner import workspace_root
+
+    root = workspace_root(workspace)
+    base = load_params(root).base
+    if base.source != "scratch" and not open_starting_model(root, base.source, base.revision).has_template:
+        typer.echo(f"{base.source} has no chat template; it gets a plain one (User: … Assistant: …)")
+
+
 @app.command()
 def plan(
     workspace: WorkspaceOption = None,

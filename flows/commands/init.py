@@ -8,6 +8,7 @@ from pathlib import Path
 from flows.dvc_repo.root import cache_of, ensure_dvc
 from flows.workspace.folder import display_path, is_workspace
 from flows.workspace.recipe import TRIALS, merged_params, write_recipe
+from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.collect import CollectConfig
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import PARAMS_FILE, load_section
@@ -42,6 +43,12 @@ def next_step(workspace: Path) -> str:
     """Return what to do with a new workspace: run it, or first name the data files that it lacks."""
     name = display_path(workspace)
     run = f"rlhf run --workspace {name}"
+    model = load_section(workspace, "base", BaseConfig).source
+    if _is_path(model) and not (workspace / Path(model).expanduser()).exists():
+        return (
+            f"{name} is made, but there is no starting model at {model}, seen from there: correct base.source in "
+            f"{name}/{PARAMS_FILE}, then: {run}"
+        )
     sources = load_section(workspace, "collect", CollectConfig)
     if sources.source == "world":
         return f"{name} is ready; next: {run}"
@@ -57,6 +64,11 @@ def next_step(workspace: Path) -> str:
             f"correct collect.files in {name}/{PARAMS_FILE}, then: {run}"
         )
     return f"{name} is ready; next: {run}"
+
+
+def _is_path(model: str) -> bool:
+    """Whether a starting model is named by a path rather than a hub id such as ``owner/name``."""
+    return model.startswith((".", "/", "~")) or model.lower().endswith(".gguf")
 
 
 def _exists(path: str, workspace: Path) -> bool:

@@ -23,6 +23,7 @@ from flows.pipeline.events import (
     VerdictReached,
     new_events_file,
 )
+from flows.pipeline.preflight import SCRATCH, open_starting_model
 from flows.pipeline.unchanged import find_unchanged
 from flows.prefect_server.services import (
     Services,
@@ -125,6 +126,10 @@ class PipelineRun:
             unchanged.emit(EventWriter(str(self.reader.path)))
             self._show_new_events()
             return self._print_result(stopped=False)
+        if self.params.base.source != SCRATCH:
+            self.display.phase("opening the starting model")
+            if note := open_starting_model(self.workspace, self.params):
+                self.display.line(note)
         self.display.phase("starting Prefect")
         use_server_of_workspace(self.workspace, signals.STOP.is_set)
         services = open_services(self.workspace, self.options.port, self.display.line)

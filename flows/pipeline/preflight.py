@@ -1,4 +1,4 @@
-"""The check before a job is submitted: can its stage fit the GPUs of its pool at all?"""
+"""Checks of what can be known before it is computed: the starting model, and whether a stage fits its pool's GPUs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,29 @@ from pathlib import Path
 from flows.dvc_repo.status import dvc_status
 from flows.stage.outcome import StageOutcome
 from flows.supervision.python_module import run_module
-from rlhf_core.config.loading.load import load_params
+from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
+
+SCRATCH, BASE = "scratch", "base"
+
+
+def open_starting_model(workspace: Path, params: Params) -> str:
+    """Open the model that the stage ``base`` will load, before other stages take their time; return what is said of it.
+
+    Nothing is opened for a model made from nothing, where ``base`` is up to date, or where it runs on another host.
+
+    Raises:
+        RlhfError: ``base`` would refuse the model.
+    """
+    placement = params.pools.get(BASE)
+    if params.base.source == SCRATCH or (placement is not None and not placement.shared):
+        return ""
+    if (workspace / "models" / BASE).is_dir() and _is_up_to_date(workspace, BASE):
+        return ""
+    result = run_module(workspace, "flows.cli", "open-model", "--workspace", str(workspace))
+    if result.exit_code == EXIT_USER_ERROR:
+        raise RlhfError(result.error_line.removeprefix("rlhf: "))
+    return result.stdout.strip()
 
 
 def memory_refusal(workspace: Path, stage: str) -> StageOutcome | None:

@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from rlhf_core.config.base import BaseConfig
-from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.errors import ConfigError
 from rlhf_core.models.float32_head import float32_unembedding, use_float32_unembedding
 from rlhf_core.models.forward import embedding_weight
-from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, save_folder
+from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, require_room_for, save_folder
 from rlhf_core.models.precision import weights_precision
 from rlhf_core.models.stop_tokens import complete_generation_config
 
@@ -138,12 +138,6 @@ def load_policy(
     model = load_model(AutoModelForCausalLM, path, dtype, revision)
     require_room_for(tokenizer, embedding_weight(model).shape[0], path)
     return model, tokenizer
-
-
-def require_room_for(tokenizer: PreTrainedTokenizerBase, entries: int, source: str | Path) -> None:
-    """Raise ``ModelError`` where a tokenizer has more entries than the embedding of the model."""
-    if len(tokenizer) > entries:
-        raise ModelError(f"{source}: the tokenizer has {len(tokenizer)} entries, the model only {entries}; they differ")
 
 
 def save_policy(

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,20 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rlhf_core import distributed
 from rlhf_core.errors import ModelError
 from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.forward import embedding_weight
-from rlhf_core.models.io import quiet
+from rlhf_core.models.gguf_header import GgufHeader, read_gguf_header
+from rlhf_core.models.io import quiet, require_room_for
 
 SUFFIX = ".gguf"
-MAGIC = b"GGUF"
+# What every language model's header says of its sizes, behind the name of the architecture and a full stop.
+SIZES = ("block_count", "embedding_length")
+TOKENS, EMBEDDING = "tokenizer.ggml.tokens", "token_embd.weight"
 
 
 def is_gguf(source: str | Path) -> bool:
@@ -67,7 +73,9 @@ def load_gguf(file: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedM
         model: Any = causal_lm.from_config(config, dtype=precision, attn_implementation="sdpa")
         model.load_state_dict(quantised.state_dict())
         use_float32_unembedding(model)
-        tokenizer = _without_entries_beyond(tokenizer, embedding_weight(model).shape[0])
+        entries = embedding_weight(model).shape[0]
+        tokenizer = _without_entries_beyond(tokenizer, entries)
+    require_room_for(tokenizer, entries, file)
     return model.to(distributed.device()).eval(), tokenizer
 
 
@@ -105,24 +113,14 @@ def _without_entries_beyond(tokenizer: PreTrainedTokenizerBase, entries: int) ->
     return reduced
 
 
-def check_gguf(file: Path) -> bool:
-    """Read the header of a GGUF file, and that all tensors it names are within the file.
-
-    Returns:
-        Whether it has a chat template.
+def open_gguf(file: Path) -> PreTrainedTokenizerBase:
+    """Open a GGUF file without its weights, and return its tokenizer.
 
     Raises:
         ModelError: As for :func:`load_gguf`, for what can be told without loading the weights.
     """
     gguf_config(file)
-    with _reading(file):
-        from gguf import GGUFReader
-
-        header = GGUFReader(file)
-        names = {tensor.name for tensor in header.tensors}
-        if "tokenizer.ggml.tokens" not in header.fields or "token_embd.weight" not in names:
-            raise ValueError("it has no tokenizer or no embedding")
-        return "tokenizer.chat_template" in header.fields
+    return load_gguf_tokenizer(file)
 
 
 def gguf_config(file: Path) -> PretrainedConfig:
@@ -137,22 +135,64 @@ def gguf_config(file: Path) -> PretrainedConfig:
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
     """Check the file, silence libraries, and turn their errors into ``ModelError``."""
-    if not file.is_file():
-        raise ModelError(f"no GGUF file at {file}")
-    if find_spec("gguf") is None:
-        raise ModelError(f"{file} needs the package gguf: install rlhf-pipeline[gguf]")
-    with file.open("rb") as opened:
-        if opened.read(len(MAGIC)) != MAGIC:
-            raise ModelError(f"{file} is not a GGUF file (its first bytes are not {MAGIC.decode()})")
+    _readable_header(file)
     try:
         # Its progress bar obeys no setting of transformers.
         with quiet(), redirect_stderr(io.StringIO()):
             yield
     except Exception as error:  # numpy's, gguf's and transformers' own, of a file that is damaged or of another kind
         first_line = str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__
-        remedy = (
-            "give a file of an architecture that transformers reads from GGUF"
-            if "architecture" in first_line
-            else "it may be cut off or damaged: fetch it again, or give a file that transformers reads"
+        raise ModelError(
+            f"cannot load {file}: {first_line}; it may be damaged: fetch it again, or give a file that transformers "
+            "reads"
+        ) from error
+
+
+def _readable_header(file: Path) -> GgufHeader:
+    """The header of a GGUF file of an architecture that transformers reads; ``ModelError`` as for :func:`load_gguf`.
+
+    It is read before transformers sees the file: of a file that is cut off or calls itself something else transformers
+    says so late, or fills what it does not find with the sizes of a default model.
+    """
+    if not file.is_file():
+        folder = ", which is a folder: name the file in it" if file.is_dir() else "; correct the path"
+        raise ModelError(f"no GGUF file at {file}{folder}")
+    if find_spec("gguf") is None:
+        raise ModelError(f"{file} needs the package gguf: install rlhf-pipeline[gguf]")
+    header = read_gguf_header(file)
+    architecture = header.architecture
+    if not _is_language_model(architecture):
+        raise ModelError(
+            f"{file} holds a model of the architecture {architecture!r}, which transformers cannot read from GGUF as a "
+            "language model; give one of an architecture such as llama, qwen2 or gemma2, or a folder of safetensors"
         )
-        raise ModelError(f"cannot load {file}: {first_line}; {remedy}") from error
+    missing = next((key for key in SIZES if f"{architecture}.{key}" not in header.values), None)
+    if missing is not None:
+        raise ModelError(
+            f"{file} calls itself a model of the architecture {architecture}, but its header has no "
+            f"{architecture}.{missing}: it is damaged or of another kind; fetch it again"
+        )
+    tokens, embedding = header.values.get(TOKENS), header.tensors.get(EMBEDDING)
+    if not isinstance(tokens, int) or embedding is None:
+        raise ModelError(f"{file} has no tokenizer or no embedding, so that it is no language model; give another file")
+    entries, declared = embedding.shape[-1], header.values.get(f"{architecture}.vocab_size", tokens)
+    if tokens > entries or declared != entries:
+        raise ModelError(
+            f"{file}: the tokenizer has {tokens} entries and the header names {declared}, but the embedding has "
+            f"{entries}; fetch the file again, or convert the model anew"
+        )
+    return header
+
+
+@cache
+def _is_language_model(architecture: str) -> bool:
+    """Whether transformers reads decoder-only language models of this architecture from GGUF files.
+
+    llama.cpp writes qwen2moe and gpt-oss, transformers qwen2_moe and gpt_oss.
+    """
+    read = {_plain(name) for name in GGUF_SUPPORTED_ARCHITECTURES}
+    return _plain(architecture) in read & {_plain(name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").replace("-", "")

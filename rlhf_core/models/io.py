@@ -24,7 +24,10 @@ from rlhf_core.models.float32_head import use_float32_unembedding
 
 # Files of a tokenizer; a model folder needs one of them.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+OWN_CODE = "custom code"  # as transformers says it
 REPAIR = "run the stage that writes it again, or point to a complete Hugging Face folder"
+
+FROM_HUB = "is it spelt right, and is the hub reachable? HF_HUB_OFFLINE=1 uses a copy in the cache"
 
 
 def check_folder(path: Path) -> None:
@@ -77,8 +80,19 @@ def reading(source: str | Path) -> Iterator[None]:
         raise
     except Exception as error:  # whatever a library comes upon in files that are damaged or of another kind
         first_line = str(error).strip().split("\n", 1)[0].rstrip(":") or type(error).__name__
-        kind = "folder" if is_local(source) else "hub id (is it spelt right, and is the hub reachable?)"
-        raise ModelError(f"cannot load the model {kind} {source}: {first_line}; {REPAIR}") from error
+        kind, remedy = ("folder", REPAIR) if is_local(source) else ("hub id", FROM_HUB)
+        if OWN_CODE in first_line:
+            remedy = "code that comes with a model is never run: give a model that transformers itself knows"
+        raise ModelError(f"cannot load the model {kind} {source}: {first_line}; {remedy}") from error
+
+
+def require_room_for(tokenizer: PreTrainedTokenizerBase, entries: int, source: str | Path) -> None:
+    """Raise ``ModelError`` where a tokenizer has more entries than the embedding of the model; fewer are common."""
+    if len(tokenizer) > entries:
+        raise ModelError(
+            f"{source}: the tokenizer has {len(tokenizer)} entries, the model only {entries}; take the tokenizer that "
+            f"belongs to it, or save the model after resize_token_embeddings({len(tokenizer)})"
+        )
 
 
 def load_model(
@@ -120,7 +134,7 @@ def load_model(
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
         raise ModelError(
-            f"{source} lacks {len(names)} weights of a {type(model).__name__}, such as {names[0]}; {REPAIR}"
+            f"{source} lacks {len(names)} of the weights of a {type(model).__name__}, such as {names[0]}; {REPAIR}"
         )
     use_float32_unembedding(model)
     return model.to(distributed.device()).eval()

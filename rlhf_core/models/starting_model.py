@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi, constants, is_offline_mode, try_to_load_from_cache
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
-from rlhf_core import hub
-from rlhf_core.errors import ModelError
-from rlhf_core.models.base import load_tokenizer, require_room_for
+from rlhf_core.data.chat_template import bos_expression, reply_format
+from rlhf_core.errors import DataError, ModelError
+from rlhf_core.models.base import load_tokenizer
 from rlhf_core.models.forward import embedding_weight
-from rlhf_core.models.gguf import check_gguf, is_gguf
-from rlhf_core.models.io import REPAIR, is_local, reading
+from rlhf_core.models.gguf import is_gguf, open_gguf
+from rlhf_core.models.hub_model import find_hub_model
+from rlhf_core.models.io import REPAIR, is_local, reading, require_room_for
 
 # As safetensors names them.
 PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-INDEX = "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# For loaded models without a chat template: plain role names, and end-of-sequence after each reply. The space before a
+# reply belongs to the reply, since most tokenizers make one token of a space and the word after it.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
 
 
 @dataclass(frozen=True)
@@ -50,21 +62,39 @@ def open_starting_model(workspace: Path, source: str, revision: str | None = Non
         return OpenedModel(f"a hub id, {find_hub_model(source, revision)}")
     if not path.exists():
         raise ModelError(f"base.source {source} does not exist; give a folder, a .gguf file, a hub id, or scratch")
-    has_template = check_gguf(path) if is_gguf(path) else check_model_folder(path)
+    tokenizer = open_gguf(path) if is_gguf(path) else open_model_folder(path)
+    has_template = bool(tokenizer.chat_template)
+    prepare_tokenizer(tokenizer, source)
     return OpenedModel("config, tokenizer and the headers of the weights are readable", has_template)
 
 
-def check_model_folder(folder: Path) -> bool:
-    """Open a Hugging Face folder without its weights.
+def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Add a plain chat template where a loaded tokenizer has none.
 
-    Returns:
-        Whether its tokenizer has a chat template.
+    Raises:
+        ModelError: No token ends a reply, or the template of the tokenizer cannot write a question and its answer.
+    """
+    if not tokenizer.chat_template and tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer of {source} has no end-of-sequence token, so that a reply could never end; name one as "
+            "eos_token in its tokenizer_config.json"
+        )
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = bos_expression(tokenizer) + PLAIN_TEMPLATE
+    try:
+        reply_format(tokenizer)
+    except (DataError, ModelError) as error:
+        raise ModelError(f"{source}: {error}") from error
+
+
+def open_model_folder(folder: Path) -> PreTrainedTokenizerBase:
+    """Open a Hugging Face folder without its weights, and return its tokenizer.
 
     Raises:
         ModelError: The base stage would refuse it, for what can be told without loading the weights.
     """
     stored = stored_tensors(folder)
-    require_plain_weights(str(folder))
+    require_trainable(str(folder))
     tokenizer = load_tokenizer(folder)
     with reading(folder), torch.device("meta"):
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
@@ -77,33 +107,22 @@ def check_model_folder(folder: Path) -> bool:
                 f"{list(expected[name])}; {REPAIR}"
             )
     # Names that the architecture does not know are renamed when they are loaded: what is missing cannot be told then.
-    missing = sorted(expected.keys() - stored.keys() - set(model.all_tied_weights_keys))
+    missing = sorted(expected.keys() - stored.keys() - _tied_to(model, stored.keys()))
     if missing and not stored.keys() - expected.keys():
-        raise ModelError(f"{folder} lacks {len(missing)} weights, such as {missing[0]}; {REPAIR}")
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of the weights of a {type(model).__name__}, such as {missing[0]}; {REPAIR}"
+        )
     require_room_for(tokenizer, embedding_weight(model).shape[0], folder)
-    return bool(tokenizer.chat_template)
+    return tokenizer
 
 
-def find_hub_model(source: str, revision: str | None = None) -> str:
-    """Look a hub id up, and return where it is: nothing is downloaded.
-
-    Raises:
-        ModelError: It is neither in the cache nor on the hub, or has no safetensors weights there.
-    """
-    if isinstance(try_to_load_from_cache(source, "config.json", revision=revision), str):
-        return "in the cache"
-    if is_offline_mode():
-        raise ModelError(f"{source} is not in the cache, and HF_HUB_OFFLINE=1 forbids asking the hub; unset it")
-    hub.require_hub(source, ModelError)
-    try:
-        about = HfApi(endpoint=constants.ENDPOINT).model_info(source, revision=revision, timeout=hub.TIMEOUT)
-    except Exception as error:  # of several libraries
-        first_line = str(error).strip().split("\n", 1)[0] or type(error).__name__
-        raise ModelError(f"{source} cannot be looked up on the hub: {first_line}; is it spelt right?") from error
-    names = {file.rfilename for file in about.siblings or ()}
-    if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
-        raise ModelError(f"{source} has no config.json or no .safetensors weights on the hub; give another model")
-    return "on the hub"
+def _tied_to(model: PreTrainedModel, stored: Iterable[str]) -> set[str]:
+    """Names of weights that are the same as a stored one, such as an unembedding and its embedding."""
+    tied: dict[str, str] = model.all_tied_weights_keys
+    names = set(stored)
+    return {name for name, other in tied.items() if other in names} | {
+        other for name, other in tied.items() if name in names
+    }
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -119,7 +138,9 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                 for name in weights.keys():  # noqa: SIM118 - no mapping
                     tensor = weights.get_slice(name)
                     tensors[name] = StoredTensor(tuple(tensor.get_shape()), tensor.get_dtype())
-        if (folder / INDEX).is_file() and not (folder / "model.safetensors").is_file():
+        if not (folder / WEIGHTS).is_file():
+            if not (folder / INDEX).is_file():
+                raise ModelError(f"{folder} has neither {WEIGHTS} nor {INDEX}, which names its shards; {REPAIR}")
             shards = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
             absent = sorted(shard for shard in shards if not (folder / shard).is_file())
             if absent:
@@ -127,10 +148,10 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def require_plain_weights(source: str, revision: str | None = None) -> None:
-    """Refuse a model whose weights are quantised for inference.
+def require_trainable(source: str, revision: str | None = None) -> None:
+    """Refuse a model of another kind than a decoder-only language model, or whose weights are quantised for inference.
 
-    Only some devices compute with them, none trains them, and without their scales they are other numbers.
+    Only some devices compute with such weights, none trains them, and without their scales they are other numbers.
 
     Raises:
         ModelError: config.json says so, or a file of a folder has matrices of eight-bit numbers.
@@ -138,6 +159,11 @@ def require_plain_weights(source: str, revision: str | None = None) -> None:
     kinds = set()
     with reading(source):
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    if (other := _other_kind(config)) is not None:
+        raise ModelError(
+            f"{source} is {other} (of type {config.model_type!r}); give a decoder-only language model, one that "
+            "transformers loads as AutoModelForCausalLM"
+        )
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         kinds.add(str(quantization.get("quant_method", "of an unknown kind")))
@@ -149,3 +175,14 @@ def require_plain_weights(source: str, revision: str | None = None) -> None:
             f"{source} has quantised weights ({', '.join(sorted(kinds))}), which cannot be trained: give the model in "
             "float32, bfloat16 or float16, or as a GGUF file, which is dequantised"
         )
+
+
+def _other_kind(config: PretrainedConfig) -> str | None:
+    """What a model is instead of a decoder-only language model; None where it is one."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "an encoder-decoder"
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return "no language model"
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
+        return "an encoder, which reads a text in both directions"
+    return None

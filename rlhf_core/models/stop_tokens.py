@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.chat import stop_token_ids
 from rlhf_core.data.chat_template import STOP_TOKENS
@@ -19,7 +19,8 @@ def generation_stop_ids(model: PreTrainedModel) -> list[int]:
     config = model.generation_config
     if config is None or config.eos_token_id is None or getattr(config, "_from_model_config", False):
         return []
-    return config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return [index for index in ids if isinstance(index, int)]
 
 
 def with_stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> PreTrainedTokenizerBase:
@@ -39,10 +40,21 @@ def with_stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel)
 
 
 def complete_generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Name every token that ends a reply in the generation config, so that transformers and vLLM stop there too."""
+    """Name every token that ends a reply in the generation config, so that transformers and vLLM stop there too.
+
+    Published models have sampling settings that transformers reads but refuses to save, such as a temperature beside
+    ``do_sample: false``. They are left out: what samples here has settings of its own.
+    """
     config = model.generation_config
     if config is None:
         return
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        config = GenerationConfig(
+            bos_token_id=config.bos_token_id, eos_token_id=generation_stop_ids(model), pad_token_id=config.pad_token_id
+        )
+        model.generation_config = config
     known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     stop_ids = stop_token_ids(tokenizer)
     if not set(stop_ids) <= set(known):

@@ -10,29 +10,23 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.base import BaseConfig
-from rlhf_core.data.chat_template import bos_expression, refused_dialogues, reply_format
+from rlhf_core.data.chat_template import refused_dialogues
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, read_rows
 from rlhf_core.data.splits import PairUser
-from rlhf_core.errors import DataError, ModelError
+from rlhf_core.errors import ModelError
 from rlhf_core.fingerprint import starting_model
 from rlhf_core.models.base import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.models.gguf import is_gguf, load_gguf
+from rlhf_core.models.hub_model import find_hub_model
+from rlhf_core.models.io import is_local
 from rlhf_core.models.precision import weights_precision
-from rlhf_core.models.starting_model import require_plain_weights
+from rlhf_core.models.starting_model import prepare_tokenizer, require_trainable
 from rlhf_core.models.stop_tokens import with_stop_tokens
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 
 logger = logging.getLogger(__name__)
-
-# For loaded models without a chat template: plain role names, and end-of-sequence after each reply. The space before a
-# reply belongs to the reply, since most tokenizers make one token of a space and the word after it.
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
-)
 
 
 def run(config: BaseConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
@@ -47,7 +41,9 @@ def run(config: BaseConfig, inputs: Paths, outputs: Paths, context: RunContext) 
         if is_gguf(source):
             model, tokenizer = load_gguf(Path(source), dtype)
         else:
-            require_plain_weights(source, config.revision)
+            if not is_local(source):
+                find_hub_model(source, config.revision)
+            require_trainable(source, config.revision)
             model, tokenizer = load_policy(source, dtype, config.revision)
         require_finite_weights(model, source)
         if not tokenizer.chat_template:
@@ -84,22 +80,6 @@ def require_finite_weights(model: PreTrainedModel, source: str) -> None:
             f"{source} has weights that are not finite numbers, in {broken[0]} ({len(broken)} such tensors): it is "
             "damaged, or was converted to float16 beyond its range; get it again"
         )
-
-
-def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Add a plain chat template where a loaded tokenizer has none.
-
-    Raises:
-        ModelError: No token ends a reply, or the template of the tokenizer cannot write a question and its answer.
-    """
-    if not tokenizer.chat_template and tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer of {source} has no end-of-sequence token; a reply could never end")
-    if not tokenizer.chat_template:
-        tokenizer.chat_template = bos_expression(tokenizer) + PLAIN_TEMPLATE
-    try:
-        reply_format(tokenizer)
-    except (DataError, ModelError) as error:
-        raise ModelError(f"{source}: {error}") from error
 
 
 def training_texts(clean: Path) -> Iterator[str]:

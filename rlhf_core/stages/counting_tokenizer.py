@@ -36,7 +36,7 @@ def load_counting_tokenizer(source: str, base: Path) -> PreTrainedTokenizerBase:
     # Imported here: these load torch and transformers, which takes seconds and is for nothing without a tokenizer.
     from rlhf_core.models.gguf import is_gguf, load_gguf_tokenizer
     from rlhf_core.models.io import is_local
-    from rlhf_core.stages.base import prepare_tokenizer
+    from rlhf_core.models.starting_model import prepare_tokenizer
 
     if not path.exists() and (is_local(source) or is_gguf(source)):
         raise ModelError(f"the tokenizer {source} does not exist; {WANTED}")

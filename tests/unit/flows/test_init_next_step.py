@@ -31,3 +31,19 @@ def test_the_next_step_names_what_is_missing(
     (folder / "params.yaml").write_text(f"collect: {text}\n")
     said = next_step(folder)
     assert expected in said and said.endswith("rlhf run --workspace my-run")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [("./gone", "there is no starting model at ./gone, seen from there"), ("x.gguf", "no starting model"), ("a/b", "")],
+)
+def test_a_starting_model_that_is_not_there_is_named(
+    source: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my-run"
+    folder.mkdir()
+    (folder / "params.yaml").write_text(f"base: {{source: {source}}}\n")
+    message = next_step(folder)
+    assert expected in message and message.endswith("rlhf run --workspace my-run")
+    assert bool(expected) != ("is ready" in message)

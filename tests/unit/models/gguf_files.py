@@ -37,7 +37,7 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(len(vocabulary))
+    writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(sorted(vocabulary, key=lambda token: vocabulary[token]))
     special = set(tokenizer.all_special_ids)

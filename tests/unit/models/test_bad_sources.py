@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -110,7 +114,22 @@ def remove_tokenizer(folder: Path) -> None:
         path.unlink()
 
 
-NORM = "model.norm.weight"
+def set_template(template: str | None) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        file = folder / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+
+    return damage
+
+
+def remove_end(folder: Path) -> None:
+    set_template(None)(folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": None}))
+
+
+NORM, EMBEDDING, HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"
 DAMAGES = {
     "config-missing": (lambda folder: (folder / CONFIG).unlink(), "has no config.json"),
     "config-cut": (cut(CONFIG, 40), "cannot load the model folder"),
@@ -120,20 +139,24 @@ DAMAGES = {
     "config-binary": (write(CONFIG, b"\xff\xfe\x00"), "cannot load the model folder"),
     "config-without-type": (write(CONFIG, "{}"), "cannot load the model folder"),
     "unknown-type": (edit_config(model_type="no-such-model"), "cannot load the model folder"),
-    "no-language-model": (write(CONFIG, '{"model_type": "t5"}'), "cannot load the model folder"),
-    "own-code": (edit_config(model_type="own", auto_map={"AutoConfig": "a.B"}), "cannot load the model folder"),
+    "encoder-decoder": (write(CONFIG, '{"model_type": "t5"}'), "is an encoder-decoder (of type 't5')"),
+    "encoder": (write(CONFIG, '{"model_type": "bert"}'), "is an encoder, which reads a text in both directions"),
+    "vision": (write(CONFIG, '{"model_type": "vit"}'), "is no language model (of type 'vit')"),
+    "own-code": (edit_config(model_type="own", auto_map={"AutoConfig": "a.B"}), "that comes with a model is never run"),
     "layers-text": (edit_config(num_hidden_layers="two"), "cannot load the model folder"),
     "heads-zero": (edit_config(num_attention_heads=0), "cannot load the model folder"),
     "other-width": (edit_config(hidden_size=8), "but config.json asks for"),
     "more-layers": (edit_config(num_hidden_layers=SHAPE.layers + 1), "lacks"),
     "quantised": (edit_config(quantization_config={"quant_method": "awq"}), "has quantised weights (awq)"),
     "weights-missing": (lambda folder: (folder / WEIGHTS).unlink(), "has no .safetensors weights"),
+    "weights-pickled": (lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), "pickled weights are"),
+    "weights-odd-name": (lambda folder: (folder / WEIGHTS).rename(folder / "other.safetensors"), "has neither model."),
     "weights-cut": (cut(WEIGHTS, 5000), "is not a readable safetensors file"),
     "weights-header-cut": (cut(WEIGHTS, 20), "is not a readable safetensors file"),
     "weights-empty": (write(WEIGHTS, ""), "is not a readable safetensors file"),
     "weights-text": (write(WEIGHTS, "not weights" * 9), "is not a readable safetensors file"),
     "weights-long-header": (write(WEIGHTS, b"\xff" * 64), "is not a readable safetensors file"),
-    "weight-missing": (edit_weights(lambda tensors: tensors.pop(NORM)), "lacks 1 weights"),
+    "weight-missing": (edit_weights(lambda tensors: tensors.pop(NORM)), "lacks 1 of the weights of a LlamaForCausalLM"),
     "weight-shape": (edit_weights(lambda tensors: tensors.update({NORM: torch.zeros(3)})), "has the shape [3]"),
     "shard-missing": (shard, "lacks 1 of 2 shards, such as model-00002-of-00002.safetensors"),
     "index-cut": (lambda folder: (shard(folder), cut(INDEX, 30)(folder)), "cannot load the model folder"),
@@ -141,12 +164,14 @@ DAMAGES = {
     "tokenizer-cut": (cut("tokenizer.json", 400), "cannot load the model folder"),
     "tokenizer-list": (write("tokenizer.json", "[]"), "cannot load the model folder"),
     "tokenizer-config-cut": (cut("tokenizer_config.json", 20), "cannot load the model folder"),
+    "template-refuses": (set_template("{{ raise_exception('No.') }}"), "the chat template refuses a dialogue"),
+    "template-broken": (set_template("{% for m in %}"), "the chat template refuses a dialogue"),
+    "end-missing": (remove_end, "has no end-of-sequence token"),
     "adapter": (lambda folder: (folder / CONFIG).rename(folder / "adapter_config.json"), "has no config.json"),
 }  # fmt: skip
-SLOW = {"no-language-model"}  # transformers imports all configurations to say what it knows
 
 
-@pytest.mark.parametrize("damage", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in DAMAGES])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_folder_is_one_line(damage: str, folder: Path, tmp_path: Path) -> None:
     spoil, message = DAMAGES[damage]
     spoil(folder)
@@ -165,11 +190,16 @@ def test_a_vocabulary_beyond_the_embedding_is_one_line(
 def test_a_good_folder_is_opened_by_its_headers(folder: Path, tmp_path: Path) -> None:
     check = base_model_check(tmp_path, "source", None)
     assert check.level == OK and "config, tokenizer and the headers of the weights are readable" in check.finding
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    set_template(None)(folder)
     check = base_model_check(tmp_path, "source", None)
     assert check.level == WARN and "has no chat template" in check.finding and "gets a plain one" in check.remedy
+
+
+def test_a_tied_weight_may_be_stored_under_either_name(folder: Path, tmp_path: Path) -> None:
+    edit_weights(lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDING)}))(folder)
+    assert base_model_check(tmp_path, "source", None).level == OK
+    run_base(folder, tmp_path)
+    assert (tmp_path / "base").is_dir()
 
 
 def test_files_that_are_no_model_are_one_line(tmp_path: Path) -> None:
@@ -203,17 +233,82 @@ def test_a_gguf_file_of_another_architecture_is_seen_before_it_is_loaded(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     write_gguf(tmp_path / "other.gguf", model, tokenizer, architecture="clip")
-    check = base_model_check(tmp_path, "other.gguf", None)
-    assert check.level == FAIL and "clip" in check.finding and "\n" not in check.finding
+    require_one_line(tmp_path / "other.gguf", "holds a model of the architecture 'clip'", tmp_path)
+    write_gguf(tmp_path / "tiny.gguf", model, tokenizer)
+    name = b"general.architecture" + struct.pack("<IQ", 8, 5)
+    patched = (tmp_path / "tiny.gguf").read_bytes().replace(name + b"llama", name + b"qwen2")
+    (tmp_path / "tiny.gguf").write_bytes(patched)
+    require_one_line(tmp_path / "tiny.gguf", "its header has no qwen2.block_count", tmp_path)
+
+
+def test_the_vocabulary_of_a_gguf_file_must_fit_its_embedding(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    for spare, fits in ((7, True), (-1, False)):
+        model = new_model(SHAPE, tokenizer, seed=3)
+        model.resize_token_embeddings(len(tokenizer) + spare, mean_resizing=False)
+        source = tmp_path / f"{spare}.gguf"
+        write_gguf(source, model, tokenizer)
+        if fits:
+            run_base(source, tmp_path / "padded")
+        else:
+            require_one_line(source, f"the tokenizer has {len(tokenizer)} entries", tmp_path)
 
 
 def test_a_hub_id_is_looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     check = base_model_check(tmp_path, "owner/name", None)
-    assert check.level == FAIL and "is not in the cache" in check.finding
+    assert check.level == FAIL and "not in the cache" in check.finding
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "TIMEOUT", 0.2)
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
     check = base_model_check(tmp_path, "owner/name", None)
     assert check.level == FAIL and "does not answer" in check.finding and "\n" not in check.finding
+
+
+class StubHub(BaseHTTPRequestHandler):
+    """Answers every request with one status, and with what the hub says of the cause in its headers."""
+
+    status, cause = HTTPStatus.OK, ""
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.send_header("X-Error-Code", self.cause)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}" if self.command == "GET" else b"")
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("status", "cause", "message"),
+    [
+        (404, "RepoNotFound", "is neither a folder here nor on the hub"),
+        (404, "", "is neither a folder here nor on the hub"),
+        (404, "RevisionNotFound", "has no revision None on the hub; correct base.revision"),
+        (401, "RepoNotFound", "A private one needs a token in HF_TOKEN"),
+        (401, "", "set HF_TOKEN to a token that may read it"),
+        (403, "GatedRepo", "is gated: accept its terms"),
+        (503, "", "answers 503; try later, or set HF_HUB_OFFLINE=1"),
+        (200, "", "does not answer as a hub does"),
+    ],
+)
+def test_what_a_hub_answers_is_one_line(
+    status: int, cause: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    handler = type("Handler", (StubHub,), {"status": status, "cause": cause})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(ModelError) as refused:
+            run_base("owner/name", tmp_path)
+        server.shutdown()
+    text_of_error = str(refused.value)
+    assert message in text_of_error and "owner/name" in text_of_error and "\n" not in text_of_error
+    assert not (tmp_path / "base").exists()

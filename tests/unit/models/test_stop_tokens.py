@@ -90,3 +90,14 @@ def test_transformers_ends_a_sampled_reply_where_training_does(real: RealTemplat
     loaded, _ = load_policy(tmp_path / "model")
     written = loaded.generate(torch.tensor([[3, 4]]), max_new_tokens=3, do_sample=False)
     assert written[0, 2:].tolist() == [closing]
+
+
+def test_sampling_settings_that_cannot_be_saved_are_left_out(tmp_path: Path) -> None:
+    """Like those of Llama 2, whose file names a temperature but does not ask for sampling."""
+    tokenizer = template("llama-3").tokenizer
+    model = tiny_model(tokenizer, [tokenizer.eos_token_id])
+    model.generation_config.temperature, model.generation_config.do_sample = 0.6, False
+    save_policy(tmp_path / "model", model, tokenizer)
+    saved = GenerationConfig.from_pretrained(tmp_path / "model")
+    assert saved.temperature is None
+    assert names(tokenizer, saved.eos_token_id) == ["<|eot_id|>", "<|end_of_text|>"]

@@ -18,9 +18,9 @@ from rlhf_core.data.schema import Message
 from rlhf_core.errors import ModelError
 from rlhf_core.models.base import load_tokenizer, save_policy
 from rlhf_core.models.io import save_folder
+from rlhf_core.models.starting_model import prepare_tokenizer
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages import base
-from rlhf_core.stages.base import prepare_tokenizer
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
 
