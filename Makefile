@@ -83,4 +83,4 @@ $(BENCH_VENV)/.installed: requirements-bench.lock
 
 clean:
 	rm -rf $(VENV) $(DOCS_VENV) $(BENCH_VENV) site htmlcov .coverage work workspaces ablation .rlhf .fingerprints data/raw data/clean data/docs data/quarantine.parquet \
-	  models metrics gates plots history samples report.html mlflow.db mlartifacts
+	  models metrics gates plots history samples report.html release.html mlflow.db mlartifacts

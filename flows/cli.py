@@ -264,7 +264,32 @@ def doctor(workspace: Workspace = None) -> None:
     raise typer.Exit(code)
 
 
-app.registered_commands += core.app.registered_commands
+@app.command()
+def report(
+    workspace: Workspace = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+) -> None:
+    """Write the report of whatever the pipeline has produced so far, with what was released, and print its path.
+
+    Where something was registered or refused that is release.html, else report.html.
+
+    Example: rlhf report --open
+    """
+    from flows.registry.release_page.page import current_page, try_release_page
+    from flows.workspace.folder import find_workspace
+
+    folder = find_workspace(workspace)
+    written = core.write_report(folder)
+    if problem := try_release_page(folder):
+        typer.echo(problem, err=True)
+    page = current_page(folder) or written
+    typer.echo(page)
+    if open_page:
+        typer.launch(page.resolve().as_uri())
+
+
+# The core's own command writes the report alone.
+app.registered_commands += [command for command in core.app.registered_commands if command.callback is not core.report]
 app.registered_groups += core.app.registered_groups
 data_app.registered_commands += data_diff.app.registered_commands
 

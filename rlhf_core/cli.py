@@ -139,11 +139,16 @@ def plan(
 @app.command()
 def report(workspace: WorkspaceOption = None) -> None:
     """Write report.html from whatever the pipeline has produced so far, and print its path."""
+    typer.echo(write_report(workspace))
+
+
+def write_report(workspace: Path | None) -> Path:
+    """Write report.html and return its path."""
     from rlhf_core.stages.runtime.runner import run_stage, workspace_root
 
     root = workspace_root(workspace)
     run_stage("report", root)
-    typer.echo(root / "report.html")
+    return root / "report.html"
 
 
 @app.command()

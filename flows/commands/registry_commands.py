@@ -48,8 +48,11 @@ def promote(
     if force and not (reason or "").strip():
         raise RlhfError("a forced promotion needs a reason; add --reason TEXT, it is recorded")
     force_reason = reason if force else None
-    decision = decide(find_workspace(workspace), version=version, force_reason=force_reason, dry_run=dry_run)
+    folder = find_workspace(workspace)
+    decision = decide(folder, version=version, force_reason=force_reason, dry_run=dry_run)
     typer.echo(decision.describe())
+    if not dry_run:
+        _refresh_release_page(folder)
     if explain:
         from rich.console import Console
 
@@ -79,6 +82,7 @@ def approve(version: VersionLookedAt = None, reason: Reason = None, workspace: W
     folder = find_workspace(workspace)
     decision = decide(folder, reason or "", version)
     typer.echo(f"version {decision.challenger} is champion: {decision.reason}")
+    _refresh_release_page(folder)
     _end_suspended_runs(folder, decision)
 
 
@@ -98,7 +102,16 @@ def decline(
     folder = find_workspace(workspace)
     decision = decide(folder, reason, version)
     typer.echo(f"version {decision.challenger} is not promoted: {decision.reason}")
+    _refresh_release_page(folder)
     _end_suspended_runs(folder, decision)
+
+
+def _refresh_release_page(workspace: Path) -> None:
+    """Bring the workspace's page up to date after a decision, which stands whether or not that is possible."""
+    from flows.registry.release_page.page import try_release_page
+
+    if problem := try_release_page(workspace):
+        typer.echo(problem, err=True)
 
 
 def _end_suspended_runs(workspace: Path, decision: PromotionDecision) -> None:
@@ -131,8 +144,10 @@ def rollback(
     from flows.registry.promotion.promote import rollback as restore
     from flows.workspace.folder import find_workspace
 
-    decision = restore(find_workspace(workspace), reason, to)
+    folder = find_workspace(workspace)
+    decision = restore(folder, reason, to)
     typer.echo(f"champion is version {decision.champion} again (was {decision.replaced})")
+    _refresh_release_page(folder)
 
 
 @app.command()

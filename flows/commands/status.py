@@ -21,7 +21,8 @@ from flows.commands.summary import command_for, verdict_rows
 from flows.dvc_repo.status import describe_changes, dvc_status
 from flows.pipeline.last_run import LastRun, read_last_run
 from flows.registry.governance.identity import known_workspace_id
-from flows.registry.mlflow_client import PIPELINE_TAG, WORKSPACE_ID_TAG, connect, has_record
+from flows.registry.mlflow_client import PIPELINE_TAG, REPORT_PAGE, WORKSPACE_ID_TAG, connect, has_record
+from flows.registry.release_page.page import current_page
 from flows.workspace.lock import LockHolder, lock_holder
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.config.loading.yaml_text import plain, read
@@ -90,7 +91,7 @@ def status(workspace: Path, width: int | None = None) -> str:
         command, hint = "rlhf status", "a command is under way; a run ends with its verdict"
     else:
         command, hint = next_step(stages, bool(resumable), last, registry)
-    report = workspace / "report.html"
+    report = current_page(workspace) or workspace / REPORT_PAGE
     blocks = [[f"workspace {workspace}", f"in use by: {holder or 'nobody'}"]]
     blocks += [[title, *(INDENT + line for line in lines or ["none"])] for title, lines in sections.items()]
     blocks += [[f"report: {report if report.is_file() else 'not written yet'}"]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
@@ -18,6 +18,9 @@ from prefect.artifacts import (
 
 from flows.pipeline.verdict import RunVerdict
 from flows.pipeline.verdict_markdown import verdict_markdown
+from flows.registry.evidence.run_description import describe_run
+from flows.registry.links import mlflow_links
+from flows.registry.mlflow_client import REPORT_PAGE, log_final_artifacts, report_page
 from flows.stage.gate_conditions import condition_rows
 from flows.stage.outcome import StageOutcome, last_progress
 from flows.stage.run import stage_log
@@ -85,18 +88,40 @@ def publish_verdict(verdict: RunVerdict, report_link: str | None) -> None:
     )
 
 
-def publish_report(workspace: Path, report_link: str | None) -> None:
+def publish_report(report: Path, report_link: str | None) -> None:
     """Create a link to the report where a server shows it, else a note of its path, if there is a report.
 
     Browsers do not follow links from a served page to a local file.
     """
-    report = workspace / "report.html"
     if not report.is_file():
         return
     if report_link:
         create_link_artifact(report_link, link_text=report.name, key="report", description=str(report))
     else:
         create_markdown_artifact(f"The report is the file `{report}`.", key="report", description=str(report))
+
+
+def publish_run(
+    workspace: Path, run_id: str | None, outcomes: Mapping[str, StageOutcome], verdict: RunVerdict | None
+) -> None:
+    """Show stages, gates, verdict and report on the Prefect server, and on the run in MLflow if there is one.
+
+    The report is the one that the verdict names, which says what was released.
+    """
+    shown = verdict.report if verdict is not None and verdict.report else REPORT_PAGE
+    page = report_page(workspace, run_id, shown) if run_id else ""
+    links = mlflow_links(workspace)
+    report_link = f"{links.address}/{page}" if links and page else None
+    publish_stage_table(list(outcomes.values()))
+    publish_gate_tables(workspace)
+    publish_report(workspace / shown, report_link)
+    if verdict is not None:
+        publish_verdict(verdict, report_link)
+    if run_id:
+        log_final_artifacts(workspace, run_id)
+        if verdict is not None:
+            # Relative, for the address of the UI changes from one `rlhf up` to the next.
+            describe_run(workspace, run_id, verdict.headline, verdict_markdown(verdict, page))
 
 
 class ProgressArtifact:

@@ -22,13 +22,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from flows.dvc_repo.graph import StageNode, read_graph
 from flows.jobs.job import Job
 from flows.jobs.run_on_pool import run_on_pool, run_on_remote_pool
-from flows.pipeline.artifacts import (
-    ProgressArtifact,
-    publish_gate_tables,
-    publish_report,
-    publish_stage_table,
-    publish_verdict,
-)
+from flows.pipeline.artifacts import ProgressArtifact, publish_run
 from flows.pipeline.events import (
     EVENTS_VARIABLE,
     EventWriter,
@@ -46,15 +40,13 @@ from flows.pipeline.events import (
 from flows.pipeline.late_runs import cancel_late_runs
 from flows.pipeline.preflight import memory_refusal
 from flows.pipeline.registration import MATCH_LOG, promote_task, register_task
+from flows.pipeline.release_page import with_release_page
 from flows.pipeline.schedule import Schedule, final_name
 from flows.pipeline.unchanged import find_unchanged, has_gated_policy, undecided_because
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
-from flows.pipeline.verdict_markdown import verdict_markdown
 from flows.prefect_server.flow_runs import cancel_orphans
 from flows.registry.approval.suspended_runs import follow_request
-from flows.registry.evidence.run_description import describe_run
-from flows.registry.links import mlflow_links
-from flows.registry.mlflow_client import end_pipeline_run, log_final_artifacts, report_page, start_pipeline_run
+from flows.registry.mlflow_client import end_pipeline_run, start_pipeline_run
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageFailed, StageSpec, run_stage, stage_log
 from flows.stage.stage_hash import stage_hash
@@ -137,7 +129,7 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventWriter) -> State[
     _tag_flow_run(workspace, params.profile)
     if (unchanged := find_unchanged(workspace, promotes=promote)) is not None:
         unchanged.emit(events)
-        _publish(workspace, None, unchanged.outcomes, unchanged.verdict)
+        publish_run(workspace, None, unchanged.outcomes, unchanged.verdict)
         return Completed(message=unchanged.message)
     graph = read_graph(workspace)
     name = runtime.flow_run.name or run_label(workspace, params.profile, datetime.now())
@@ -160,9 +152,13 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventWriter) -> State[
         elif registration.decision is not None and registration.decision.awaiting_approval:
             state = Completed(message=f"{state.message}; {registration.decision.describe()}")
         verdict = reach_verdict(workspace, outcomes, registration)
+        if not signals.STOP.is_set():
+            verdict, problem = with_release_page(workspace, verdict, registration)
+            if problem:
+                get_run_logger().warning(problem)
         events.emit(VerdictReached(verdict))
     if not signals.STOP.is_set():
-        _publish(workspace, run_id, outcomes, verdict)
+        publish_run(workspace, run_id, outcomes, verdict)
     if run_id:
         end_pipeline_run(run_id, str(state.type.value), workspace)
     events.emit(RunEnded(state.name or state.type.value, state.message or ""))
@@ -176,25 +172,6 @@ def _tag_flow_run(workspace: Path, profile: str) -> None:
     tags = sorted({*runtime.flow_run.tags, *run_tags(workspace, profile).values()})
     with get_client(sync_client=True) as client:
         client.update_flow_run(runtime.flow_run.id, tags=tags)
-
-
-def _publish(
-    workspace: Path, run_id: str | None, outcomes: Mapping[str, StageOutcome], verdict: RunVerdict | None
-) -> None:
-    """Show stages, gates, verdict and report on the Prefect server, and on the run in MLflow if there is one."""
-    page = report_page(workspace, run_id) if run_id else ""
-    links = mlflow_links(workspace)
-    report_link = f"{links.address}/{page}" if links and page else None
-    publish_stage_table(list(outcomes.values()))
-    publish_gate_tables(workspace)
-    publish_report(workspace, report_link)
-    if verdict is not None:
-        publish_verdict(verdict, report_link)
-    if run_id:
-        log_final_artifacts(workspace, run_id)
-        if verdict is not None:
-            # Relative, for the address of the UI changes from one `rlhf up` to the next.
-            describe_run(workspace, run_id, verdict.headline, verdict_markdown(verdict, page))
 
 
 def _run_stages(graph: Mapping[str, StageNode], context: PipelineContext) -> dict[str, StageOutcome]:

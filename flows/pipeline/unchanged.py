@@ -12,6 +12,7 @@ from flows.dvc_repo.graph import StageNode, read_graph
 from flows.dvc_repo.status import dvc_status
 from flows.pipeline.events import EventWriter, RegistryUpdated, RunEnded, RunPlanned, StageEnded, VerdictReached
 from flows.pipeline.last_run import COMPLETED
+from flows.pipeline.release_page import with_release_page
 from flows.pipeline.verdict import RegistrationResult, RunVerdict, reach_verdict
 from flows.registry.evidence.gate_evidence import ALWAYS_CHANGED
 from flows.registry.mlflow_client import has_record
@@ -57,7 +58,8 @@ def find_unchanged(workspace: Path, *, promotes: bool) -> UnchangedWorld | None:
     """Say what a run would end with that computes, registers and decides nothing; None if there is something to do.
 
     Stages that always run (the fingerprints of code and source files) are run, for they tell whether others are up to
-    date. Where DVC or the registry do not answer, the run itself says so: that is None too.
+    date, and the page of the release is brought up to date. Where DVC or the registry do not answer, the run itself
+    says so: that is None too.
 
     Args:
         promotes: Whether the run would promote.
@@ -75,7 +77,7 @@ def find_unchanged(workspace: Path, *, promotes: bool) -> UnchangedWorld | None:
         return None
     now = time.time()
     outcomes = {name: StageOutcome.cached(name, now, now) for name in graph}
-    verdict = reach_verdict(workspace, outcomes, registration)
+    verdict, _ = with_release_page(workspace, reach_verdict(workspace, outcomes, registration), registration)
     message = f"nothing to do: every stage is up to date, {registration.registered}; {verdict.promotion}"
     return UnchangedWorld(outcomes, registration.registered, verdict, message)
 

@@ -20,6 +20,7 @@ REPORT_STAGE = "report"
 EVALUATION = Path("metrics") / "evaluation.json"
 KL_KEYS = ("kl", "kl_low95", "kl_high95")
 REPORT = "report.html"
+NOTHING = "nothing: "  # what the line on registration begins with where nothing was registered
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def reach_verdict(
         judges=judges,
         kl=KlEstimate(*(evaluation[key] for key in KL_KEYS)) if set(KL_KEYS) <= set(evaluation) else None,
         not_compared_because="" if judges else failure or "this pipeline has no evaluation",
-        registered=registration.registered or f"nothing: {failure or registration.error or 'the run was stopped'}",
+        registered=registration.registered or f"{NOTHING}{failure or registration.error or 'the run was stopped'}",
         promotion=_describe_promotion(registration),
         report=REPORT if reported is not None and reported.ok and (workspace / REPORT).is_file() else None,
         next_command=next_command,

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 PIPELINE_TAG, WORKSPACE_ID_TAG = "rlhf.pipeline", "rlhf.workspace_id"
-FINAL_FILES = ("report.html", PARAMS_FILE, "dvc.lock")
+REPORT_PAGE, RELEASE_PAGE = "report.html", "release.html"
+FINAL_FILES = (REPORT_PAGE, RELEASE_PAGE, PARAMS_FILE, "dvc.lock")
 FINAL_FOLDERS = ("metrics", "gates", "plots", "data/card")
 HEADLINE_FILE = Path("metrics") / "summary.json"
 # The UI otherwise guesses from the first runs whether an experiment trains models or traces agents.
@@ -166,9 +167,9 @@ def log_final_artifacts(workspace: Path, run_id: str) -> list[str]:
     return sent
 
 
-def report_page(workspace: Path, run_id: str) -> str:
-    """Return the page of the run's copy of the report, relative to the address of the MLflow UI."""
-    return run_page(experiment_id(connect(workspace), workspace), run_id, "report.html")
+def report_page(workspace: Path, run_id: str, name: str = REPORT_PAGE) -> str:
+    """Return the page of the run's copy of the report ``name``, relative to the address of the MLflow UI."""
+    return run_page(experiment_id(connect(workspace), workspace), run_id, name)
 
 
 def log_params(client: MlflowClient, run_id: str, workspace: Path) -> None:

@@ -20,7 +20,8 @@ DVC_FILE = "dvc.yaml"
 TRIALS = "workspaces"
 DVC_IGNORE = "# never part of a dependency or an output\n__pycache__\n*.pyc\n.rlhf\nwork\n"
 GIT_IGNORE = (
-    "/.rlhf/\n/work/\n/workspaces/\n/ablation/\n/mlflow.db\n/mlartifacts/\n/report.html\n/dvc_plots/\n__pycache__/\n"
+    "/.rlhf/\n/work/\n/workspaces/\n/ablation/\n/mlflow.db\n/mlartifacts/\n/report.html\n/release.html\n/dvc_plots/\n"
+    "__pycache__/\n"
 )
 
 

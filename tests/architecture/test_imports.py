@@ -75,6 +75,11 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.summary": {"evaluation.standing.Standing"},
     "flows.registry.transactions.decisions": {"evaluation.promotion.criteria.Criterion"},
     "flows.registry.governance.terms": {"evaluation.judges.final.judging_model"},
+    "flows.registry.release_page.decision": {"evaluation.report.release"},
+    "flows.registry.release_page.page": {
+        "evaluation.report.release.BEGIN",
+        "evaluation.report.render.with_release",
+    },
     "flows.registry.mlflow_client": {"tracking.delivery.deliver_waiting"},
     "flows.commands.status": {"tracking.journal.waiting_records"},
     "flows.registry.promotion.match": {

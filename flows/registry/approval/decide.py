@@ -128,4 +128,4 @@ def _planned(request: ApprovalRequest) -> PromotionDecision:
     """The decision that was requested, as far as the history holds it; the match is in the report of the request."""
     kept = {field.name for field in fields(PromotionDecision)} - {"report", "match", "question", "criteria"}
     values: dict[str, Any] = {name: value for name, value in request.decision.items() if name in kept}
-    return replace(PromotionDecision(**values), awaiting_approval=False, time=utc_now())
+    return replace(PromotionDecision(**values), awaiting_approval=False, who=actor(), time=utc_now())

@@ -10,6 +10,7 @@ from prefect import flow, get_run_logger, runtime
 
 from flows.registry.approval.suspended_runs import follow_request
 from flows.registry.promotion.promote import promote
+from flows.registry.release_page.page import try_release_page
 from flows.registry.transactions.decisions import as_report
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations import RegistryConfig
@@ -30,6 +31,8 @@ def promotion_flow(workspace: str, approval: bool = False) -> dict[str, Any]:
     folder = Path(workspace).resolve()
     decision = promote(folder, approval=approval)
     get_run_logger().info("version %s against %s: %s", decision.challenger, decision.champion, decision.describe())
+    if problem := try_release_page(folder):
+        get_run_logger().warning(problem)
     if approval or load_section(folder, "registry", RegistryConfig).approval:
         follow_request(folder, decision)
     return as_report(decision)

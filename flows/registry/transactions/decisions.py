@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from flows.registry.governance.identity import actor
 from rlhf_core.evaluation.promotion.criteria import Criterion
 from rlhf_core.files import read_json
 
@@ -34,7 +35,8 @@ class PromotionDecision:
     ``bar`` is the win rate that every judge's lower 95 % bound must exceed, ``question`` and ``match`` are what was
     played and how it went, ``criteria`` what was required of it, ``attempt`` the number of the match among those on the
     same prompts. ``unchanged`` marks a decision that says nothing new and leaves no report. ``awaiting_approval`` says
-    that everything required holds and a person has to approve it, ``approval`` who did or declined, and why.
+    that everything required holds and a person has to approve it, ``approval`` who did or declined, and why. ``who``
+    is the person or job that decided.
     """
 
     model: str
@@ -53,6 +55,7 @@ class PromotionDecision:
     approval: str = ""
     dry_run: bool = False
     action: str = "promote"
+    who: str = field(default_factory=actor)
     time: str = field(default_factory=utc_now)
     report: Path | None = None
 
@@ -90,6 +93,7 @@ class RollbackDecision:
     replaced: str
     reason: str
     action: str = "rollback"
+    who: str = field(default_factory=actor)
     time: str = field(default_factory=utc_now)
     report: Path | None = None
 

@@ -13,6 +13,7 @@ from markupsafe import Markup, escape
 
 from rlhf_core.data.language_tag import language_tag
 from rlhf_core.evaluation.format_number import format_number
+from rlhf_core.evaluation.report.release import BEGIN, END, ReleaseDecision
 
 PACKAGE = "rlhf_core.evaluation.report"
 
@@ -20,7 +21,20 @@ PACKAGE = "rlhf_core.evaluation.report"
 def render(context: Mapping[str, Any]) -> str:
     """Return the page for the context of :func:`~rlhf_core.evaluation.report.view.build_context`; text is escaped."""
     style = Markup(files(PACKAGE).joinpath("style.css").read_text(encoding="utf-8"))
-    return _environment().get_template("page.html.j2").render(**context, style=style)
+    markers = {"release_begin": Markup(BEGIN), "release_end": Markup(END)}
+    return _environment().get_template("page.html.j2").render(**context, **markers, style=style)
+
+
+def with_release(report: str, decision: ReleaseDecision) -> str | None:
+    """Return a copy of a report that says what was released; None where ``report`` has no place for it.
+
+    Everything else stays as it was rendered, so that the copy shows what the decision was made on.
+    """
+    before, begin, rest = report.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        return None
+    return before + _environment().get_template("release.html.j2").render(release=decision) + after
 
 
 def lang_attribute(text: str) -> Markup:
@@ -35,6 +49,11 @@ def breakable(text: str) -> Markup:
     return Markup(re.sub(r"([._])(?=[^\W\d])", r"\1<wbr>", str(escape(text))))
 
 
+def commands(text: str) -> Markup:
+    """Show what stands between backticks as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
 @cache
 def _environment() -> Environment:
     environment = Environment(
@@ -47,4 +66,5 @@ def _environment() -> Environment:
     environment.filters["number"] = format_number
     environment.filters["lang"] = lang_attribute
     environment.filters["breakable"] = breakable
+    environment.filters["commands"] = commands
     return environment

@@ -21,6 +21,8 @@ from rlhf_core.evaluation.report.charts import Series, interval_chart, line_char
 from rlhf_core.evaluation.report.conclusion import conclude
 from rlhf_core.evaluation.report.headline import CURVES, HEADLINE, headline_metrics
 from rlhf_core.evaluation.report.over_optimization import over_optimization_chart
+from rlhf_core.evaluation.report.release import ReleaseDecision, UnmetCondition
+from rlhf_core.evaluation.report.render import with_release
 from rlhf_core.evaluation.report.reply_pairs import mark_differences, spread_over_categories
 from rlhf_core.evaluation.report.view import flatten, format_number, sft_beside_policy
 from rlhf_core.gates import decide
@@ -101,6 +103,25 @@ def fill(root: Path, gate_mode: str = "enforce", reward_bound: float = 0.5) -> N
 def test_an_empty_workspace_gives_a_page_that_says_so(tmp_path: Path) -> None:
     page = render(tmp_path)
     assert "Not finished" in page and "No gate has been reached yet" in page and "PPO has not run" in page
+
+
+def test_the_page_of_the_release_differs_from_the_report_in_its_place_alone(tmp_path: Path) -> None:
+    fill(tmp_path)
+    page = render(tmp_path)
+    before, _, rest = page.partition("<!-- release -->")
+    kept, _, after = rest.partition("<!-- /release -->")
+    assert "The policy passed its gate" in kept and "Written before registration" in kept and "Next: " in kept
+    unmet = UnmetCondition("kl", "7.25", "≤ 6", ATTACK)
+    decision = ReleaseDecision(
+        "bad", "Not registered", "No version holds it.", "", (unmet,), "", "", "rlhf run", "", "now"
+    )
+    release = with_release(page, decision)
+    assert release is not None and release.startswith(before) and release.endswith(after)
+    assert kept not in release and ATTACK not in release and '<div class="release bad">' in release
+    assert with_release("a report of an earlier version", decision) is None
+    parser = Balanced()
+    parser.feed(release)
+    assert parser.open == []
 
 
 def test_a_finished_run(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import pytest
 from browser import Browser, find_chromium
 
 from rlhf_core.evaluation.replayed import ReplayOutcome, save_replay
+from rlhf_core.evaluation.report.release import ReleaseDecision, UnmetCondition
+from rlhf_core.evaluation.report.render import with_release
 
 from .test_report import ATTACK, fill, render, write
 
@@ -89,6 +91,21 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def release(page: Path) -> Path:
+    """The same report with what was released."""
+    unmet = tuple(UnmetCondition(f"policy.safety.{i}", LONG_WORD, "≤ 6", ATTACK) for i in range(9))
+    decision = ReleaseDecision(
+        "open", f"Not released: {LONG_WORD} version 2 was not promoted", f"Registered as {LONG_WORD} version 2.",
+        LONG_WORD, unmet, f"Decided by {LONG_WORD}, 2026-11-23 04:05 UTC", "The champion is version 1.",
+        "rlhf promote --dry-run --explain", "every criterion", "2026-11-23 04:06 UTC",
+    )  # fmt: skip
+    text = with_release(page.read_text(), decision)
+    assert text is not None and ATTACK not in text and "and 3 more" in text
+    write(page.parent / "release.html", text)
+    return page.parent / "release.html"
+
+
+@pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     assert CHROMIUM is not None
     opened = Browser(CHROMIUM, tmp_path_factory.mktemp("chromium"), width=DESKTOP, height=900)
@@ -102,8 +119,12 @@ def reported(events: list[dict[str, Any]], method: str) -> list[dict[str, Any]]:
     return [event["params"] for event in events if event["method"] == method]
 
 
+@pytest.mark.parametrize("which", ["page", "release"])
 @pytest.mark.parametrize(("width", "scheme"), [(PHONE, "dark"), (DESKTOP, "light")])
-def test_the_page_fits_loads_nothing_and_has_no_errors(page: Path, browser: Browser, width: int, scheme: str) -> None:
+def test_the_page_fits_loads_nothing_and_has_no_errors(
+    request: pytest.FixtureRequest, which: str, browser: Browser, width: int, scheme: str
+) -> None:
+    page: Path = request.getfixturevalue(which)
     browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
     browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
     browser.events.clear()
@@ -112,6 +133,9 @@ def test_the_page_fits_loads_nothing_and_has_no_errors(page: Path, browser: Brow
     assert browser.evaluate("innerWidth") == width
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     assert browser.evaluate(TOO_WIDE) == []
+    if which == "release":
+        top = browser.evaluate("document.querySelector('.release .headline').getBoundingClientRect().top")
+        assert 0 < top < 900, "what was released stands on the first screen"
     requests = [event["request"]["url"] for event in reported(browser.events, "Network.requestWillBeSent")]
     loaded = [url for url in requests if not url.startswith("data:") and url != "about:blank"]
     assert loaded == [page.as_uri()], "no request leaves the file"

@@ -82,12 +82,12 @@ def test_the_verdict_names_judges_intervals_kl_and_the_next_command(published: d
 
 
 def test_the_report_is_a_link_only_where_a_server_shows_it(tmp_path: Path, published: dict[str, Any]) -> None:
-    publish_report(tmp_path, None)
+    publish_report(tmp_path / "report.html", None)
     assert not published
     (tmp_path / "report.html").touch()
-    publish_report(tmp_path, None)
+    publish_report(tmp_path / "report.html", None)
     assert published["report"] == f"The report is the file `{tmp_path / 'report.html'}`."
-    publish_report(tmp_path, "http://h/x")
+    publish_report(tmp_path / "report.html", "http://h/x")
     assert published["report"] == "http://h/x"
 
 

@@ -1,0 +1,302 @@
+"""What became of the policy of a workspace, by its gates, the registry and the history of decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.registry.approval.request import DECLINE, latest_request
+from flows.registry.evidence.gate_evidence import REPORT_MODE
+from flows.registry.governance.history import checked_history, history_ledger
+from flows.registry.governance.terms import GATES, refusal, terms_of, terms_of_model
+from flows.registry.mlflow_client import connect, has_record
+from flows.registry.promotion.obstacles import promotion_obstacle
+from flows.registry.transactions.aliases import CHAMPION, aliases_of, get_version, registered_model
+from flows.registry.transactions.champion_transaction import DECLINED_TAG
+from flows.registry.transactions.decisions import read_decisions, utc_now
+from flows.registry.versions.registered_here import RegisteredHere, read_registered
+from flows.stage.gate_conditions import SIGNS, condition_rows
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.errors import RlhfError
+from rlhf_core.evaluation.report.release import ReleaseDecision, UnmetCondition
+from rlhf_core.files import read_json
+
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion, RegisteredModel
+
+POLICY_FOLDER = "models/policy"
+GOOD, BAD, OPEN = "good", "bad", "open"
+CHANGE = ("rlhf run", "after a change of data or params.yaml; what is up to date is not repeated")
+EXPLAIN = ("rlhf promote --dry-run --explain", "every criterion with its value and margin")
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunNotes:
+    """What the run that wrote the report said of its last steps; a registry does not know all of it.
+
+    Attributes:
+        nothing_because: Why nothing was registered; empty if something was.
+        registered: What was registered and what was refused, in one line.
+        promotion: Whether the policy was promoted and why, in one line.
+    """
+
+    nothing_because: str = ""
+    registered: str = ""
+    promotion: str = ""
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """How a registered version stands; ``decided`` is who did what and when."""
+
+    state: str
+    headline: str
+    reason: str
+    decided: str
+    next_step: tuple[str, str]
+    conditions: tuple[UnmetCondition, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Registered:
+    """The version that holds the policy of the workspace, and what the registry knows of it."""
+
+    here: RegisteredHere
+    model: RegisteredModel
+    version: ModelVersion
+    entries: Sequence[str]
+    records: Sequence[Record]
+
+    @property
+    def label(self) -> str:
+        """Such as ``rlhf-policy version 3``."""
+        return f"{self.here.model} version {self.here.version}"
+
+    @property
+    def champion(self) -> str | None:
+        """The version that is champion now."""
+        return aliases_of(self.model).get(CHAMPION)
+
+
+def read_release_decision(workspace: Path, notes: RunNotes) -> ReleaseDecision:
+    """Say what became of the policy of ``workspace``; nothing is changed.
+
+    Args:
+        notes: What the run that wrote the report said.
+
+    Raises:
+        RlhfError: The registry does not answer, or the history was changed.
+    """
+    here = version_of_policy(workspace, notes)
+    if here is None:
+        return _not_registered(workspace, refused_by(workspace), notes)
+    client = connect(workspace)
+    version = get_version(client, here.model, here.version)
+    model = registered_model(client, here.model)
+    assert model is not None, "a version belongs to a registered model"
+    entries = history_ledger(client, here.model, model).entries()
+    registered = _Registered(here, model, version, entries, checked_history(here.model, entries))
+    standing = _standing(workspace, registered, notes)
+    gates = f"; no gate vouches for it: {here.ungated}" if here.ungated else "; it passed its gates"
+    is_champion = registered.champion == here.version
+    command, hint = standing.next_step
+    return ReleaseDecision(
+        state=standing.state,
+        headline=standing.headline,
+        registered=f"Registered as {registered.label}{gates}.",
+        reason=standing.reason,
+        conditions=standing.conditions,
+        decided=standing.decided,
+        champion="" if is_champion else _champion_sentence(here.model, registered.champion),
+        next_command=command,
+        next_hint=hint,
+        as_of=_minute(utc_now()),
+    )
+
+
+def version_of_policy(workspace: Path, notes: RunNotes) -> RegisteredHere | None:
+    """The version that was made of the policy that the report is about; None if there is none."""
+    if notes.nothing_because or refused_by(workspace):
+        return None
+    return read_registered(workspace, POLICY_FOLDER)
+
+
+def refused_by(workspace: Path) -> str:
+    """The first gate that is enforced and did not pass; empty if there is none."""
+    for gate in GATES:
+        path = workspace / "gates" / f"{gate}.json"
+        report = read_json(path) if path.is_file() else {"passed": True}
+        if report.get("passed") is not True and report.get("mode") != REPORT_MODE:
+            return gate
+    return ""
+
+
+def unmet_conditions(workspace: Path, gates: Sequence[str] = GATES) -> tuple[UnmetCondition, ...]:
+    """The conditions that do not hold in ``gates/NAME.json``, gate by gate."""
+    paths = [workspace / "gates" / f"{gate}.json" for gate in gates]
+    return tuple(
+        UnmetCondition(row.metric, row.value, row.bound, row.why)
+        for path in paths
+        if path.is_file()
+        for row in condition_rows(read_json(path))
+        if not row.passed
+    )
+
+
+def _not_registered(workspace: Path, gate: str, notes: RunNotes) -> ReleaseDecision:
+    because = notes.nothing_because
+    # A run that ended elsewhere leaves the file of a gate that an earlier run failed by.
+    by_gate = bool(gate) and (not because or because.startswith(f"gate-{gate} "))
+    headline = f"Not registered: the {gate} gate refuses it" if by_gate else "Not registered"
+    command, hint = CHANGE
+    if by_gate:
+        hint = f"{hint}; `rlhf gate {gate} --explain` has every condition"
+    return ReleaseDecision(
+        state=BAD,
+        headline=headline,
+        registered="No version holds this policy.",
+        reason="" if by_gate else because or notes.registered or "No run has registered it yet.",
+        conditions=unmet_conditions(workspace, (gate,)) if by_gate else (),
+        decided="Decided by the gate's conditions in params.yaml" if by_gate else "",
+        champion=_present_champion(workspace),
+        next_command=command,
+        next_hint=hint,
+        as_of=_minute(utc_now()),
+    )
+
+
+def _standing(workspace: Path, registered: _Registered, notes: RunNotes) -> _Standing:
+    """What was decided on the version, the newest decision first."""
+    moves = [record for record in registered.records if _new_champion(record, registered.here.model) is not None]
+    made = [i for i, move in enumerate(moves) if _new_champion(move, registered.here.model) == registered.here.version]
+    if registered.champion == registered.here.version:
+        return _champion(registered, moves[made[-1]] if made else None)
+    if made and made[-1] + 1 < len(moves):
+        return _former_champion(registered, moves[made[-1] + 1])
+    request = latest_request(registered.here.model, registered.entries)
+    if request is not None and request.is_open and request.challenger == registered.here.version:
+        return _Standing(
+            OPEN,
+            f"Not released yet: {registered.label} waits for approval",
+            f"It passed what a promotion requires: {request.decision['reason']}",
+            f"Requested by {request.asked_by}, {_minute(request.asked_at)}",
+            (f"rlhf approve --version {request.challenger}", "or `rlhf decline --reason TEXT`"),
+        )
+    if DECLINED_TAG in registered.version.tags:
+        return _declined(registered)
+    return _not_promoted(workspace, registered, notes)
+
+
+def _champion(registered: _Registered, record: Record | None) -> _Standing:
+    reason = "" if record is None else str(record["reason"])
+    forced = reason.startswith("forced:") or bool(registered.here.ungated)
+    again = record is not None and record["action"] == "rollback"
+    verb = "Champion again" if again else "Promoted"
+    return _Standing(
+        OPEN if forced else GOOD,
+        f"Released{' by force' if forced else ''}: {registered.label} is the champion{' again' if again else ''}",
+        f"{verb}: {reason}" if reason else f"@{CHAMPION} was moved by something else than rlhf.",
+        _decided_by(record),
+        ("rlhf chat", "talk to the champion; `rlhf rollback --reason TEXT` takes it back"),
+    )
+
+
+def _former_champion(registered: _Registered, record: Record) -> _Standing:
+    since = _new_champion(record, registered.here.model)
+    if record["action"] == "rollback":
+        headline = f"Taken back: {registered.label} was rolled back to version {since}"
+        return _Standing(BAD, headline, f"Rolled back: {record['reason']}", _decided_by(record), CHANGE)
+    headline = f"No longer released: version {since} has replaced {registered.label}"
+    talk = ("rlhf chat", "talk to the champion")
+    return _Standing(OPEN, headline, f"Replaced: {record['reason']}", _decided_by(record), talk)
+
+
+def _declined(registered: _Registered) -> _Standing:
+    number = registered.here.version
+    records = [r for r in registered.records if r["action"] == DECLINE and str(r["decided_on"]) == number]
+    reason = str(registered.version.tags[DECLINED_TAG])
+    decided = _decided_by(records[-1] if records else None)
+    return _Standing(BAD, f"Not released: {registered.label} was declined", reason, decided, CHANGE)
+
+
+def _not_promoted(workspace: Path, registered: _Registered, notes: RunNotes) -> _Standing:
+    """An obstacle by what is recorded of the version, else the last match, else that nobody has decided."""
+    headline = f"Not released: {registered.label} was not promoted"
+    terms = terms_of_model(registered.here.model, registered.model)
+    if obstacle := promotion_obstacle(registered.version, terms):
+        unmet = unmet_conditions(workspace) if registered.here.ungated else ()
+        explain = ("rlhf gate policy --explain", "every condition; `rlhf promote --force --reason TEXT` overrides")
+        return _Standing(OPEN, headline, f"{obstacle[0].upper()}{obstacle[1:]}.", "", explain, unmet)
+    for decision in reversed(read_decisions(workspace)):
+        if decision.get("challenger") == registered.here.version and decision.get("model") == registered.here.model:
+            return _refused(registered, headline, decision)
+    if "decision.reason" in registered.version.tags:  # decided in another workspace
+        return _Standing(OPEN, headline, registered.version.tags["decision.reason"], "", EXPLAIN)
+    config = load_section(workspace, "registry", RegistryConfig)
+    if not_allowed := refusal(registered.here.model, terms, terms_of(workspace, config), forced=False):
+        return _Standing(OPEN, headline, not_allowed, "", ("rlhf terms", "what a promotion requires, and who set it"))
+    headline = f"Not released: nobody has decided on {registered.label}"
+    return _Standing(OPEN, headline, notes.promotion, "", ("rlhf promote", "decide on it"))
+
+
+def _refused(registered: _Registered, headline: str, decision: Record) -> _Standing:
+    """By the last decision of this workspace: criteria that do not hold, or a request that no longer stands."""
+    request = latest_request(registered.here.model, registered.entries)
+    if decision.get("awaiting_approval") and request is not None:
+        again = ("rlhf promote", "judges it again")
+        return _Standing(OPEN, headline, f"{request.closed_because()}.", _decided_by(request.followed_by), again)
+    unmet = tuple(
+        UnmetCondition(criterion["name"], criterion["measured"], _with_signs(criterion["required"]))
+        for criterion in decision.get("criteria") or ()
+        if not criterion["passed"]
+    )
+    against = f" in place of version {decision['champion']}" if decision.get("champion") else ""
+    return _Standing(
+        OPEN,
+        f"{headline}{against}",
+        "" if unmet else f"Not promoted: {decision['reason']}",
+        _decided_by(decision),
+        EXPLAIN,
+        unmet,
+    )
+
+
+def _with_signs(bound: str) -> str:
+    """``<= 0.025`` as the conditions of gates are written."""
+    sign, _, rest = bound.partition(" ")
+    return f"{SIGNS[sign]} {rest}" if sign in SIGNS else bound
+
+
+def _new_champion(record: Record, model: str) -> str | None:
+    """The version that a record of the history made champion of ``model``, None if it made none."""
+    moved = [m["version"] for m in record["moves"] if m["model"] == model and m["alias"] == CHAMPION]
+    return None if not moved or moved[-1] is None else str(moved[-1])
+
+
+def _present_champion(workspace: Path) -> str:
+    """The sentence on the champion; empty where the registry does not answer, which may be why nothing is in it."""
+    if not has_record(workspace):
+        return ""
+    name = load_section(workspace, "registry", RegistryConfig).policy
+    try:
+        return _champion_sentence(name, aliases_of(registered_model(connect(workspace), name)).get(CHAMPION))
+    except RlhfError:
+        return ""
+
+
+def _champion_sentence(model: str, number: str | None) -> str:
+    return f"The champion of {model} is version {number}." if number else f"{model} has no champion."
+
+
+def _decided_by(record: Record | None) -> str:
+    if record is None:
+        return ""
+    return f"Decided by {record.get('who') or 'unknown'}, {_minute(str(record['time']))}"
+
+
+def _minute(moment: str) -> str:
+    return f"{moment[:16].replace('T', ' ')} UTC"

@@ -1,0 +1,205 @@
+"""The page of the release says as of when a version was registered, promoted, refused or taken back, and by whom."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.registry.approval.decide import approve, decline
+from flows.registry.promotion.promote import promote, rollback
+from flows.registry.release_page.decision import RunNotes, read_release_decision
+from flows.registry.release_page.page import current_page, try_release_page, write_release_page
+from flows.registry.versions.registered_here import RegisteredHere, write_registered
+from rlhf_core.evaluation.report.release import BEGIN, END, ReleaseDecision, UnmetCondition
+from rlhf_core.files import sha256_file
+
+from .conftest import MODEL, PARAMS, Registry, ScriptedMatch
+
+APPROVAL = PARAMS + "registry: {approval: true}\n"
+REPORT = f"<main><p>better</p>{BEGIN}<p>may be registered</p>{END}<p>curves</p></main>"
+KL = {"metric": "kl", "value": 7.25, "bound": "<= 6", "limit": 6.0, "why": "too far"}
+
+
+@pytest.fixture(autouse=True)
+def person(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_ACTOR", "ann (release 17)")
+
+
+def write_gate(workspace: Path, passed: bool, mode: str = "enforce") -> None:
+    (workspace / "gates").mkdir(exist_ok=True)
+    gate = {"passed": passed, "mode": mode, "conditions": [KL | {"passed": passed}]}
+    (workspace / "gates/policy.json").write_text(json.dumps(gate))
+
+
+def hold(workspace: Path, version: str | None, ungated: str = "") -> Path:
+    """Let a workspace be as the run leaves it that has made ``version`` and written its report."""
+    (workspace / "report.html").write_text(REPORT)
+    (workspace / "dvc.lock").write_text("stages: {ppo: {cmd: ppo, outs: [{path: models/policy, md5: p}]}}\n")
+    write_gate(workspace, not ungated, "report" if ungated else "enforce")
+    made = {} if version is None else {"models/policy": RegisteredHere(MODEL, version, ungated)}
+    write_registered(workspace, made)
+    return workspace
+
+
+def decided(workspace: Path, **notes: str) -> ReleaseDecision:
+    return read_release_decision(workspace, RunNotes(**notes))
+
+
+def on_page(workspace: Path) -> str:
+    """The text of the page's first lines, which takes the place that the report keeps."""
+    assert write_release_page(workspace) == workspace / "release.html"
+    page = (workspace / "release.html").read_text()
+    assert page.startswith("<main><p>better</p>") and page.endswith("<p>curves</p></main>")
+    assert "may be registered" not in page and (workspace / "report.html").read_text() == REPORT
+    return " ".join(page.replace("<wbr>", "").split())
+
+
+def test_an_enforced_gate_refuses_registration(registry: Registry, contest: Path) -> None:
+    hold(contest, "2")  # what was registered of an earlier policy says nothing of the refused one
+    write_gate(contest, passed=False)
+    decision = decided(contest, nothing_because="gate-policy failed: kl is 7.25, bound <= 6")
+    assert (decision.state, decision.headline) == ("bad", "Not registered: the policy gate refuses it")
+    assert decision.conditions == (UnmetCondition("kl", "7.25", "≤ 6", "too far"),) and not decision.reason
+    assert decision.champion == f"The champion of {MODEL} is version 1."
+    assert "rlhf gate policy --explain" in decision.next_hint
+    assert "<code>kl</code>: 7.25, required ≤ 6" in on_page(contest)
+
+
+def test_a_run_that_failed_elsewhere_registers_nothing(registry: Registry, contest: Path) -> None:
+    hold(contest, "2")
+    decision = decided(contest, nothing_because="ppo failed: out of memory")
+    assert (decision.headline, decision.reason) == ("Not registered", "ppo failed: out of memory")
+    assert not decision.conditions and not decision.decided
+
+
+def test_a_failed_gate_in_report_mode_registers_no_challenger(registry: Registry, contest: Path) -> None:
+    because = "the policy gate did not pass (mode: report): kl"
+    number = registry.add_version(gates={}, ungated=because)
+    registry.client.set_model_version_tag(MODEL, number, "gates", "ungated")
+    decision = decided(hold(contest, number, because))
+    assert decision.state == "open" and decision.headline == f"Not released: {MODEL} version 3 was not promoted"
+    assert decision.registered == f"Registered as {MODEL} version 3; no gate vouches for it: {because}."
+    assert decision.conditions == (UnmetCondition("kl", "7.25", "≤ 6", "too far"),)
+
+
+def test_a_challenger_that_was_not_shown_better(registry: Registry, contest: Path) -> None:
+    hold(contest, "2")
+    assert not promote(contest, play=ScriptedMatch(0.45, length=0.3)).promoted
+    decision = decided(contest)
+    assert decision.headline == f"Not released: {MODEL} version 2 was not promoted in place of version 1"
+    assert decision.registered == f"Registered as {MODEL} version 2; it passed its gates."
+    unmet = {condition.name: (condition.measured, condition.required) for condition in decision.conditions}
+    assert unmet["judge win rate"] == ("at least 0.450", "> 0.5")
+    assert unmet["length"][1] == "worse by less than 0.25"
+    assert decision.decided.startswith("Decided by ann (release 17), 20") and decision.decided.endswith(" UTC")
+    page = on_page(contest)
+    assert "Not released" in page and "at least 0.450, required &gt; 0.5" in page and "ann (release 17)" in page
+    assert "rlhf promote --dry-run --explain" in page and "release.html" not in page
+
+
+def test_a_challenger_that_nobody_has_decided_on(registry: Registry, contest: Path) -> None:
+    decision = decided(hold(contest, "2"), registered="v2", promotion="not promoted: registry.auto_promote is off")
+    assert decision.headline == f"Not released: nobody has decided on {MODEL} version 2"
+    assert (decision.reason, decision.next_command) == ("not promoted: registry.auto_promote is off", "rlhf promote")
+
+
+def test_promoted_then_taken_back(registry: Registry, contest: Path) -> None:
+    hold(contest, "2")
+    assert promote(contest, play=ScriptedMatch()).promoted
+    decision = decided(contest)
+    assert (decision.state, decision.headline) == ("good", f"Released: {MODEL} version 2 is the champion")
+    assert decision.reason.startswith("Promoted: above 0.5 with 95 % confidence by every judge: judge win rate 0.700")
+    assert decision.champion == "" and decision.decided.startswith("Decided by ann (release 17), ")
+    rollback(contest, "rude in production")
+    decision = decided(contest)
+    assert decision.headline == f"Taken back: {MODEL} version 2 was rolled back to version 1"
+    assert (decision.state, decision.reason) == ("bad", "Rolled back: rude in production")
+    assert decision.champion == f"The champion of {MODEL} is version 1."
+    first = decided(hold(contest, "1"))
+    assert first.headline == f"Released: {MODEL} version 1 is the champion again"
+
+
+def test_replaced_by_a_later_version(registry: Registry, contest: Path) -> None:
+    hold(contest, "1")
+    assert promote(contest, play=ScriptedMatch()).promoted
+    assert decided(contest).headline == f"No longer released: version 2 has replaced {MODEL} version 1"
+
+
+def test_forced_promotions_say_so(registry: Registry, contest: Path) -> None:
+    hold(contest, "2")
+    assert promote(contest, force_reason="the champion leaks", play=ScriptedMatch(0.4)).promoted
+    decision = decided(contest)
+    assert (decision.state, decision.headline) == ("open", f"Released by force: {MODEL} version 2 is the champion")
+    assert decision.reason.startswith("Promoted: forced: the champion leaks (otherwise: ")
+
+
+def test_waiting_approved_and_declined(registry: Registry, contest: Path) -> None:
+    hold(contest, "2")
+    (contest / "params.yaml").write_text(APPROVAL)
+    assert promote(contest, play=ScriptedMatch()).awaiting_approval
+    decision = decided(contest)
+    assert decision.headline == f"Not released yet: {MODEL} version 2 waits for approval"
+    assert decision.next_command == "rlhf approve --version 2"
+    assert decision.decided.startswith("Requested by ann (release 17), ")
+    decline(contest, "refuses too much")
+    decision = decided(contest)
+    assert (decision.state, decision.headline) == ("bad", f"Not released: {MODEL} version 2 was declined")
+    assert decision.reason == "declined by ann (release 17): refuses too much"
+    registry.add_version()
+    hold(contest, "3")
+    assert promote(contest, play=ScriptedMatch()).awaiting_approval
+    approve(contest, "read 50 replies")
+    assert "approved by ann (release 17): read 50 replies" in decided(contest).reason
+
+
+def test_a_request_that_no_longer_stands(registry: Registry, contest: Path) -> None:
+    hold(contest, "2")
+    (contest / "params.yaml").write_text(APPROVAL)
+    assert promote(contest, play=ScriptedMatch()).awaiting_approval
+    registry.add_version()
+    assert promote(contest, play=ScriptedMatch()).awaiting_approval, "version 3 waits now"
+    approve(contest)
+    decision = decided(contest)
+    assert decision.headline == f"Not released: {MODEL} version 2 was not promoted"
+
+
+def test_the_page_keeps_what_the_run_said_until_another_report(registry: Registry, contest: Path) -> None:
+    hold(contest, "2")
+    write_release_page(contest, RunNotes(nothing_because="ppo failed: <b>out</b> of memory"))
+    assert "ppo failed: &lt;b&gt;out&lt;/b&gt; of memory" in on_page(contest), "and texts are escaped"
+    record: dict[str, Any] = json.loads((contest / ".rlhf/release.json").read_text())
+    assert record["report_sha256"] == sha256_file(contest / "report.html")
+    assert current_page(contest) == contest / "release.html"
+    (contest / "report.html").write_text(REPORT.replace("better", "worse"))
+    assert current_page(contest) is None
+    write_release_page(contest)
+    assert "nobody has decided" in (contest / "release.html").read_text()
+
+
+def test_the_page_is_attached_to_the_run_of_its_version(registry: Registry, contest: Path) -> None:
+    write_release_page(hold(contest, "2"))
+    run = registry.client.get_model_version(MODEL, "2").run_id
+    assert [file.path for file in registry.client.list_artifacts(run)] == ["release.html"]
+
+
+def test_a_report_without_a_place_for_it_has_no_page(registry: Registry, contest: Path) -> None:
+    assert write_release_page(contest) is None
+    write_release_page(hold(contest, "2"))
+    (contest / "report.html").write_text("of another version")
+    assert write_release_page(contest) is None and not (contest / "release.html").exists()
+
+
+def test_a_registry_that_is_away_leaves_the_page_and_is_named(
+    registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_release_page(hold(contest, "2"))
+    before = (contest / "release.html").read_text()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    problem = try_release_page(contest)
+    assert problem.startswith("release.html was not brought up to date: MLflow at http://127.0.0.1:9 does not answer")
+    assert (contest / "release.html").read_text() == before
+    assert not try_release_page(contest, RunNotes(nothing_because="MLflow does not answer")), "and then it says that"
+    assert "MLflow does not answer" in (contest / "release.html").read_text()
