@@ -20,7 +20,7 @@ from rlhf_core.memory.tensor_memory import MemoryUse
 from rlhf_core.models.lazy_logits import LOGITS_BYTES
 from rlhf_core.models.nf4 import BLOCK
 from rlhf_core.models.precision import weights_precision
-from rlhf_core.training.engine.zero_config import zero_config
+from rlhf_core.training.engine.zero_config import BUCKET_ELEMENTS, zero_config
 
 GIB = 1 << 30
 # The CUDA context with its libraries' work space, and the share that the allocator loses to fragments.
@@ -29,8 +29,7 @@ FRAGMENTS = 0.05
 FLOAT32 = 4
 # AdamW under ZeRO keeps a float32 copy of each weight and two float32 moments (section 3.1).
 MASTER_AND_MOMENTS = 3 * FLOAT32
-# DeepSpeed's own defaults, in elements: ``reduce_bucket_size`` and ``stage3_max_live_parameters``.
-BUCKET_ELEMENTS = 500_000_000
+# DeepSpeed's own default of ``stage3_max_live_parameters``.
 MAX_LIVE_PARAMETERS = 1_000_000_000
 # bitsandbytes: a float32 scale for 256 scales of 8 bits; per matrix the values of both codes and an offset.
 OUTER_BLOCK = 256
@@ -62,6 +61,7 @@ class ParallelLayout:
     gradient_checkpointing: bool = False
     frozen: Literal["device", "offload", "sharded"] = "device"
     bucket_elements: int = BUCKET_ELEMENTS
+    overlap_comm: bool = True
     logits_bytes: int = LOGITS_BYTES
 
     @property
@@ -108,6 +108,7 @@ def parallel_layout(params: Params, stage: str, root: Path) -> ParallelLayout:
         gradient_checkpointing=launch.gradient_checkpointing,
         frozen=launch.frozen,
         bucket_elements=int(zero.get("reduce_bucket_size", BUCKET_ELEMENTS)),
+        overlap_comm=bool(zero.get("overlap_comm", True)),
         logits_bytes=launch.logits_bytes,
     )
 
@@ -172,7 +173,7 @@ def trained_footprint(
         part = layout.share(size.trainable)
         gradients = (part if layout.zero >= 2 else size.trainable) * FLOAT32
         optimizer, at_step = part * MASTER_AND_MOMENTS, part * FLOAT32
-        buffers = min(size.trainable, layout.bucket_elements) * element
+        buffers = bucket_memory(size, layout)
         if layout.offload_optimizer:
             host, optimizer, at_step = optimizer + at_step, 0, 0
             gradients = 0 if layout.zero >= 2 else gradients
@@ -194,6 +195,16 @@ def trained_footprint(
         sampling=sampling,
         running=running,
     )
+
+
+def bucket_memory(size: ModelSize, layout: ParallelLayout) -> int:
+    """Bytes of DeepSpeed's buckets of gradients.
+
+    ZeRO-1's is filled from float32 sums. ZeRO-2 fills a second one while the first is reduced, if the two overlap.
+    """
+    element = FLOAT32 if layout.zero == 1 else layout.element
+    buckets = 2 if layout.zero == 2 and layout.overlap_comm else 1
+    return buckets * min(size.trainable, layout.bucket_elements) * element
 
 
 def frozen_footprint(parameters: int, layout: ParallelLayout, whole: int | None = None) -> ModelFootprint:

@@ -107,7 +107,11 @@ class DeepSpeedEngine(StepCount):
         self.model, self.name = model, name
         dtype = next(model.parameters()).dtype
         settings = zero_config(launch, dtype, config.max_grad_norm, folder)
-        self.stage = int(settings["zero_optimization"]["stage"])
+        zero = settings["zero_optimization"]
+        self.stage = int(zero["stage"])
+        # DeepSpeed allocates whole buckets, however small the model is.
+        trained = sum(parameter.numel() for parameter in trained_parameters(model).values())
+        zero["reduce_bucket_size"] = min(int(zero["reduce_bucket_size"]), max(trained, 1))
         self.skeleton = Skeleton(model)
         optimizer = build(model, config)
         self.ds, *_ = package.initialize(model=Root(model), optimizer=optimizer, config=settings)

@@ -57,7 +57,7 @@ class LocalEngine(StepCount):
         self.parameters = [self.masters.of(p) for p in model.parameters() if p.requires_grad]
         self.losses: list[Tensor] = []  # of the passes since the last step
         self.skip_reason: str | None = None
-        self.grads_reduced = False
+        self.nonfinite: Tensor | None = None  # count over ranks of losses that are not finite; None before reduction
 
     def forward(self, compute: Callable[[], Result]) -> Result:
         """Run ``compute`` and return its result."""
@@ -71,16 +71,16 @@ class LocalEngine(StepCount):
 
     def grad_norm(self) -> float:
         """Global gradient norm (L2 over all parameters); NaN when a loss of this step was not finite on any rank."""
-        # The device is waited for here, once a step, and not at every pass.
-        losses = torch.stack(self.losses).tolist() if self.losses else []
-        self.skip_reason = next((f"loss {loss}" for loss in losses if not math.isfinite(loss)), None)
-        if distributed.any_rank(self.skip_reason is not None):
-            return math.nan
         gradients = self._gradients()
-        if not self.grads_reduced:
-            distributed.all_reduce_sums(gradients)
-            self.grads_reduced = True
-        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        losses = torch.stack([loss.double() for loss in self.losses] or [torch.zeros((), dtype=torch.float64)])
+        if self.nonfinite is None:
+            self.nonfinite = (~losses.isfinite()).sum(dtype=torch.float32)
+            distributed.all_reduce_sums([*gradients, self.nonfinite])
+        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(self.nonfinite)
+        # The host waits for the device here, once a step.
+        nonfinite, value, *own = torch.stack([self.nonfinite.double(), norm.double(), *losses]).tolist()
+        self.skip_reason = next((f"loss {loss}" for loss in own if not math.isfinite(loss)), None)
+        return math.nan if nonfinite else float(value)
 
     def apply(self, grad_norm: float, scale: float) -> StepResult:
         """Step with gradients times ``scale``, or skip it when ``grad_norm`` is not finite; gradients are cleared.
@@ -101,7 +101,7 @@ class LocalEngine(StepCount):
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        self.losses, self.skip_reason, self.grads_reduced = [], None, False
+        self.losses, self.skip_reason, self.nonfinite = [], None, None
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from counted_calls import counted_reads, counted_reductions
 from ranks import run_ranks
 from saved_states import restore, saved, whole_state
 from torch import Tensor, nn
@@ -54,12 +55,34 @@ def everything(folder: Path, stored: Path) -> None:
                 engines, figures = cases.train(case, make, lr, steps, stored)
                 cases.write_result(folder, f"{case}-{kind}-{stage}", cases.changes(engines, before), figures)
         with_adapters(folder, str(stage), make)
+        if stage < 3:
+            with_counted_reductions(folder, stage, make)
     for kind in KINDS:
         with_adam(folder, kind, deepspeed_maker(kind, stored.parent, build_adamw), stored.parent)
         with_going_back(deepspeed_maker(kind, stored.parent, build_adamw))
     with_checkpointing(folder, deepspeed_maker("3", stored.parent, cases.sgd))
     with_bfloat16(deepspeed_maker("2", stored.parent, build_adamw))
     with_frozen(folder)
+
+
+def with_counted_reductions(folder: Path, stage: int, make: cases.MakeEngine) -> None:
+    """Steps of one and of three passes: how often passes and step reduce all gradients, and what passes wait for."""
+    model = make_tiny().policy
+    trained = sum(parameter.numel() for parameter in model.parameters())
+    engine = make(model, cases.optimizer(0.1), "policy")
+    figures: dict[str, float] = {}
+    for passes in (1, 3):
+        with counted_reductions() as reduced, counted_reads() as read:
+            for index in range(passes):
+                batch = torch.tensor(cases.tokens(index, 12)).view(2, 6)
+                loss = engine.forward(lambda batch=batch: engine.model(input_ids=batch).logits.square().mean())
+                engine.backward(loss)
+        figures |= {f"backward{passes}": sum(reduced.sizes) / trained, f"reads{passes}": len(read.names)}
+        with counted_reductions() as reduced:
+            engine.step()
+        # Its norm and its check for overflow are numbers of their own.
+        figures[f"step{passes}"] = sum(size for size in reduced.sizes if size > 1) / trained
+    cases.write_result(folder, f"reductions-{stage}", {}, figures)
 
 
 def with_checkpointing(folder: Path, make: cases.MakeEngine) -> None:
@@ -214,6 +237,18 @@ def test_zero_agrees_with_plain_torch(case: str, stage: int, size: int, found: d
         assert {name: others[name] for name in compared} == pytest.approx(compared, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_are_reduced_once_a_step_below_zero_2(stage: int, found: dict[int, Path]) -> None:
+    _, figures = cases.read_result(found[2], f"reductions-{stage}")
+    assert figures["reads1"] == figures["reads3"] == 0  # no pass waits for the device
+    if stage < 2:
+        assert (figures["backward1"], figures["backward3"]) == (0, 0)
+        assert figures["step1"] == figures["step3"] == pytest.approx(1, rel=0.01)
+    else:
+        assert figures["backward3"] == 3 * figures["backward1"] == pytest.approx(3, rel=0.01)
+        assert (figures["step1"], figures["step3"]) == (0, 0)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_are_the_same_whatever_wrote_them(kind: str, size: int, found: dict[int, Path]) -> None:
@@ -274,9 +309,12 @@ def test_nothing_is_compiled_for_a_cpu(found: dict[int, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero2-offload", "zero3", "zero3-offload"])
-def test_the_files_in_infra_leave_to_the_engine_what_is_its_own(name: str) -> None:
+def test_the_files_in_infra_hold_the_defaults_and_nothing_of_the_engine_s_own(name: str) -> None:
     launch = LaunchConfig(engine="deepspeed", deepspeed=f"infra/deepspeed/{name}.json")
     config = zero_config(launch, torch.bfloat16, 1.0, ROOT)
+    defaults = zero_config(LaunchConfig(engine="deepspeed", zero=int(name[4])), torch.bfloat16, 1.0, ROOT)
+    assert defaults["zero_optimization"].items() <= config["zero_optimization"].items()
+    assert config["zero_optimization"]["overlap_comm"]
     assert config["zero_optimization"]["stage"] == int(name[4])
     assert config["gradient_clipping"] == 1.0 and config["bf16"]["enabled"]
     assert ("offload_optimizer" in config["zero_optimization"]) == name.endswith("offload")
@@ -285,6 +323,12 @@ def test_the_files_in_infra_leave_to_the_engine_what_is_its_own(name: str) -> No
 def test_a_file_that_sets_batch_sizes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(json.dumps({"train_batch_size": 8, "fp16": {"enabled": True}}))
     with pytest.raises(ConfigError, match=r"train_batch_size, fp16.*leave them out"):
+        zero_config(LaunchConfig(engine="deepspeed", deepspeed="mine.json"), torch.float32, None, tmp_path)
+
+
+def test_a_file_that_overlaps_where_nothing_can_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps({"zero_optimization": {"stage": 1, "overlap_comm": True}}))
+    with pytest.raises(ConfigError, match=r"mine.json sets overlap_comm with ZeRO stage 1.*leave it out"):
         zero_config(LaunchConfig(engine="deepspeed", deepspeed="mine.json"), torch.float32, None, tmp_path)
 
 

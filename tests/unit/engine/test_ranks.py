@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from counted_calls import counted_reads, counted_reductions
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
@@ -37,6 +38,26 @@ def everything(folder: Path, stored: Path) -> None:
         shared_rollout()
     (folder / f"few-{distributed.rank()}.txt").write_text(str(cases.rollout(make_tiny(), range(1)).tokens.tolist()))
     check_collectives()
+    check_waits_of_a_step()
+
+
+def check_waits_of_a_step() -> None:
+    """However many passes a step has, it waits for the device and for the other ranks once, in its end."""
+    model = make_tiny().policy
+    engine = cases.local(model, cases.optimizer(0.1), "policy")
+    trained = sum(parameter.numel() for parameter in model.parameters())
+    for bad in (False, True):
+        with counted_reads() as read, counted_reductions() as reduced:
+            for index in range(3):
+                batch = torch.tensor(cases.tokens(index, 12)).view(2, 6)
+                loss = engine.forward(lambda batch=batch: model(input_ids=batch).logits.square().mean())
+                nonfinite = bad and index == 0 and distributed.rank() == distributed.world_size() - 1
+                engine.backward(loss * (math.nan if nonfinite else 1.0))
+        assert read.names == reduced.names == []
+        with counted_reads() as read, counted_reductions() as reduced:
+            assert engine.step().skipped == bad
+        assert bad or len(read.names) == 1
+        assert sum(reduced.sizes) == (trained + 1 if distributed.world_size() > 1 else 0)
 
 
 def shared_rollout() -> Experience:
