@@ -32,8 +32,7 @@ def parquet_records(path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
     """Yield the rows of a parquet file; ``DataError``, which calls it ``name``, if it is none."""
     size, rows = path.stat().st_size, 0
     try:
-        streamed = {"buffer_size": READ_BYTES, "pre_buffer": False}
-        with pq.ParquetFile(path, page_checksum_verification=True, **streamed) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True, buffer_size=READ_BYTES, pre_buffer=False) as file:
             total = file.metadata.num_rows
             for batch in parquet_batches(name, file, size):
                 yield from table_records(pa.Table.from_batches([batch]), first=rows + 1)
