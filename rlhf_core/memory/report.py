@@ -100,8 +100,9 @@ def _stage_text(stage: StageEstimate, *, for_gpu: bool) -> str:
     if stage.host:
         lines.append(f"and {gib(stage.host)} of host memory for each GPU")
     if stage.process is not None and not for_gpu:
-        base = f"{gib(PROCESS_BASE)} of it Python and libraries, {gib(stage.freed)} freed memory that is kept"
-        lines.append(f"on a CPU the whole process: {gib(stage.process)}, {base}")
+        code = f", oneDNN's code {gib(stage.code)}" if stage.code else ""
+        lines.append(f"on a CPU the whole process: {gib(stage.process)}")
+        lines.append(f"  Python and libraries {gib(PROCESS_BASE)}, freed memory kept {gib(stage.freed)}{code}")
     return "\n".join(lines)
 
 
