@@ -100,8 +100,9 @@ def _stage_text(stage: StageEstimate, *, for_gpu: bool) -> str:
     if stage.host:
         lines.append(f"and {gib(stage.host)} of host memory for each GPU")
     if stage.process is not None and not for_gpu:
-        base = f"{gib(PROCESS_BASE)} of it Python and libraries, {gib(stage.freed)} freed memory that is kept"
-        lines.append(f"on a CPU the whole process: {gib(stage.process)}, {base}")
+        code = f"; oneDNN's code {gib(stage.code)}" if stage.code else ""
+        lines.append(f"on a CPU the whole process: {gib(stage.process)}")
+        lines.append(f"  Python, libraries {gib(PROCESS_BASE)}; freed memory kept {gib(stage.freed)}{code}")
     return "\n".join(lines)
 
 
@@ -115,7 +116,7 @@ def _verdict(estimate: MemoryEstimate) -> str:
     stage, limit = estimate.worst, estimate.limit
     peak = f"peak {gib(estimate.peak)} per GPU: {stage.stage}, {stage.peak.name}"
     if limit is None:
-        return f"{peak}. Give --gpu-memory (GiB) to learn whether it fits"
+        return f"{peak}.\nGive --gpu-memory (GiB) to learn whether it fits"
     share = estimate.peak / limit if limit else float("inf")
     verdict = "fits" if estimate.fits else "DOES NOT FIT"
     return f"{peak}. It {verdict}: {share:.0%} of the {gib(limit)} that tensors may take of {_gpu_memory(estimate)}"

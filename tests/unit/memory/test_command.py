@@ -17,7 +17,7 @@ from rlhf_core.cli import app
 from rlhf_core.config.loading.recipe import recipe_folder
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 from rlhf_core.memory.command import MemoryExceeded, PlanRequest, check, estimate_of
-from rlhf_core.memory.estimate import PROCESS_BASE
+from rlhf_core.memory.estimate import ONEDNN_CODE, PROCESS_BASE
 from rlhf_core.memory.report import estimate_json, estimate_text, gib
 
 ROOT = recipe_folder()
@@ -67,10 +67,15 @@ def test_the_whole_process_on_a_cpu_is_stated_beside_the_tensors(tmp_path: Path)
     (sft,) = estimate.stages
     assert sft.freed == min(sft.peak.use.total, 256 << 20)
     assert sft.process == sft.peak.use.total + PROCESS_BASE + sft.freed
-    parts = f"{gib(PROCESS_BASE)} of it Python and libraries, {gib(sft.freed)} freed memory that is kept"
-    line = f"on a CPU the whole process: {gib(sft.process)}, {parts}"
-    assert line in estimate_text(estimate).splitlines()
+    line = f"on a CPU the whole process: {gib(sft.process)}"
+    parts = f"  Python, libraries {gib(PROCESS_BASE)}; freed memory kept {gib(sft.freed)}"
+    lines = estimate_text(estimate).splitlines()
+    assert lines[lines.index(line) + 1] == parts
     assert estimate_json(estimate, [])["stages"]["sft"]["process"] == sft.process
+    low = replace(sft, layout=replace(sft.layout, precision="bfloat16"))
+    assert low.process == sft.process + ONEDNN_CODE
+    written = estimate_text(replace(estimate, stages=(low,)))
+    assert f"{parts}; oneDNN's code {gib(ONEDNN_CODE)}" in written and max(map(len, written.splitlines())) <= 80
     # A plan for GPUs of known memory, or for several processes, says nothing of it.
     on_gpu = replace(estimate, inputs=estimate.inputs.with_changes({"plan.gpu_memory_gb": 16}))
     assert "on a CPU" not in estimate_text(on_gpu)
