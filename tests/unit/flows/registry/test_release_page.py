@@ -65,7 +65,7 @@ def test_an_enforced_gate_refuses_registration(registry: Registry, contest: Path
     assert decision.conditions == (UnmetCondition("kl", "7.25", "≤ 6", "too far"),) and not decision.reason
     assert decision.champion == f"The champion of {MODEL} is version 1."
     assert "rlhf gate policy --explain" in decision.next_hint
-    assert "<code>kl</code>: 7.25, required ≤ 6" in on_page(contest)
+    assert "<b>kl</b>: 7.25, required ≤ 6" in on_page(contest)
 
 
 def test_a_run_that_failed_elsewhere_registers_nothing(registry: Registry, contest: Path) -> None:
