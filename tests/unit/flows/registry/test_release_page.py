@@ -75,6 +75,12 @@ def test_a_run_that_failed_elsewhere_registers_nothing(registry: Registry, conte
     assert not decision.conditions and not decision.decided
 
 
+def test_what_no_run_has_registered_yet(registry: Registry, contest: Path) -> None:
+    decision = decided(hold(contest, None))
+    assert (decision.state, decision.reason) == ("open", "No run has registered it yet.")
+    assert decision.next_hint == "registers it, once its gates pass"
+
+
 def test_a_failed_gate_in_report_mode_registers_no_challenger(registry: Registry, contest: Path) -> None:
     because = "the policy gate did not pass (mode: report): kl"
     number = registry.add_version(gates={}, ungated=because)
