@@ -15,7 +15,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export GX_ANALYTICS_ENABLED := false
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-.PHONY: setup run test test-slow test-servers coverage lint docs bench clean
+.PHONY: setup run alternatives test test-slow test-servers coverage lint docs bench clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,23 @@ $(VENV)/models: $(STAMP)
 
 run: setup
 	$(BIN)/rlhf run
+
+# The demo by other methods, from the same data, SFT model and reward models, behind the same gates; then its report with
+# all of them in one table. With PROFILE=smoke: in workspaces/smoke. A policy that fails its gate (3) is in the table too.
+PROFILE ?= demo
+MAIN := $(if $(filter demo,$(PROFILE)),.,workspaces/$(PROFILE))
+again = $(BIN)/rlhf run $(if $(filter demo,$(PROFILE)),,--profile $(PROFILE)) || [ $$? -eq 3 ]
+by = $(BIN)/rlhf run --profile $(PROFILE) $(1) || [ $$? -eq 3 ]
+critic_free = --set ppo.replies_per_prompt=4 --set ppo.advantage.estimator=$(1) --set ppo.critic_optimizer=null
+alternatives: setup
+	$(again)
+	$(call by,--set evaluate.best_of_n=16)
+	$(call by,--set policy.method=dpo)
+	$(call by,--set policy.method=rejection_sampling)
+	$(call by,$(call critic_free,rloo))
+	$(call by,$(call critic_free,grpo))
+	$(BIN)/rlhf compare $(MAIN) workspaces/$(PROFILE)-* --output $(MAIN)/alternatives.json
+	$(again)
 
 test: setup $(VENV)/models
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile

@@ -7,9 +7,9 @@ from typing import Any
 from rlhf_core.config.report import ReportConfig
 from rlhf_core.evaluation.replayed import read_replays
 from rlhf_core.evaluation.report.headline import headline_metrics, write_curves
-from rlhf_core.evaluation.report.lineage import report_lineage
+from rlhf_core.evaluation.report.lineage import LOCK, report_lineage
 from rlhf_core.evaluation.report.render import render
-from rlhf_core.evaluation.report.sources import load_sources
+from rlhf_core.evaluation.report.sources import load_sources, with_other_runs
 from rlhf_core.evaluation.report.view import build_context
 from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.stages.runtime.contract import Paths, Stage
@@ -42,6 +42,7 @@ def run(config: ReportConfig, inputs: Paths, outputs: Paths, context: RunContext
     workspace = outputs.report.parent
     lineage = report_lineage(workspace, context.tracker.run_id)
     sources = load_sources(inputs, workspace / "params.yaml", lineage, read_replays(workspace))
+    sources = with_other_runs(sources, workspace / config.alternatives, workspace / LOCK)
     atomic_write_text(outputs.report, render(build_context(sources, config.title, config.replies)))
     atomic_write_json(outputs.headline, headline_metrics(sources.metrics))
     write_curves(sources.histories, outputs.curves)

@@ -50,7 +50,15 @@ def test_a_policy_by_any_method_reads_no_more_and_writes_the_same(method: Method
 
 def test_the_fingerprint_of_every_stage_is_an_out_of_the_first() -> None:
     outs = names(stages()["fingerprint"]["outs"])
-    others = ("sources", "evaluation_files", "reward_sources", "verifiable", "starting_model", "replays")
+    others = (
+        "sources",
+        "evaluation_files",
+        "reward_sources",
+        "verifiable",
+        "starting_model",
+        "replays",
+        "alternatives",
+    )
     assert outs == {f".fingerprints/{name}.txt" for name in (*STAGES, *others)}
 
 

@@ -38,6 +38,7 @@ FLOWS_MAY_USE = {"config", "gates", "errors", "files", "file_patterns", "garbage
 FLOWS_MAY_ALSO_USE = {
     "flows.cli": {"chat_terminal", "cli", "data_commands"},  # it mounts the core's commands on its own command line
     "flows.commands.data_diff": {"data_commands", "data.changes"},  # one of the group rlhf data
+    "flows.commands.compare.alternatives_file": {"evaluation.alternative_runs"},
     "flows.commands.compare.command": {"data_commands"},
     "flows.commands.retention": {"data.tokens.unneeded_entries"},
     "flows.commands.compare.results": {

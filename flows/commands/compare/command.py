@@ -17,6 +17,9 @@ app = typer.Typer(add_completion=False)
 @app.command(no_args_is_help=True)
 def compare(
     workspaces: Annotated[list[Path], typer.Argument(help="Folders of finished runs.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Write the results here, for a workspace's report to show.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare finished runs: judges, KL, perplexity, cost, gates and registered version in one table.
@@ -27,6 +30,7 @@ def compare(
     Examples:
     $ rlhf compare ws-ppo ws-dpo
     $ rlhf compare workspaces/* --json
+    $ rlhf compare . workspaces/demo-* --output alternatives.json
     """
     from dataclasses import asdict
 
@@ -43,6 +47,10 @@ def compare(
     if not read:
         raise RlhfError("none of these folders has an evaluated policy")
     warnings = comparability_warnings(read)
+    if output is not None:
+        from flows.commands.compare.alternatives_file import write_alternatives
+
+        write_alternatives(output, read)
     results = [result for workspace in read for result in workspace.results]
     if as_json:
         print_json({"runs": [asdict(result) for result in results], "warnings": warnings})
@@ -55,3 +63,5 @@ def compare(
     console.print(results_table(results, console.width))
     for warning in warnings:
         error_console(sys.stderr).print(f"warning: {warning}", style="yellow", soft_wrap=True)
+    if output is not None:
+        typer.echo(f"wrote {output}; the next `rlhf run` of the workspace whose report.alternatives it is shows it")

@@ -57,6 +57,7 @@ class RunResults:
         lc_win_rate: The same at equal reply lengths.
         gold: Mean gold score; of the synthetic world alone.
         gold_win_rate: Win rate against SFT by the gold judge.
+        judge_score: Mean score by the judge.
         reward: Mean reward by the reward model.
         kl: From SFT in nats per reply.
         kl_is_bound: Whether ``kl`` is an upper bound, as that of best of n is.
@@ -76,6 +77,7 @@ class RunResults:
     lc_win_rate: Estimate | None
     gold: float | None
     gold_win_rate: Estimate | None
+    judge_score: float | None
     reward: float | None
     kl: Estimate | None
     kl_is_bound: bool
@@ -95,6 +97,7 @@ class EvaluatedWorkspace:
     name: str
     results: tuple[RunResults, ...]
     stages: Mapping[str, RecordedStage]
+    folder: Path
 
 
 def read_workspace(folder: Path) -> EvaluatedWorkspace:
@@ -115,7 +118,7 @@ def read_workspace(folder: Path) -> EvaluatedWorkspace:
     stages = recorded_stages(folder)
     policy = policy_results(folder, name, evaluation, judge, stages)
     best = best_of_n_results(folder, name, evaluation, judge)
-    return EvaluatedWorkspace(name, (policy, best) if best is not None else (policy,), stages)
+    return EvaluatedWorkspace(name, (policy, best) if best is not None else (policy,), stages, folder)
 
 
 def policy_results(
@@ -137,6 +140,7 @@ def policy_results(
         lc_win_rate=_interval(comparison[judge], "lc_win_rate"),
         gold=policy.get("gold"),
         gold_win_rate=_interval(comparison.get("gold", {}), "win_rate"),
+        judge_score=policy.get(judge),
         reward=policy.get("reward"),
         kl=_interval(evaluation, "kl"),
         kl_is_bound=False,
@@ -163,6 +167,7 @@ def best_of_n_results(folder: Path, name: str, evaluation: Mapping[str, Any], ju
         lc_win_rate=_interval(best["comparison"][judge], "lc_win_rate"),
         gold=best.get("gold"),
         gold_win_rate=_interval(best["comparison"].get("gold", {}), "win_rate"),
+        judge_score=best.get(judge),
         reward=best.get("reward"),
         kl=Estimate(best["kl_bound"]),
         kl_is_bound=True,

@@ -152,11 +152,12 @@ def _not_registered(workspace: Path, gate: str, notes: RunNotes) -> ReleaseDecis
     # A run that ended elsewhere leaves the file of a gate that an earlier run failed by.
     by_gate = bool(gate) and (not because or because.startswith(f"gate-{gate} "))
     headline = f"Not registered: the {gate} gate refuses it" if by_gate else "Not registered"
-    command, hint = CHANGE
+    untried = not (by_gate or because or notes.registered)
+    command, hint = ("rlhf run", "registers it, once its gates pass") if untried else CHANGE
     if by_gate:
         hint = f"{hint}; `rlhf gate {gate} --explain` has every condition"
     return ReleaseDecision(
-        state=BAD,
+        state=OPEN if untried else BAD,
         headline=headline,
         registered="No version holds this policy.",
         reason="" if by_gate else because or notes.registered or "No run has registered it yet.",

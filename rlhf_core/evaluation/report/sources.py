@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ import pyarrow as pa
 
 from rlhf_core.data.schema import read_table
 from rlhf_core.errors import DataError
+from rlhf_core.evaluation.alternative_runs import evaluation_basis, read_alternatives
 from rlhf_core.evaluation.replayed import ReplayOutcome
+from rlhf_core.evaluation.report.alternatives import OtherRuns
 from rlhf_core.evaluation.report.lineage import ReportLineage
 from rlhf_core.files import read_json, sha256_file
 
@@ -50,6 +52,7 @@ class ReportSources:
         missing: Why a part is not here, by part.
         data_card: The address of the data card as seen from the report; empty if there is none.
         replays: Recorded requests that another policy answered, the newest first.
+        others: Runs of other workspaces to show beside this one.
     """
 
     metrics: dict[str, JsonObject]
@@ -65,6 +68,7 @@ class ReportSources:
     mistakes: list[JsonObject] = field(default_factory=list)
     lineage: ReportLineage = field(default_factory=ReportLineage)
     replays: list[ReplayOutcome] = field(default_factory=list)
+    others: OtherRuns = field(default_factory=OtherRuns)
 
 
 def load_sources(
@@ -115,6 +119,19 @@ def load_sources(
         replays=[*replays],
         data_card=DATA_CARD if "data_card" in inputs and (inputs["data_card"] / Path(DATA_CARD).name).is_file() else "",
     )
+
+
+def with_other_runs(sources: ReportSources, file: Path, lock: Path) -> ReportSources:
+    """Add the runs in a file of ``rlhf compare --output``; a file that is none is a missing part.
+
+    Args:
+        lock: The workspace's dvc.lock, which records what its own evaluation was made on.
+    """
+    try:
+        runs = read_alternatives(file)
+    except DataError as error:
+        return replace(sources, missing=sources.missing | {"alternatives": str(error)})
+    return replace(sources, others=OtherRuns(runs, evaluation_basis(lock)))
 
 
 def failed_gate(gates: Mapping[str, JsonObject]) -> str | None:

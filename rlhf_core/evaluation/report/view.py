@@ -13,7 +13,7 @@ from rlhf_core.config.policy import METHOD_NAMES
 from rlhf_core.evaluation.alarms import alarms
 from rlhf_core.evaluation.format_number import format_number
 from rlhf_core.evaluation.judges.final import final_judges, stand_in_note
-from rlhf_core.evaluation.report.alternatives import alternatives, method_of
+from rlhf_core.evaluation.report.alternatives import alternatives, method_of, ppo_batch_size
 from rlhf_core.evaluation.report.category_outcomes import category_outcomes
 from rlhf_core.evaluation.report.charts import interval_chart, outcome_chart
 from rlhf_core.evaluation.report.conclusion import conclude
@@ -71,7 +71,8 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "group_chart": group_chart(evaluation.get("group", {})),
         "opponents": opponent_charts(evaluation.get("opponents", {})),
         "over_optimization": over_optimization_chart(history, evaluation, sources.comparisons),
-        "alternatives": alternatives(evaluation, method, sources.histories),
+        "alternatives": _alternatives(sources, evaluation, policy_gate),
+        "left_out": sources.others.left_out() if evaluation else [],
         "method": METHOD_NAMES[method],
         "policy_against_best": evaluation.get("best_of_n", {}).get("policy_comparison", {}),
         "regression": _regression(evaluation),
@@ -101,6 +102,13 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
         "lineage": sources.lineage,
         "missing": sources.missing,
     }
+
+
+def _alternatives(sources: ReportSources, evaluation: Mapping[str, Any], gate: Mapping[str, Any]) -> list[JsonObject]:
+    method = method_of(sources.metrics.get("ppo", {}))
+    decision = ("passed" if gate.get("passed") else "failed") if gate else ""
+    batch_size = ppo_batch_size(sources.params)
+    return alternatives(evaluation, method, sources.histories, sources.others, batch_size, decision)
 
 
 def tiles(sources: ReportSources) -> list[dict[str, str]]:

@@ -18,6 +18,7 @@ from flows.commands.compare.results import GateStanding, read_workspace
 from flows.commands.compare.table import results_table
 from flows.registry.versions.registered_here import RegisteredHere, write_registered
 from rlhf_core.errors import RlhfError
+from rlhf_core.evaluation.alternative_runs import read_alternatives
 from rlhf_core.files import sha256_file
 
 
@@ -177,3 +178,18 @@ def test_json_has_everything_and_the_warnings(tmp_path: Path) -> None:
     assert [run["win_rate"]["value"] for run in document["runs"]] == [0.7, 0.7]
     assert document["runs"][0]["cost"]["seconds"]["policy"] == 8.5
     assert len(document["warnings"]) == 1
+
+
+def test_results_are_written_for_a_report_with_what_they_were_judged_on(tmp_path: Path) -> None:
+    read = workspace(tmp_path / "a", evaluation=EVALUATION | {"best_of_n": BEST})
+    file = tmp_path / "alternatives.json"
+    result = command(read, "--output", file)
+    assert result.exit_code == 0 and "the next `rlhf run`" in result.output
+    policy, best = read_alternatives(file)
+    assert (policy.method, policy.gold, policy.kl, policy.gate) == ("PPO", 0.6, 1.5, "failed")
+    assert (policy.seconds, policy.sampled_tokens, policy.seed) == (21.5, 700, 1)
+    assert policy.by_judge == {"win_rate": 0.7, "win_rate_low95": pytest.approx(0.6), "win_rate_high95": 0.7 + 0.1}
+    assert policy.dvc_lock == sha256_file(read / "dvc.lock") and policy.basis.policy == "p"
+    assert policy.basis.inputs == {"data/clean": "d", "models/sft": "s", "models/judge": "j"}
+    assert (best.method, best.basis.policy, best.gate, best.kl_is_bound) == ("best of 16", "", "", True)
+    assert best.sampled_per_reply == 310.0 and best.basis.inputs == policy.basis.inputs

@@ -65,7 +65,7 @@ def test_an_enforced_gate_refuses_registration(registry: Registry, contest: Path
     assert decision.conditions == (UnmetCondition("kl", "7.25", "≤ 6", "too far"),) and not decision.reason
     assert decision.champion == f"The champion of {MODEL} is version 1."
     assert "rlhf gate policy --explain" in decision.next_hint
-    assert "<code>kl</code>: 7.25, required ≤ 6" in on_page(contest)
+    assert "<b>kl</b>: 7.25, required ≤ 6" in on_page(contest)
 
 
 def test_a_run_that_failed_elsewhere_registers_nothing(registry: Registry, contest: Path) -> None:
@@ -73,6 +73,12 @@ def test_a_run_that_failed_elsewhere_registers_nothing(registry: Registry, conte
     decision = decided(contest, nothing_because="ppo failed: out of memory")
     assert (decision.headline, decision.reason) == ("Not registered", "ppo failed: out of memory")
     assert not decision.conditions and not decision.decided
+
+
+def test_what_no_run_has_registered_yet(registry: Registry, contest: Path) -> None:
+    decision = decided(hold(contest, None))
+    assert (decision.state, decision.reason) == ("open", "No run has registered it yet.")
+    assert decision.next_hint == "registers it, once its gates pass"
 
 
 def test_a_failed_gate_in_report_mode_registers_no_challenger(registry: Registry, contest: Path) -> None:
