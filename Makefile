@@ -87,9 +87,11 @@ $(DOCS_VENV)/.installed: requirements-docs.lock
 	@$(call pip_install,$(DOCS_VENV)/bin) -r requirements-docs.lock
 	@touch $@
 
+# Options of the comparison with TRL; in its smallest form BENCH='--size "0.43 M" --reply 8 --repeats 1 --threads 1'.
+BENCH ?=
 bench: setup $(BENCH_VENV)/.installed
 	$(BIN)/python -m benchmarks
-	$(BIN)/python -m benchmarks.ppo_iteration --trl-python $(BENCH_VENV)/bin/python
+	$(BIN)/python -m benchmarks.ppo_iteration --trl-python $(BENCH_VENV)/bin/python $(BENCH)
 
 $(BENCH_VENV)/.installed: requirements-bench.lock
 	@echo "creating $(BENCH_VENV) with TRL, to compare with"

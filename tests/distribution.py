@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-# Folders whose files use the same servers, so that one worker runs them all.
-TOGETHER = ("tests/integration/registry",)
+# Folders whose files use the same servers, or the same estimates of large models, so that one worker runs them all.
+TOGETHER = ("tests/integration/registry", "tests/unit/memory")
 # Minutes long each: where one began last, the other workers would be idle until its end.
 LONGEST = (
     "tests/e2e/test_smoke_run.py",
@@ -15,6 +15,7 @@ LONGEST = (
     "tests/faults/test_killed_processes.py",
     "tests/integration/test_flows_run.py",
     "tests/integration/test_remote_jobs.py",
+    "tests/unit/memory",
 )
 SMOKE_RUN = {"smoke", "smoke_copy"}
 

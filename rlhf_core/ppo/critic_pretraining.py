@@ -186,7 +186,7 @@ class CriticTrainer:
         for epoch in range(config.epochs):
             number = self.done * config.epochs + epoch
             for minibatch in experience.minibatches(config.minibatches, seed, number):
-                losses.append(self.pair.accumulate_value_gradients(minibatch, objective).value_loss)
+                losses.append(float(self.pair.accumulate_value_gradients(minibatch, objective).value_loss))
                 results.append(clip_and_step(self.pair.engines, "separate", None)["critic"])
         steps = config.epochs * config.minibatches
         return ValueUpdateMetrics(

@@ -10,31 +10,40 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from rlhf_core import distributed
+from rlhf_core.training.device_scalars import Scalar, read_scalars
 
 Record = TypeVar("Record", bound="MetricRecord")
 
 
 @dataclass(frozen=True)
 class MetricRecord:
-    """Base of metric records: the names of the fields are those of docs/metrics.md. None means not measured."""
+    """Base of metric records: the names of the fields are those of docs/metrics.md. None means not measured.
+
+    The shares of micro-batches may be tensors, which :func:`total` reads all at once.
+    """
 
     def as_metrics(self) -> dict[str, float]:
         """Return all measured values by name, those of nested records among them."""
-        metrics: dict[str, float] = {}
+        return read_scalars([self.as_scalars()])[0]
+
+    def as_scalars(self) -> dict[str, Scalar]:
+        """Return the values as they are, without waiting for tensors among them."""
+        metrics: dict[str, Scalar] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, MetricRecord):
-                metrics |= value.as_metrics()
+                metrics |= value.as_scalars()
             elif value is not None:
-                metrics[field.name] = float(value)
+                metrics[field.name] = value
         return metrics
 
 
 def total(parts: Sequence[tuple[Record, float]]) -> Record:
     """Add up the shares of micro-batches, each times its weight, over all ranks; ``_max`` values take the largest."""
     metrics: dict[str, float] = {}
-    for record, weight in parts:
-        for name, value in record.as_metrics().items():
+    shares = read_scalars([record.as_scalars() for record, _ in parts])
+    for share, (_, weight) in zip(shares, parts, strict=True):
+        for name, value in share.items():
             if name.endswith("_max"):
                 metrics[name] = largest(metrics.get(name, value), value)
             else:

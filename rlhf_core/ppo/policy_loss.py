@@ -21,6 +21,7 @@ from rlhf_core.ppo.loss_reduction import StepSize, aggregate, masked_sum
 from rlhf_core.ppo.metrics import MetricRecord
 from rlhf_core.ppo.truncated_importance_sampling import truncated_weights
 from rlhf_core.sampling.token_statistics import TokenStatistics
+from rlhf_core.training.device_scalars import Scalar, device_scalar
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: float | None, dual_clip: float | None = None) -> Tensor:
@@ -67,13 +68,13 @@ def clip_fraction_mask(ratio: Tensor, advantages: Tensor, clip: float) -> Tensor
 class PolicyMetrics(MetricRecord):
     """The policy's loss on one minibatch, and how far the policy has moved from its behaviour policy."""
 
-    policy_loss: float
-    ratio_mean: float
-    ratio_max: float
-    old_policy_kl: float
-    clip_fraction: float | None = None
-    importance_sampling_ratio_mean: float | None = None
-    importance_sampling_ratio_capped: float | None = None
+    policy_loss: Scalar
+    ratio_mean: Scalar
+    ratio_max: Scalar
+    old_policy_kl: Scalar
+    clip_fraction: Scalar | None = None
+    importance_sampling_ratio_mean: Scalar | None = None
+    importance_sampling_ratio_capped: Scalar | None = None
 
 
 @dataclass(frozen=True)
@@ -123,20 +124,21 @@ class PolicyObjective:
             trainer, sampler = batch.policy_logprobs, batch.sampler_logprobs
             weights = truncated_weights(trainer, sampler, mask, self.correction_cap)
             terms = weights * terms
-            weight_mean = float(masked_sum(weights, mask)) / size.tokens
-            weights_capped = float(masked_sum((weights >= self.correction_cap).float(), mask)) / size.tokens
+            weight_mean = device_scalar(masked_sum(weights, mask)) / size.tokens
+            capped = (weights >= self.correction_cap).float()
+            weights_capped = device_scalar(masked_sum(capped, mask)) / size.tokens
         if self.kl_in_loss:
             terms = terms + self.kl_coef * self._kl(outputs, batch)
         loss = aggregate(terms, mask, size, surrogate_config.aggregation)
         ratio, clip_fraction = ratio.detach(), None
         if surrogate_config.kind == "clip" and surrogate_config.clip is not None:
             clipped = clip_fraction_mask(ratio, batch.advantages, surrogate_config.clip)
-            clip_fraction = float(masked_sum(clipped.float(), mask)) / size.tokens
+            clip_fraction = device_scalar(masked_sum(clipped.float(), mask)) / size.tokens
         metrics = PolicyMetrics(
-            policy_loss=float(loss.detach()),
-            ratio_mean=float(masked_sum(ratio, mask)) / size.tokens,
-            ratio_max=float(ratio.max()),
-            old_policy_kl=float(masked_sum(old_policy_kl(ratio), mask)) / size.tokens,
+            policy_loss=device_scalar(loss),
+            ratio_mean=device_scalar(masked_sum(ratio, mask)) / size.tokens,
+            ratio_max=device_scalar(ratio.max()),
+            old_policy_kl=device_scalar(masked_sum(old_policy_kl(ratio), mask)) / size.tokens,
             clip_fraction=clip_fraction,
             importance_sampling_ratio_mean=weight_mean,
             importance_sampling_ratio_capped=weights_capped,

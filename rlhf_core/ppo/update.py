@@ -23,6 +23,7 @@ from rlhf_core.ppo.policy_loss import PolicyMetrics, PolicyObjective, old_policy
 from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
 from rlhf_core.ppo.truncated_importance_sampling import correction_cap
 from rlhf_core.ppo.value_loss import ValueMetrics, ValueObjective
+from rlhf_core.training.device_scalars import Scalar, device_scalar, read_scalars
 from rlhf_core.training.engine import StepResult
 from rlhf_core.training.engine.base import MAX_NONFINITE_IN_A_ROW
 from rlhf_core.training.rng import derive_seed
@@ -187,13 +188,18 @@ class MinibatchMeasurement(MetricRecord):
 @torch.no_grad()
 def measure_minibatch(pair: ActorCriticPair, minibatch: Experience) -> MinibatchMeasurement:
     """Measure a whole minibatch, to decide about its step before any micro-batch of it is differentiated."""
-    sums = {"kl": 0.0, "entropy": 0.0}
+    shares: list[dict[str, Scalar]] = []
+    weights: list[float] = []
     for batch, weight in minibatch.micro_batches(pair.limits):
         statistics = pair.score_tokens(batch.batch, entropies=True)
         assert statistics.entropy is not None
         ratio = ratios(statistics.logprobs, batch.old_logprobs, batch.response_mask)
-        sums["kl"] += weight * float(masked_sum(old_policy_kl(ratio), batch.response_mask))
-        sums["entropy"] += weight * float(masked_sum(statistics.entropy, batch.response_mask))
+        terms = {"kl": old_policy_kl(ratio), "entropy": statistics.entropy}
+        shares.append({name: device_scalar(masked_sum(term, batch.response_mask)) for name, term in terms.items()})
+        weights.append(weight)
+    sums = {"kl": 0.0, "entropy": 0.0}
+    for share, weight in zip(read_scalars(shares), weights, strict=True):
+        sums = {name: sums[name] + weight * value for name, value in share.items()}
     tokens = StepSize.of(minibatch.response_mask).tokens
     sums = distributed.reduce_metrics(sums)
     return MinibatchMeasurement(sums["kl"] / tokens, sums["entropy"] / tokens)

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhf_core.ppo.experience import Experience
 from rlhf_core.ppo.loss_reduction import Aggregation, StepSize, aggregate, masked_sum
 from rlhf_core.ppo.metrics import MetricRecord
+from rlhf_core.training.device_scalars import Scalar, device_scalar
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
@@ -34,8 +35,8 @@ def value_clip_mask(values: Tensor, old_values: Tensor, returns: Tensor, clip: f
 class ValueMetrics(MetricRecord):
     """The critic's loss on one minibatch, without its weight, and the share of tokens where the clip binds."""
 
-    value_loss: float
-    value_clip_fraction: float
+    value_loss: Scalar
+    value_clip_fraction: Scalar
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class ValueObjective:
         """The weighted share of one micro-batch, a scalar, from the current critic's values (b, t)."""
         mask, old, returns = batch.response_mask, batch.values, batch.returns
         loss = aggregate(value_loss(outputs, old, returns, self.clip), mask, size, self.aggregation)
-        clip_fraction = 0.0
+        clip_fraction: Scalar = 0.0
         if self.clip is not None:
             clipped = value_clip_mask(outputs.detach(), old, returns, self.clip)
-            clip_fraction = float(masked_sum(clipped.float(), mask)) / size.tokens
-        return self.weight * loss, ValueMetrics(float(loss.detach()), clip_fraction)
+            clip_fraction = device_scalar(masked_sum(clipped.float(), mask)) / size.tokens
+        return self.weight * loss, ValueMetrics(device_scalar(loss), clip_fraction)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import psutil
+import pytest
+
+from flows.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = """
@@ -58,6 +64,30 @@ def rlhf(*arguments: str, cwd: Path, timeout: float = 240, **env: str) -> subpro
     """Run an `rlhf` command to its end."""
     command = [sys.executable, "-m", "flows.cli", *arguments]
     return subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=timeout)
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The command line of `rlhf` in this process, for what is refused before anything starts: no second interpreter."""
+
+    monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+
+    def __call__(self, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        """Run a command in ``cwd`` and return its exit code and output."""
+        self.monkeypatch.chdir(cwd)
+        self.monkeypatch.setattr(sys, "argv", ["rlhf", *arguments])
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            with mock.patch.dict(os.environ):
+                main()
+            code = 0
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return subprocess.CompletedProcess(arguments, code, *self.capsys.readouterr())
 
 
 def begin(*arguments: str, cwd: Path, **env: str) -> subprocess.Popen[bytes]:

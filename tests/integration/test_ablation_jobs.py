@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from flow_toys import begin, processes_of, rlhf, wait_until
+from flow_toys import CommandLine, begin, processes_of, rlhf, wait_until
 
 from flows.ablation.job import JobResult
 from flows.ablation.plan import AblationJob, AblationRequest, definition, make_plan
@@ -125,9 +125,15 @@ def test_it_resumes_after_a_stop_and_after_a_kill(tmp_path: Path) -> None:
         (("--file", "missing.yaml"), "missing.yaml does not exist"),
     ],
 )
-def test_mistakes_are_one_line_before_anything_runs(tmp_path: Path, options: tuple[str, ...], expected: str) -> None:
+def test_mistakes_are_one_line_before_anything_runs(
+    tmp_path: Path,
+    options: tuple[str, ...],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     base = make_base(tmp_path)
-    answer = rlhf("ablate", *options, cwd=base)
+    answer = CommandLine(monkeypatch, capsys)("ablate", *options, cwd=base)
     assert answer.returncode == 2 and expected in answer.stderr and answer.stderr.count("\n") == 1
     assert not (base / "workspaces").exists()
 

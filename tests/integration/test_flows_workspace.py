@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from flow_toys import environment, make_toy, rlhf
+from flow_toys import CommandLine, environment, make_toy, rlhf
 
 from flows.commands.summary import busy_seconds
 from flows.dvc_repo.graph import StageNode, read_graph
@@ -33,6 +33,11 @@ stages:
   one: {cmd: echo 1 > x.txt, outs: [x.txt]}
   two: {cmd: echo 2 > y.txt, deps: [x.txt], outs: [y.txt]}
 """
+
+
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(monkeypatch, capsys)
 
 
 def outcome(stage: str, action: Action, code: int = 0) -> StageOutcome:
@@ -189,16 +194,20 @@ def test_the_last_progress_line_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "env", "expected"),
+    ("arguments", "expected"),
     [
-        (("run", "--set", "nope.x=1"), {}, "nope"),
-        (("run", "--profile", "nope"), {}, "nope"),
-        (("run",), {"PREFECT_API_URL": "http://127.0.0.1:9/api"}, "PREFECT_API_URL"),
-        (("run", "--workspace", "missing"), {}, "rlhf init"),
+        (("run", "--set", "nope.x=1"), "nope"),
+        (("run", "--profile", "nope"), "nope"),
+        (("run", "--workspace", "missing"), "rlhf init"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(
-    tmp_path: Path, arguments: tuple[str, ...], env: dict[str, str], expected: str
+    tmp_path: Path, arguments: tuple[str, ...], expected: str, command_line: CommandLine
 ) -> None:
-    answer = rlhf(*arguments, cwd=make_toy(tmp_path, PIPELINE), **env)
+    answer = command_line(*arguments, cwd=make_toy(tmp_path, PIPELINE))
     assert answer.returncode == 2 and answer.stderr.count("\n") == 1 and expected in answer.stderr
+
+
+def test_a_server_that_does_not_answer_is_named_in_one_line(tmp_path: Path) -> None:
+    answer = rlhf("run", cwd=make_toy(tmp_path, PIPELINE), PREFECT_API_URL="http://127.0.0.1:9/api")
+    assert answer.returncode == 2 and answer.stderr.count("\n") == 1 and "PREFECT_API_URL" in answer.stderr

@@ -57,8 +57,8 @@ def make_programs(folder: Path, **programs: str) -> Path:
 def make_workspace(folder: Path, steps: int) -> Path:
     workspace = make_toy(folder / "workspace", STEPS.replace("STEPS", str(steps)))
     (workspace / "raw.txt").write_text("x")
-    made = subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=workspace, env=environment())
-    assert made.returncode == 0
+    (workspace / ".dvc").mkdir()  # what `dvc init` would take a second for
+    (workspace / ".dvc" / "config").write_text("[core]\n    no_scm = True\n    analytics = false\n")
     return workspace
 
 

@@ -14,6 +14,7 @@ from rlhf_core.config.policy import DpoConfig
 from rlhf_core.data.pairs import TokenisedPair
 from rlhf_core.data.sharding import passes
 from rlhf_core.models.lazy_logits import LOGITS_BYTES
+from rlhf_core.training.device_scalars import Scalar, device_scalar, read_scalars
 from rlhf_core.training.dpo.logprobs import SCORING_ROWS, all_logprobs, batch_logprobs
 from rlhf_core.training.dpo.loss import ImplicitRewards, PairLogprobs, dpo_loss, implicit_rewards
 from rlhf_core.training.engine import Engine
@@ -61,13 +62,18 @@ class DpoTask:
     def train_step(self, step: int) -> StepReport:
         """Compute the gradients of one optimiser step: a mean over its pairs, whatever their micro-batches."""
         rows = self.batches.at(step)
-        sums = dict.fromkeys(("loss", "accuracy", "margin", "implicit_reward_chosen", "implicit_reward_rejected"), 0.0)
+        shares: list[dict[str, Scalar]] = []
+        weights: list[float] = []
         for part, weight in passes(rows, self.micro):
             pairs = [self.train[row] for row in part]
             loss, rewards = self.engine.forward(partial(self._loss, pairs, part, len(rows)))
             self.engine.backward(weight * loss)
-            sums["loss"] += weight * float(loss.detach())
-            for name, value in reward_sums(rewards).items():
+            shares.append({"loss": device_scalar(loss)} | reward_sums(rewards))
+            weights.append(weight)
+        sums = dict.fromkeys(shares[0], 0.0)
+        for share, weight in zip(read_scalars(shares), weights, strict=True):
+            sums["loss"] += weight * share.pop("loss")
+            for name, value in share.items():
                 sums[name] += weight * value / len(rows)
         tokens = sum(real_tokens(self.train[row]) for row in rows)
         return StepReport(distributed.reduce_metrics(sums), tokens)
@@ -82,8 +88,9 @@ class DpoTask:
         policy = all_logprobs(self.model, self.validation, self.pad, self.scoring_rows, self.logits_bytes)
         count = len(self.validation)
         rewards = self._rewards(self.validation, policy, self.validation_reference, range(count))
-        loss = float(dpo_loss(rewards.margins, self.config.label_smoothing, count))
-        return {"loss": loss} | {name: value / count for name, value in reward_sums(rewards).items()}
+        loss = device_scalar(dpo_loss(rewards.margins, self.config.label_smoothing, count))
+        (metrics,) = read_scalars([{"loss": loss} | reward_sums(rewards)])
+        return {name: value if name == "loss" else value / count for name, value in metrics.items()}
 
     @property
     def scoring_rows(self) -> int:
@@ -122,12 +129,12 @@ def per_token(logprobs: PairLogprobs, lengths: PairLogprobs) -> PairLogprobs:
     return PairLogprobs(logprobs.chosen / lengths.chosen, logprobs.rejected / lengths.rejected)
 
 
-def reward_sums(rewards: ImplicitRewards) -> dict[str, float]:
+def reward_sums(rewards: ImplicitRewards) -> dict[str, Scalar]:
     """Sums over pairs of what the history reports."""
     margins = rewards.margins.detach()
     return {
-        "accuracy": float((margins > 0).sum()),
-        "margin": float(margins.sum()),
-        "implicit_reward_chosen": float(rewards.chosen.detach().sum()),
-        "implicit_reward_rejected": float(rewards.rejected.detach().sum()),
+        "accuracy": device_scalar((margins > 0).sum()),
+        "margin": device_scalar(margins.sum()),
+        "implicit_reward_chosen": device_scalar(rewards.chosen.sum()),
+        "implicit_reward_rejected": device_scalar(rewards.rejected.sum()),
     }

@@ -26,6 +26,7 @@ from rlhf_core.data.sharding import passes
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.models.lazy_logits import LOGITS_BYTES
 from rlhf_core.progress import track
+from rlhf_core.training.device_scalars import Scalar, device_scalar, read_scalars
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.examples import ReplyBatch, by_length, collate
 from rlhf_core.training.loop import StepReport
@@ -269,18 +270,18 @@ def pair_loss(
     chosen, rejected = scores[batch.chosen], scores[batch.rejected]
     loss = pairwise_loss(chosen, rejected, margins.to(chosen) if margins is not None else None, totals.pairs)
     share = len(pairs) / totals.pairs
-    metrics = {
-        "ranking_loss": float(loss.detach()),
-        "accuracy": share * float((chosen > rejected).float().mean()),
-        "margin": share * float((chosen - rejected).detach().mean()),
+    metrics: dict[str, Scalar] = {
+        "ranking_loss": device_scalar(loss),
+        "accuracy": share * device_scalar((chosen > rejected).float().mean()),
+        "margin": share * device_scalar((chosen - rejected).mean()),
     }
     if config.imitation > 0:
         imitation = imitation_loss(model, hidden, batch, pairs, totals.tokens, logits_bytes)
         loss = loss + config.imitation * imitation
-        metrics["imitation_loss"] = float(imitation.detach())
+        metrics["imitation_loss"] = device_scalar(imitation)
     if config.centering > 0:
         loss = loss + config.centering * centering_loss(chosen, rejected, totals.pairs)
-    return loss, metrics | {"loss": float(loss.detach())}
+    return loss, read_scalars([metrics | {"loss": device_scalar(loss)}])[0]
 
 
 def imitation_loss(

@@ -12,12 +12,14 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 import torch
+from dvc.repo import Repo
 from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerBase
 
@@ -94,10 +96,9 @@ def write_gate(workspace: Path, gate: str, evidence: list[str], passed: bool = T
 
 
 def commit(workspace: Path) -> None:
-    """Let dvc.lock record the files as they are."""
-    subprocess.run(
-        [sys.executable, "-m", "dvc", "commit", "--force", "--quiet"], cwd=workspace, check=True, capture_output=True
-    )
+    """Let dvc.lock record the files as they are; in this process, where DVC is imported once."""
+    with chdir(workspace), Repo() as repo:
+        repo.commit(force=True)
 
 
 @pytest.fixture(scope="session")

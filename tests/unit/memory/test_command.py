@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from flows.pipeline import preflight
 from flows.pipeline.preflight import memory_refusal
+from flows.supervision.python_module import ModuleResult
 from rlhf_core.cli import app
 from rlhf_core.config.loading.recipe import recipe_folder
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
@@ -143,7 +144,18 @@ def test_a_missing_package_for_adapters_is_no_reason_to_refuse_a_job(
         estimate_of(PlanRequest(adapted, stages=["reward"]))
 
 
-def test_a_job_that_cannot_fit_is_refused_before_it_is_submitted(tmp_path: Path) -> None:
+def in_this_process(workspace: Path, module: str, *arguments: str) -> ModuleResult:
+    """`rlhf plan` without another interpreter; the real one is in tests/integration/test_flows_run.py."""
+    assert module == "flows.cli"
+    result = CliRunner().invoke(app, arguments)
+    error = f"rlhf: {result.exception}" if isinstance(result.exception, RlhfError) else ""
+    return ModuleResult(EXIT_USER_ERROR if error else result.exit_code, result.stdout, error)
+
+
+def test_a_job_that_cannot_fit_is_refused_before_it_is_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "run_module", in_this_process)
     place = workspace(tmp_path, "plan: {gpu_memory_gb: 1.05}\n")
     outcome = memory_refusal(place, "ppo")
     assert outcome is not None and outcome.exit_code == EXIT_USER_ERROR and not outcome.retryable
