@@ -52,7 +52,7 @@ def main() -> int:
                 metrics = dict(numbers(json.loads((Path(name) / "metrics/evaluation.json").read_text())))
             first = first or metrics
             difference = max(abs(value - first[key]) / max(abs(first[key]), 1.0) for key, value in metrics.items())
-            rate = f"{2 * prompts / wall:,.0f}"
+            rate = f"{2 * prompts / wall:,.1f}"
             table.add_row(f"{prompts:,}", str(processes), f"{wall:.0f}", f"{processor:.0f}", rate, f"{difference:.1e}")
             Console(width=110).print(table)
     return 0

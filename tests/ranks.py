@@ -41,6 +41,24 @@ def run_ranks(function: Callable[..., None], size: int, folder: Path, *args: Any
     assert [process.exitcode for process in processes] == [0] * size
 
 
+def exit_code_of(function: Callable[..., object], *args: Any) -> int:
+    """Run a function of a module in a process forked from one that has only imported, and return how it ended.
+
+    A negative number is the signal that ended it. No other interpreter imports torch for it.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=function, args=args)
+    process.start()
+    process.join(SECONDS)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        raise AssertionError(f"{function.__name__} did not end within {SECONDS} s")
+    assert process.exitcode is not None
+    return process.exitcode
+
+
 def free_port() -> int:
     """A port that nothing listens on."""
     with socket.socket() as listener:

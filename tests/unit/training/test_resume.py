@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from architecture.glossary import undocumented
+from ranks import exit_code_of
+from unit.training.tiny import run_and_die
 
 from rlhf_core.files import sha256_file
 from rlhf_core.training.history import CLOCK_FIELDS, read_history
@@ -27,18 +26,12 @@ def without_clock(path: Path) -> list[dict[str, object]]:
     return [{k: v for k, v in record.items() if k not in CLOCK_FIELDS} for record in read_history(path)]
 
 
-def killed_child(tiny: ModuleType, name: str, workspace: Path, out: str, step: int, checkpoint: str) -> int:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, str(tiny.__file__), name, str(workspace), out, str(step), checkpoint]
-    return subprocess.run(command, env=environment, capture_output=True, timeout=400).returncode
-
-
 @pytest.mark.parametrize("name", ["sft", "reward"])
 def test_killed_run_ends_as_the_uninterrupted_one(
     name: str, tiny: ModuleType, workspace: Path, whole: dict[str, dict[str, object]]
 ) -> None:
     # Step 5 lies between the checkpoint at 3, the evaluation at 4 and the checkpoint at 6.
-    assert killed_child(tiny, name, workspace, f"{name}-killed", 5, "step-000003") == -9
+    assert exit_code_of(run_and_die, name, workspace, f"{name}-killed", 5, "step-000003") == -9
     work = workspace / f"{name}-killed/work"
     assert [path.name for path in (work / "checkpoints").glob("step-*")] == ["step-000003"]
     assert read_history(work / "history.jsonl")[-1]["step"] == 4
@@ -58,7 +51,7 @@ def test_killed_run_ends_as_the_uninterrupted_one(
 def test_killed_critic_pretraining_ends_as_the_uninterrupted_one(tiny: ModuleType, workspace: Path) -> None:
     whole = tiny.run_stage("critic", workspace, "critic-whole")
     # Four steps a rollout: step 9 is in the middle of the third one's first epoch, after the checkpoint of the second.
-    assert killed_child(tiny, "critic", workspace, "critic-killed", 9, "step-000002") == -9
+    assert exit_code_of(run_and_die, "critic", workspace, "critic-killed", 9, "step-000002") == -9
     work = workspace / "critic-killed/work"
     assert [path.name for path in (work / "checkpoints").glob("step-*")] == ["step-000002"]
 

@@ -1,10 +1,9 @@
-"""A tiny model, tokenizer and rows for tests of training; run as a script, a training stage to kill."""
+"""A tiny model, tokenizer and rows for tests of training, and a training stage to kill."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -122,6 +121,7 @@ def kill_after(step: int, checkpoint: Path) -> None:
     LocalEngine.step = step_or_die  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
-    kill_after(int(sys.argv[4]), Path(sys.argv[2], sys.argv[3], "work/checkpoints", sys.argv[5]))
-    run_stage(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+def run_and_die(name: str, root: Path, out: str, step: int, checkpoint: str) -> None:
+    """:func:`run_stage` in a process that :func:`kill_after` ends."""
+    kill_after(step, root / out / "work/checkpoints" / checkpoint)
+    run_stage(name, root, out)
