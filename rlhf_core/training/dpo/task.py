@@ -68,7 +68,7 @@ class DpoTask:
             pairs = [self.train[row] for row in part]
             loss, rewards = self.engine.forward(partial(self._loss, pairs, part, len(rows)))
             self.engine.backward(weight * loss)
-            shares.append({"loss": device_scalar(loss)} | reward_sums(rewards))
+            shares.append({"loss": device_scalar(loss), **reward_sums(rewards)})
             weights.append(weight)
         sums = dict.fromkeys(shares[0], 0.0)
         for share, weight in zip(read_scalars(shares), weights, strict=True):
