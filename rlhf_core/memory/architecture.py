@@ -42,6 +42,7 @@ PUBLISHED_CONFIGS = {
     "meta-llama/Llama-2-7b-hf": _llama(4096, 11008, 32, 32, 4096),
     "meta-llama/Llama-2-13b-hf": _llama(5120, 13824, 40, 40, 4096),
     "HuggingFaceTB/SmolLM2-135M": _smollm2(576, 1536, 30, 9, 3),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": _smollm2(576, 1536, 30, 9, 3),
     "HuggingFaceTB/SmolLM2-360M": _smollm2(960, 2560, 32, 15, 5),
     "HuggingFaceTB/SmolLM2-1.7B": _smollm2(2048, 8192, 24, 32, 32),
 }

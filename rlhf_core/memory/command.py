@@ -94,6 +94,8 @@ def estimate_of(request: PlanRequest) -> MemoryEstimate:
     if not (request.profile or request.sets or request.config):
         lengths = lengths_of_workspace(request.root, params, architecture.positions)
     lengths = lengths or lengths_from_limits(params, architecture.positions)
+    if request.options.prompt_tokens is not None:
+        lengths = replace(lengths, prompt=request.options.prompt_tokens)
     inputs = EstimateInputs(params, architecture, lengths, request.root)
     return estimate_memory(inputs, request.stages)
 

@@ -100,9 +100,9 @@ def _stage_text(stage: StageEstimate, *, for_gpu: bool) -> str:
     if stage.host:
         lines.append(f"and {gib(stage.host)} of host memory for each GPU")
     if stage.process is not None and not for_gpu:
-        code = f"; oneDNN's code {gib(stage.code)}" if stage.code else ""
+        allowance = f"; bfloat16 allowance {gib(stage.allowance)}" if stage.allowance else ""
         lines.append(f"on a CPU the whole process: {gib(stage.process)}")
-        lines.append(f"  Python, libraries {gib(PROCESS_BASE)}; freed memory kept {gib(stage.freed)}{code}")
+        lines.append(f"  libraries {gib(PROCESS_BASE)}; freed memory kept {gib(stage.freed)}{allowance}")
     return "\n".join(lines)
 
 

@@ -85,6 +85,8 @@ class SequenceLengths:
 def lengths_from_limits(params: Params, positions: int | None) -> SequenceLengths:
     """Upper bounds by the settings alone: every sequence as long as it may be, every token of it a reply's.
 
+    Where ``plan`` says how long prompts and texts of ptx are, they are as long as that.
+
     Args:
         params: The settings.
         positions: The longest sequence that the model takes, None where it has no limit.
@@ -95,12 +97,15 @@ def lengths_from_limits(params: Params, positions: int | None) -> SequenceLength
     text = min((checks.max_prompt_chars + checks.max_reply_chars) // CHARACTERS_PER_TOKEN, most)
     pair = min(_longest_pair(params), text)
     demonstration = min(params.sft.max_tokens, text)
+    ptx = min(params.plan.ptx_tokens or text, most)
+    given = [name for name in ("prompt_tokens", "ptx_tokens") if getattr(params.plan, name) is not None]
+    limits = f"the limits of the settings, at {CHARACTERS_PER_TOKEN} characters per token"
     return SequenceLengths(
         prompt=max(params.plan.prompt_tokens or prompt, 1),
         demonstrations=LongestSequences(((demonstration, demonstration),)),
         pairs=LongestSequences(((pair, pair),)),
-        ptx=LongestSequences(((text, text),)),
-        source=f"the limits of the settings, at {CHARACTERS_PER_TOKEN} characters per token",
+        ptx=LongestSequences(((ptx, ptx),)),
+        source=f"{', '.join(f'plan.{name}' for name in given)} and the limits of the settings" if given else limits,
     )
 
 
@@ -130,7 +135,7 @@ def lengths_of_workspace(root: Path, params: Params, positions: int | None = Non
         ptx = [(length, length) for length in lengths]
     prompts = _longest(read_rows(clean / "prompts" / "train.parquet", Prompt), _prompt_characters)
     return SequenceLengths(
-        prompt=params.plan.prompt_tokens or max(len(encode_prompt(tokenizer, row.prompt)) for row in prompts),
+        prompt=max(len(encode_prompt(tokenizer, row.prompt)) for row in prompts),
         demonstrations=_sorted(demonstrations, params.sft.max_tokens),
         pairs=_sorted(_pair_lengths(tokenizer, clean), _longest_pair(params)),
         ptx=_sorted(ptx, positions),

@@ -35,6 +35,7 @@ PUBLISHED = {
     "huggyllama/llama-7b": 6_738_415_616,
     "huggyllama/llama-13b": 13_015_864_320,
     "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
     "HuggingFaceTB/SmolLM2-360M": 361_821_120,
     "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
 }

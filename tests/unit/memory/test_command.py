@@ -17,9 +17,11 @@ from flows.supervision.python_module import ModuleResult
 from rlhf_core.cli import app
 from rlhf_core.config.loading.recipe import recipe_folder
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
-from rlhf_core.memory.command import MemoryExceeded, PlanRequest, check, estimate_of
-from rlhf_core.memory.estimate import ONEDNN_CODE, PROCESS_BASE
+from rlhf_core.memory import command
+from rlhf_core.memory.command import MemoryExceeded, PlanOptions, PlanRequest, check, estimate_of
+from rlhf_core.memory.estimate import BFLOAT16_ALLOWANCE, PROCESS_BASE
 from rlhf_core.memory.report import estimate_json, estimate_text, gib
+from rlhf_core.memory.sequence_lengths import LongestSequences, SequenceLengths
 
 ROOT = recipe_folder()
 
@@ -69,20 +71,35 @@ def test_the_whole_process_on_a_cpu_is_stated_beside_the_tensors(tmp_path: Path)
     assert sft.freed == min(sft.peak.use.total, 256 << 20)
     assert sft.process == sft.peak.use.total + PROCESS_BASE + sft.freed
     line = f"on a CPU the whole process: {gib(sft.process)}"
-    parts = f"  Python, libraries {gib(PROCESS_BASE)}; freed memory kept {gib(sft.freed)}"
+    parts = f"  libraries {gib(PROCESS_BASE)}; freed memory kept {gib(sft.freed)}"
     lines = estimate_text(estimate).splitlines()
     assert lines[lines.index(line) + 1] == parts
     assert estimate_json(estimate, [])["stages"]["sft"]["process"] == sft.process
     low = replace(sft, layout=replace(sft.layout, precision="bfloat16"))
-    assert low.process == sft.process + ONEDNN_CODE
+    assert low.process == sft.process + BFLOAT16_ALLOWANCE
     written = estimate_text(replace(estimate, stages=(low,)))
-    assert f"{parts}; oneDNN's code {gib(ONEDNN_CODE)}" in written and max(map(len, written.splitlines())) <= 80
+    assert (
+        f"{parts}; bfloat16 allowance {gib(BFLOAT16_ALLOWANCE)}" in written
+        and max(map(len, written.splitlines())) <= 80
+    )
     # A plan for GPUs of known memory, or for several processes, says nothing of it.
     on_gpu = replace(estimate, inputs=estimate.inputs.with_changes({"plan.gpu_memory_gb": 16}))
     assert "on a CPU" not in estimate_text(on_gpu)
     several = replace(sft, layout=replace(sft.layout, gpus=2))
     assert several.process is None and "on a CPU" not in estimate_text(replace(estimate, stages=(several,)))
     assert replace(sft, layout=replace(sft.layout, engine="deepspeed")).process is None
+
+
+def test_the_option_for_prompts_goes_before_the_workspaces_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = workspace(tmp_path, "plan: {prompt_tokens: 50, ptx_tokens: 90}\n")
+    rows = LongestSequences(((30, 10),))
+    measured = SequenceLengths(20, rows, rows, rows, "the workspace's own data")
+    monkeypatch.setattr(command, "lengths_of_workspace", lambda *unused: measured)
+    assert estimate_of(PlanRequest(root, stages=["sft"])).inputs.lengths == measured
+    asked = estimate_of(PlanRequest(root, stages=["sft"], options=PlanOptions(prompt_tokens=70))).inputs.lengths
+    assert asked == replace(measured, prompt=70)
 
 
 def test_a_folder_outside_of_a_workspace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

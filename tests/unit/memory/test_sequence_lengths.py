@@ -24,8 +24,12 @@ def test_limits_bound_lengths_and_the_longest_prompt_can_be_given() -> None:
     # 4000 characters of a prompt are about 1,333 tokens, more than the positions leave.
     assert (lengths.prompt, lengths.demonstrations.width, lengths.ptx.width) == (448, 256, 512)
     assert lengths_from_limits(params, None).prompt == 4000 // 3
-    given = params.model_copy(update={"plan": params.plan.model_copy(update={"prompt_tokens": 30})})
-    assert lengths_from_limits(given, 512).prompt == 30
+    assert lengths.source == "the limits of the settings, at 3 characters per token"
+    known = params.model_copy(update={"plan": params.plan.model_copy(update={"prompt_tokens": 30, "ptx_tokens": 90})})
+    given = lengths_from_limits(known, 512)
+    assert (given.prompt, given.ptx.rows, given.demonstrations.width) == (30, ((90, 90),), 256)
+    assert given.source == "plan.prompt_tokens, plan.ptx_tokens and the limits of the settings"
+    assert lengths_from_limits(known, 80).ptx.width == 80  # ptx leaves out what is longer than the model's positions
 
 
 def test_the_heaviest_batch_is_that_of_the_longest_rows() -> None:
@@ -85,8 +89,9 @@ def test_the_longest_rows_that_training_keeps_are_found(tmp_path: Path) -> None:
     _, rejected = encode_dialogue(tokenizer, paired[1].prompt, paired[1].rejected)
     assert found.pairs.rows[0] == (len(prompt) + len(rejected), len(chosen)) and len(rejected) > len(chosen)
 
-    given = check_params({"plan": {"prompt_tokens": 50}, "ppo": {"ptx": {"data": "pretrain"}}})
+    given = check_params({"plan": {"prompt_tokens": 50, "ptx_tokens": 900}, "ppo": {"ptx": {"data": "pretrain"}}})
     assert lengths_of_workspace(tmp_path, given) is None  # the texts of ptx are not there
     write_rows(clean / "pretrain" / "train.parquet", [PretrainText("1", "why so", "text", "test", "1")])
     again = lengths_of_workspace(tmp_path, given)
-    assert again is not None and again.prompt == 50 and again.ptx.width < found.ptx.width
+    # What can be measured is not taken from the settings.
+    assert again is not None and again.prompt == found.prompt and again.ptx.width < found.ptx.width
