@@ -18,7 +18,7 @@ WIDTH, CACHED = PROMPT + REPLY, 576  # the cache grows by 64 tokens
 LINEAR = [(HIDDEN, HIDDEN), (HIDDEN, KEYS), (HIDDEN, KEYS), (HIDDEN, HIDDEN)]
 LINEAR += [(HIDDEN, FEED_FORWARD), (HIDDEN, FEED_FORWARD), (FEED_FORWARD, HIDDEN)]
 ADAPTER = sum(a + b for a, b in LINEAR)
-# MiB: VmHWM of the stages of one run on two threads, of PPO until its 13th iteration of 20; see docs/plan.md.
+# MiB: VmHWM of the stages of one run on two threads, of PPO until iteration 17 of 20; see docs/plan.md.
 HELD = {"sft": 2277, "reward": 2372, "referee": 2126, "judge": 2344, "critic": 3349, "ppo": 5143}
 
 
