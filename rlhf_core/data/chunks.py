@@ -6,9 +6,10 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import pyarrow as pa
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 # A chunk is complete with so many bytes of texts. A stage holds its rows in a few forms at once, each as large.
 CHUNK_BYTES = 32 * 2**20

@@ -94,7 +94,7 @@ def test_policy_round_trip(folder: Path, policy: LlamaForCausalLM) -> None:
         ("pickle", "pickled weights are never read"),
         ("truncated", "not a readable safetensors"),
         ("tokenizer", "no tokenizer"),
-        ("lacking", r"lacks 1 weights of a LlamaForCausalLM, such as model\.norm\.weight"),
+        ("lacking", r"lacks 1 of the weights of a LlamaForCausalLM, such as model\.norm\.weight"),
         ("shape", r"model\.norm\.weight has the shape \[3\], but config\.json asks for \["),
         ("foreign", "cannot load the model"),
     ],
@@ -171,7 +171,7 @@ def test_scalar_model_begins_small_and_round_trips(folder: Path, tokenizer: PreT
 
 
 def test_a_language_model_folder_is_not_a_scalar_model(folder: Path) -> None:
-    with pytest.raises(ModelError, match=r"lacks 1 weights.*score"):
+    with pytest.raises(ModelError, match=r"lacks 1 of the weights.*score"):
         ScalarModel.load(folder)
 
 

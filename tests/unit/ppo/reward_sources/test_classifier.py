@@ -192,7 +192,7 @@ def test_the_label_must_be_one_of_its_own(
 def test_what_is_no_classifier_is_refused(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The library reads its environment variable when it is imported, which may be before the test session sets it.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"lacks \d+ weights of a LlamaForSequenceClassification"):
+    with pytest.raises(ModelError, match=r"lacks \d+ of the weights of a LlamaForSequenceClassification"):
         build(place, "extra/foreign_lm")
     with pytest.raises(ModelError, match="no model folder"):
         build(place, tmp_path / "nowhere")
