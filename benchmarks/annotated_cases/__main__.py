@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from rich.console import Console
 
 from benchmarks.annotated_cases import __doc__ as description
-from benchmarks.annotated_cases.arms import SeedExperiment, Sizes, unannotated_workspace
+from benchmarks.annotated_cases.arms import SeedExperiment, Sizes, train_unannotated
 from benchmarks.annotated_cases.results import (
     ARMS,
     add_result,
@@ -65,7 +65,7 @@ def _measure(given: argparse.Namespace) -> None:
     workspaces = _workspaces(given)
     for seed, workspace in workspaces.items():
         if given.seeds and _unmeasured(file, seed, given.ppo):
-            unannotated_workspace(workspace, given.profile, seed, given.ppo)
+            train_unannotated(workspace, given.profile, seed)
         experiment = SeedExperiment(workspace.resolve(), given.output.resolve() / f"seed-{seed}", sizes, given.ppo)
         experiment.check()
         for arm in _unmeasured(file, seed, given.ppo):

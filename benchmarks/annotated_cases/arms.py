@@ -76,15 +76,11 @@ class SeedExperiment:
         collect = load_section(self.workspace, "collect", CollectConfig)
         if collect.source != "world":
             raise RlhfError(
-                f"{self.workspace}: collect.source is {collect.source}; gold knows the synthetic world alone"
+                f"{self.workspace}: gold knows the synthetic world alone, not collect.source {collect.source}"
             )
-        missing = [
-            name for name in ("sft", "reward", "judge", "policy") if not (self.workspace / MODELS / name).is_dir()
-        ]
-        if missing:
-            raise DataError(
-                f"{self.workspace / MODELS / missing[0]} does not exist; finish the run of that workspace first"
-            )
+        for name in ("sft", "reward", "judge", "policy"):
+            if not (self.workspace / MODELS / name).is_dir():
+                raise DataError(f"{self.workspace / MODELS / name} does not exist; finish the workspace's run first")
         if any((self.workspace / ANNOTATIONS).glob("*.jsonl")):
             raise DataError(f"{self.workspace / ANNOTATIONS} has annotations already; name a workspace without")
         given = {"workspace": str(self.workspace.resolve()), **asdict(self.sizes)}
@@ -100,11 +96,9 @@ class SeedExperiment:
             export = self._export()
             pairs = equal_cases(export.pairs, self.sizes.cases)[arm]
             if not pairs:
-                raise DataError(
-                    f"{self.workspace} has no bad cases on its training prompts; raise --prompts or --replies"
-                )
+                raise DataError(f"{self.workspace}: no bad case on training prompts; raise --prompts or --replies")
             trained = self._annotated(arm, export, pairs)
-            reproduce(trained, "evaluate" if self.ppo else "reward")
+            reproduce(trained, "ppo" if self.ppo else "reward")
             metrics["annotated"] = float(len(pairs))
             metrics["trained_on"] = float(_annotations_trained_on(trained, export.name))
             agreement = gold_agreement(pairs, self._annotators(), self.seed)
@@ -152,17 +146,16 @@ class SeedExperiment:
         return AnnotatorConfig(world.label_sharpness, world.length_bias)
 
 
-def unannotated_workspace(folder: Path, profile: str, seed: int, ppo: bool) -> Path:
-    """Make the workspace of a seed, train it to the policy, and return it; what is up to date is not done again."""
+def train_unannotated(folder: Path, profile: str, seed: int) -> None:
+    """Make the workspace of a seed and train it to the policy; what is up to date is not done again."""
     if not is_workspace(folder):
         initialise(folder, profile, [f"seed={seed}", "gates.mode=report"])
-    reproduce(folder, "evaluate" if ppo else "ppo", "judge")
-    return folder
+    reproduce(folder, "ppo")
 
 
-def reproduce(workspace: Path, *stages: str) -> None:
-    """Bring stages and all they depend on up to date."""
-    run([sys.executable, "-m", "dvc", "repro", "--quiet", *stages], workspace)
+def reproduce(workspace: Path, stage: str) -> None:
+    """Bring a stage and all it depends on up to date."""
+    run([sys.executable, "-m", "dvc", "repro", "--quiet", stage], workspace)
 
 
 def run(command: list[str], workspace: Path) -> None:
