@@ -12,7 +12,7 @@ from benchmarks.annotated_cases.cases import equal_cases, fill_form, gold_agreem
 from benchmarks.annotated_cases.held_out import TRAINING_PAIRS, held_out_pairs, policy_metrics, reward_metrics
 from benchmarks.annotated_cases.results import ArmResult
 from flows.commands.init import initialise
-from flows.dvc_repo.root import cache_of
+from flows.dvc_repo.root import cache_of, ensure_dvc
 from flows.supervision.environment import child_environment
 from flows.workspace.folder import is_workspace
 from rlhf_core.config.collect import CollectConfig
@@ -131,9 +131,8 @@ class SeedExperiment:
         Gates report: an arm that fails one is measured all the same.
         """
         folder = self.folder / arm
-        if not is_workspace(folder):
-            sets = [f"collect.annotations={ANNOTATIONS}/*.jsonl", "gates.mode=report"]
-            initialise(folder, None, sets, base=self.workspace, cache=cache_of(self.workspace))
+        sets = [f"collect.annotations={ANNOTATIONS}/*.jsonl", "gates.mode=report"]
+        make_workspace(folder, None, sets, self.workspace)
         export.save_key(folder)
         form = self.folder / f"{arm}.jsonl"
         fill_form(form, pairs, self._annotators(), self.seed)
@@ -148,9 +147,19 @@ class SeedExperiment:
 
 def train_unannotated(folder: Path, profile: str, seed: int) -> None:
     """Make the workspace of a seed and train it to the policy; what is up to date is not done again."""
-    if not is_workspace(folder):
-        initialise(folder, profile, [f"seed={seed}", "gates.mode=report"])
+    make_workspace(folder, profile, [f"seed={seed}", "gates.mode=report"])
     reproduce(folder, "ppo")
+
+
+def make_workspace(folder: Path, profile: str | None, sets: list[str], base: Path | None = None) -> None:
+    """Make a workspace, with the recipe and the DVC cache of ``base`` if that is given; finish one half made."""
+    if (folder / ".dvc" / "config").is_file():
+        return
+    cache = None if base is None else cache_of(base)
+    if is_workspace(folder):  # killed before it became a DVC root
+        ensure_dvc(folder, cache)
+    else:
+        initialise(folder, profile, sets, base=base, cache=cache)
 
 
 def reproduce(workspace: Path, stage: str) -> None:
