@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, default=Path("workspaces/annotated-cases"), help="folder of all results")
     parser.add_argument("--cases", type=_positive, default=500, help="pairs in each of the two sets")
     parser.add_argument("--prompts", type=_positive, default=5000, help="at most so many training prompts")
-    parser.add_argument("--replies", type=_positive, default=5, help="of each model to each prompt")
+    parser.add_argument("--replies", type=_positive, default=4, help="of each model to each prompt")
     parser.add_argument("--held-out", type=_positive, default=1000, help="at most so many held-out prompts")
     parser.add_argument("--ppo", action="store_true", help="train and measure policies too")
     return parser

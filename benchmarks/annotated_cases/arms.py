@@ -163,8 +163,8 @@ def make_workspace(folder: Path, profile: str | None, sets: list[str], base: Pat
 
 
 def reproduce(workspace: Path, stage: str) -> None:
-    """Bring a stage and all it depends on up to date."""
-    run([sys.executable, "-m", "dvc", "repro", "--quiet", stage], workspace)
+    """Bring a stage and all it depends on up to date; stages left running by a run that was killed end first."""
+    run([sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--quiet", stage], workspace)
 
 
 def run(command: list[str], workspace: Path) -> None:
