@@ -181,5 +181,5 @@ def run(command: list[str], workspace: Path) -> None:
 
 def _annotations_trained_on(workspace: Path, export: str) -> int:
     """Count the annotated pairs that validation gave to the reward model, rather than to referee or judge."""
-    sources = read_table(workspace / TRAINING_PAIRS, ["source"]).column("source").to_pylist()
+    sources: list[str] = read_table(workspace / TRAINING_PAIRS, ["source"]).column("source").to_pylist()
     return sources.count(f"annotations/{export}")
