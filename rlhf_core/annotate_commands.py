@@ -26,6 +26,7 @@ def export(
     prompts: Annotated[
         int | None, typer.Option(min=1, help="Sample replies to so many training prompts; default: the evaluation's.")
     ] = None,
+    replies: Annotated[int, typer.Option(min=1, help="With --prompts: replies of each model to a prompt.")] = 1,
     bad_cases: Annotated[int | None, typer.Option(min=0, help="At most so many bad cases; default: all.")] = None,
     control: Annotated[
         int | None, typer.Option(min=0, help="Pairs drawn at random; default: as many as bad cases.")
@@ -40,12 +41,14 @@ def export(
     a copy of one of them. What they do not see stays in data/annotations/exports of the workspace.
 
     The evaluation's pairs are on test prompts: they judge, and can train nothing. For pairs that the next round trains
-    on, name --prompts.
+    on, name --prompts; --replies finds more bad cases where the training prompts are few.
 
     Examples:
     $ rlhf annotate export to-annotate
     $ rlhf annotate export to-annotate --prompts 2000 --bad-cases 200 --control 100
     """
+    if prompts is None and replies > 1:
+        raise RlhfError("--replies needs --prompts: the evaluation's replies are sampled already")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RlhfError(f"{folder} exists already; name a new or empty folder")
     from rlhf_core.garbage_collection import skip_last_collection
@@ -61,7 +64,7 @@ def export(
     else:
         from rlhf_core.evaluation.judges.human.sampled_candidates import sampled_candidates
 
-        candidates, bad = sampled_candidates(root, prompts)
+        candidates, bad = sampled_candidates(root, prompts, replies)
     exported = blinded_export(candidates, bad[:bad_cases], control, seed)
     exported.save_key(root)
     write_forms(exported.pairs, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rlhf_core.progress import progress
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.world import corpus
+from rlhf_core.world.grammar import parse_prompt
 
 KINDS = tuple(ROW_TYPES)
 
@@ -95,7 +97,10 @@ def _from_world(config: CollectConfig, base: Path, folder: Path) -> Collected:
         bar.advance()
     annotations = source_files(annotation_sources(config.annotations, base), base)
     annotated = [read_source(file, "preferences", None) for file in annotations]
-    rows["preferences"] = [*(row for part in annotated for row in part.rows), *rows["preferences"]]
+    rows["preferences"] = [
+        *(row | {"group": _group_of(row) or row["group"]} for part in annotated for row in part.rows),
+        *rows["preferences"],
+    ]
     for kind in KINDS:
         listed = [row | {"id": content_id(kind, row)} for row in rows[kind][: config.limit]]
         write_dicts(folder / kind / "data.parquet", kind, listed)
@@ -107,6 +112,15 @@ def _from_world(config: CollectConfig, base: Path, folder: Path) -> Collected:
         counted.take(part)
         sources["preferences"].append(counted)
     return Collected(counts, dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, ""), sources)
+
+
+def _group_of(row: Mapping[str, Any]) -> str | None:
+    """Return the world's group of a row's prompt, so that an annotated pair is in the split of its prompt.
+
+    None for a prompt that is not of the world.
+    """
+    question = parse_prompt(row["prompt"][-1]["content"])
+    return question.group if question else None
 
 
 def _from_files(config: CollectConfig, base: Path, folder: Path) -> Collected:

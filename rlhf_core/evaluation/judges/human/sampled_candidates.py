@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +25,11 @@ from rlhf_core.progress import progress
 TRAINING_PROMPTS = Path("data") / "clean" / "prompts" / "train.parquet"
 
 
-def sampled_candidates(workspace: Path, count: int) -> tuple[list[Candidate], list[int]]:
+def sampled_candidates(workspace: Path, count: int, replies_per_prompt: int = 1) -> tuple[list[Candidate], list[int]]:
     """Let SFT and policy reply to ``count`` training prompts; return the pairs, and the positions of the bad cases.
 
-    Replies have the evaluation's sampling, bad cases are those of the reward model and the judge.
+    Replies have the evaluation's sampling, bad cases are those of the reward model and the judge. With several replies
+    per prompt, the first of SFT is paired with the first of the policy, and so on; a pair that repeats counts once.
 
     Raises:
         DataError: There are no training prompts.
@@ -38,13 +40,22 @@ def sampled_candidates(workspace: Path, count: int) -> tuple[list[Candidate], li
         raise DataError(f"{workspace / TRAINING_PROMPTS} has no rows")
     prompts = [row.prompt for row in rows]
     replies: dict[str, list[Reply]] = {}
-    with progress(2 * len(rows), "replies to training prompts") as bar:
+    with progress(2 * len(rows) * replies_per_prompt, "replies to training prompts") as bar:
         for name in ("sft", "policy"):
             model, tokenizer = load_policy(workspace / MODELS / name)
             replies[name] = evaluation_replies(
-                model, tokenizer, prompts, config.sampling, config.seed, bar.advance, config.batch_size
+                model,
+                tokenizer,
+                prompts,
+                config.sampling,
+                config.seed,
+                bar.advance,
+                config.batch_size,
+                replies_per_prompt,
             )
             del model
+    rows = [row for row in rows for _ in range(replies_per_prompt)]
+    prompts = [row.prompt for row in rows]
     gains, margin = {}, 0.0
     for name in (TRAINED_ON, judging_model(workspace)):
         judge = ModelJudge.load(workspace / MODELS / name, name, config.batch_size)
@@ -56,4 +67,15 @@ def sampled_candidates(workspace: Path, count: int) -> tuple[list[Candidate], li
         Candidate([dict(vars(turn)) for turn in row.prompt], row.category, sft.text, policy.text)
         for row, sft, policy in zip(rows, replies["sft"], replies["policy"], strict=True)
     ]
-    return candidates, [position for position, _ in worst_disagreements(reward_gain, judge_gain, margin)]
+    return _without_repeats(
+        candidates, [position for position, _ in worst_disagreements(reward_gain, judge_gain, margin)]
+    )
+
+
+def _without_repeats(candidates: Sequence[Candidate], bad_cases: Sequence[int]) -> tuple[list[Candidate], list[int]]:
+    """Keep the first of equal pairs, whoever wrote which reply, and the bad cases among those that are kept."""
+    first: dict[str, int] = {}
+    for position, candidate in enumerate(candidates):
+        first.setdefault(candidate.key, position)
+    kept = {position: new for new, position in enumerate(first.values())}
+    return [candidates[position] for position in kept], [kept[case] for case in bad_cases if case in kept]

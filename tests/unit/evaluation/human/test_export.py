@@ -17,7 +17,7 @@ from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.evaluation.judges.disagreement import worst_disagreements
 from rlhf_core.evaluation.judges.human.forms import COLUMNS, write_forms
 from rlhf_core.evaluation.judges.human.pairs import AnnotationExport, Candidate, blinded_export, evaluated_candidates
-from rlhf_core.evaluation.judges.human.sampled_candidates import sampled_candidates
+from rlhf_core.evaluation.judges.human.sampled_candidates import _without_repeats, sampled_candidates
 
 from ..conftest import made_prompt
 
@@ -128,6 +128,27 @@ def test_training_prompts_are_answered_by_both_models(tmp_path: Path, models: Pa
     assert len(candidates) == 4 and {pair.category for pair in candidates} == {"sums"}
     assert {pair.prompt[0]["content"] for pair in candidates} < {row.group for row in rows}
     assert any(pair.sft_reply != pair.policy_reply for pair in candidates) and set(bad) <= set(range(4))
+
+    more, bad = sampled_candidates(tmp_path, 4, replies_per_prompt=3)
+    assert {pair.key for pair in candidates} <= {pair.key for pair in more} and len({pair.key for pair in more}) == len(
+        more
+    ) > 4
+    assert {pair.prompt[0]["content"] for pair in more} == {pair.prompt[0]["content"] for pair in candidates}
+    assert set(bad) <= set(range(len(more)))
+
+
+def test_a_pair_that_repeats_is_asked_about_once() -> None:
+    swapped = Candidate(CANDIDATES[0].prompt, "sums", "policy 0", "sft 0")
+    candidates = [*CANDIDATES[:3], swapped, CANDIDATES[1], CANDIDATES[3]]
+    kept, bad = _without_repeats(candidates, [5, 4, 2])
+    assert kept == CANDIDATES[:4]
+    # The second of an equal pair is gone as a bad case too.
+    assert bad == [3, 2]
+
+
+def test_replies_of_the_evaluation_cannot_be_multiplied(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "out"), "--replies", "2"])
+    assert isinstance(result.exception, RlhfError) and "--replies needs --prompts" in str(result.exception)
 
 
 def test_disagreements_are_ordered_by_size() -> None:

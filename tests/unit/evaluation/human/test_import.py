@@ -20,6 +20,7 @@ from rlhf_core.evaluation.judges.human.import_answers import import_answers
 from rlhf_core.evaluation.judges.human.pairs import AnnotationExport, Candidate, blinded_export
 from rlhf_core.files import sha256_tree
 from rlhf_core.stages.collect import collect
+from rlhf_core.world import corpus
 
 CANDIDATES = [
     Candidate([{"role": "user", "content": f"question {i}?"}], "sums", f"sft {i}", f"policy {i}") for i in range(4)
@@ -247,3 +248,19 @@ def test_the_next_collect_takes_the_annotated_pairs(tmp_path: Path, exported: An
     assert [f["rows"] for f in manifest["files"] if f["source"].startswith("data/annotations/")] == [4]
     collect(config.model_copy(update={"annotations": None}), tmp_path, raw)
     assert sha256_tree(raw) == plain
+
+
+def test_annotated_pairs_of_the_world_are_in_the_split_of_their_prompt(tmp_path: Path) -> None:
+    config = CollectConfig.model_validate({"world": WorldConfig(demonstrations=3, preferences=3, pretrain=3)})
+    (tmp_path / "params.yaml").write_text("seed: 1\n")
+    prompts = {row["prompt"][0]["content"]: row for row in corpus.prompts(config.seed)[:6]}
+    candidates = [
+        Candidate(row["prompt"], row["category"], "sft", f"policy {i}") for i, row in enumerate(prompts.values())
+    ]
+    export = blinded_export([*candidates, CANDIDATES[0]], [], 7, 1)
+    export.save_key(tmp_path)
+    import_answers(tmp_path, [jsonl(tmp_path / "alice.jsonl", for_policy(export))])
+    collect(config, tmp_path, tmp_path / "data/raw")
+    collected = read_rows(tmp_path / "data/raw/preferences/data.parquet", Preference)
+    groups = {row.prompt[0].content: row.group for row in collected if row.source.startswith("annotations/")}
+    assert groups == {text: row["group"] for text, row in prompts.items()} | {"question 0?": "question 0?"}
