@@ -24,8 +24,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_core import distributed
 from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.manager import CheckpointManager
 from rlhf_core.training.engine import LocalEngine
 

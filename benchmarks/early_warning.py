@@ -79,11 +79,11 @@ def watch(folder: Path) -> Watcher:
     import torch
 
     from rlhf_core.config.loading.load import load_section
-    from rlhf_core.config.ppo import PpoConfig
+    from rlhf_core.config.stages.ppo import PpoConfig
     from rlhf_core.data.schema import Prompt, read_rows
-    from rlhf_core.evaluation.comparison import compare
-    from rlhf_core.evaluation.generation import on_policy_replies
+    from rlhf_core.evaluation.comparisons.comparison import compare
     from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
+    from rlhf_core.evaluation.replies.generation import on_policy_replies
     from rlhf_core.sampling.distribution import Sampling
     from rlhf_core.stages import ppo
     from rlhf_core.stages.runtime.contract import Paths

@@ -13,31 +13,31 @@ from typing import Any, Protocol
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from rlhf_core import distributed
-from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.loading.load import Params
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.data.pairs import TokenisedPair
-from rlhf_core.evaluation.drift import measure_drift
-from rlhf_core.evaluation.generation import OnPolicyReplies
+from rlhf_core.config.operations.launch import LaunchConfig
+from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.data.batches.pairs import TokenisedPair
+from rlhf_core.evaluation.metrics.drift import measure_drift
+from rlhf_core.evaluation.replies.generation import OnPolicyReplies
 from rlhf_core.memory.architecture import Architecture
 from rlhf_core.memory.inputs import EstimateInputs
 from rlhf_core.memory.sequence_lengths import LongestSequences, SequenceLengths
 from rlhf_core.memory.tensor_memory import TensorMemory
+from rlhf_core.models.adapters.lora import WithoutAdapters, add_adapters
 from rlhf_core.models.float32_head import use_float32_unembedding
-from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.lora import WithoutAdapters, add_adapters
-from rlhf_core.ppo.actor_critic_pair import SeparateActorCritic
+from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.ppo.advantages.gae import with_advantages
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.gae import with_advantages
-from rlhf_core.ppo.policy_loss import PolicyObjective
-from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
-from rlhf_core.ppo.reward_normalization import RunningMeanStd
-from rlhf_core.ppo.rewards import RewardFn, reward_model_fn, with_rewards
-from rlhf_core.ppo.rollout import predict_tokens
+from rlhf_core.ppo.learners.actor_critic_pair import SeparateActorCritic
+from rlhf_core.ppo.losses.policy_loss import PolicyObjective
+from rlhf_core.ppo.losses.ptx import PtxData, accumulate_ptx_gradient
+from rlhf_core.ppo.losses.value_loss import ValueObjective
+from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
+from rlhf_core.ppo.rewards.token_rewards import RewardFn, reward_model_fn, with_rewards
+from rlhf_core.ppo.rollouts.rollout import predict_tokens
 from rlhf_core.ppo.update import Learner
-from rlhf_core.ppo.value_loss import ValueObjective
+from rlhf_core.runtime import distributed
 from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 
 from benchmarks.padding import replies
 from rlhf_core.config.lora import LoraConfig
-from rlhf_core.data.chat import encode_prompt
+from rlhf_core.data.chat.encoding import encode_prompt
 from rlhf_core.data.schema import Prompt, read_rows
-from rlhf_core.models.base import load_policy
-from rlhf_core.models.lora import add_adapters
+from rlhf_core.models.adapters.lora import add_adapters
+from rlhf_core.models.starting.base import load_policy
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.micro_batches import MicroBatchLimits
 from rlhf_core.sampling.token_scoring import Tokens, response_logits

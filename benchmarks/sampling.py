@@ -20,8 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf_core.config.lora import LoraConfig
+from rlhf_core.models.adapters.lora import add_adapters
 from rlhf_core.models.io import load_model
-from rlhf_core.models.lora import add_adapters
 from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.local import LocalSampler

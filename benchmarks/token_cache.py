@@ -81,8 +81,8 @@ def main() -> int:
 def write_pairs(folder: Path, count: int) -> None:
     """Write ``count`` pairs and a tokenizer made of the first of them."""
     from rlhf_core.data.schema import Preference, arrow_schema, tables_of
-    from rlhf_core.data.table_stream import TableWriter
-    from rlhf_core.models.base import train_tokenizer
+    from rlhf_core.data.tables.table_stream import TableWriter
+    from rlhf_core.models.starting.base import train_tokenizer
 
     def rows() -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines(count)):
@@ -117,7 +117,7 @@ def read_pairs(folder: Path, cache: str) -> ReadingCost:
     import pyarrow as pa
     from transformers import AutoTokenizer
 
-    from rlhf_core.config.reward import RewardConfig
+    from rlhf_core.config.stages.reward import RewardConfig
     from rlhf_core.training.reward.run import read_split
     from rlhf_core.training.reward.trainer import pair_batches
 

@@ -8,13 +8,15 @@ from typing import Annotated
 
 import typer
 
-from flows.commands import data_diff, registry_commands, serving_commands
+from flows.commands import data_diff
 from flows.commands.compare import command as compare_command
 from flows.commands.help_text import Commands, CommandWithProfiles, profile_names
 from flows.commands.options import Reason, Workspace
+from flows.commands.registry import commands as registry_commands
+from flows.commands.serving import commands as serving_commands
 from rlhf_core import __version__
 from rlhf_core import cli as core
-from rlhf_core.data_commands import app as data_app
+from rlhf_core.commands.data import app as data_app
 from rlhf_core.errors import EXIT_INTERRUPTED, GateFailed, RlhfError
 
 DEBUG = "--debug"
@@ -224,8 +226,8 @@ def chat(
     if model is not None:
         require_model_folder(model)  # before seconds of imports
     with Console(stderr=True).status("looking up the model…"):
-        from flows.commands.chat import champion_model, folder_model
-        from rlhf_core.chat_terminal import ChatOptions, talk
+        from flows.commands.serving.chat import champion_model, folder_model
+        from rlhf_core.chat.terminal import ChatOptions, talk
 
         if model is None:
             chosen = champion_model(find_workspace(workspace))

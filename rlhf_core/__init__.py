@@ -18,42 +18,42 @@ if TYPE_CHECKING:
     from rlhf_core.api.reward_model import train_reward_model as train_reward_model
     from rlhf_core.api.sft import SftRun as SftRun
     from rlhf_core.api.sft import train_sft as train_sft
-    from rlhf_core.config.critic import CriticConfig as CriticConfig
     from rlhf_core.config.health.health import HealthConfig as HealthConfig
     from rlhf_core.config.lora import LoraConfig as LoraConfig
     from rlhf_core.config.model import OptimizerConfig as OptimizerConfig
-    from rlhf_core.config.ppo import PpoConfig as PpoConfig
-    from rlhf_core.config.ppo import RolloutConfig as RolloutConfig
-    from rlhf_core.config.ptx import PtxConfig as PtxConfig
-    from rlhf_core.config.reward import RewardConfig as RewardConfig
-    from rlhf_core.config.sft import SftConfig as SftConfig
+    from rlhf_core.config.ppo.ptx import PtxConfig as PtxConfig
+    from rlhf_core.config.stages.critic import CriticConfig as CriticConfig
+    from rlhf_core.config.stages.ppo import PpoConfig as PpoConfig
+    from rlhf_core.config.stages.ppo import RolloutConfig as RolloutConfig
+    from rlhf_core.config.stages.reward import RewardConfig as RewardConfig
+    from rlhf_core.config.stages.sft import SftConfig as SftConfig
     from rlhf_core.errors import RlhfError as RlhfError
     from rlhf_core.errors import TrainingPaused as TrainingPaused
-    from rlhf_core.models.base import load_policy as load_policy
-    from rlhf_core.models.heads import ScalarModel as ScalarModel
+    from rlhf_core.models.heads.scalar import ScalarModel as ScalarModel
+    from rlhf_core.models.starting.base import load_policy as load_policy
     from rlhf_core.training.run_context import RunContext as RunContext
 
 __version__ = "0.2.0"
 
 _MODULES = {
-    "CriticConfig": "config.critic",
+    "CriticConfig": "config.stages.critic",
     "HealthConfig": "config.health.health",
     "LoraConfig": "config.lora",
     "OptimizerConfig": "config.model",
-    "PpoConfig": "config.ppo",
-    "PtxConfig": "config.ptx",
-    "RewardConfig": "config.reward",
+    "PpoConfig": "config.stages.ppo",
+    "PtxConfig": "config.ppo.ptx",
+    "RewardConfig": "config.stages.reward",
     "RlhfError": "errors",
-    "RolloutConfig": "config.ppo",
+    "RolloutConfig": "config.stages.ppo",
     "RunContext": "training.run_context",
-    "ScalarModel": "models.heads",
-    "SftConfig": "config.sft",
+    "ScalarModel": "models.heads.scalar",
+    "SftConfig": "config.stages.sft",
     "SftRun": "api.sft",
     "TrainedCritic": "api.critic",
     "TrainedPolicy": "api.ppo",
     "TrainedRewardModel": "api.reward_model",
     "TrainingPaused": "errors",
-    "load_policy": "models.base",
+    "load_policy": "models.starting.base",
     "train_critic": "api.critic",
     "train_ppo": "api.ppo",
     "train_reward_model": "api.reward_model",

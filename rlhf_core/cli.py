@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from rlhf_core import annotate_commands, data_commands
+from rlhf_core.commands import annotate as annotate_commands
+from rlhf_core.commands import data as data_commands
 from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR, ConfigError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
@@ -31,8 +32,8 @@ def stage(
     rule, 75 preempted (SIGTERM: training finishes its step and saves its state), 130 interrupted. Run again, a training
     stage goes on from its last checkpoint.
     """
-    from rlhf_core.garbage_collection import skip_last_collection
     from rlhf_core.stages.runtime.runner import run_stage, workspace_root
+    from rlhf_core.storage.garbage_collection import skip_last_collection
 
     skip_last_collection()
     run_stage(name, workspace_root(workspace))
@@ -42,8 +43,8 @@ def stage(
 def fingerprint(workspace: WorkspaceOption = None) -> None:
     """Refresh the code fingerprints that dvc.yaml's stages depend on."""
     from rlhf_core.config.loading.load import load_params
-    from rlhf_core.data.sources import collected_paths
-    from rlhf_core.evaluation.replayed import FOLDER as REPLAYS
+    from rlhf_core.data.collection.sources import collected_paths
+    from rlhf_core.evaluation.replies.replayed import FOLDER as REPLAYS
     from rlhf_core.fingerprint import write_fingerprints, write_sources
     from rlhf_core.fingerprint.starting_model import tokenizer_patterns, write_starting_model
     from rlhf_core.ppo.reward_sources.tracked_files import write_evaluation_inputs, write_tracked_files
@@ -70,7 +71,7 @@ def open_model(workspace: WorkspaceOption = None) -> None:
     Exit codes: 0 the base stage may load it, 2 it would refuse it.
     """
     from rlhf_core.config.loading.load import load_params
-    from rlhf_core.models.starting_model import open_starting_model
+    from rlhf_core.models.starting.starting_model import open_starting_model
     from rlhf_core.stages.runtime.runner import workspace_root
 
     root = workspace_root(workspace)
@@ -113,8 +114,8 @@ def plan(
 
     Example: rlhf plan --profile paper-7b --gpus 8 --gpu-memory 80
     """
-    from rlhf_core.garbage_collection import skip_last_collection
     from rlhf_core.stages.runtime.runner import workspace_root
+    from rlhf_core.storage.garbage_collection import skip_last_collection
 
     skip_last_collection()
     root = workspace_root(workspace)
@@ -163,10 +164,10 @@ def match(
 
     `rlhf promote` does this and acts on the result; this command only measures.
     """
-    from rlhf_core.evaluation.match import run_match
-    from rlhf_core.files import atomic_write_json
-    from rlhf_core.garbage_collection import skip_last_collection
+    from rlhf_core.evaluation.promotion.match import run_match
     from rlhf_core.stages.runtime.runner import workspace_root
+    from rlhf_core.storage.files import atomic_write_json
+    from rlhf_core.storage.garbage_collection import skip_last_collection
 
     skip_last_collection()
     atomic_write_json(output, run_match(workspace_root(workspace), champion=champion, challenger=challenger))
@@ -189,13 +190,13 @@ def benchmark(
     $ rlhf benchmark reward-bench-2.parquet
     $ rlhf benchmark questions.jsonl --model models/judge --json
     """
-    from rlhf_core.garbage_collection import skip_last_collection
     from rlhf_core.stages.runtime.runner import workspace_root
+    from rlhf_core.storage.garbage_collection import skip_last_collection
 
     skip_last_collection()
     folder = model or workspace_root(workspace) / "models" / "reward"
+    from rlhf_core.evaluation.benchmarks.reward_benchmark import as_text, read_benchmark, run_benchmark
     from rlhf_core.evaluation.judges.model import ModelJudge
-    from rlhf_core.evaluation.reward_benchmark import as_text, read_benchmark, run_benchmark
 
     rows = read_benchmark(file)
     result = run_benchmark(ModelJudge.load(folder, "reward", batch_size), rows)
@@ -232,8 +233,8 @@ def lm_eval(
     $ rlhf lm-eval --task my_exam --include-path tasks
     $ rlhf lm-eval models/policy --task arc_easy --task ceval-valid --few-shot 5
     """
-    from rlhf_core.garbage_collection import skip_last_collection
     from rlhf_core.stages.runtime.runner import workspace_root
+    from rlhf_core.storage.garbage_collection import skip_last_collection
 
     if not tasks:
         raise ConfigError("name at least one task with --task")
@@ -241,8 +242,8 @@ def lm_eval(
     folders = models or [workspace_root(workspace) / "models" / name for name in ("sft", "policy")]
     names = [folder.name for folder in folders]
     by_name = {folder.name if names.count(folder.name) == 1 else str(folder): folder for folder in folders}
-    from rlhf_core.evaluation.lm_evaluation_harness import TaskOptions, as_text, run_tasks
-    from rlhf_core.files import atomic_write_json
+    from rlhf_core.evaluation.benchmarks.lm_evaluation_harness import TaskOptions, as_text, run_tasks
+    from rlhf_core.storage.files import atomic_write_json
 
     options = TaskOptions(tasks, include_path or [], few_shot, limit, batch_size, chat_template)
     results = run_tasks(by_name, options)

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.gates import Condition
+from rlhf_core.config.stages.gates import Condition
 from rlhf_core.errors import GateFailed
-from rlhf_core.files import atomic_write_json, atomic_write_text, read_json, sha256_file
+from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json, sha256_file
 
 PASS_TEXT = "passed\n"
 

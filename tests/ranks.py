@@ -69,7 +69,7 @@ def free_port() -> int:
 def _rank(function: Callable[..., None], rank: int, size: int, port: int, folder: Path, args: tuple[Any, ...]) -> None:
     import torch
 
-    from rlhf_core import distributed
+    from rlhf_core.runtime import distributed
 
     torch.set_num_threads(1)
     os.environ |= {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rlhf_core import distributed
+from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.checkpoint import Checkpoint
 from rlhf_core.training.checkpoints.manager import CheckpointManager
 from rlhf_core.training.engine import Engine

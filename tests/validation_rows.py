@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.validate import ValidateConfig
-from rlhf_core.data.formats import prompt_group
+from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.data.collection.rows import prompt_group
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
 from rlhf_core.data.validation.quarantine import write_refused
 from rlhf_core.stages import validate

@@ -15,14 +15,14 @@ from flows.commands.init import initialise
 from flows.dvc_repo.root import cache_of, ensure_dvc
 from flows.supervision.environment import child_environment
 from flows.workspace.folder import is_workspace
-from rlhf_core.config.collect import CollectConfig
 from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.stages.collect import CollectConfig
 from rlhf_core.data.schema import read_table
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.evaluation.judges.final import MODELS
 from rlhf_core.evaluation.judges.human.import_answers import ANNOTATIONS, import_answers
 from rlhf_core.evaluation.judges.human.pairs import AnnotationExport, AnnotationPair
-from rlhf_core.files import atomic_dir, atomic_write_json, read_json
+from rlhf_core.storage.files import atomic_dir, atomic_write_json, read_json
 from rlhf_core.world.annotators import AnnotatorConfig
 
 FORM = "pairs.jsonl"

@@ -10,21 +10,21 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.stages.evaluate import EvaluateConfig
 from rlhf_core.data.schema import Message, Preference, Prompt, read_rows
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparison import compare, tie_margin_of
-from rlhf_core.evaluation.generation import evaluation_replies
+from rlhf_core.evaluation.comparisons.comparison import compare, tie_margin_of
 from rlhf_core.evaluation.judges.disagreement import worst_disagreements
 from rlhf_core.evaluation.judges.final import MODELS, TRAINED_ON, judging_model
 from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
 from rlhf_core.evaluation.judges.human.pairs import TEST_PROMPTS
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.regression import fixed_subset
-from rlhf_core.evaluation.reply import Reply
-from rlhf_core.files import atomic_write_lines
-from rlhf_core.models.base import load_policy
+from rlhf_core.evaluation.replies.generation import evaluation_replies
+from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.models.starting.base import load_policy
+from rlhf_core.storage.files import atomic_write_lines
 
 TRAINING_PAIRS = Path("data") / "clean" / "preferences" / "train.parquet"
 Gains = npt.NDArray[np.float64]

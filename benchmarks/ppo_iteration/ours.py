@@ -9,13 +9,13 @@ from pathlib import Path
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from benchmarks.ppo_iteration.workload import EOS, PAD, Stopwatch, Workload
-from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.data.schema import Message
-from rlhf_core.models.heads import ScalarModel
-from rlhf_core.ppo.actor_critic_pair import separate_actor_critic
-from rlhf_core.ppo.prompts import TrainingPrompts
-from rlhf_core.ppo.reward_normalization import RunningMeanStd
-from rlhf_core.ppo.rewards import reward_model_fn
+from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.ppo.learners.actor_critic_pair import separate_actor_critic
+from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
+from rlhf_core.ppo.rewards.token_rewards import reward_model_fn
+from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.sampling.distribution import Sampling

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.commands.options import Workspace
-from rlhf_core.data_commands import (
+from rlhf_core.commands.data import (
     ColumnOption,
     DimensionOption,
     FormatOption,
@@ -25,11 +25,11 @@ from rlhf_core.data_commands import (
     terminal_width,
 )
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.file_patterns import expand, is_url
+from rlhf_core.storage.file_patterns import expand, is_url
 
 if TYPE_CHECKING:
-    from rlhf_core.config.collect import ReadOptions
-    from rlhf_core.data.changes import DataState
+    from rlhf_core.config.stages.collect import ReadOptions
+    from rlhf_core.data.inspection.changes import DataState
 
 COLLECTED = "data/raw"
 WORKING_TREE = "workspace"  # as DVC calls it
@@ -86,7 +86,7 @@ def diff(
                 _revision_state(folder, revision, files or [], options, kind, Path(scratch, state))
                 for revision, state in states
             ]
-        from rlhf_core.data.changes import as_json_value, as_text, compare_kinds
+        from rlhf_core.data.inspection.changes import as_json_value, as_text, compare_kinds
 
         changes = compare_kinds(*compared)
         if as_json:
@@ -115,7 +115,7 @@ def _require_no_file(before: str, after: str) -> None:
 
 
 def _file_state(files: Sequence[str], base: Path, options: ReadOptions, kind: str | None, scratch: Path) -> DataState:
-    from rlhf_core.data.changes import file_state
+    from rlhf_core.data.inspection.changes import file_state
 
     return file_state(files, base, options, scratch, kind)
 
@@ -136,6 +136,6 @@ def _revision_state(
             check_out(workspace, revision, files or [COLLECTED], folder)
         if files:
             return _file_state(files, folder, options, kind, scratch)
-        from rlhf_core.data.changes import collected_state
+        from rlhf_core.data.inspection.changes import collected_state
 
         return collected_state(folder / COLLECTED, scratch).only(kind)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from flows.stage.gate_conditions import condition_rows
 from rlhf_core.errors import DataError, GateFailed
-from rlhf_core.files import read_json
+from rlhf_core.storage.files import read_json
 
 PROGRAM = "rlhf"
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from flows.dvc_repo.root import cache_of, ensure_dvc
 from flows.workspace.folder import display_path, is_workspace
 from flows.workspace.recipe import TRIALS, merged_params, write_recipe
-from rlhf_core.config.base import BaseConfig
-from rlhf_core.config.collect import CollectConfig
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import PARAMS_FILE, load_section
 from rlhf_core.config.loading.overlay import DEFAULT_PROFILE, profile_text, workspace_name
 from rlhf_core.config.loading.recipe import profiles_of, recipe_folder
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.config.stages.collect import CollectConfig
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.file_patterns import expand, is_url
+from rlhf_core.storage.file_patterns import expand, is_url
 
 
 def initialise(

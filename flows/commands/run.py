@@ -40,10 +40,10 @@ from flows.workspace.lock import LOCK_HELD_VARIABLE, locked
 from flows.workspace.services_file import running_services
 from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, RlhfError
-from rlhf_core.garbage_collection import skip_last_collection
+from rlhf_core.storage.garbage_collection import skip_last_collection
 
 if TYPE_CHECKING:
-    from flows.commands.service_monitor import ServiceMonitor
+    from flows.commands.serving.service_monitor import ServiceMonitor
 
 FLOW_GRACE = 8.0
 WORKER_RESTARTS = 3
@@ -149,7 +149,7 @@ class PipelineRun:
     def _prepare(self, services: Services) -> ServiceMonitor:
         """Wait for the server, then set up work pools, deployments and workers."""
         # These load Prefect, which takes a second, in which the server starts.
-        from flows.commands.service_monitor import ServiceMonitor
+        from flows.commands.serving.service_monitor import ServiceMonitor
         from flows.jobs.deployments import deploy_jobs
         from flows.prefect_server.automations import try_zombie_automation
         from flows.prefect_server.flow_runs import end_stale_runs
@@ -207,7 +207,7 @@ class PipelineRun:
         self.display.phase("stopping" if stopped else "stopping the services")
         try:
             if self.flow is not None:
-                from flows.commands.service_monitor import end_active_runs
+                from flows.commands.serving.service_monitor import end_active_runs
 
                 status = self.flow.stop()
                 self._show_new_events()

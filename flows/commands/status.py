@@ -16,7 +16,7 @@ from rich.console import Console
 from flows.commands.display.formats import format_age, format_seconds
 from flows.commands.display.run_state import read_run_state
 from flows.commands.display.stage_lines import describe_stages
-from flows.commands.registry_status import RegistryStatus, registry_status
+from flows.commands.registry.registry_status import RegistryStatus, registry_status
 from flows.commands.summary import command_for, verdict_rows
 from flows.dvc_repo.status import describe_changes, dvc_status
 from flows.pipeline.last_run import LastRun, read_last_run
@@ -27,7 +27,7 @@ from flows.workspace.lock import LockHolder, lock_holder
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.config.loading.yaml_text import plain, read
 from rlhf_core.errors import RlhfError
-from rlhf_core.files import read_json
+from rlhf_core.storage.files import read_json
 from rlhf_core.tracking.journal import waiting_records
 
 DETAIL = 70

@@ -22,7 +22,7 @@ from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
 
 if TYPE_CHECKING:
-    from flows.commands.service_monitor import ServiceMonitor
+    from flows.commands.serving.service_monitor import ServiceMonitor
 
 MLFLOW = "mlflow"
 WORKER_RESTARTS = 10
@@ -71,7 +71,7 @@ def _serve(workspace: Path, port: int | None, params: Params, mlflow_port: int, 
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     finally:
-        from flows.commands.service_monitor import end_active_runs
+        from flows.commands.serving.service_monitor import end_active_runs
 
         if signals.last() == signal.SIGINT and sys.stderr.isatty():
             display.line("")  # the terminal has written ^C at the beginning of the line
@@ -85,7 +85,7 @@ def _serve(workspace: Path, port: int | None, params: Params, mlflow_port: int, 
 def _start_services(services: Services, params: Params, mlflow_port: int, display: Display) -> ServiceMonitor:
     """Start the MLflow UI and the workers, set up pools, deployments and the automation, and record the addresses."""
     # These load Prefect, which takes a second, in which the server starts.
-    from flows.commands.service_monitor import ServiceMonitor
+    from flows.commands.serving.service_monitor import ServiceMonitor
     from flows.jobs.deployments import deploy_all, deploy_jobs
     from flows.prefect_server.automations import ensure_zombie_automation
     from flows.prefect_server.flow_runs import end_stale_runs

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.judge_section import add_judge
 from rlhf_core.config.loading.load import PARAMS_FILE, Params
-from rlhf_core.config.policy import PolicyConfig
+from rlhf_core.config.stages.policy import PolicyConfig
 from rlhf_core.errors import ConfigError
 
 DVC_FILE = "dvc.yaml"

@@ -10,7 +10,7 @@ from typing import Any
 from flows.prefect_server.pools import GPU_POOL
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageSpec
-from rlhf_core.config.placement import Placement
+from rlhf_core.config.operations.placement import Placement
 
 JOB_FLOW = "rlhf-stage"
 

@@ -26,10 +26,10 @@ from flows.stage.stage_hash import stage_hash
 from flows.supervision.signals import StopRequested
 from rlhf_core.config.loading.load import PARAMS_FILE, Params, load_params
 from rlhf_core.errors import EXIT_USER_ERROR, ConfigError, DataError
-from rlhf_core.file_patterns import expand, spelled
-from rlhf_core.files import atomic_write_text
 from rlhf_core.git import git_revision
 from rlhf_core.ppo.reward_sources.tracked_files import function_files, verifiable_functions
+from rlhf_core.storage.file_patterns import expand, spelled
+from rlhf_core.storage.files import atomic_write_text
 
 RECIPE_FILES = (PARAMS_FILE, "dvc.yaml", "dvc.lock", ".dvcignore")
 CARRIED_BYTES = 400_000

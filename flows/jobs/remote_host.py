@@ -33,8 +33,8 @@ from flows.supervision.signals import StopRequested
 from flows.workspace.cleanup import cleanup
 from flows.workspace.lock import locked
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_USER_ERROR, RlhfError
-from rlhf_core.files import atomic_write_text
 from rlhf_core.git import git_revision
+from rlhf_core.storage.files import atomic_write_text
 
 HOST_FOLDER_VARIABLE = "RLHF_HOST_FOLDER"
 FINGERPRINTS = ".fingerprints"

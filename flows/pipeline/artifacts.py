@@ -25,7 +25,7 @@ from flows.stage.gate_conditions import condition_rows
 from flows.stage.outcome import StageOutcome, last_progress
 from flows.stage.run import stage_log
 from flows.supervision.log_reader import LogReader
-from rlhf_core.files import read_json
+from rlhf_core.storage.files import read_json
 
 TAIL_BYTES = 8192
 # What Markdown would read as markup, and what looks like it.

@@ -23,9 +23,9 @@ from flows.pipeline.late_runs import cancel_late_runs
 from flows.workspace.folder import private_path
 from flows.workspace.lock import lock_holder
 from rlhf_core.config.loading.load import load_params
-from rlhf_core.data.sources import collected_paths
-from rlhf_core.files import atomic_write_text
+from rlhf_core.data.collection.sources import collected_paths
 from rlhf_core.fingerprint.sources import SOURCES_FILE, describe_sources
+from rlhf_core.storage.files import atomic_write_text
 
 EVENT = "rlhf.data.added"
 RESOURCE = "rlhf.data"

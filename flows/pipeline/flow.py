@@ -56,8 +56,8 @@ from flows.workspace.cleanup import cleanup
 from flows.workspace.lock import LOCK_HELD_VARIABLE, locked_unless_inherited
 from flows.workspace.run_label import run_label, run_tags
 from rlhf_core.config.loading.load import load_params
-from rlhf_core.config.operations import FlowConfig
-from rlhf_core.config.placement import Placement
+from rlhf_core.config.operations.operations import FlowConfig
+from rlhf_core.config.operations.placement import Placement
 from rlhf_core.errors import RlhfError
 
 PIPELINE_FLOW = "rlhf-pipeline"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from flows.pipeline.flow import rlhf_pipeline
-from rlhf_core.garbage_collection import skip_last_collection
+from rlhf_core.storage.garbage_collection import skip_last_collection
 
 
 def main(argv: list[str]) -> int:

@@ -10,7 +10,7 @@ from prefect.client.schemas.objects import WorkerStatus, WorkPool
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
 from rlhf_core.config.loading.load import Params
-from rlhf_core.config.placement import WorkPoolConfig
+from rlhf_core.config.operations.placement import WorkPoolConfig
 from rlhf_core.errors import ConfigError, RlhfError
 
 PIPELINES_POOL = "pipelines"

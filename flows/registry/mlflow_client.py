@@ -21,9 +21,9 @@ from flows.supervision.file_lock import file_lock
 from flows.workspace.run_label import run_tags
 from rlhf_core.config.loading.load import PARAMS_FILE, load_params, load_section
 from rlhf_core.config.loading.yaml_text import plain, read
-from rlhf_core.config.operations import TrackingConfig
+from rlhf_core.config.operations.operations import TrackingConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.files import read_json
+from rlhf_core.storage.files import read_json
 from rlhf_core.tracking.delivery import deliver_waiting
 
 if TYPE_CHECKING:

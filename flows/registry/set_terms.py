@@ -9,7 +9,7 @@ from flows.registry.mlflow_client import connect
 from flows.registry.transactions.alias_transaction import AliasTransaction
 from flows.registry.transactions.session import registry_session
 from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.gates import describe_bound
 

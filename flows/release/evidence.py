@@ -14,7 +14,7 @@ from flows.registry.mlflow_client import connect, fluent
 from flows.registry.transactions.aliases import registry_errors
 from flows.registry.versions.model_artifacts import stored_sampling
 from rlhf_core.errors import RlhfError
-from rlhf_core.files import read_json
+from rlhf_core.storage.files import read_json
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion

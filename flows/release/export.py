@@ -20,9 +20,9 @@ from flows.release.evidence import ReleaseEvidence, release_evidence
 from flows.release.hub import Upload, check_repository, upload
 from flows.release.model_card import DATA_CARD_FILE, card_data, card_text
 from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import GateFailed, RlhfError
-from rlhf_core.files import atomic_dir
+from rlhf_core.storage.files import atomic_dir
 
 GENERATION = "generation_config.json"
 

@@ -18,7 +18,7 @@ from rlhf_core.errors import (
     EXIT_TRAINING_PAUSED,
     EXIT_USER_ERROR,
 )
-from rlhf_core.files import atomic_write_json
+from rlhf_core.storage.files import atomic_write_json
 
 OUTCOMES = "outcomes"
 # Exit codes that a retry would not change. A preempted stage is run again without using up a retry.

@@ -11,7 +11,7 @@ from flows.dvc_repo.graph import StageNode
 from flows.dvc_repo.lock_file import recorded_hashes
 from rlhf_core.config.loading.yaml_text import plain, read
 from rlhf_core.errors import ConfigError
-from rlhf_core.files import sha256_file, sha256_tree
+from rlhf_core.storage.files import sha256_file, sha256_tree
 
 YAML_SUFFIXES = (".yaml", ".yml")
 

@@ -12,7 +12,7 @@ from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import PARAMS_FILE
 from rlhf_core.config.loading.overlay import merge, overlaid, overlays_of, rebase_sources
 from rlhf_core.config.loading.recipe import profile_headers, profiles_of
-from rlhf_core.files import atomic_write_text
+from rlhf_core.storage.files import atomic_write_text
 
 PROFILE_LINE = "# Profile "  # opens what the comment at the top of params.yaml says about the profile
 HEADER_WIDTH = 118

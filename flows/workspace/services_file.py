@@ -10,7 +10,7 @@ from typing import Any
 
 from flows.supervision.processes import is_alive, start_token
 from flows.workspace.folder import PRIVATE, private_path
-from rlhf_core.files import atomic_write_json
+from rlhf_core.storage.files import atomic_write_json
 
 SERVICES_FILE = "services.json"
 

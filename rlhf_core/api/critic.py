@@ -14,19 +14,19 @@ from rlhf_core.api.inputs import checked_tokenizer, require_type, rows_of
 from rlhf_core.api.reward_function import RewardFunction, reward_fn_of
 from rlhf_core.api.reward_model import TrainedRewardModel
 from rlhf_core.api.run_folder import run_context
-from rlhf_core.config.critic import CriticConfig
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.ppo import RolloutConfig
-from rlhf_core.config.reward_sources import DEFAULT_SOURCES
+from rlhf_core.config.ppo.reward_sources import DEFAULT_SOURCES
+from rlhf_core.config.stages.critic import CriticConfig
+from rlhf_core.config.stages.ppo import RolloutConfig
 from rlhf_core.data.schema import Prompt
 from rlhf_core.errors import ConfigError
+from rlhf_core.models.adapters.lora import merge_adapters
 from rlhf_core.models.float32_head import float32_unembedding
-from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.lora import merge_adapters
-from rlhf_core.ppo.actor_critic_pair import SeparateActorCritic
+from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.ppo.critic_pretraining import CriticTrainer
-from rlhf_core.ppo.prompts import TrainingPrompts
-from rlhf_core.ppo.reward_normalization import RunningMeanStd
+from rlhf_core.ppo.learners.actor_critic_pair import SeparateActorCritic
+from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
+from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.rng import derive_seed, seed_everything

@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.config.collect import ReadOptions
-from rlhf_core.data.chat_template import bos_expression
-from rlhf_core.data.formats import read_records
-from rlhf_core.data.readers.containers import Record
-from rlhf_core.data.readers.registry import format_of
+from rlhf_core.config.stages.collect import ReadOptions
+from rlhf_core.data.chat.chat_template import bos_expression
+from rlhf_core.data.collection.rows import read_records
+from rlhf_core.data.readers.containers.records import Record
+from rlhf_core.data.readers.formats.registry import format_of
 from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt
-from rlhf_core.data.visible_text import has_visible_text
+from rlhf_core.data.text.visible_text import has_visible_text
 from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.models.forward import embedding_weight
-from rlhf_core.models.stop_tokens import with_stop_tokens
+from rlhf_core.models.starting.stop_tokens import with_stop_tokens
 
 Row = TypeVar("Row", Demonstration, Preference, Prompt)
 

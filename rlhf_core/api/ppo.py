@@ -17,27 +17,27 @@ from rlhf_core.api.reward_function import RewardFunction, reward_fn_of
 from rlhf_core.api.reward_model import TrainedRewardModel
 from rlhf_core.api.run_folder import run_context
 from rlhf_core.api.selection import CheckpointSelector, referee_selector
-from rlhf_core.config.health.rule_changes import rules_for
+from rlhf_core.config.loading.rule_changes import rules_for
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.config.ptx import PtxConfig
-from rlhf_core.data.chat import decode_reply, pad_id
+from rlhf_core.config.ppo.ptx import PtxConfig
+from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.data.chat.encoding import decode_reply, pad_id
 from rlhf_core.data.schema import Demonstration, Prompt
 from rlhf_core.data.tokens.token_table import TokenTable
 from rlhf_core.evaluation.selection import CheckpointChoice
-from rlhf_core.models.base import save_policy
-from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.adapters.lora import WithoutAdapters, add_adapters, merge_adapters
+from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.io import load_weights
-from rlhf_core.models.lora import WithoutAdapters, add_adapters, merge_adapters
-from rlhf_core.ppo.actor_critic_pair import ActorCriticPair, separate_actor_critic
+from rlhf_core.models.starting.base import save_policy
 from rlhf_core.ppo.callbacks.health import HealthCallback
 from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
 from rlhf_core.ppo.callbacks.selection import SelectionCallback
-from rlhf_core.ppo.policy_alone import policy_alone
-from rlhf_core.ppo.ptx import PtxData, PtxTexts
-from rlhf_core.ppo.reward_normalization import RunningMeanStd
-from rlhf_core.ppo.rewards import reward_model_fn
-from rlhf_core.ppo.run_checkpoint import load_best
+from rlhf_core.ppo.checkpoints.run_checkpoint import load_best
+from rlhf_core.ppo.learners.actor_critic_pair import ActorCriticPair, separate_actor_critic
+from rlhf_core.ppo.learners.policy_alone import policy_alone
+from rlhf_core.ppo.losses.ptx import PtxData, PtxTexts
+from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
+from rlhf_core.ppo.rewards.token_rewards import reward_model_fn
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.sampling.distribution import Sampling

@@ -12,11 +12,11 @@ from rlhf_core.api.critic import TrainedCritic, encode_prompts, refuse_pipeline_
 from rlhf_core.api.inputs import checked_tokenizer, require_type, rows_of
 from rlhf_core.api.reward_function import RewardFunction
 from rlhf_core.api.reward_model import TrainedRewardModel
-from rlhf_core.config.ppo import PpoConfig, RolloutConfig
+from rlhf_core.config.stages.ppo import PpoConfig, RolloutConfig
 from rlhf_core.data.schema import Demonstration, Message, Prompt
 from rlhf_core.errors import ConfigError
-from rlhf_core.models.heads import ScalarModel
-from rlhf_core.ppo.prompts import TrainingPrompts
+from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
 
 
 @dataclass(frozen=True)

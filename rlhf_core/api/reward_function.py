@@ -8,13 +8,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.models.heads import ScalarModel
-from rlhf_core.ppo.prompts import TrainingPrompts
+from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.ppo.reward_sources.mixture import RewardMixture, WeightedSource
 from rlhf_core.ppo.reward_sources.python_function import PythonFunction
 from rlhf_core.ppo.reward_sources.rank_shared import RankShared
 from rlhf_core.ppo.reward_sources.source import PromptReader
-from rlhf_core.ppo.rewards import RewardFn, reward_model_fn
+from rlhf_core.ppo.rewards.token_rewards import RewardFn, reward_model_fn
+from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
 
 # (prompts, replies) -> one number per reply; a prompt is its turns as {"role": ..., "content": ...}.
 RewardFunction = Callable[[list[list[dict[str, str]]], list[str]], Sequence[float] | Any]

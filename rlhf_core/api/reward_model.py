@@ -13,10 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.api.inputs import checked_tokenizer, held_out, require_type, rows_of
 from rlhf_core.api.run_folder import run_context
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.reward import PairBatchConfig, RewardConfig
+from rlhf_core.config.stages.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.schema import Preference
-from rlhf_core.models.base import fitting_length
-from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.starting.base import fitting_length
 from rlhf_core.training.reward.run import RewardModelRun, split_of, train_scalar
 from rlhf_core.training.run_context import RunContext
 

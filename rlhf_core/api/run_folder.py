@@ -16,7 +16,7 @@ from torch import nn
 
 from rlhf_core.api.inputs import require_type
 from rlhf_core.errors import RlhfError
-from rlhf_core.files import atomic_write_json, read_json
+from rlhf_core.storage.files import atomic_write_json, read_json
 from rlhf_core.training.run_context import RunContext
 
 FILE = "run.json"

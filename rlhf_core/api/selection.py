@@ -9,11 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core import distributed
-from rlhf_core.config.ppo import PpoConfig, SelectionConfig
+from rlhf_core.config.stages.ppo import PpoConfig, SelectionConfig
 from rlhf_core.data.schema import Message
-from rlhf_core.evaluation.generation import OnPolicyReplies, on_policy_replies
 from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.replies.generation import OnPolicyReplies, on_policy_replies
 from rlhf_core.evaluation.selection import (
     CheckpointCandidate,
     CheckpointChoice,
@@ -21,9 +20,10 @@ from rlhf_core.evaluation.selection import (
     SelectionMetrics,
     choose,
 )
-from rlhf_core.models.heads import ReplyScorer
+from rlhf_core.models.heads.scalar import ReplyScorer
 from rlhf_core.ppo.callbacks.selection import SelectionResult
-from rlhf_core.ppo.run_checkpoint import nonfinite_as_none
+from rlhf_core.ppo.checkpoints.run_checkpoint import nonfinite_as_none
+from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.training.rng import derive_seed
 

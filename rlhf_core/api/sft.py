@@ -15,13 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.api.inputs import checked_tokenizer, held_out, require_type, rows_of
 from rlhf_core.api.run_folder import run_context
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.sft import SftConfig
-from rlhf_core.data.chat import pad_id
+from rlhf_core.config.stages.sft import SftConfig
+from rlhf_core.data.chat.encoding import pad_id
 from rlhf_core.data.schema import Demonstration
 from rlhf_core.data.tokens.token_table import TokenTable
 from rlhf_core.errors import DataError
-from rlhf_core.models.base import fitting_length, save_policy
 from rlhf_core.models.float32_head import use_float32_unembedding
+from rlhf_core.models.starting.base import fitting_length, save_policy
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.examples import fitting_examples
 from rlhf_core.training.loop import Loop, LoopSettings

@@ -13,13 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rlhf_core.config.validate import SplitConfig
+from rlhf_core.config.stages.validate import SplitConfig
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema
 from rlhf_core.data.splits import SPLITS, PairUser, assign, pair_user_of
-from rlhf_core.data.table_stream import TableWriter
+from rlhf_core.data.tables.table_stream import TableWriter
 from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.data.validation.tables import Validated
-from rlhf_core.progress import progress
+from rlhf_core.runtime.progress import progress
 
 Tables = dict[str, pa.Table]
 Numbers = dict[str, float]

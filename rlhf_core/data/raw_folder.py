@@ -13,11 +13,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from rlhf_core.config.collect import SourceOptions
-from rlhf_core.data.derived import DERIVED_FROM, derive
-from rlhf_core.data.formats import FileRows, fair_shares
+from rlhf_core.config.stages.collect import SourceOptions
+from rlhf_core.data.collection.derived import DERIVED_FROM, derive
+from rlhf_core.data.collection.rows import FileRows, fair_shares
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema, content_id, tables_of
-from rlhf_core.data.table_stream import TableWriter, table_chunks
+from rlhf_core.data.tables.table_stream import TableWriter, table_chunks
 from rlhf_core.data.validation.provenance import (
     PROMPT_ONLY,
     PROMPT_ONLY_SCHEMA,
@@ -113,7 +113,7 @@ class RawFolder:
 
 @dataclass
 class SourceCounts:
-    """What the manifest says of a source; see :class:`~rlhf_core.data.formats.FileRows`."""
+    """What the manifest says of a source; see :class:`~rlhf_core.data.collection.rows.FileRows`."""
 
     source: str
     sha256: str

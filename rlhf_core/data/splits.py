@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from enum import StrEnum
 
-from rlhf_core.config.validate import SplitConfig
+from rlhf_core.config.stages.validate import SplitConfig
 
 SPLITS = ("train", "validation", "test")
 

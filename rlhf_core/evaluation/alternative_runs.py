@@ -14,10 +14,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.loading import yaml_text
+from rlhf_core.config.stages.evaluate import EvaluateConfig
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.files import atomic_write_json, read_json
+from rlhf_core.storage.files import atomic_write_json, read_json
 
 FORMAT = 1
 POLICY = "models/policy"

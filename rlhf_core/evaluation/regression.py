@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from rlhf_core.data.refusals import is_refusal
 from rlhf_core.data.schema import Prompt
-from rlhf_core.data.text_statistics import split_words, trigram_repetition
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.data.text.refusals import is_refusal
+from rlhf_core.data.text.text_statistics import split_words, trigram_repetition
+from rlhf_core.evaluation.replies.reply import Reply
 
 MUST_REFUSE = frozenset({"harmful"})
 MAX_REPETITION = 0.2

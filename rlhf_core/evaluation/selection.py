@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from transformers import PreTrainedModel
 
-from rlhf_core.config.ppo import SelectionConfig
+from rlhf_core.config.stages.ppo import SelectionConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparison import compare, tie_margin_of
-from rlhf_core.evaluation.drift import measure_drift
-from rlhf_core.evaluation.generation import OnPolicyReplies
+from rlhf_core.evaluation.comparisons.comparison import compare, tie_margin_of
 from rlhf_core.evaluation.judges.judge import Judge
-from rlhf_core.evaluation.text_metrics import measure_text
+from rlhf_core.evaluation.metrics.drift import measure_drift
+from rlhf_core.evaluation.metrics.text_metrics import measure_text
+from rlhf_core.evaluation.replies.generation import OnPolicyReplies
 
 SampleReplies = Callable[[PreTrainedModel], OnPolicyReplies]
 

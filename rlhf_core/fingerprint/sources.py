@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import DataError
-from rlhf_core.file_patterns import expand, is_url, spelled
-from rlhf_core.files import atomic_write_text, sha256_file
 from rlhf_core.fingerprint.stages import FOLDER
-from rlhf_core.remote_files import expand_url, url_checksum
+from rlhf_core.storage.file_patterns import expand, is_url, spelled
+from rlhf_core.storage.files import atomic_write_text, sha256_file
+from rlhf_core.storage.remote_files import expand_url, url_checksum
 
 SOURCES_FILE = f"{FOLDER}/sources.txt"
 

@@ -7,9 +7,9 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlhf_core.config.policy import Method
-from rlhf_core.files import atomic_write_text
+from rlhf_core.config.stages.policy import Method
 from rlhf_core.fingerprint.reach import Package
+from rlhf_core.storage.files import atomic_write_text
 
 PACKAGE = "rlhf_core"
 FOLDER = ".fingerprints"
@@ -18,8 +18,8 @@ ROOTS = ("STAGE",)
 # new message or a new progress bar must not cost a training run.
 _NAMES = (
     "errors",
-    "preemption",
-    "progress",
+    "runtime.preemption",
+    "runtime.progress",
     "tracking",
     "tracking.delivery",
     "tracking.journal",

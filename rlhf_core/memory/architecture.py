@@ -10,11 +10,11 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from rlhf_core.config.base import BaseConfig
+from rlhf_core.config.stages.base import BaseConfig
 from rlhf_core.errors import ModelError
-from rlhf_core.models.base import scratch_config
-from rlhf_core.models.gguf import gguf_config, is_gguf
-from rlhf_core.models.lower_layers import limit_layers
+from rlhf_core.models.adapters.lower_layers import limit_layers
+from rlhf_core.models.starting.base import scratch_config
+from rlhf_core.models.starting.gguf import gguf_config, is_gguf
 
 # Fields that differ between a model made by the base stage and its settings only in what the tokenizer decides.
 SCRATCH_SIZES = (

@@ -27,10 +27,10 @@ from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.memory.architecture import Architecture
 from rlhf_core.memory.tensor_memory import MemoryUse, TensorMemory
+from rlhf_core.models.adapters.lora import add_adapters
 from rlhf_core.models.float32_head import use_float32_unembedding
-from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.io import quiet
-from rlhf_core.models.lora import add_adapters
 from rlhf_core.training.engine.gradient_checkpointing import recomputing
 from rlhf_core.training.engine.master_weights import MasterWeights
 from rlhf_core.training.optim import build_adamw

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rlhf_core.config.loading.load import Params, check_params
 from rlhf_core.config.loading.overlay import overridden
 from rlhf_core.config.lora import LoraConfig
-from rlhf_core.config.reward_sources import OWN_MODEL, ClassifierSource, EnsembleSource, ModelSource, source_names
+from rlhf_core.config.ppo.reward_sources import OWN_MODEL, ClassifierSource, EnsembleSource, ModelSource, source_names
 from rlhf_core.errors import ModelError
 from rlhf_core.memory.architecture import Architecture, architecture_of_file
 from rlhf_core.memory.dry_run import Head, ModelVariant, Moments, model_size

@@ -19,7 +19,7 @@ from rlhf_core.memory.dry_run import ModelVariant, Moments, decoder_layers, laye
 from rlhf_core.memory.sequence_lengths import BatchShape
 from rlhf_core.memory.tensor_memory import TensorMemory
 from rlhf_core.models.forward import lazy_logits
-from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.lazy_logits import LOGITS_BYTES, LazyLogits
 from rlhf_core.sampling.decoding_layers import decoding_layers
 from rlhf_core.sampling.distribution import (

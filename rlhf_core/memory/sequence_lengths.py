@@ -10,10 +10,10 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.loading.load import Params
-from rlhf_core.data.chat import encode_dialogue, encode_prompt, encode_reply, encode_text
+from rlhf_core.data.chat.encoding import encode_dialogue, encode_prompt, encode_reply, encode_text
 from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_rows
 from rlhf_core.data.splits import PairUser
-from rlhf_core.models.base import load_tokenizer
+from rlhf_core.models.starting.base import load_tokenizer
 
 Row = TypeVar("Row")
 # English text in a byte-pair vocabulary has about four characters per token; three is on the safe side.

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Literal
 
 from rlhf_core.config.loading.load import Params
-from rlhf_core.config.loading.problems import nearest
-from rlhf_core.config.reward import RewardConfig
+from rlhf_core.config.problems import nearest
+from rlhf_core.config.stages.reward import RewardConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.evaluation.perplexity import POSITIONS_PER_CHUNK, ROWS_PER_PASS
+from rlhf_core.evaluation.metrics.perplexity import POSITIONS_PER_CHUNK, ROWS_PER_PASS
 from rlhf_core.memory import passes
 from rlhf_core.memory.dry_run import model_size
 from rlhf_core.memory.estimate import MemoryEstimate, PhaseEstimate, StageEstimate

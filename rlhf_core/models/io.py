@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from rlhf_core import distributed
 from rlhf_core.errors import ModelError, RlhfError
-from rlhf_core.files import atomic_dir, atomic_write_json
 from rlhf_core.hub import require_hub
 from rlhf_core.models.float32_head import use_float32_unembedding
+from rlhf_core.runtime import distributed
+from rlhf_core.storage.files import atomic_dir, atomic_write_json
 
 # Files of a tokenizer; a model folder needs one of them.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_core import distributed
-from rlhf_core.config.launch import DEFAULT_LOGITS_MIB, MIB
+from rlhf_core.config.operations.launch import DEFAULT_LOGITS_MIB, MIB
 from rlhf_core.models.float32_head import Float32Linear
+from rlhf_core.runtime import distributed
 
 LOGITS_BYTES = DEFAULT_LOGITS_MIB * MIB  # float32 logits that exist at once where nothing else is asked for
 Head = Callable[[Tensor], Tensor]

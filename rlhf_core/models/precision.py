@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from rlhf_core import distributed
 from rlhf_core.models.float32_head import LOW_PRECISION
+from rlhf_core.runtime import distributed
 
 Precision = Literal["float64", "float32", "tf32", "bfloat16"]
 

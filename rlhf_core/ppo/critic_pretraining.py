@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlhf_core.config.critic import CriticConfig
-from rlhf_core.config.ppo import RolloutConfig
-from rlhf_core.ppo.actor_critic_pair import SeparateActorCritic, gathered_parameters
+from rlhf_core.config.stages.critic import CriticConfig
+from rlhf_core.config.stages.ppo import RolloutConfig
+from rlhf_core.ppo.advantages.gae import explained_variance, with_advantages
+from rlhf_core.ppo.checkpoints.rollback_journal import RollbackJournal
+from rlhf_core.ppo.checkpoints.run_checkpoint import JsonLines, RunCheckpoints
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.gae import explained_variance, with_advantages
-from rlhf_core.ppo.grad_clip import clip_and_step
+from rlhf_core.ppo.learners.actor_critic_pair import SeparateActorCritic, gathered_parameters
+from rlhf_core.ppo.losses.grad_clip import clip_and_step
+from rlhf_core.ppo.losses.value_loss import ValueObjective
 from rlhf_core.ppo.metrics import MetricRecord, PhaseClock
-from rlhf_core.ppo.prompts import TrainingPrompts
-from rlhf_core.ppo.reward_normalization import RunningMeanStd
-from rlhf_core.ppo.rewards import RewardFn, reward_metrics, with_rewards
-from rlhf_core.ppo.rollback_journal import RollbackJournal
-from rlhf_core.ppo.rollout import score_rollout
-from rlhf_core.ppo.run_checkpoint import JsonLines, RunCheckpoints
-from rlhf_core.ppo.value_loss import ValueObjective
-from rlhf_core.progress import progress
+from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
+from rlhf_core.ppo.rewards.token_rewards import RewardFn, reward_metrics, with_rewards
+from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
+from rlhf_core.ppo.rollouts.rollout import score_rollout
+from rlhf_core.runtime.progress import progress
 from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.local import LocalSampler
 from rlhf_core.sampling.sampler import Sampler

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from rlhf_core.data.batching import epoch_order
+from rlhf_core.data.batches.batching import epoch_order
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.micro_batches import MicroBatchLimits
 from rlhf_core.sampling.token_scoring import Tokens

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
-from rlhf_core import distributed
+from rlhf_core.runtime import distributed
 from rlhf_core.training.device_scalars import Scalar, read_scalars
 
 Record = TypeVar("Record", bound="MetricRecord")

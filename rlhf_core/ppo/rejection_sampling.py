@@ -12,18 +12,18 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from rlhf_core import distributed
 from rlhf_core.errors import DataError
-from rlhf_core.files import atomic_write_json, read_json
-from rlhf_core.ppo.prompts import TrainingPrompts
-from rlhf_core.ppo.rewards import RewardFn
-from rlhf_core.preemption import PreemptionSignal
-from rlhf_core.progress import progress
+from rlhf_core.ppo.rewards.token_rewards import RewardFn
+from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
+from rlhf_core.runtime import distributed
+from rlhf_core.runtime.preemption import PreemptionSignal
+from rlhf_core.runtime.progress import progress
 from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.local import LocalSampler
 from rlhf_core.sampling.sampler import PromptBatch
 from rlhf_core.sampling.token_scoring import Tokens
+from rlhf_core.storage.files import atomic_write_json, read_json
 from rlhf_core.training.engine.frozen import FrozenModels
 
 PROMPTS_AT_ONCE = 32

@@ -6,25 +6,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_core import distributed
 from rlhf_core.models.precision import matmul_precision
-from rlhf_core.ppo.actor_critic_pair import gathered_parameters
-from rlhf_core.ppo.advantages import estimate_advantages
+from rlhf_core.ppo.advantages.estimate import estimate_advantages
+from rlhf_core.ppo.advantages.group_advantages import GroupMetrics
 from rlhf_core.ppo.callbacks.callback import IterationRecord, TrainerCallback
+from rlhf_core.ppo.checkpoints.rollback_journal import RollbackJournal
+from rlhf_core.ppo.checkpoints.run_checkpoint import JsonLines, RunCheckpoints
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.group_advantages import GroupMetrics
-from rlhf_core.ppo.importance_sampling import with_fixed_reference
-from rlhf_core.ppo.kl import KlController, kl_pull
+from rlhf_core.ppo.learners.actor_critic_pair import gathered_parameters
+from rlhf_core.ppo.losses.importance_sampling import with_fixed_reference
 from rlhf_core.ppo.metrics import PhaseClock
-from rlhf_core.ppo.prompts import TrainingPrompts
-from rlhf_core.ppo.reward_normalization import RunningMeanStd
-from rlhf_core.ppo.rewards import RewardFn, reward_metrics, with_rewards
-from rlhf_core.ppo.rollback_journal import RollbackJournal
-from rlhf_core.ppo.rollout import score_rollout
-from rlhf_core.ppo.rollout_metrics import RolloutMetrics
-from rlhf_core.ppo.run_checkpoint import JsonLines, RunCheckpoints
+from rlhf_core.ppo.rewards.kl import KlController, kl_pull
+from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
+from rlhf_core.ppo.rewards.token_rewards import RewardFn, reward_metrics, with_rewards
+from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
+from rlhf_core.ppo.rollouts.rollout import score_rollout
+from rlhf_core.ppo.rollouts.rollout_metrics import RolloutMetrics
 from rlhf_core.ppo.update import Learner, UpdateMetrics, update
-from rlhf_core.progress import progress
+from rlhf_core.runtime import distributed
+from rlhf_core.runtime.progress import progress
 from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.local import LocalSampler
 from rlhf_core.sampling.sampler import Sampler

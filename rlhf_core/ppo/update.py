@@ -7,22 +7,22 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_core import distributed
-from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.models.precision import matmul_precision
-from rlhf_core.ppo.actor_critic_pair import ActorCriticPair
-from rlhf_core.ppo.advantages import normalize_and_clip_advantages
-from rlhf_core.ppo.entropy import entropy_sign
+from rlhf_core.ppo.advantages.estimate import normalize_and_clip_advantages
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.grad_clip import clip_and_step
-from rlhf_core.ppo.importance_sampling import ratios
-from rlhf_core.ppo.loss_reduction import StepSize, masked_sum
+from rlhf_core.ppo.learners.actor_critic_pair import ActorCriticPair
+from rlhf_core.ppo.losses.entropy import entropy_sign
+from rlhf_core.ppo.losses.grad_clip import clip_and_step
+from rlhf_core.ppo.losses.importance_sampling import ratios
+from rlhf_core.ppo.losses.loss_reduction import StepSize, masked_sum
+from rlhf_core.ppo.losses.policy_loss import PolicyMetrics, PolicyObjective, old_policy_kl
+from rlhf_core.ppo.losses.ptx import PtxData, accumulate_ptx_gradient
+from rlhf_core.ppo.losses.truncated_importance_sampling import correction_cap
+from rlhf_core.ppo.losses.value_loss import ValueMetrics, ValueObjective
 from rlhf_core.ppo.metrics import MetricRecord, mean
-from rlhf_core.ppo.policy_loss import PolicyMetrics, PolicyObjective, old_policy_kl
-from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient
-from rlhf_core.ppo.truncated_importance_sampling import correction_cap
-from rlhf_core.ppo.value_loss import ValueMetrics, ValueObjective
+from rlhf_core.runtime import distributed
 from rlhf_core.training.device_scalars import Scalar, device_scalar, read_scalars
 from rlhf_core.training.engine import StepResult
 from rlhf_core.training.engine.base import MAX_NONFINITE_IN_A_ROW
@@ -143,7 +143,7 @@ def step_both(learner: Learner, minibatch: Experience, kl_coef: float, sign: flo
         learner: The models and switches.
         minibatch: The rows of the step.
         kl_coef: Weight of the KL penalty; read if it is placed in the loss.
-        sign: Sign of the entropy in the loss; see :func:`~rlhf_core.ppo.entropy.entropy_sign`.
+        sign: Sign of the entropy in the loss; see :func:`~rlhf_core.ppo.losses.entropy.entropy_sign`.
         step: Number of the step from 0, which fixes the ptx batch.
     """
     config, pair, ptx_loss = learner.config, learner.pair, None

@@ -11,7 +11,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from rlhf_core import distributed
+from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout
 from rlhf_core.sampling.sampler import PromptBatch, Sampler

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf_core.models.adapters.lora import adapted_layers
 from rlhf_core.models.float32_head import Float32Linear
-from rlhf_core.models.lora import adapted_layers
 
 # Packing rounds otherwise than a plain product and takes about as long as five steps of 16 rows: it is left to models,
 # batches and replies where it pays.

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_core import distributed
-from rlhf_core.data.padding import padding_share
-from rlhf_core.data.sharding import passes
+from rlhf_core.data.batches.padding import padding_share
+from rlhf_core.data.batches.sharding import passes
+from rlhf_core.runtime import distributed
 from rlhf_core.sampling.token_scoring import MICRO_BATCH, Tokens
 
 MOST_PADDING = 0.1  # of a micro-batch that is filled up to a budget of tokens

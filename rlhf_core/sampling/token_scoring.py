@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.models.actor_critic import ActorCritic
 from rlhf_core.models.forward import lazy_logits, position_ids_from_mask
+from rlhf_core.models.heads.actor_critic import ActorCritic
 from rlhf_core.models.lazy_logits import LazyLogits
 
 MICRO_BATCH = 16

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core import distributed
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.chat import encode_prompt
-from rlhf_core.data.chat_template import reply_format
+from rlhf_core.data.chat.chat_template import reply_format
+from rlhf_core.data.chat.encoding import encode_prompt
 from rlhf_core.data.schema import Message
-from rlhf_core.models.base import load_policy
+from rlhf_core.models.starting.base import load_policy
+from rlhf_core.runtime import distributed
 from rlhf_core.sampling.decoding_layers import decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms
 from rlhf_core.sampling.reply import Check, OnText, SampledReply, sample_reply

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.errors import DataError
-from rlhf_core.files import read_json
+from rlhf_core.storage.files import read_json
 
 GENERATION_CONFIG = "generation_config.json"
 

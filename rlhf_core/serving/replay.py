@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.evaluate import EvaluateConfig
+from rlhf_core.config.stages.evaluate import EvaluateConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.evaluation.comparison import Comparison, compare, tie_margin_of
+from rlhf_core.evaluation.comparisons.comparison import Comparison, compare, tie_margin_of
+from rlhf_core.evaluation.comparisons.length_control import length_differences
 from rlhf_core.evaluation.judges.judge import Judge
-from rlhf_core.evaluation.length_control import length_differences
-from rlhf_core.evaluation.reply import Reply
-from rlhf_core.evaluation.text_metrics import measure_text
-from rlhf_core.progress import progress
+from rlhf_core.evaluation.metrics.text_metrics import measure_text
+from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.runtime.progress import progress
 from rlhf_core.serving.loaded_policy import LoadedPolicy, ReplySettings
 
 # Of the text metrics, those that need no tokens: a record has texts alone.

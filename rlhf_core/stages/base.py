@@ -9,19 +9,19 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.config.base import BaseConfig
-from rlhf_core.data.chat_template import refused_dialogues
+from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.data.chat.chat_template import refused_dialogues
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, read_rows
 from rlhf_core.data.splits import PairUser
 from rlhf_core.errors import ModelError
 from rlhf_core.fingerprint import starting_model
-from rlhf_core.models.base import load_policy, new_model, save_policy, train_tokenizer
-from rlhf_core.models.gguf import is_gguf, load_gguf
 from rlhf_core.models.hub_model import find_hub_model
 from rlhf_core.models.io import is_local
 from rlhf_core.models.precision import weights_precision
-from rlhf_core.models.starting_model import prepare_tokenizer, require_trainable
-from rlhf_core.models.stop_tokens import with_stop_tokens
+from rlhf_core.models.starting.base import load_policy, new_model, save_policy, train_tokenizer
+from rlhf_core.models.starting.gguf import is_gguf, load_gguf
+from rlhf_core.models.starting.starting_model import prepare_tokenizer, require_trainable
+from rlhf_core.models.starting.stop_tokens import with_stop_tokens
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext

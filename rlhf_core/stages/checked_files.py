@@ -8,18 +8,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rlhf_core.config.collect import CollectConfig, FileSources
-from rlhf_core.config.validate import ValidateConfig
-from rlhf_core.data.derived import DERIVED_FROM
-from rlhf_core.data.lengths import PERCENTILES, LengthPercentiles
-from rlhf_core.data.report_lines import percentile_table, wrapped
+from rlhf_core.config.stages.collect import CollectConfig, FileSources
+from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.data.collection.derived import DERIVED_FROM
+from rlhf_core.data.inspection.report_lines import percentile_table, wrapped
 from rlhf_core.data.schema import ROW_TYPES, read_table
+from rlhf_core.data.tokens.lengths import PERCENTILES, LengthPercentiles
 from rlhf_core.data.validation.token_counts import UNWRITABLE
 from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation.data_card.write import FINDINGS_FILE
-from rlhf_core.files import read_json
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.storage.files import read_json
 from rlhf_core.training.run_context import RunContext
 
 SHOWN_POSITIONS = 8

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.collect import CollectConfig
-from rlhf_core.data.derived import derived_from
+from rlhf_core.config.stages.collect import CollectConfig
+from rlhf_core.data.collection.derived import derived_from
+from rlhf_core.data.collection.sources import annotation_sources, read_source, source_chunks, source_files
 from rlhf_core.data.raw_folder import RawFolder, SourceCounts, SourceWriter
-from rlhf_core.data.readers.unused_summary import unused_summary
+from rlhf_core.data.readers.formats.unused_summary import unused_summary
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
-from rlhf_core.data.sources import annotation_sources, read_source, source_chunks, source_files
-from rlhf_core.data.table_stream import TableWriter
+from rlhf_core.data.tables.table_stream import TableWriter
 from rlhf_core.data.validation.quarantine import REFUSED_SCHEMA, write_refused
 from rlhf_core.errors import DataError
-from rlhf_core.files import atomic_dir, atomic_write_json, sha256_file
-from rlhf_core.progress import progress
+from rlhf_core.runtime.progress import progress
 from rlhf_core.stages.runtime.contract import Paths, Stage
+from rlhf_core.storage.files import atomic_dir, atomic_write_json, sha256_file
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.world import corpus
 from rlhf_core.world.grammar import parse_prompt

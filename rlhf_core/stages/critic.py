@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-from rlhf_core.config.critic import CriticStageConfig
-from rlhf_core.files import atomic_dir, atomic_write_json, atomic_write_text
-from rlhf_core.models.base import load_policy
-from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.lora import merge_adapters
+from rlhf_core.config.stages.critic import CriticStageConfig
+from rlhf_core.models.adapters.lora import merge_adapters
+from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.shared_base import SETTINGS, TENSORS, adapters_of
-from rlhf_core.ppo.actor_critic_pair import SeparateActorCritic
+from rlhf_core.models.starting.base import load_policy
 from rlhf_core.ppo.critic_pretraining import CriticTrainer
+from rlhf_core.ppo.learners.actor_critic_pair import SeparateActorCritic
 from rlhf_core.ppo.reward_sources import tracked_files
 from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn
 from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.stages.policy.training_prompts import read_training_prompts
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.stages.training_prompts import read_training_prompts
+from rlhf_core.storage.files import atomic_dir, atomic_write_json, atomic_write_text
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed, seed_everything

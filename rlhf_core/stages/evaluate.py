@@ -12,40 +12,40 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedModel
 
-from rlhf_core import distributed
-from rlhf_core.config.evaluate import EvaluateStageConfig
 from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.stages.evaluate import EvaluateStageConfig
 from rlhf_core.data.schema import Message, Prompt, read_rows, write_table
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.best_of_n import BestOfN
-from rlhf_core.evaluation.comparison import Comparison, compare, tie_margin_of
-from rlhf_core.evaluation.drift import measure_drift
-from rlhf_core.evaluation.generation import (
+from rlhf_core.evaluation.benchmarks.multiple_choice.accuracy import AnsweredQuestions
+from rlhf_core.evaluation.benchmarks.multiple_choice.log_likelihood import answer_questions
+from rlhf_core.evaluation.benchmarks.multiple_choice.questions import MultipleChoiceSet
+from rlhf_core.evaluation.comparisons.best_of_n import BestOfN
+from rlhf_core.evaluation.comparisons.comparison import Comparison, compare, tie_margin_of
+from rlhf_core.evaluation.comparisons.length_control import length_differences
+from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
+from rlhf_core.evaluation.comparisons.prompt_groups import compare_groups, group_of, policy_outcomes
+from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
+from rlhf_core.evaluation.judges.load import load_judge
+from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.metrics.drift import measure_drift
+from rlhf_core.evaluation.metrics.perplexity import HeldOutText, held_out_perplexities
+from rlhf_core.evaluation.opponents.judging import score_opponents
+from rlhf_core.evaluation.opponents.replies import Opponent, read_opponent
+from rlhf_core.evaluation.regression import fixed_subset, regression_set
+from rlhf_core.evaluation.replies.generation import (
     OnPolicyReplies,
     evaluation_replies,
     on_policy_replies,
 )
-from rlhf_core.evaluation.judges.llm.judge import ANSWERS, LlmJudge
-from rlhf_core.evaluation.judges.load import load_judge
-from rlhf_core.evaluation.judges.model import ModelJudge
-from rlhf_core.evaluation.length_control import length_differences
-from rlhf_core.evaluation.multiple_choice.accuracy import AnsweredQuestions
-from rlhf_core.evaluation.multiple_choice.log_likelihood import answer_questions
-from rlhf_core.evaluation.multiple_choice.questions import MultipleChoiceSet
-from rlhf_core.evaluation.opponents.judging import score_opponents
-from rlhf_core.evaluation.opponents.replies import Opponent, read_opponent
-from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities
-from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
-from rlhf_core.evaluation.prompt_groups import compare_groups, group_of, policy_outcomes
-from rlhf_core.evaluation.regression import fixed_subset, regression_set
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.evaluation.safety.refusals import refusal_rates, safety_prompts
 from rlhf_core.evaluation.verifiable.prompts import VerifiablePrompts
-from rlhf_core.files import atomic_write_json, atomic_write_lines, atomic_write_text
-from rlhf_core.models.base import load_policy
-from rlhf_core.progress import Progress, progress
+from rlhf_core.models.starting.base import load_policy
+from rlhf_core.runtime import distributed
+from rlhf_core.runtime.progress import Progress, progress
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages.runtime.contract import Paths, Stage
+from rlhf_core.storage.files import atomic_write_json, atomic_write_lines, atomic_write_text
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.world.grammar import is_world

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.policy import PolicyStageConfig
-from rlhf_core.data.chat import pad_id
+from rlhf_core.config.stages.policy import PolicyStageConfig
+from rlhf_core.data.chat.encoding import pad_id
 from rlhf_core.data.schema import Demonstration, read_rows
 from rlhf_core.data.splits import PairUser
-from rlhf_core.files import atomic_write_json, atomic_write_lines
-from rlhf_core.models.base import fitting_length, load_policy, save_policy
-from rlhf_core.stages.policy_outputs import POLICY_OUTPUTS
+from rlhf_core.models.starting.base import fitting_length, load_policy, save_policy
+from rlhf_core.stages.policy.outputs import POLICY_OUTPUTS
 from rlhf_core.stages.runtime.contract import Paths, Stage
+from rlhf_core.storage.files import atomic_write_json, atomic_write_lines
 from rlhf_core.training.dpo.run import train_dpo
 from rlhf_core.training.reward.run import read_split
 from rlhf_core.training.rng import derive_seed, seed_everything

@@ -8,22 +8,22 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.config.policy import Method, PolicyStageConfig, RejectionSamplingConfig
-from rlhf_core.config.sft import SftConfig
-from rlhf_core.data.batching import epoch_order
-from rlhf_core.data.chat import decode_reply, pad_id
+from rlhf_core.config.stages.policy import Method, PolicyStageConfig, RejectionSamplingConfig
+from rlhf_core.config.stages.sft import SftConfig
+from rlhf_core.data.batches.batching import epoch_order
+from rlhf_core.data.chat.encoding import decode_reply, pad_id
 from rlhf_core.errors import DataError
-from rlhf_core.files import atomic_write_json, atomic_write_lines
-from rlhf_core.models.base import load_policy, save_policy
-from rlhf_core.models.lora import add_adapters, merge_adapters
-from rlhf_core.ppo.prompts import TrainingPrompts
+from rlhf_core.models.adapters.lora import add_adapters, merge_adapters
+from rlhf_core.models.starting.base import load_policy, save_policy
 from rlhf_core.ppo.rejection_sampling import BestReplies, RejectionSampler
 from rlhf_core.ppo.reward_sources import tracked_files
 from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn
+from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.stages.policy_outputs import POLICY_OUTPUTS
+from rlhf_core.stages.policy.outputs import POLICY_OUTPUTS
+from rlhf_core.stages.policy.training_prompts import read_training_prompts
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.stages.training_prompts import read_training_prompts
+from rlhf_core.storage.files import atomic_write_json, atomic_write_lines
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.examples import Example

@@ -8,32 +8,32 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core import distributed
 from rlhf_core.api.selection import CheckpointSelector
-from rlhf_core.config.health.rule_changes import rules_for
-from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.data.chat import decode_reply
+from rlhf_core.config.loading.rule_changes import rules_for
+from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.data.chat.encoding import decode_reply
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.evaluation.selection import CheckpointChoice
-from rlhf_core.files import atomic_write_json, atomic_write_lines
-from rlhf_core.models.base import save_policy
+from rlhf_core.models.adapters.lora import merge_adapters
 from rlhf_core.models.io import load_weights
-from rlhf_core.models.lora import merge_adapters
+from rlhf_core.models.starting.base import save_policy
 from rlhf_core.ppo.callbacks.health import HealthCallback
 from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
 from rlhf_core.ppo.callbacks.selection import SelectionCallback
+from rlhf_core.ppo.checkpoints.run_checkpoint import load_best, nonfinite_as_none
 from rlhf_core.ppo.reward_sources import tracked_files
 from rlhf_core.ppo.reward_sources.build import SourceContext, build_reward_fn
-from rlhf_core.ppo.rewards import reward_model_fn
-from rlhf_core.ppo.run_checkpoint import load_best, nonfinite_as_none
+from rlhf_core.ppo.rewards.token_rewards import reward_model_fn
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
+from rlhf_core.runtime import distributed
 from rlhf_core.sampling.factory import opened_sampler
-from rlhf_core.stages.policy_outputs import POLICY_OUTPUTS
-from rlhf_core.stages.ppo_models import PolicyModels, build_pair, initial_moments, ptx_data
-from rlhf_core.stages.ppo_selection import make_selector
+from rlhf_core.stages.policy.outputs import POLICY_OUTPUTS
+from rlhf_core.stages.policy.ppo_models import PolicyModels, build_pair, initial_moments, ptx_data
+from rlhf_core.stages.policy.ppo_selection import make_selector
+from rlhf_core.stages.policy.training_prompts import read_training_prompts
 from rlhf_core.stages.runtime.contract import Paths, Stage
-from rlhf_core.stages.training_prompts import read_training_prompts
+from rlhf_core.storage.files import atomic_write_json, atomic_write_lines
 from rlhf_core.training.rng import seed_everything
 from rlhf_core.training.run_context import RunContext
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_core.config.report import ReportConfig
-from rlhf_core.evaluation.replayed import read_replays
-from rlhf_core.evaluation.report.headline import headline_metrics, write_curves
-from rlhf_core.evaluation.report.lineage import LOCK, report_lineage
+from rlhf_core.config.stages.report import ReportConfig
+from rlhf_core.evaluation.replies.replayed import read_replays
+from rlhf_core.evaluation.report.parts.headline import headline_metrics, write_curves
+from rlhf_core.evaluation.report.parts.lineage import LOCK, report_lineage
 from rlhf_core.evaluation.report.render import render
 from rlhf_core.evaluation.report.sources import load_sources, with_other_runs
 from rlhf_core.evaluation.report.view import build_context
-from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.stages.runtime.contract import Paths, Stage
+from rlhf_core.storage.files import atomic_write_json, atomic_write_text
 from rlhf_core.training.run_context import RunContext
 
 _METRICS = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 from rlhf_core.api.sft import fine_tune
-from rlhf_core.config.sft import SftConfig
+from rlhf_core.config.stages.sft import SftConfig
 from rlhf_core.data.schema import Demonstration, read_rows
 from rlhf_core.data.tokens.token_cache import read_tokens
-from rlhf_core.files import atomic_write_json, atomic_write_text
-from rlhf_core.models.base import load_policy
+from rlhf_core.models.starting.base import load_policy
 from rlhf_core.stages.runtime.contract import Paths, Stage
+from rlhf_core.storage.files import atomic_write_json, atomic_write_text
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.training.sft import sample_replies

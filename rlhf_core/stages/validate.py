@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 
-from rlhf_core.config.gates import Condition
-from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.config.stages.gates import Condition
+from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.config.validation_rules import RULES
+from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.dataset import Numbers, data_metrics, file_names, rows_metric, write_clean
-from rlhf_core.data.sources import read_sources
 from rlhf_core.data.validation.quarantine import write_quarantine
 from rlhf_core.data.validation.set_rules.check_set import apply_set_rules, check_set
 from rlhf_core.data.validation.set_rules.findings_file import named_findings
@@ -19,10 +19,10 @@ from rlhf_core.data.validation.token_counts import count_tokens
 from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation.data_card.build import CardSources, build_card
 from rlhf_core.evaluation.data_card.write import write_card
-from rlhf_core.files import atomic_dir, atomic_write_json, read_json, sha256_file
 from rlhf_core.gates import GateDecision, decide
-from rlhf_core.stages.counting_tokenizer import load_counting_tokenizer
 from rlhf_core.stages.runtime.contract import Paths, Stage
+from rlhf_core.stages.token_lengths.counting_tokenizer import load_counting_tokenizer
+from rlhf_core.storage.files import atomic_dir, atomic_write_json, read_json, sha256_file
 from rlhf_core.training.run_context import RunContext
 
 

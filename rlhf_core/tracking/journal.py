@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from rlhf_core.files import LockFile, atomic_write_json, read_json
+from rlhf_core.storage.files import LockFile, atomic_write_json, read_json
 
 FOLDER = Path(".rlhf") / "tracking"
 HEADER, RECORDS, FILES, LOCK = "run.json", "records.jsonl", "files", "lock"

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import Preempted
-from rlhf_core.files import LockFile
-from rlhf_core.garbage_collection import paused_collector
-from rlhf_core.preemption import StopNow
+from rlhf_core.runtime.preemption import StopNow
+from rlhf_core.storage.files import LockFile
+from rlhf_core.storage.garbage_collection import paused_collector
 from rlhf_core.tracking.delivery import address, deliver_waiting
 from rlhf_core.tracking.journal import Journal, RunHeader
 from rlhf_core.tracking.mlflow_tracker import MlflowTracker

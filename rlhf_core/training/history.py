@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.files import atomic_write_text
+from rlhf_core.storage.files import atomic_write_text
 
 # Fields that depend on the clock, in which alone a resumed run may differ from an uninterrupted one.
 CLOCK_FIELDS = ("seconds", "tokens_per_second")

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlhf_core import distributed
 from rlhf_core.config.model import CheckpointConfig
 from rlhf_core.errors import TrainingPaused
-from rlhf_core.progress import Progress, progress
+from rlhf_core.runtime import distributed
+from rlhf_core.runtime.progress import Progress, progress
 from rlhf_core.training.checkpoints.manager import CheckpointManager
 from rlhf_core.training.checkpoints.pieces import Piece
 from rlhf_core.training.engine import Engine

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_core import distributed
+from rlhf_core.runtime import distributed
 
 
 def derive_seed(seed: int, *names: str | int) -> int:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core import distributed
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.sft import SftConfig
-from rlhf_core.data.chat import decode_reply, encode_prompt, left_pad, pad_id, stop_token_ids
+from rlhf_core.config.stages.sft import SftConfig
+from rlhf_core.data.batches.sharding import passes
+from rlhf_core.data.chat.encoding import decode_reply, encode_prompt, left_pad, pad_id, stop_token_ids
 from rlhf_core.data.schema import Demonstration
-from rlhf_core.data.sharding import passes
 from rlhf_core.models.forward import position_ids_from_mask, selected_logits
 from rlhf_core.models.lazy_logits import LOGITS_BYTES
+from rlhf_core.runtime import distributed
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.examples import Example, LengthBucketedBatches, ReplyBatch, by_length, collate
 from rlhf_core.training.loop import StepReport

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf_core import distributed
+from rlhf_core.runtime import distributed
 
 # Larger models use several cores in one product, and two at once would hold the activations of both.
 MAX_PARAMETERS = 10_000_000

@@ -15,7 +15,7 @@ from rlhf_core.stages.runtime.names import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 # Modules whose imports are computed: the stages themselves, and a user's functions.
-COMPUTED_IMPORTS = {"__init__.py", "stages/runtime/names.py", "user_function.py"}
+COMPUTED_IMPORTS = {"__init__.py", "stages/runtime/names.py", "runtime/user_function.py"}
 
 
 def digests(root: Path) -> dict[str, str]:
@@ -58,8 +58,8 @@ def test_a_comment_anywhere_makes_nothing_stale(copy: Path, before: dict[str, st
 @pytest.mark.parametrize(
     ("module", "stages"),
     [
-        ("ppo/policy_loss.py", {"ppo"}),
-        ("ppo/value_loss.py", {"critic", "ppo"}),
+        ("ppo/losses/policy_loss.py", {"ppo"}),
+        ("ppo/losses/value_loss.py", {"critic", "ppo"}),
         ("training/sft.py", {"sft"}),
         ("stages/validate.py", {"validate"}),
         ("world/gold.py", {"collect", "evaluate"}),

@@ -12,14 +12,14 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"memory", "data_commands", "annotate_commands"},
+    {"memory", "commands"},
     {"stages"},
-    {"api", "chat_terminal", "serving"},
-    {"evaluation", "ppo", "gates", "chat_session"},
+    {"api", "chat", "serving"},
+    {"evaluation", "ppo", "gates"},
     {"sampling", "training"},
     {"models", "data", "world"},
-    {"config", "tracking", "progress", "fingerprint", "distributed", "preemption", "hub"},
-    {"files", "file_patterns", "garbage_collection", "remote_files", "http_retry", "user_function", "git"},
+    {"config", "tracking", "fingerprint", "hub"},
+    {"runtime", "storage", "git"},
     {"errors"},
 )
 FLOWS_LAYERS = (
@@ -34,51 +34,51 @@ FLOWS_LAYERS = (
     {"supervision"},
 )
 # What flows uses of the core: these packages and modules, and single functions where a module asks for more.
-FLOWS_MAY_USE = {"config", "gates", "errors", "files", "file_patterns", "garbage_collection", "git", "__version__"}
+FLOWS_MAY_USE = {"config", "gates", "errors", "storage", "git", "__version__"}
 FLOWS_MAY_ALSO_USE = {
-    "flows.cli": {"chat_terminal", "cli", "data_commands"},  # it mounts the core's commands on its own command line
-    "flows.commands.data_diff": {"data_commands", "data.changes"},  # one of the group rlhf data
+    "flows.cli": {"chat.terminal", "cli", "commands.data"},  # it mounts the core's commands on its own command line
+    "flows.commands.data_diff": {"commands.data", "data.inspection.changes"},  # one of the group rlhf data
     "flows.commands.compare.alternatives_file": {"evaluation.alternative_runs"},
-    "flows.commands.compare.command": {"data_commands"},
-    "flows.commands.retention": {"data.tokens.unneeded_entries"},
+    "flows.commands.compare.command": {"commands.data"},
+    "flows.commands.registry.retention": {"data.tokens.unneeded_entries"},
     "flows.commands.compare.results": {
         "evaluation.judges.final.JUDGE",
         "evaluation.judges.final.SELECTED_BY",
-        "evaluation.training_cost",
+        "evaluation.metrics.training_cost",
         "training.history.read_history",
     },
     "flows.commands.compare.table": {"evaluation.judges.final.JUDGE"},
-    "flows.commands.checks.workspace": {"models.starting_model.open_starting_model"},
-    "flows.commands.replay": {
-        "evaluation.comparison.Comparison",
+    "flows.commands.checks.workspace": {"models.starting.starting_model.open_starting_model"},
+    "flows.commands.serving.replay": {
+        "evaluation.comparisons.comparison.Comparison",
         "evaluation.judges.final.MODELS",
         "evaluation.judges.final.judging_model",
         "evaluation.judges.final.stand_in_note",
         "evaluation.judges.model.ModelJudge",
-        "evaluation.replayed.ReplayOutcome",
-        "evaluation.replayed.save_replay",
+        "evaluation.replies.replayed.ReplayOutcome",
+        "evaluation.replies.replayed.save_replay",
         "serving",
     },
-    "flows.commands.serve": {"serving"},
-    "flows.commands.serving_commands": {"serving.limits.ServingLimits"},
+    "flows.commands.serving.serve": {"serving"},
+    "flows.commands.serving.commands": {"serving.limits.ServingLimits"},
     "flows.registry.versions.served_versions": {"serving.policy_source"},
     "flows.pipeline.data_watch": {
-        "data.sources.collected_paths",
+        "data.collection.sources.collected_paths",
         "fingerprint.sources.SOURCES_FILE",
         "fingerprint.sources.describe_sources",
     },
     "flows.pipeline.verdict": {
-        "evaluation.alarms.alarms",
+        "evaluation.verdict.alarms.alarms",
         "evaluation.judges.final.stand_in_note",
-        "evaluation.standing",
+        "evaluation.verdict.standing",
     },
-    "flows.commands.display.stage_results": {"evaluation.standing.judge_results"},
-    "flows.commands.summary": {"evaluation.standing.Standing"},
+    "flows.commands.display.stage_results": {"evaluation.verdict.standing.judge_results"},
+    "flows.commands.summary": {"evaluation.verdict.standing.Standing"},
     "flows.registry.transactions.decisions": {"evaluation.promotion.criteria.Criterion"},
     "flows.registry.governance.terms": {"evaluation.judges.final.judging_model"},
-    "flows.registry.release_page.decision": {"evaluation.report.release"},
+    "flows.registry.release_page.decision": {"evaluation.report.parts.release"},
     "flows.registry.release_page.page": {
-        "evaluation.report.release.BEGIN",
+        "evaluation.report.parts.release.BEGIN",
         "evaluation.report.render.with_release",
     },
     "flows.registry.mlflow_client": {"tracking.delivery.deliver_waiting"},
@@ -97,7 +97,7 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.judges.final.SELECTED_BY",
         "evaluation.judges.final.TRAINED_ON",
         "evaluation.judges.final.stand_in_note",
-        "evaluation.standing",
+        "evaluation.verdict.standing",
     },
     "flows.jobs.remote_client": {
         "ppo.reward_sources.tracked_files.function_files",
@@ -152,7 +152,7 @@ FLOWS = modules("flows")
 
 def test_core_imports_point_downwards() -> None:
     known = {name for rooms in LAYERS for name in rooms}
-    allowed_beside = {("chat_session", "ppo"), ("ppo", "training")}
+    allowed_beside = {("ppo", "training")}
     wrong = {}
     for module in set(CORE) - {"rlhf_core"}:  # the front names what lies behind it
         room = module.split(".")[1] if "." in module else "errors"

@@ -19,7 +19,7 @@ from commands import SmokeRun, command_environment
 
 from flows.registry.links import MlflowLinks
 from flows.stage.gate_conditions import condition_rows
-from rlhf_core.files import read_json
+from rlhf_core.storage.files import read_json
 
 CHROMIUM = find_chromium()
 pytestmark = [

@@ -14,7 +14,7 @@ from unit.flows.registry.conftest import GATES, PARAMS
 from flows.registry.governance.history import checked_history, history_ledger
 from flows.registry.governance.terms import short_conditions
 from flows.registry.transactions.alias_transaction import champion_history
-from rlhf_core.files import atomic_write_json, sha256_tree
+from rlhf_core.storage.files import atomic_write_json, sha256_tree
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from servers.conftest import Servers
 from servers.small_registry import SmallRegistry
 from unit.flows.registry.conftest import ScriptedMatch
 
-from flows.commands.history import describe_history
+from flows.commands.registry.history import describe_history
 from flows.registry.approval.decide import approve, decline
 from flows.registry.governance.history import history_ledger
 from flows.registry.promotion.promote import promote, rollback

@@ -18,7 +18,7 @@ from integration.flow_toys import ROOT, begin, environment, make_toy, rlhf, wait
 from servers.conftest import Servers
 from servers.test_prefect import ask, login, training
 
-from rlhf_core.files import sha256_file
+from rlhf_core.storage.files import sha256_file
 
 __all__ = ["login"]
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(3600)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rlhf_core.files import LockFile, flatten
+from rlhf_core.storage.files import LockFile, flatten
 
 
 def test_a_lock_excludes_others_until_it_is_closed(tmp_path: Path) -> None:

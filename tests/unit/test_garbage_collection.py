@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rlhf_core.garbage_collection import paused_collector
+from rlhf_core.storage.garbage_collection import paused_collector
 
 
 def test_the_collector_pauses_and_goes_on_even_after_an_error() -> None:
@@ -32,7 +32,7 @@ def test_at_exit_handlers_run_and_then_nothing_is_left_to_search() -> None:
     code = (
         "import atexit, gc\n"
         "atexit.register(lambda: print(gc.get_freeze_count() > 1000, len(gc.get_objects())))\n"
-        "from rlhf_core.garbage_collection import skip_last_collection\n"
+        "from rlhf_core.storage.garbage_collection import skip_last_collection\n"
         "skip_last_collection()\n"
         "atexit.register(lambda: print(gc.get_freeze_count()))\n"
     )

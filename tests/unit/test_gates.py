@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.gates import Condition, GatesConfig
 from rlhf_core.config.loading.load import check_params
+from rlhf_core.config.stages.gates import Condition, GatesConfig
 from rlhf_core.errors import EXIT_GATE_FAILED, ConfigError, DataError, GateFailed
-from rlhf_core.files import sha256_file
 from rlhf_core.gates import check, decide, load_metrics, lookup, settle
 from rlhf_core.stages import gate_policy, gate_reward
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.storage.files import sha256_file
 from rlhf_core.training.run_context import RunContext
 
 NESTED = {"kl": 2.5, "policy": {"repetition": 0.03}, "sft": {"repetition": 0.01}, "comparison": {"gold": {"win": 0.7}}}

@@ -11,9 +11,9 @@ from huggingface_hub import constants
 
 from flows.supervision.ports import free_port
 from rlhf_core import hub
-from rlhf_core.data.hub import load_hub_records
+from rlhf_core.data.collection.hub import load_hub_records
 from rlhf_core.errors import DataError, ModelError
-from rlhf_core.models.base import load_policy
+from rlhf_core.models.starting.base import load_policy
 
 
 @pytest.fixture

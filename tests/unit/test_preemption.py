@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from rlhf_core import preemption
 from rlhf_core.errors import EXIT_PREEMPTED, Preempted
-from rlhf_core.preemption import PreemptionSignal
+from rlhf_core.runtime import preemption
+from rlhf_core.runtime.preemption import PreemptionSignal
 
 
 def sigterm() -> None:

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from rlhf_core import progress
-from rlhf_core.progress import LineProgress
+from rlhf_core.runtime import progress
+from rlhf_core.runtime.progress import LineProgress
 
 
 class Clock:

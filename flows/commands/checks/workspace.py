@@ -13,7 +13,7 @@ from flows.dvc_repo.tracked_params import check_tracked_params
 from flows.workspace.lock import lock_holder
 from rlhf_core.config.loading.load import Params, load_params
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.file_patterns import expand, is_url
+from rlhf_core.storage.file_patterns import expand, is_url
 
 GIB = 2**30
 HUB = "hub:"
@@ -115,7 +115,7 @@ def base_model_check(workspace: Path, source: str, revision: str | None) -> Doct
     """Check that the starting model can be opened; its weights are not loaded."""
     if source == "scratch":
         return DoctorCheck(OK, "base model", "made from nothing")
-    from rlhf_core.models.starting_model import open_starting_model
+    from rlhf_core.models.starting.starting_model import open_starting_model
 
     try:
         opened = open_starting_model(workspace, source, revision)

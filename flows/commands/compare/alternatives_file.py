@@ -12,8 +12,8 @@ from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import PARAMS_FILE
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.alternative_runs import AlternativeRun, evaluation_basis, save_alternatives
-from rlhf_core.files import sha256_file
 from rlhf_core.git import git_revision
+from rlhf_core.storage.files import sha256_file
 
 
 def write_alternatives(path: Path, workspaces: Sequence[EvaluatedWorkspace]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rlhf_core.data_commands import JsonOption, print_json, terminal_width
+from rlhf_core.commands.data import JsonOption, print_json, terminal_width
 from rlhf_core.errors import RlhfError
 
 app = typer.Typer(add_completion=False)

@@ -13,12 +13,12 @@ from flows.stage.gate_conditions import condition_rows
 from flows.workspace.folder import display_path, is_workspace
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import PARAMS_FILE
-from rlhf_core.config.policy import METHOD_NAMES
-from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.stages.policy import METHOD_NAMES
+from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.final import JUDGE, SELECTED_BY
-from rlhf_core.evaluation.training_cost import TrainingCost, best_of_n_cost, training_cost
-from rlhf_core.files import read_json, sha256_file
+from rlhf_core.evaluation.metrics.training_cost import TrainingCost, best_of_n_cost, training_cost
+from rlhf_core.storage.files import read_json, sha256_file
 from rlhf_core.training.history import read_history
 
 EVALUATION = Path("metrics") / "evaluation.json"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import RlhfError
-from rlhf_core.evaluation.standing import judge_results
-from rlhf_core.files import read_json
+from rlhf_core.evaluation.verdict.standing import judge_results
+from rlhf_core.storage.files import read_json
 
 Describe = Callable[[Mapping[str, Any]], str]
 

@@ -10,7 +10,7 @@ from typing import Any
 from flows.dvc_repo.graph import StageNode, read_graph
 from flows.dvc_repo.status import describe_changes, dvc_status
 from rlhf_core.errors import GateFailed
-from rlhf_core.files import read_json, sha256_file
+from rlhf_core.storage.files import read_json, sha256_file
 
 REPORT_MODE = "report"
 ALWAYS_CHANGED = "always changed"

@@ -8,8 +8,8 @@ from pathlib import Path
 from flows.dvc_repo.lock_file import recorded_hash
 from rlhf_core.config.loading.load import PARAMS_FILE
 from rlhf_core.errors import RlhfError
-from rlhf_core.files import sha256_file
 from rlhf_core.git import git_revision
+from rlhf_core.storage.files import sha256_file
 
 
 @dataclass(frozen=True)

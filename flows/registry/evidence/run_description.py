@@ -8,7 +8,7 @@ from pathlib import Path
 from flows.registry.mlflow_client import connect, experiment_id
 from flows.registry.transactions.aliases import registry_errors
 from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations.operations import RegistryConfig
 
 NOTE_TAG = "mlflow.note.content"
 VERDICT_TAG = "verdict"

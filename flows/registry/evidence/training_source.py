@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flows.registry.mlflow_client import flatten
 from rlhf_core.config.loading.yaml_text import plain, read
 from rlhf_core.errors import RlhfError
-from rlhf_core.files import read_json
+from rlhf_core.storage.files import read_json
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -9,7 +9,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from flows.workspace.folder import PRIVATE, cannot_write, private_path
-from rlhf_core.files import atomic_write_text
+from rlhf_core.storage.files import atomic_write_text
 
 ACTOR_VARIABLE = "RLHF_ACTOR"
 ID_FILE = "workspace_id"

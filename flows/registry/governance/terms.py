@@ -20,14 +20,14 @@ from flows.dvc_repo.lock_file import recorded_hash
 from flows.registry.governance.identity import actor, workspace_id
 from flows.registry.transactions.aliases import registered_model
 from flows.registry.transactions.decisions import utc_now
-from rlhf_core.config.evaluate import EvaluateConfig
-from rlhf_core.config.gates import Condition, GatesConfig
 from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations import NonInferiorityConfig, RegistryConfig
+from rlhf_core.config.operations.operations import NonInferiorityConfig, RegistryConfig
+from rlhf_core.config.stages.evaluate import EvaluateConfig
+from rlhf_core.config.stages.gates import Condition, GatesConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.final import judging_model
-from rlhf_core.files import sha256_file
 from rlhf_core.gates import weaker_conditions
+from rlhf_core.storage.files import sha256_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -13,7 +13,7 @@ from flows.registry.promotion.promote import promote
 from flows.registry.release_page.page import try_release_page
 from flows.registry.transactions.decisions import as_report
 from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations.operations import RegistryConfig
 
 
 def _run_name() -> str:

@@ -15,12 +15,12 @@ from flows.registry.transactions.aliases import registry_errors
 from flows.registry.versions.model_artifacts import CONTENT_TAG
 from flows.supervision.environment import child_environment
 from flows.supervision.processes import start_supervised
-from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.stages.evaluate import EvaluateConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.final import judging_model, stand_in_note
 from rlhf_core.evaluation.promotion.criteria import Criterion, failed
-from rlhf_core.files import atomic_write_json, read_json, sha256_file
+from rlhf_core.storage.files import atomic_write_json, read_json, sha256_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -19,10 +19,10 @@ from flows.registry.transactions.decisions import read_decisions, utc_now
 from flows.registry.versions.registered_here import RegisteredHere, read_registered
 from flows.stage.gate_conditions import SIGNS, condition_rows
 from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.evaluation.report.release import ReleaseDecision, UnmetCondition
-from rlhf_core.files import read_json
+from rlhf_core.evaluation.report.parts.release import ReleaseDecision, UnmetCondition
+from rlhf_core.storage.files import read_json
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion, RegisteredModel

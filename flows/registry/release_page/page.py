@@ -13,8 +13,8 @@ from flows.registry.release_page.decision import RunNotes, read_release_decision
 from flows.registry.transactions.aliases import get_version, registry_errors
 from flows.workspace.folder import PRIVATE, private_path
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.evaluation.report.release import BEGIN
-from rlhf_core.files import atomic_write_json, atomic_write_text, read_json, sha256_file
+from rlhf_core.evaluation.report.parts.release import BEGIN
+from rlhf_core.storage.files import atomic_write_json, atomic_write_text, read_json, sha256_file
 
 RECORD = "release.json"
 

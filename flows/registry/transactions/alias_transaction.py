@@ -21,7 +21,7 @@ from flows.registry.governance.ledger import Ledger
 from flows.registry.transactions.alias_events import emit_events
 from flows.registry.transactions.aliases import read_aliases, registered_model, registry_errors
 from flows.registry.transactions.decisions import publish_decision, utc_now
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 
 if TYPE_CHECKING:

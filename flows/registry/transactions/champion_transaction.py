@@ -9,7 +9,7 @@ from flows.registry.transactions.alias_transaction import AliasMove, AliasTransa
 from flows.registry.transactions.aliases import CHAMPION, PREVIOUS, aliases_of, get_version
 from flows.registry.transactions.decisions import PromotionDecision, RollbackDecision, as_report
 from flows.registry.versions.register import REWARD_VERSION_TAG
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations.operations import RegistryConfig
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from flows.registry.governance.identity import actor
 from rlhf_core.evaluation.promotion.criteria import Criterion
-from rlhf_core.files import read_json
+from rlhf_core.storage.files import read_json
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -15,7 +15,7 @@ from flows.registry.mlflow_client import prepare_tracking
 from flows.registry.transactions.alias_transaction import AliasTransaction, commit, finish_interrupted
 from flows.registry.transactions.aliases import aliases_of, get_version
 from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations.operations import RegistryConfig
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

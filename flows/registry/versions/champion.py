@@ -11,7 +11,7 @@ from flows.registry.transactions.alias_transaction import finish_interrupted, pe
 from flows.registry.transactions.aliases import CHAMPION, alias_version
 from flows.registry.versions.model_artifacts import verified_folder
 from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from flows.registry.mlflow_client import connect, fluent
 from flows.registry.versions.signing import verify_signature
-from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.config.stages.evaluate import EvaluateConfig
 from rlhf_core.errors import ModelError
-from rlhf_core.files import atomic_dir, sha256_tree
+from rlhf_core.storage.files import atomic_dir, sha256_tree
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -36,9 +36,9 @@ from flows.registry.versions.registered_here import RegisteredHere, write_regist
 from flows.registry.versions.signing import SIGNER_TAG, Signer, require_signer, sign_version
 from flows.workspace.run_label import SEPARATOR, run_label
 from rlhf_core.config.loading.load import load_params, load_section
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import GateFailed
-from rlhf_core.files import read_json, sha256_tree
+from rlhf_core.storage.files import read_json, sha256_tree
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -10,7 +10,7 @@ from typing import Any
 from flows.dvc_repo.lock_file import recorded_hash
 from flows.workspace.folder import PRIVATE, private_path
 from rlhf_core.errors import DataError
-from rlhf_core.files import atomic_write_json, read_json
+from rlhf_core.storage.files import atomic_write_json, read_json
 
 FILE = "registered.json"
 

@@ -18,7 +18,7 @@ from flows.registry.transactions.champion_transaction import champion_versions
 from flows.registry.transactions.session import RegistrySession, registry_session
 from flows.registry.versions.register import REWARD_VERSION_TAG
 from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from flows.registry.transactions.aliases import get_version, read_aliases, regis
 from flows.registry.versions.model_artifacts import stored_sampling, verified_folder
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.serving.policy_source import PolicyFiles, PolicyRevision
 

@@ -12,8 +12,8 @@ from rlhf_core.config.ablation.metrics import CURVES, METRICS
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.loading.overlay import overridden
-from rlhf_core.config.loading.problems import describe, nearest
 from rlhf_core.config.model import Strict
+from rlhf_core.config.problems import describe, nearest
 from rlhf_core.errors import ConfigError
 
 ABLATION_FILE = "ablation.yaml"

@@ -7,28 +7,34 @@ from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from rlhf_core.config.base import BaseConfig
-from rlhf_core.config.collect import CollectConfig
-from rlhf_core.config.critic import CriticConfig
-from rlhf_core.config.evaluate import EvaluateConfig
-from rlhf_core.config.gates import GatesConfig
-from rlhf_core.config.health.rule_changes import rules_for
-from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.judge_section import add_judge
-from rlhf_core.config.loading.problems import describe
+from rlhf_core.config.loading.pretrained import learning_rates, refuse_high_learning_rates
+from rlhf_core.config.loading.rule_changes import rules_for
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.model import StageConfig, Strict
-from rlhf_core.config.operations import CheckpointsConfig, ComputeConfig, FlowConfig, RegistryConfig, TrackingConfig
-from rlhf_core.config.placement import PlacementOrPool, WorkPoolConfig
-from rlhf_core.config.plan import PlanConfig
-from rlhf_core.config.policy import PolicyConfig
-from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.config.pretrained import learning_rates, refuse_high_learning_rates
-from rlhf_core.config.report import ReportConfig
-from rlhf_core.config.reward import JudgeConfig, RefereeConfig, RewardConfig
-from rlhf_core.config.sft import SftConfig
-from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.config.operations.launch import LaunchConfig
+from rlhf_core.config.operations.operations import (
+    CheckpointsConfig,
+    ComputeConfig,
+    FlowConfig,
+    RegistryConfig,
+    TrackingConfig,
+)
+from rlhf_core.config.operations.placement import PlacementOrPool, WorkPoolConfig
+from rlhf_core.config.operations.plan import PlanConfig
+from rlhf_core.config.problems import describe
+from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.config.stages.collect import CollectConfig
+from rlhf_core.config.stages.critic import CriticConfig
+from rlhf_core.config.stages.evaluate import EvaluateConfig
+from rlhf_core.config.stages.gates import GatesConfig
+from rlhf_core.config.stages.policy import PolicyConfig
+from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.stages.report import ReportConfig
+from rlhf_core.config.stages.reward import JudgeConfig, RefereeConfig, RewardConfig
+from rlhf_core.config.stages.sft import SftConfig
+from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.errors import ConfigError
 
 PARAMS_FILE = "params.yaml"

@@ -12,10 +12,11 @@ from typing import Any
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.judge_section import add_judge
 from rlhf_core.config.loading.load import check_params
-from rlhf_core.config.loading.problems import nearest
-from rlhf_core.config.pretrained import PROFILE, SCRATCH, is_pretrained
+from rlhf_core.config.loading.pretrained import PROFILE
+from rlhf_core.config.problems import nearest
+from rlhf_core.config.stages.base import SCRATCH, is_pretrained
 from rlhf_core.errors import ConfigError
-from rlhf_core.file_patterns import is_url
+from rlhf_core.storage.file_patterns import is_url
 
 DEFAULT_PROFILE = "demo"
 OWN_ANNOTATIONS = "data/annotations/"

@@ -11,10 +11,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.chat import encode_prompt, encode_reply
-from rlhf_core.data.chat_template import render, reply_format
+from rlhf_core.data.chat.chat_template import render, reply_format
+from rlhf_core.data.chat.encoding import encode_prompt, encode_reply
+from rlhf_core.data.chat.special_tokens import special_tokens
 from rlhf_core.data.schema import CONTENT_FIELDS, Message
-from rlhf_core.data.special_tokens import special_tokens
 
 Ids = list[list[int]]
 Encoder = Callable[[PreTrainedTokenizerBase, Any], Ids]
@@ -44,7 +44,7 @@ def content_columns(kind: str, rows: Sequence[Any]) -> dict[str, list[Any]]:
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[Message]]) -> Ids:
-    """Token ids of dialogues: :func:`~rlhf_core.data.chat.encode_prompt` of each."""
+    """Token ids of dialogues: :func:`~rlhf_core.data.chat.encoding.encode_prompt` of each."""
     literal = special_tokens(tokenizer).literal
 
     def is_plain(messages: Sequence[Message]) -> bool:
@@ -57,7 +57,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequenc
 
 
 def encode_replies(tokenizer: PreTrainedTokenizerBase, replies: Sequence[str]) -> Ids:
-    """Token ids of finished replies: :func:`~rlhf_core.data.chat.encode_reply` of each."""
+    """Token ids of finished replies: :func:`~rlhf_core.data.chat.encoding.encode_reply` of each."""
     literal, written = special_tokens(tokenizer).literal, reply_format(tokenizer)
     plain = [row for row, reply in enumerate(replies) if not literal.search(reply)]
     texts = [written.header + written.written(replies[row], finished=True) for row in plain]
@@ -71,7 +71,7 @@ def encode_replies(tokenizer: PreTrainedTokenizerBase, replies: Sequence[str]) -
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Ids:
-    """Token ids of texts of pretraining: :func:`~rlhf_core.data.chat.encode_text` of each."""
+    """Token ids of texts of pretraining: :func:`~rlhf_core.data.chat.encoding.encode_text` of each."""
     end = tokenizer.eos_token_id
     encoded = _encode(tokenizer, texts, add_special_tokens=True, split_special_tokens=True)
     return [ids if end is None or ids[-1:] == [end] else [*ids, int(end)] for ids in encoded]

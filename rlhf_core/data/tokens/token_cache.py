@@ -23,16 +23,22 @@ from typing import Any
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core import distributed
 from rlhf_core.data.tokens import RECORD
 from rlhf_core.data.tokens.token_table import TokenTable, encode_file, token_schema
 from rlhf_core.errors import DataError
-from rlhf_core.files import LockFile, atomic_dir, atomic_write_json, read_json, sha256_file
+from rlhf_core.runtime import distributed
+from rlhf_core.storage.files import LockFile, atomic_dir, atomic_write_json, read_json, sha256_file
 
 logger = logging.getLogger(__name__)
 
 STREAM = "tokens.arrow"
-CODE = ("chat.py", "chat_template.py", "special_tokens.py", "tokens/batch_encoding.py", "tokens/token_table.py")
+CODE = (
+    "chat/encoding.py",
+    "chat/chat_template.py",
+    "chat/special_tokens.py",
+    "tokens/batch_encoding.py",
+    "tokens/token_table.py",
+)
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
 # Where a tokenizer was loaded from: no token depends on it.
 ORIGIN = ("name_or_path", "is_local", "local_files_only")

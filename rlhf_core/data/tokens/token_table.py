@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.chunks import bytes_in_memory, chunked, table_slices
 from rlhf_core.data.schema import CONTENT_FIELDS, Demonstration, Message, Preference, PretrainText, Prompt
-from rlhf_core.data.table_stream import table_chunks
+from rlhf_core.data.tables.table_stream import table_chunks
 from rlhf_core.data.tokens.batch_encoding import content_columns, encode_columns
 from rlhf_core.errors import DataError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlhf_core.data.tokens import RECORD, TOKENS
 from rlhf_core.errors import DataError
-from rlhf_core.files import LockFile, read_json, sha256_file
+from rlhf_core.storage.files import LockFile, read_json, sha256_file
 
 UNREAD_DAYS = 30
 DAY = 86_400

@@ -13,10 +13,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.config.validation_rules import Severity
 from rlhf_core.data.schema import ROLES
-from rlhf_core.data.visible_text import comparable, has_visible_text
+from rlhf_core.data.text.visible_text import comparable, has_visible_text
 
 REPLIES = {"preferences": ("chosen", "rejected"), "demonstrations": ("reply",), "prompts": (), "pretrain": ("text",)}
 LABELS = ("category", "source")

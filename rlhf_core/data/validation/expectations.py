@@ -14,7 +14,7 @@ import pandas as pd
 
 from rlhf_core.data.validation.checks import RowCheck
 from rlhf_core.errors import DataError
-from rlhf_core.garbage_collection import paused_collector
+from rlhf_core.storage.garbage_collection import paused_collector
 
 SITE = "data_docs"
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rlhf_core.data.table_stream import table_chunks
+from rlhf_core.data.tables.table_stream import table_chunks
 
 PROVENANCE_SCHEMA = pa.schema(
     [("kind", pa.string()), ("id", pa.string()), ("source", pa.string()), ("position", pa.int64())]

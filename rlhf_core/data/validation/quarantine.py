@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from rlhf_core.data.schema import write_table
-from rlhf_core.data.table_stream import TableWriter, table_chunks
+from rlhf_core.data.tables.table_stream import TableWriter, table_chunks
 from rlhf_core.data.validation.provenance import Origins
 
 REFUSED_SCHEMA = pa.schema(

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_core.data.schema import arrow_schema
-from rlhf_core.data.table_stream import table_chunks
+from rlhf_core.data.tables.table_stream import table_chunks
 from rlhf_core.errors import DataError
 
 

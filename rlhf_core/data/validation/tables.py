@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
-from rlhf_core.config.validate import ValidateConfig
-from rlhf_core.data.derived import DERIVED_FROM, derive
+from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.data.collection.derived import DERIVED_FROM, derive
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.validation.checks import SOURCE_PASSED, RowCheck, check_frame, checks_for, passing
 from rlhf_core.data.validation.expectations import run_suites
@@ -23,8 +23,8 @@ from rlhf_core.data.validation.quarantine import Quarantined, count_refused, qua
 from rlhf_core.data.validation.severity import split_by_severity
 from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.errors import DataError
-from rlhf_core.files import read_json
-from rlhf_core.progress import Progress, progress
+from rlhf_core.runtime.progress import Progress, progress
+from rlhf_core.storage.files import read_json
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlhf_core.data.lengths import PERCENTILES, LengthPercentiles, evenly_spread, token_counts
 from rlhf_core.data.schema import CONTENT_FIELDS
+from rlhf_core.data.tokens.lengths import PERCENTILES, LengthPercentiles, evenly_spread, token_counts
 from rlhf_core.data.validation.provenance import Origins
 from rlhf_core.data.validation.set_rules.findings_file import RuleFinding
 from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.errors import UnwritableText
-from rlhf_core.progress import progress
+from rlhf_core.runtime.progress import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

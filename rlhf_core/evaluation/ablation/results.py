@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from rlhf_core.config.ablation.metrics import METRICS
 from rlhf_core.data.schema import read_table
-from rlhf_core.files import atomic_write_text, read_json
+from rlhf_core.storage.files import atomic_write_text, read_json
 from rlhf_core.training.history import read_history
 
 LAST = 5  # iterations that an end value of the history is averaged over: one rollout is noisy

@@ -12,7 +12,7 @@ from rlhf_core.evaluation.ablation.intervals import SeedTable
 from rlhf_core.evaluation.ablation.page import insert, write_page
 from rlhf_core.evaluation.ablation.results import AblationRun, read_results, write_csv
 from rlhf_core.evaluation.ablation.verdicts import ClaimVerdict, judge_claim
-from rlhf_core.files import atomic_write_json, atomic_write_text
+from rlhf_core.storage.files import atomic_write_json, atomic_write_text
 
 FIGURES = "figures"
 DOCS_FIGURES = Path("images") / "ablation"

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config.validate import AUTOMATIC_ROWS, NearDuplicatesConfig, ValidateConfig
+from rlhf_core.config.stages.validate import AUTOMATIC_ROWS, NearDuplicatesConfig, ValidateConfig
 from rlhf_core.config.validation_rules import RULES
-from rlhf_core.data.report_lines import counted
+from rlhf_core.data.inspection.report_lines import counted
 from rlhf_core.data.validation.checks import SOURCE_PASSED
 from rlhf_core.data.validation.set_rules.check_set import SetFindings
 from rlhf_core.data.validation.set_rules.findings_file import RuleFinding

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_core.evaluation.data_card.card import CardSection, CardTable, DataCard, Histogram
-from rlhf_core.evaluation.format_number import format_number
+from rlhf_core.evaluation.figures.format_number import format_number
 
 BARS = "▁▂▃▄▅▆▇█"
 # Characters with a meaning in Markdown or HTML, as they are written to mean themselves.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from rlhf_core.data.text.visible_text import escaped_controls
 from rlhf_core.data.validation.checks import SECRETS
-from rlhf_core.data.visible_text import escaped_controls
 from rlhf_core.evaluation.data_card.card import CardSection, CardTable, DataCard
 
 TAKEN_OUT = "[taken out: looks like a key]"

@@ -10,7 +10,7 @@ from rlhf_core.data.validation.set_rules.findings_file import RuleFinding, findi
 from rlhf_core.evaluation.data_card.card import DataCard
 from rlhf_core.evaluation.data_card.markdown import markdown
 from rlhf_core.evaluation.data_card.page import page
-from rlhf_core.files import atomic_dir
+from rlhf_core.storage.files import atomic_dir
 
 TITLE = "Data card"
 FINDINGS_FILE = "findings.parquet"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rlhf_core.data.schema import Message
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies.reply import Reply
 
 
 class Judge(Protocol):

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core import distributed
-from rlhf_core.data.chat import encode_prompt, encode_reply, pad_id, vocabulary_id
+from rlhf_core.data.batches.sharding import passes
+from rlhf_core.data.chat.encoding import encode_prompt, encode_reply, pad_id, vocabulary_id
 from rlhf_core.data.schema import Message
-from rlhf_core.data.sharding import passes
-from rlhf_core.evaluation.reply import Reply
-from rlhf_core.models.base import load_tokenizer
-from rlhf_core.models.heads import ReplyScorer, ScalarModel
+from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.models.heads.scalar import ReplyScorer, ScalarModel
+from rlhf_core.models.starting.base import load_tokenizer
+from rlhf_core.runtime import distributed
 from rlhf_core.training.examples import collate
 
 

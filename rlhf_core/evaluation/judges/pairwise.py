@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rlhf_core.data.schema import Message
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies.reply import Reply
 
 WIN, TIE, LOSS = 1.0, 0.5, 0.0
 

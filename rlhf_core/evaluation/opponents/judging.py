@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.evaluation.comparison import Comparison, compare, compare_outcomes, outcomes
+from rlhf_core.evaluation.comparisons.comparison import Comparison, compare, compare_outcomes, outcomes
+from rlhf_core.evaluation.comparisons.length_control import length_differences
+from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
+from rlhf_core.evaluation.comparisons.prompt_groups import compare_groups
 from rlhf_core.evaluation.judges.judge import Judge
 from rlhf_core.evaluation.judges.pairwise import PairwiseJudge
-from rlhf_core.evaluation.length_control import length_differences
 from rlhf_core.evaluation.opponents.replies import Opponent
-from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
-from rlhf_core.evaluation.prompt_groups import compare_groups
 
 SIDES = ("policy", "sft")
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.opponents import OpponentConfig
-from rlhf_core.data.readers.containers import Record, load_records
+from rlhf_core.config.evaluation.opponents import OpponentConfig
+from rlhf_core.data.readers.containers.records import Record, load_records
 from rlhf_core.data.schema import ROLES, Prompt
-from rlhf_core.data.visible_text import comparable
+from rlhf_core.data.text.visible_text import comparable
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.reply import Reply
-from rlhf_core.file_patterns import expand
+from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.storage.file_patterns import expand
 
 REMEDY = "correct evaluate.opponents"
 Turns = tuple[tuple[str, str], ...]

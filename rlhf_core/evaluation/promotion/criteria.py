@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config.operations import NonInferiorityConfig
+from rlhf_core.config.operations.operations import NonInferiorityConfig
 from rlhf_core.evaluation.promotion.error_budget import level_of_attempt
 from rlhf_core.evaluation.promotion.sign_test import sign_test
 

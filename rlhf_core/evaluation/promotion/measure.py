@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhf_core.config.evaluate import EvaluateConfig
+from rlhf_core.config.stages.evaluate import EvaluateConfig
 from rlhf_core.data.schema import Prompt
 from rlhf_core.evaluation.promotion.non_inferiority import PairedLoss, category_losses, length_loss, rate_loss
 from rlhf_core.evaluation.regression import GENERIC_CHECKS, REFUSAL_CHECKS, ReplyCheck, passes
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.evaluation.verifiable.prompts import VerifiablePrompts
 
 

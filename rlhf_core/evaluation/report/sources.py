@@ -14,10 +14,10 @@ import pyarrow as pa
 from rlhf_core.data.schema import read_table
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.alternative_runs import evaluation_basis, read_alternatives
-from rlhf_core.evaluation.replayed import ReplayOutcome
-from rlhf_core.evaluation.report.alternatives import OtherRuns
-from rlhf_core.evaluation.report.lineage import ReportLineage
-from rlhf_core.files import read_json, sha256_file
+from rlhf_core.evaluation.replies.replayed import ReplayOutcome
+from rlhf_core.evaluation.report.parts.alternatives import OtherRuns
+from rlhf_core.evaluation.report.parts.lineage import ReportLineage
+from rlhf_core.storage.files import read_json, sha256_file
 
 STAGES = ("data", "sft", "reward", "referee", "judge", "critic", "ppo", "evaluation")
 GATES = ("data", "sft", "reward", "policy")

@@ -9,22 +9,22 @@ from typing import Any
 from markupsafe import Markup
 
 from rlhf_core.config.health.default_rules import DEFAULT_RULES
-from rlhf_core.config.policy import METHOD_NAMES
-from rlhf_core.evaluation.alarms import alarms
-from rlhf_core.evaluation.format_number import format_number
+from rlhf_core.config.stages.policy import METHOD_NAMES
+from rlhf_core.evaluation.figures.format_number import format_number
 from rlhf_core.evaluation.judges.final import final_judges, stand_in_note
-from rlhf_core.evaluation.report.alternatives import alternatives, method_of, ppo_batch_size
-from rlhf_core.evaluation.report.category_outcomes import category_outcomes
 from rlhf_core.evaluation.report.charts import interval_chart, outcome_chart
-from rlhf_core.evaluation.report.conclusion import conclude
-from rlhf_core.evaluation.report.curves import draw_charts
-from rlhf_core.evaluation.report.environment import package_versions
-from rlhf_core.evaluation.report.group_outcomes import group_chart, opponent_charts
-from rlhf_core.evaluation.report.over_optimization import over_optimization_chart
-from rlhf_core.evaluation.report.reply_pairs import JUDGES, mistaken_pair, reply_pair, spread_over_categories
-from rlhf_core.evaluation.report.reward_histograms import reward_histograms
-from rlhf_core.evaluation.report.shadow import shadow_replays
+from rlhf_core.evaluation.report.parts.alternatives import alternatives, method_of, ppo_batch_size
+from rlhf_core.evaluation.report.parts.category_outcomes import category_outcomes
+from rlhf_core.evaluation.report.parts.conclusion import conclude
+from rlhf_core.evaluation.report.parts.curves import draw_charts
+from rlhf_core.evaluation.report.parts.environment import package_versions
+from rlhf_core.evaluation.report.parts.group_outcomes import group_chart, opponent_charts
+from rlhf_core.evaluation.report.parts.over_optimization import over_optimization_chart
+from rlhf_core.evaluation.report.parts.reply_pairs import JUDGES, mistaken_pair, reply_pair, spread_over_categories
+from rlhf_core.evaluation.report.parts.reward_histograms import reward_histograms
+from rlhf_core.evaluation.report.parts.shadow import shadow_replays
 from rlhf_core.evaluation.report.sources import JsonObject, ReportSources
+from rlhf_core.evaluation.verdict.alarms import alarms
 
 # Rows of the table of SFT beside policy.
 MODEL_METRICS = (

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from pydantic import Field, ValidationError, field_validator
 
+from rlhf_core.config.evaluation.verifiable import VerifiableConfig
 from rlhf_core.config.model import Strict
-from rlhf_core.config.verifiable import VerifiableConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparison import Comparison, compare_outcomes
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.comparisons.comparison import Comparison, compare_outcomes
+from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.evaluation.verifiable.requirements import CheckFunction, Requirements, check_reply
-from rlhf_core.user_function import load_function
+from rlhf_core.runtime.user_function import load_function
 
 SIGNATURE = "f(prompt, reply) -> bool"
 

@@ -12,9 +12,9 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_v
 
 from rlhf_core.config.model import Strict
 from rlhf_core.data.schema import Message
-from rlhf_core.data.text_statistics import split_words
+from rlhf_core.data.text.text_statistics import split_words
 from rlhf_core.errors import DataError
-from rlhf_core.user_function import describe_failure
+from rlhf_core.runtime.user_function import describe_failure
 
 CheckFunction = Callable[[list[dict[str, str]], str], object]
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.errors import TrainingPaused
+from rlhf_core.ppo.checkpoints.run_checkpoint import JsonLines, RunCheckpoints
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.run_checkpoint import JsonLines, RunCheckpoints
 from rlhf_core.ppo.update import Learner
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.run_context import RunContext

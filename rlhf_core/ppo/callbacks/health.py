@@ -6,13 +6,13 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rlhf_core import distributed
 from rlhf_core.config.health.health import HealthConfig
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.ppo.callbacks.callback import IterationRecord, TrainerCallback, TrainerContext
 from rlhf_core.ppo.callbacks.health_monitor import Finding, HealthMonitor
-from rlhf_core.ppo.rollback_journal import Rollback
-from rlhf_core.ppo.run_checkpoint import RunCheckpoints
+from rlhf_core.ppo.checkpoints.rollback_journal import Rollback
+from rlhf_core.ppo.checkpoints.run_checkpoint import RunCheckpoints
+from rlhf_core.runtime import distributed
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedModel
 
 from rlhf_core.ppo.callbacks.callback import IterationRecord, TrainerCallback, TrainerContext
-from rlhf_core.ppo.run_checkpoint import prune_best, save_best
+from rlhf_core.ppo.checkpoints.run_checkpoint import prune_best, save_best
 
 SAMPLES = 8
 # Of the selection's metrics these keep their names; the others would collide with those of the rollout.

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.config.reward_sources import (
+from rlhf_core.config.ppo.reward_sources import (
     OWN_MODEL,
     ClassifierSource,
     EnsembleSource,
@@ -19,11 +19,10 @@ from rlhf_core.config.reward_sources import (
     RewardSources,
     source_names,
 )
-from rlhf_core.data.chat import encode_reply, left_pad, pad_id, right_pad
+from rlhf_core.data.chat.encoding import encode_reply, left_pad, pad_id, right_pad
 from rlhf_core.errors import ConfigError
-from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.io import is_local
-from rlhf_core.ppo.prompts import TrainingPrompts
 from rlhf_core.ppo.reward_sources.mixture import RewardMixture, WeightedSource
 from rlhf_core.ppo.reward_sources.rank_shared import RankShared
 from rlhf_core.ppo.reward_sources.reward_models import (
@@ -33,7 +32,8 @@ from rlhf_core.ppo.reward_sources.reward_models import (
     reward_origin,
 )
 from rlhf_core.ppo.reward_sources.source import PromptReader, Source
-from rlhf_core.ppo.rewards import RewardFn, reward_model_fn
+from rlhf_core.ppo.rewards.token_rewards import RewardFn, reward_model_fn
+from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
 from rlhf_core.sampling.token_scoring import Tokens
 from rlhf_core.training.engine.frozen import FrozenModels
 
@@ -111,7 +111,7 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
         return RankShared(classifier)
     if isinstance(source, FunctionSource):
         from rlhf_core.ppo.reward_sources.python_function import SIGNATURE, PythonFunction
-        from rlhf_core.user_function import load_function
+        from rlhf_core.runtime.user_function import load_function
 
         function = load_function(source.target, context.workspace, who, SIGNATURE)
         return RankShared(PythonFunction(function, f"{who} ({source.target})"))

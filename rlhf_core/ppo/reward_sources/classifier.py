@@ -16,10 +16,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlhf_core.config.reward_sources import ClassifierSource
-from rlhf_core.data.chat_template import encode_rendered
+from rlhf_core.config.ppo.reward_sources import ClassifierSource
+from rlhf_core.data.chat.chat_template import encode_rendered
+from rlhf_core.data.chat.special_tokens import special_tokens
 from rlhf_core.data.schema import Message
-from rlhf_core.data.special_tokens import special_tokens
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.models.io import load_model, reading
 from rlhf_core.ppo.reward_sources.source import Replies, checked_rewards

@@ -24,7 +24,7 @@ class WeightedSource:
 
 
 class RewardMixture:
-    """``reward = sum of weight * source reward``: a :data:`~rlhf_core.ppo.rewards.RewardFn`.
+    """``reward = sum of weight * source reward``: a :data:`~rlhf_core.ppo.rewards.token_rewards.RewardFn`.
 
     ``metrics`` are about the newest batch: ``source_NAME_mean`` and ``source_NAME_std`` of the unweighted rewards (B,)
     where there is more than one source (population std), and a source's own metrics as ``source_NAME_...``.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhf_core.errors import DataError
 from rlhf_core.ppo.reward_sources.source import Replies, checked_rewards
-from rlhf_core.user_function import describe_failure
+from rlhf_core.runtime.user_function import describe_failure
 
 SIGNATURE = "f(prompts, replies)"
 Function = Callable[[list[list[dict[str, str]]], list[str]], Any]

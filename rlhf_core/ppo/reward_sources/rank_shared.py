@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlhf_core import distributed
-from rlhf_core.data.sharding import passes
+from rlhf_core.data.batches.sharding import passes
 from rlhf_core.ppo.reward_sources.source import Replies, Source
+from rlhf_core.runtime import distributed
 
 
 class RankShared:

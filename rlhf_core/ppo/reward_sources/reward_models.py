@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.chat import encode_dialogue, pad_id
+from rlhf_core.data.chat.encoding import encode_dialogue, pad_id
 from rlhf_core.data.schema import Demonstration, Message, read_rows
 from rlhf_core.errors import ModelError
-from rlhf_core.models.base import load_tokenizer
-from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.starting.base import load_tokenizer
 from rlhf_core.ppo.reward_sources.source import Replies
-from rlhf_core.ppo.rewards import RewardFn
+from rlhf_core.ppo.rewards.token_rewards import RewardFn
 from rlhf_core.sampling.token_scoring import MICRO_BATCH
 from rlhf_core.training.examples import collate
 

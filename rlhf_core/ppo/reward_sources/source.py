@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.chat import decode_reply
+from rlhf_core.data.chat.encoding import decode_reply
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.ppo.prompts import TrainingPrompts
+from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
 from rlhf_core.sampling.token_scoring import Tokens
 
 LARGEST = torch.finfo(torch.float32).max

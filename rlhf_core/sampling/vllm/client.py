@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 
 from rlhf_core.errors import RlhfError
-from rlhf_core.http_retry import RetriesExhausted, describe_answer, post_json
+from rlhf_core.runtime.http_retry import RetriesExhausted, describe_answer, post_json
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.vllm.server import MODEL
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.files import atomic_dir
+from rlhf_core.models.adapters.lora import adapted_layers
 from rlhf_core.models.io import quiet
-from rlhf_core.models.lora import adapted_layers
+from rlhf_core.storage.files import atomic_dir
 
 
 def save_merged(policy: PreTrainedModel, folder: Path) -> None:

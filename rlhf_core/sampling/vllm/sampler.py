@@ -14,13 +14,13 @@ import httpx
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_core import distributed
-from rlhf_core.config.sampler import VllmSamplerConfig
-from rlhf_core.data.chat import left_pad
+from rlhf_core.config.ppo.sampler import VllmSamplerConfig
+from rlhf_core.data.chat.encoding import left_pad
 from rlhf_core.errors import RlhfError
-from rlhf_core.http_retry import bearer_token
 from rlhf_core.models.io import probe_ids
 from rlhf_core.models.precision import matmul_precision
+from rlhf_core.runtime import distributed
+from rlhf_core.runtime.http_retry import bearer_token
 from rlhf_core.sampling.distribution import Sampling, TokenDistribution
 from rlhf_core.sampling.generation import Rollout, trimmed_rollout
 from rlhf_core.sampling.rounding_limits import LIMITS

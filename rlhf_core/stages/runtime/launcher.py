@@ -17,9 +17,9 @@ from typing import Any
 
 import psutil
 
-from rlhf_core.config.launch import LaunchConfig
+from rlhf_core.config.operations.launch import LaunchConfig
 from rlhf_core.errors import Preempted, RlhfError
-from rlhf_core.preemption import PreemptionSignal
+from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime.outcome import StageExit, outcome_path
 
 # The agent installs handlers for these and does not restore them. Not SIGTERM: it would grant the ranks 30 seconds.

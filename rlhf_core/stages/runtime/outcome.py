@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, RlhfError
-from rlhf_core.files import atomic_write_json, read_json
+from rlhf_core.storage.files import atomic_write_json, read_json
 
 OUTCOMES = Path(".rlhf") / "outcomes"
 

@@ -17,21 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.loading.load import Params, load_params, load_section
 from rlhf_core.config.model import StageConfig
-from rlhf_core.config.operations import Trained
+from rlhf_core.config.operations.launch import LaunchConfig
+from rlhf_core.config.operations.operations import Trained
 from rlhf_core.data.tokens import TOKENS
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.files import atomic_write_json, flatten, sha256_tree
 from rlhf_core.fingerprint import fingerprint
 from rlhf_core.ppo.reward_sources import tracked_files
-from rlhf_core.preemption import PreemptionSignal
+from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import launcher
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.stages.runtime.freed_memory import return_freed_memory
 from rlhf_core.stages.runtime.names import load_stage
 from rlhf_core.stages.runtime.outcome import OUTCOMES, StageExit, outcome_path
+from rlhf_core.storage.files import atomic_write_json, flatten, sha256_tree
 from rlhf_core.tracking import Tracker, stage_tracker
 from rlhf_core.training.checkpoints.store import CheckpointStore
 from rlhf_core.training.run_context import RunContext
@@ -122,7 +122,7 @@ def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, 
     run = _StageRun(stage, config, inputs, workspace, params, launch, preemption)
     if name not in launches and not launcher.is_rank():
         return _run_on_rank_zero(run)
-    from rlhf_core import distributed
+    from rlhf_core.runtime import distributed
 
     with distributed.process_group():
         return _run_on_rank_zero(run) if distributed.is_rank_zero() else _run_on_other_rank(run)
@@ -162,7 +162,7 @@ def _checkpoint_store(run: _StageRun, work: Path) -> CheckpointStore | None:
 
 def _run_on_other_rank(run: _StageRun) -> dict[str, Any]:
     """Run the stage on a non-zero rank; its outputs are discarded."""
-    from rlhf_core.distributed import NonzeroRankReleased
+    from rlhf_core.runtime.distributed import NonzeroRankReleased
 
     stage = run.stage
     with tempfile.TemporaryDirectory(prefix=f"rlhf-{stage.name}-") as scratch:

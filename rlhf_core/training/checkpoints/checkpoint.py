@@ -19,9 +19,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from rlhf_core import distributed
 from rlhf_core.errors import CheckpointError
-from rlhf_core.files import sha256_file
+from rlhf_core.runtime import distributed
+from rlhf_core.storage.files import sha256_file
 from rlhf_core.training.checkpoints.pieces import SavedTensors
 
 logger = logging.getLogger(__name__)

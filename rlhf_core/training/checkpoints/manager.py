@@ -20,9 +20,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from rlhf_core import distributed
 from rlhf_core.errors import CheckpointError, RlhfError
-from rlhf_core.files import fsync_path, sha256_file
+from rlhf_core.runtime import distributed
+from rlhf_core.storage.files import fsync_path, sha256_file
 from rlhf_core.training.checkpoints import checkpoint
 from rlhf_core.training.checkpoints.background_writer import BackgroundWriter
 from rlhf_core.training.checkpoints.checkpoint import BUILDING, MANIFEST, META, Checkpoint

@@ -19,8 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_core import distributed
 from rlhf_core.errors import CheckpointError
+from rlhf_core.runtime import distributed
 
 # torch.distributed.checkpoint._hf_utils.CUSTOM_METADATA_KEY. More than one key would be written in random order.
 HEADER = "DCP_SHARDING_INFO"

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlhf_core.errors import CheckpointError, RlhfError
-from rlhf_core.files import atomic_dir, sha256_file
+from rlhf_core.storage.files import atomic_dir, sha256_file
 from rlhf_core.training.checkpoints.location import StoreLocation
 
 logger = logging.getLogger(__name__)

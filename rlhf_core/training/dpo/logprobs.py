@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core import distributed
-from rlhf_core.data.pairs import TokenisedPair
-from rlhf_core.data.prompt_batches import pair_sequences
-from rlhf_core.data.sharding import passes
+from rlhf_core.data.batches.pairs import TokenisedPair
+from rlhf_core.data.batches.prompt_batches import pair_sequences
+from rlhf_core.data.batches.sharding import passes
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.lazy_logits import LOGITS_BYTES
+from rlhf_core.runtime import distributed
 from rlhf_core.training.dpo.loss import PairLogprobs
 from rlhf_core.training.examples import ReplyBatch, by_length, collate
 from rlhf_core.training.losses import chunked_token_logprobs

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core import distributed
-from rlhf_core.config.policy import DpoConfig
-from rlhf_core.data.pairs import TokenisedPair
-from rlhf_core.data.sharding import passes
+from rlhf_core.config.stages.policy import DpoConfig
+from rlhf_core.data.batches.pairs import TokenisedPair
+from rlhf_core.data.batches.sharding import passes
 from rlhf_core.models.lazy_logits import LOGITS_BYTES
+from rlhf_core.runtime import distributed
 from rlhf_core.training.device_scalars import Scalar, device_scalar, read_scalars
 from rlhf_core.training.dpo.logprobs import SCORING_ROWS, all_logprobs, batch_logprobs
 from rlhf_core.training.dpo.loss import ImplicitRewards, PairLogprobs, dpo_loss, implicit_rewards

@@ -6,9 +6,9 @@ from typing import TypeVar
 
 from torch import nn
 
-from rlhf_core import distributed
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import ModelError
+from rlhf_core.runtime import distributed
 from rlhf_core.training.engine.base import Engine
 from rlhf_core.training.engine.gradient_checkpointing import recomputing
 from rlhf_core.training.engine.local import LocalEngine

@@ -10,10 +10,10 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
-from rlhf_core import distributed
-from rlhf_core.config.launch import LaunchConfig
-from rlhf_core.models.heads import ScalarModel
+from rlhf_core.config.operations.launch import LaunchConfig
+from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.shared_base import SharedBase
+from rlhf_core.runtime import distributed
 
 Model = TypeVar("Model", bound=nn.Module)
 Result = TypeVar("Result")

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_core import distributed
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.errors import CheckpointError
+from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.pieces import SavedTensors, pieces_of_rank
 from rlhf_core.training.engine.base import (
     OPTIMIZER_SLOTS,

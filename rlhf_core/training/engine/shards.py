@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_core import distributed
+from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.pieces import Piece, SavedTensors, pieces_of_rank
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

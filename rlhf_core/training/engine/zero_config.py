@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from rlhf_core.config.launch import LaunchConfig
+from rlhf_core.config.operations.launch import LaunchConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.files import read_json
+from rlhf_core.storage.files import read_json
 
 # Set from the stage's own parameters; other values in a file would change the numbers.
 OWNED = (

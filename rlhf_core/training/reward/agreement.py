@@ -8,7 +8,7 @@ import numpy as np
 
 from rlhf_core.data.correlation import linear_correlation, rank_correlation
 from rlhf_core.errors import DataError
-from rlhf_core.files import read_json
+from rlhf_core.storage.files import read_json
 from rlhf_core.training.reward.evaluation import agreement
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
+from rlhf_core.data.batches.length_balance import length_balanced_rows
 from rlhf_core.data.correlation import rank_correlation
-from rlhf_core.data.length_balance import length_balanced_rows
 
 CALIBRATION_BINS = 10
 PERCENTILES = (5, 25, 50, 75, 95)

@@ -14,12 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rlhf_core import distributed
-from rlhf_core.data.pairs import TokenisedPair
-from rlhf_core.data.prompt_batches import pair_sequences
-from rlhf_core.data.sharding import passes
-from rlhf_core.models.heads import ScalarModel
-from rlhf_core.progress import progress
+from rlhf_core.data.batches.pairs import TokenisedPair
+from rlhf_core.data.batches.prompt_batches import pair_sequences
+from rlhf_core.data.batches.sharding import passes
+from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.runtime import distributed
+from rlhf_core.runtime.progress import progress
 from rlhf_core.training.examples import by_length, collate
 
 FEATURE_TOKENS, FEATURE_ROWS = 8192, 64

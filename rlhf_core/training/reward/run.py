@@ -11,20 +11,20 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.config.reward import RewardConfig
-from rlhf_core.data.chat import pad_id
-from rlhf_core.data.length_balance import length_balanced_epoch
-from rlhf_core.data.pairs import PairTable, TokenisedPair, usable_pairs
-from rlhf_core.data.row_table import RowTable
+from rlhf_core.config.stages.reward import RewardConfig
+from rlhf_core.data.batches.length_balance import length_balanced_epoch
+from rlhf_core.data.batches.pairs import PairTable, TokenisedPair, usable_pairs
+from rlhf_core.data.chat.encoding import pad_id
 from rlhf_core.data.schema import Preference
+from rlhf_core.data.tables.row_table import RowTable
 from rlhf_core.data.tokens.token_cache import read_tokens
 from rlhf_core.data.tokens.token_table import TokenTable
 from rlhf_core.errors import DataError
-from rlhf_core.files import atomic_write_json, atomic_write_text
 from rlhf_core.models import shared_base
-from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.lora import merge_adapters
+from rlhf_core.models.adapters.lora import merge_adapters
+from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.shared_base import Adapters, adapters_of
+from rlhf_core.storage.files import atomic_write_json, atomic_write_text
 from rlhf_core.training.engine.factory import build_engine, finish
 from rlhf_core.training.loop import Loop, LoopResult, LoopSettings
 from rlhf_core.training.reward.evaluation import (

@@ -14,18 +14,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rlhf_core import distributed
-from rlhf_core.config.reward import RewardConfig
-from rlhf_core.data.batching import token_budget_batches
-from rlhf_core.data.category_shares import rows_by_category_share
-from rlhf_core.data.length_balance import length_balanced_epoch
-from rlhf_core.data.padding import least_padded, padding_share
-from rlhf_core.data.pairs import TokenisedPair
-from rlhf_core.data.prompt_batches import PromptBatches, pair_sequences
-from rlhf_core.data.sharding import passes
-from rlhf_core.models.heads import ScalarModel
+from rlhf_core.config.stages.reward import RewardConfig
+from rlhf_core.data.batches.batching import token_budget_batches
+from rlhf_core.data.batches.category_shares import rows_by_category_share
+from rlhf_core.data.batches.length_balance import length_balanced_epoch
+from rlhf_core.data.batches.padding import least_padded, padding_share
+from rlhf_core.data.batches.pairs import TokenisedPair
+from rlhf_core.data.batches.prompt_batches import PromptBatches, pair_sequences
+from rlhf_core.data.batches.sharding import passes
+from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.lazy_logits import LOGITS_BYTES
-from rlhf_core.progress import track
+from rlhf_core.runtime import distributed
+from rlhf_core.runtime.progress import track
 from rlhf_core.training.device_scalars import Scalar, device_scalar, read_scalars
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.examples import ReplyBatch, by_length, collate

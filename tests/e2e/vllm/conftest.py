@@ -15,13 +15,13 @@ from integration.registry.conftest import commit, copy_workspace, finished, poli
 from smollm2 import SMOLLM2
 from vllm_service import VLLM_PYTHON, VllmService, started
 
-from flows.commands.serve import PolicyChoice, served_source
+from flows.commands.serving.serve import PolicyChoice, served_source
 from flows.registry.promotion.promote import promote
 from flows.registry.versions.register import register
 from flows.supervision.ports import free_port
-from rlhf_core.models.base import save_policy
-from rlhf_core.models.gguf import load_gguf
-from rlhf_core.models.stop_tokens import with_stop_tokens
+from rlhf_core.models.starting.base import save_policy
+from rlhf_core.models.starting.gguf import load_gguf
+from rlhf_core.models.starting.stop_tokens import with_stop_tokens
 
 __all__ = ["finished"]  # the fixture of a finished workspace
 # With so small a nucleus only the most likely token is left; vLLM's own default would sample from all of them.

@@ -16,9 +16,9 @@ from vllm_service import VLLM_MARKS, VLLM_PYTHON, VllmService, started
 from flows.registry.versions.register import register
 from flows.release.export import ExportRequest, export
 from flows.supervision.ports import free_port
-from rlhf_core.data.chat import encode_prompt
+from rlhf_core.data.chat.encoding import encode_prompt
 from rlhf_core.data.schema import Message
-from rlhf_core.models.base import load_policy, load_tokenizer, save_policy
+from rlhf_core.models.starting.base import load_policy, load_tokenizer, save_policy
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import generate
 

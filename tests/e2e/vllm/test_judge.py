@@ -9,11 +9,11 @@ import pytest
 from smollm2 import needs_smollm2
 from vllm_service import VLLM_MARKS, VllmService
 
-from rlhf_core.config.llm_judge import LlmJudgeConfig
+from rlhf_core.config.evaluation.llm_judge import LlmJudgeConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.llm.judge import LlmJudge
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies.reply import Reply
 
 pytestmark = [*VLLM_MARKS, needs_smollm2]
 PROMPTS = [[Message("user", f"What is {i} plus {i}?")] for i in range(1, 7)]

@@ -26,10 +26,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from flows.supervision.environment import child_environment
 from flows.supervision.ports import free_port
 from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.data.schema import Message, Prompt, write_rows
-from rlhf_core.files import sha256_file
-from rlhf_core.models.base import load_tokenizer, train_tokenizer
+from rlhf_core.models.starting.base import load_tokenizer, train_tokenizer
+from rlhf_core.storage.files import sha256_file
 
 DVC_YAML = """
 stages:

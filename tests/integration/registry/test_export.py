@@ -17,7 +17,7 @@ from flows.registry.promotion.promote import promote
 from flows.registry.versions.register import register
 from flows.release.export import ExportRequest, export
 from rlhf_core.errors import EXIT_USER_ERROR, GateFailed, ModelError, RlhfError
-from rlhf_core.files import sha256_file
+from rlhf_core.storage.files import sha256_file
 
 JUDGED = {"win_rate": 0.67, "win_rate_low95": 0.63, "win_rate_high95": 0.71, "prompts": 8}
 BACKENDS = ["sqlite", pytest.param("server", marks=pytest.mark.slow)]

@@ -30,7 +30,7 @@ from flows.registry.versions.register import register
 from flows.supervision.environment import child_environment
 from flows.supervision.ports import free_port
 from rlhf_core.errors import ModelError, RlhfError
-from rlhf_core.files import sha256_file, sha256_tree
+from rlhf_core.storage.files import sha256_file, sha256_tree
 
 CHAT = {"messages": [{"role": "user", "content": "what colour is the sky?"}]}
 REFUSED_REQUESTS = [
@@ -146,7 +146,7 @@ def test_versions_answer_through_pyfunc_and_are_plain_folders(workspace: Path) -
 
     from rlhf_core.data.schema import Message
     from rlhf_core.evaluation.judges.model import ModelJudge
-    from rlhf_core.evaluation.reply import Reply
+    from rlhf_core.evaluation.replies.reply import Reply
 
     register(workspace)
     connect(workspace).set_registered_model_alias(policy_name(workspace), "champion", "1")

@@ -17,7 +17,7 @@ from flows.registry.versions.register import register, registered_before
 from flows.registry.versions.signing import CERTIFICATES_VARIABLE, KEY_VARIABLE, PASSWORD_VARIABLE, SIGNER_TAG
 from flows.release.export import ExportRequest, export
 from rlhf_core.errors import ConfigError, ModelError
-from rlhf_core.files import sha256_tree
+from rlhf_core.storage.files import sha256_tree
 
 model_signing = pytest.importorskip("model_signing", reason="model-signing (the extra signing) is not installed")
 

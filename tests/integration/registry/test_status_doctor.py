@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from integration.registry.conftest import policy_name
 
-from flows.commands.chat import champion_model
 from flows.commands.checks import FAIL, OK
 from flows.commands.checks.machine import check_package
 from flows.commands.doctor import doctor
+from flows.commands.serving.chat import champion_model
 from flows.commands.status import status
 from flows.pipeline.events import EventWriter, RunPlanned, StageEnded, StageStarted, new_events_file
 from flows.registry.mlflow_client import end_pipeline_run, start_pipeline_run

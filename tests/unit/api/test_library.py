@@ -16,7 +16,7 @@ from unit.api.recipe import CRITIC_FREE, PPO, QUESTIONS, by_length
 from unit.training.tiny import demonstrations, preferences, prompts
 
 import rlhf_core as rlhf
-from rlhf_core.models.base import save_policy
+from rlhf_core.models.starting.base import save_policy
 from rlhf_core.tracking import NullTracker
 
 ROOT = Path(__file__).resolve().parents[3]

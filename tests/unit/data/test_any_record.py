@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.config.collect import FormatName, PairChoice, ReadOptions
-from rlhf_core.data.formats import read_records
-from rlhf_core.data.readers.containers import Record
+from rlhf_core.config.stages.collect import FormatName, PairChoice, ReadOptions
+from rlhf_core.data.collection.rows import read_records
+from rlhf_core.data.readers.containers.records import Record
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema
 from rlhf_core.errors import DataError
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_core.data.chat import (
+from rlhf_core.data.batches.pairs import tokenised_pairs
+from rlhf_core.data.chat.encoding import (
     decode_reply,
     encode_dialogue,
     encode_prompt,
@@ -22,7 +23,6 @@ from rlhf_core.data.chat import (
     special_token_ids,
     vocabulary_id,
 )
-from rlhf_core.data.pairs import tokenised_pairs
 from rlhf_core.data.schema import Message, Preference
 from rlhf_core.errors import DataError, ModelError
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.schema import arrow_schema
 from rlhf_core.data.validation.checks import check_frame, checks_for, roles_in_order
 

@@ -15,12 +15,13 @@ import pytest
 
 from rlhf_core.data import chunks
 from rlhf_core.data.chunks import bytes_in_memory, chunked, drained, rows_within, table_slices
-from rlhf_core.data.file_summary import EvenSample
-from rlhf_core.data.formats import FileRows
-from rlhf_core.data.readers import registry, table_checks
-from rlhf_core.data.readers.containers import parquet_batches
+from rlhf_core.data.collection.rows import FileRows
+from rlhf_core.data.collection.sources import read_sources, source_chunks, source_files
+from rlhf_core.data.inspection.file_summary import EvenSample
+from rlhf_core.data.readers.containers import table_checks
+from rlhf_core.data.readers.containers.records import parquet_batches
+from rlhf_core.data.readers.formats import registry
 from rlhf_core.data.schema import Message, tables_of
-from rlhf_core.data.sources import read_sources, source_chunks, source_files
 
 
 def test_a_chunk_is_complete_with_its_items_or_its_bytes() -> None:
@@ -117,7 +118,7 @@ def test_few_rows_are_read_at_a_time_of_a_row_group_of_long_ones(
 
 
 def test_a_sample_of_long_rows_is_small_and_spread_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.data.file_summary.SAMPLED_BYTES", 11_000)
+    monkeypatch.setattr("rlhf_core.data.inspection.file_summary.SAMPLED_BYTES", 11_000)
     sample = EvenSample()
     for start in range(0, 64, 8):
         numbers = range(start, start + 8)

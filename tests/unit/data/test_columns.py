@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.collect import DataSource, FileSources, ReadOptions
-from rlhf_core.data.formats import FileRows
-from rlhf_core.data.inspect import as_text, describe_sources
-from rlhf_core.data.sources import read_sources
+from rlhf_core.config.stages.collect import DataSource, FileSources, ReadOptions
+from rlhf_core.data.collection.rows import FileRows
+from rlhf_core.data.collection.sources import read_sources
+from rlhf_core.data.inspection.describe import as_text, describe_sources
 from rlhf_core.errors import DataError
 
 PAIR = {"prompt": "question", "chosen": "good", "rejected": "bad"}

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core.config.loading.overlay import rebase_sources
-from rlhf_core.data.inspect import as_text, describe_sources
-from rlhf_core.data.readers.containers import records_of
-from rlhf_core.data.sources import read_sources
+from rlhf_core.data.collection.sources import read_sources
+from rlhf_core.data.inspection.describe import as_text, describe_sources
+from rlhf_core.data.readers.containers.records import records_of
 from rlhf_core.errors import DataError
 from rlhf_core.fingerprint import write_sources
 

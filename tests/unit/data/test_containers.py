@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_core.data.formats import FileRows
-from rlhf_core.data.readers.containers import records_of
-from rlhf_core.data.sources import read_sources
+from rlhf_core.data.collection.rows import FileRows
+from rlhf_core.data.collection.sources import read_sources
+from rlhf_core.data.readers.containers.records import records_of
 from rlhf_core.errors import DataError
 
 HEADER = "prompt,chosen,rejected\n"
@@ -158,7 +158,7 @@ def test_paths_that_cannot_be_are_users_errors(spec: str, message: str, tmp_path
 
 
 def test_a_csv_field_over_the_limit_is_said_to_be_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.data.readers.containers.CSV_FIELD_LIMIT", 2**20)
+    monkeypatch.setattr("rlhf_core.data.readers.containers.records.CSV_FIELD_LIMIT", 2**20)
     with pytest.raises(DataError, match=r"x\.csv, line 3: .*a field of more than 1 MiB begins there"):
         read(tmp_path, "x.csv", f"{HEADER}a,b,c\nd,{'x' * (2**20 + 1)},e\n")
 

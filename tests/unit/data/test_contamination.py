@@ -11,8 +11,8 @@ from leakage_rows import row, set_of
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.loading.overlay import rebase_sources
-from rlhf_core.config.validate import NearDuplicatesConfig, ValidateConfig
-from rlhf_core.data.sources import read_sources
+from rlhf_core.config.stages.validate import NearDuplicatesConfig, ValidateConfig
+from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.validation.set_rules.check_set import check_set
 from rlhf_core.data.validation.set_rules.contamination import contamination
 from rlhf_core.errors import DataError

@@ -17,9 +17,9 @@ from pyarrow.csv import write_csv
 from typer.testing import CliRunner
 
 from rlhf_core.cli import app
-from rlhf_core.config.collect import DataSource
-from rlhf_core.data.convert import Conversion, convert
-from rlhf_core.data.sources import read_sources
+from rlhf_core.config.stages.collect import DataSource
+from rlhf_core.data.collection.sources import read_sources
+from rlhf_core.data.inspection.convert import Conversion, convert
 from rlhf_core.errors import DataError, RlhfError
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -162,9 +162,9 @@ def test_the_command_finds_the_kind_and_overwrites_nothing(tmp_path: Path, monke
 def test_a_file_is_converted_without_being_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, output: str
 ) -> None:
-    monkeypatch.setattr("rlhf_core.data.formats.CHUNK_RECORDS", 100)
-    monkeypatch.setattr("rlhf_core.data.convert.BATCH", 100)
-    monkeypatch.setattr("rlhf_core.data.readers.table_checks.BATCH_ROWS", 100)
+    monkeypatch.setattr("rlhf_core.data.collection.rows.CHUNK_RECORDS", 100)
+    monkeypatch.setattr("rlhf_core.data.inspection.convert.BATCH", 100)
+    monkeypatch.setattr("rlhf_core.data.readers.containers.table_checks.BATCH_ROWS", 100)
     rows = [{"prompt": f"{i:04000}?", "chosen": "a", "rejected": "b"} for i in range(3000)]
     table = pa.Table.from_pylist(rows)
     (write_csv if source.endswith(".csv") else pq.write_table)(table, tmp_path / source)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.data.readers.containers import records_of
+from rlhf_core.data.readers.containers.records import records_of
 from rlhf_core.errors import DataError
 
 HEADER = ["prompt", "chosen", "rejected"]

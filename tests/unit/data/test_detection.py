@@ -8,12 +8,12 @@ from typing import Any, get_args
 
 import pytest
 
-from rlhf_core.config.collect import DataSource, FileSources, FormatName, ReadOptions
 from rlhf_core.config.loading.overlay import rebase_sources
-from rlhf_core.data.formats import FileRows
-from rlhf_core.data.inspect import as_text, describe_sources
-from rlhf_core.data.readers.registry import FORMATS
-from rlhf_core.data.sources import read_sources
+from rlhf_core.config.stages.collect import DataSource, FileSources, FormatName, ReadOptions
+from rlhf_core.data.collection.rows import FileRows
+from rlhf_core.data.collection.sources import read_sources
+from rlhf_core.data.inspection.describe import as_text, describe_sources
+from rlhf_core.data.readers.formats.registry import FORMATS
 from rlhf_core.errors import DataError
 
 PAIR = {"prompt": "Q?", "chosen": "a", "rejected": "b"}

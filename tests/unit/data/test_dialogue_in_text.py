@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.chat import encode_dialogue
-from rlhf_core.data.formats import FileRows, read_records
-from rlhf_core.data.readers.containers import Record
-from rlhf_core.data.readers.dialogue_in_text import dialogue_in, transcript_in
+from rlhf_core.data.chat.encoding import encode_dialogue
+from rlhf_core.data.collection.rows import FileRows, read_records
+from rlhf_core.data.readers.containers.records import Record
+from rlhf_core.data.readers.formats.dialogue_in_text import dialogue_in, transcript_in
 from rlhf_core.data.schema import Message
-from rlhf_core.models.base import train_tokenizer
+from rlhf_core.models.starting.base import train_tokenizer
 
 RENDERED, TRANSCRIPT = "is rendered by a chat template", "is a transcript"
 

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_core.config.collect import DataSource
-from rlhf_core.data.formats import FileRows, prompt_group
-from rlhf_core.data.inspect import as_text, describe_sources
-from rlhf_core.data.sources import read_sources, source_files
+from rlhf_core.config.stages.collect import DataSource
+from rlhf_core.data.collection.rows import FileRows, prompt_group
+from rlhf_core.data.collection.sources import read_sources, source_files
+from rlhf_core.data.inspection.describe import as_text, describe_sources
 from rlhf_core.errors import DataError
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"

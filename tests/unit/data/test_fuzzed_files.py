@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from unit.data.malformed.case import Row, arrow, lines, pairs, parquet, table_text
 from unit.data.malformed.compressed import PACK
 
-from rlhf_core.config.collect import ReadOptions
-from rlhf_core.data.formats import read_records
-from rlhf_core.data.readers.containers import Record, records_of
+from rlhf_core.config.stages.collect import ReadOptions
+from rlhf_core.data.collection.rows import read_records
+from rlhf_core.data.readers.containers.records import Record, records_of
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema
 from rlhf_core.errors import DataError
 

@@ -13,15 +13,15 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from rlhf_core.cli import app
-from rlhf_core.config.base import BaseConfig
-from rlhf_core.config.collect import FileSources, ReadOptions
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.loading.overlay import parse_assignment
-from rlhf_core.data.inspect import TokenLimit, TokenLimits, as_json_value, as_text, describe_sources
-from rlhf_core.data.lengths import LengthPercentiles, character_counts, token_lengths
+from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.config.stages.collect import FileSources, ReadOptions
+from rlhf_core.data.inspection.describe import TokenLimit, TokenLimits, as_json_value, as_text, describe_sources
+from rlhf_core.data.tokens.lengths import LengthPercentiles, character_counts, token_lengths
 from rlhf_core.errors import DataError, ModelError
-from rlhf_core.models.base import load_tokenizer, new_model, save_policy, train_tokenizer
-from rlhf_core.stages.token_limits import local_token_limits, token_limits
+from rlhf_core.models.starting.base import load_tokenizer, new_model, save_policy, train_tokenizer
+from rlhf_core.stages.token_lengths.token_limits import local_token_limits, token_limits
 
 PAIR = {"prompt": "what color is the sky?", "chosen": "the sky is blue.", "rejected": "no"}
 
@@ -57,8 +57,8 @@ def test_characters_are_counted_by_column_and_over_all_turns() -> None:
 
 
 def test_a_file_of_many_parts_is_described_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.data.formats.CHUNK_RECORDS", 1000)
-    monkeypatch.setattr("rlhf_core.data.file_summary.SAMPLED_ROWS", 10)
+    monkeypatch.setattr("rlhf_core.data.collection.rows.CHUNK_RECORDS", 1000)
+    monkeypatch.setattr("rlhf_core.data.inspection.file_summary.SAMPLED_ROWS", 10)
     odd = [PAIR | {"margin": "great"}] * 2
     write(tmp_path, *[PAIR | {"chosen": "x" * (1 + i % 100), "source": f"s{i}"} for i in range(1500)], *odd)
     (file,) = describe_sources(["pairs.jsonl"], tmp_path, show=2).files

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.data.readers import json_list
-from rlhf_core.data.readers.containers import load_records
-from rlhf_core.data.readers.json_list import ExtraData, JsonValues
-from rlhf_core.data.readers.record_stream import stream_records
+from rlhf_core.data.readers.containers import json_list
+from rlhf_core.data.readers.containers.json_list import ExtraData, JsonValues
+from rlhf_core.data.readers.containers.record_stream import stream_records
+from rlhf_core.data.readers.containers.records import load_records
 from rlhf_core.errors import DataError
 
 VALUES = st.recursive(
@@ -115,7 +115,7 @@ def test_lists_in_lines_are_told_from_a_list_while_its_rows_are_held(
     path = tmp_path / "x.json"
     path.write_text('["a", "b"]\n["c"]')
     assert [record.value for record in stream_records(path, lambda count: None)] == [["a", "b"], ["c"]]
-    monkeypatch.setattr("rlhf_core.data.readers.record_stream.HELD_CHARACTERS", 3)
+    monkeypatch.setattr("rlhf_core.data.readers.containers.record_stream.HELD_CHARACTERS", 3)
     with pytest.raises(DataError, match=r"is not valid JSON: Extra data: line 2 column 1 \(char 11\)"):
         list(stream_records(path, lambda count: None))
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.data.inspect import describe_sources
-from rlhf_core.data.sources import source_files
+from rlhf_core.data.collection.sources import source_files
+from rlhf_core.data.inspection.describe import describe_sources
 from rlhf_core.errors import DataError
-from rlhf_core.file_patterns import expand
 from rlhf_core.fingerprint.sources import write_sources
+from rlhf_core.storage.file_patterns import expand
 
 PAIR = {"prompt": "Q?", "chosen": "a", "rejected": "b"}
 

@@ -11,10 +11,10 @@ import pytest
 from unit.data.malformed.case import OddFile, RowsRead, WholeRefusal
 from unit.data.malformed.corpus import ODD_FILES
 
-from rlhf_core.config.collect import DataSource, FormatName
-from rlhf_core.data.formats import FileRows
-from rlhf_core.data.readers.unused_columns import BY_FORMAT
-from rlhf_core.data.sources import read_sources
+from rlhf_core.config.stages.collect import DataSource, FormatName
+from rlhf_core.data.collection.rows import FileRows
+from rlhf_core.data.collection.sources import read_sources
+from rlhf_core.data.readers.formats.unused_columns import BY_FORMAT
 from rlhf_core.errors import DataError
 
 MESSAGE_LENGTH, REASON_LENGTH = 6000, 400

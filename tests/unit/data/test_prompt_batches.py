@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.config.reward import PairBatchConfig
-from rlhf_core.data.pairs import TokenisedPair
-from rlhf_core.data.prompt_batches import PromptBatches, pair_sequences
+from rlhf_core.config.stages.reward import PairBatchConfig
+from rlhf_core.data.batches.pairs import TokenisedPair
+from rlhf_core.data.batches.prompt_batches import PromptBatches, pair_sequences
 
 LENGTHS = st.lists(st.lists(st.integers(2, 30), min_size=2, max_size=6), min_size=1, max_size=12)
 

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.api.inputs import rows_of
-from rlhf_core.config.collect import CollectConfig, DataSource, FileSources, ReadOptions
-from rlhf_core.data.formats import FileRows, read_records
-from rlhf_core.data.readers.containers import Record
+from rlhf_core.config.stages.collect import CollectConfig, DataSource, FileSources, ReadOptions
+from rlhf_core.data.collection.rows import FileRows, read_records
+from rlhf_core.data.collection.sources import read_sources
+from rlhf_core.data.readers.containers.records import Record
 from rlhf_core.data.schema import Demonstration, Preference, read_rows
-from rlhf_core.data.sources import read_sources
 from rlhf_core.errors import DataError
-from rlhf_core.files import read_json
 from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.storage.files import read_json
 from rlhf_core.training.run_context import RunContext
 
 SAMPLES = Path(__file__).parent / "samples"

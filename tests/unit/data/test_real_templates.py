@@ -9,7 +9,8 @@ from real_templates import CHATML, LLAMA_2, REAL_TEMPLATES, SMOLLM_2, YI, RealTe
 from smollm2 import SMOLLM2, needs_smollm2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlhf_core.data.chat import (
+from rlhf_core.data.chat.chat_template import refused_dialogues, render, reply_format
+from rlhf_core.data.chat.encoding import (
     decode_reply,
     encode_dialogue,
     encode_prompt,
@@ -19,7 +20,6 @@ from rlhf_core.data.chat import (
     stop_token_ids,
     vocabulary_id,
 )
-from rlhf_core.data.chat_template import refused_dialogues, render, reply_format
 from rlhf_core.data.schema import Demonstration, Message
 from rlhf_core.data.tokens.token_table import TokenTable
 from rlhf_core.errors import DataError, ModelError

@@ -21,11 +21,11 @@ from pyarrow.feather import write_feather
 from unit.data.malformed.case import OddFile, WholeRefusal
 from unit.data.malformed.corpus import ODD_FILES
 
-from rlhf_core.config.collect import DataSource
-from rlhf_core.data import formats
-from rlhf_core.data.readers.containers import Record, load_records, parquet_batches
-from rlhf_core.data.readers.record_stream import stream_records
-from rlhf_core.data.sources import read_sources, source_chunks, source_files
+from rlhf_core.config.stages.collect import DataSource
+from rlhf_core.data.collection import rows as formats
+from rlhf_core.data.collection.sources import read_sources, source_chunks, source_files
+from rlhf_core.data.readers.containers.record_stream import stream_records
+from rlhf_core.data.readers.containers.records import Record, load_records, parquet_batches
 from rlhf_core.errors import DataError
 
 LINES = st.lists(
@@ -79,7 +79,7 @@ def test_half_a_compressed_file_is_refused(tmp_path: Path, compression: str) -> 
 
 
 def test_parquet_files_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.data.readers.table_checks.BATCH_ROWS", 3)
+    monkeypatch.setattr("rlhf_core.data.readers.containers.table_checks.BATCH_ROWS", 3)
     dates = pa.array([0, 2**62, 1, None] * 4, pa.timestamp("ms"))  # the second is beyond Python's
     table = pa.table({"n": list(range(16)), "at": dates, "turns": [[{"role": "user"}] * (i % 3) for i in range(16)]})
     pq.write_table(table, tmp_path / "x.parquet", row_group_size=5)
@@ -132,7 +132,7 @@ def test_the_bytes_that_were_read_add_up_to_the_file(tmp_path: Path, name: str) 
 
 @pytest.mark.parametrize("name", ["x.arrow", "stream.arrow", "x.arrow.gz"])
 def test_arrow_files_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("rlhf_core.data.readers.table_records.BATCH_ROWS", 3)
+    monkeypatch.setattr("rlhf_core.data.readers.containers.table_records.BATCH_ROWS", 3)
     table = pa.table({"n": list(range(16)), "turns": [[{"role": "user"}] * (i % 3) for i in range(16)]})
     buffer = pa.BufferOutputStream()
     kind = pa.ipc.new_stream if name.startswith("stream") else pa.ipc.new_file
@@ -146,7 +146,7 @@ def test_arrow_files_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
 
 @pytest.mark.parametrize("name", ["x.json", "x.jsonl.xz", "x.arrow"])
 def test_a_file_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("rlhf_core.data.readers.record_stream.HELD_CHARACTERS", 2**18)
+    monkeypatch.setattr("rlhf_core.data.readers.containers.record_stream.HELD_CHARACTERS", 2**18)
     rows = [{"prompt": f"{i:0500}"} for i in range(20_000)]
     path = tmp_path / name
     if name == "x.arrow":
@@ -212,7 +212,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypat
         path.write_text(row * 5)
         return records
 
-    monkeypatch.setattr("rlhf_core.data.sources.load_records", growing)
+    monkeypatch.setattr("rlhf_core.data.collection.sources.load_records", growing)
     with pytest.raises(DataError, match=r"x\.jsonl changed while it was read"):
         list(read_sources(["x.jsonl"], "preferences", tmp_path))
 
@@ -321,6 +321,6 @@ def test_every_place_between_two_chunks_is_counted_right(tmp_path: Path, monkeyp
     path = tmp_path / "x.json"
     path.write_bytes(content)
     for size in range(4, len(content) + 1):
-        monkeypatch.setattr("rlhf_core.data.readers.json_list.CHUNK", size)
+        monkeypatch.setattr("rlhf_core.data.readers.containers.json_list.CHUNK", size)
         with pytest.raises(DataError, match=rf"line 4, is not UTF-8 \(byte 0xff, {len(content) - 3} bytes from the"):
             list(stream_records(path, lambda count: None))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from unit.training.tiny import demonstrations, preferences
 
-from rlhf_core.data import row_table
-from rlhf_core.data.row_table import RowTable
 from rlhf_core.data.schema import Demonstration, Preference, write_rows
+from rlhf_core.data.tables import row_table
+from rlhf_core.data.tables.row_table import RowTable
 from rlhf_core.errors import DataError
 
 

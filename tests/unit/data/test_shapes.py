@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.data.formats import FileRows, read_records
-from rlhf_core.data.readers.containers import Record
+from rlhf_core.data.collection.rows import FileRows, read_records
+from rlhf_core.data.readers.containers.records import Record
 
 HH = {"chosen": "\n\nHuman: Hi?\n\nAssistant: yes", "rejected": "\n\nHuman: Hi?\n\nAssistant: no"}
 USER = {"role": "user", "content": "Hi?"}

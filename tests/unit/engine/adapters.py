@@ -9,9 +9,9 @@ from torch import Tensor
 from unit.engine import cases
 from unit.ppo.tiny import make_tiny
 
-from rlhf_core import distributed
 from rlhf_core.config.lora import LoraConfig
-from rlhf_core.models.lora import WithoutAdapters, add_adapters, merge_adapters
+from rlhf_core.models.adapters.lora import WithoutAdapters, add_adapters, merge_adapters
+from rlhf_core.runtime import distributed
 from rlhf_core.training.engine import Engine
 
 LORA = {"whole": LoraConfig(rank=2, alpha=4), "nf4": LoraConfig(rank=2, alpha=4, quantize="nf4")}

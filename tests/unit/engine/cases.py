@@ -13,19 +13,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from unit.ppo.tiny import EOS, PAD, Tiny, collect, make_config, make_tiny
 
-from rlhf_core import distributed
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.config.reward import PairBatchConfig, RewardConfig
-from rlhf_core.config.sft import SftConfig
-from rlhf_core.data import padding
-from rlhf_core.data.pairs import TokenisedPair
-from rlhf_core.models.heads import ScalarModel
-from rlhf_core.ppo.actor_critic_pair import ActorCriticPair, SeparateActorCritic
+from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.stages.reward import PairBatchConfig, RewardConfig
+from rlhf_core.config.stages.sft import SftConfig
+from rlhf_core.data.batches import padding
+from rlhf_core.data.batches.pairs import TokenisedPair
+from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.ptx import PtxData
+from rlhf_core.ppo.learners.actor_critic_pair import ActorCriticPair, SeparateActorCritic
+from rlhf_core.ppo.losses.ptx import PtxData
+from rlhf_core.ppo.losses.value_loss import ValueObjective
 from rlhf_core.ppo.update import Learner, update
-from rlhf_core.ppo.value_loss import ValueObjective
+from rlhf_core.runtime import distributed
 from rlhf_core.training.engine import Engine, LocalEngine
 from rlhf_core.training.examples import Example
 from rlhf_core.training.reward.trainer import RewardTask

@@ -19,10 +19,10 @@ from unit.engine import cases
 from unit.engine.adapters import LORA, with_adapters
 from unit.ppo.tiny import make_tiny
 
-from rlhf_core import distributed
-from rlhf_core.config.launch import LaunchConfig
 from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.config.operations.launch import LaunchConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.pieces import SavedTensors
 from rlhf_core.training.engine import Engine, LocalEngine
 from rlhf_core.training.engine.base import OptimizerBuilder

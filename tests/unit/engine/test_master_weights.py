@@ -10,9 +10,9 @@ from unit.ppo.tiny import make_tiny
 
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.models.actor_critic import ActorCritic
-from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.lora import add_adapters, merge_adapters
+from rlhf_core.models.adapters.lora import add_adapters, merge_adapters
+from rlhf_core.models.heads.actor_critic import ActorCritic
+from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.training.engine import LocalEngine
 from rlhf_core.training.optim import build_adamw
 

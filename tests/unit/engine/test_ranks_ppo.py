@@ -14,12 +14,12 @@ from unit.engine import cases
 from unit.ppo.rollback_runs import config_with, rule
 from unit.ppo.tiny import health_of, make_config, make_learner, make_tiny, make_trainer
 
-from rlhf_core import distributed
 from rlhf_core.config.health.rule import Check
-from rlhf_core.ppo.prompts import TrainingPrompts
 from rlhf_core.ppo.reward_sources.rank_shared import RankShared
 from rlhf_core.ppo.reward_sources.source import PromptReader, Replies
+from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
 from rlhf_core.ppo.update import update
+from rlhf_core.runtime import distributed
 from rlhf_core.sampling.token_scoring import Tokens
 
 WEAK = Check("kl_coefficient", "<", 0.07, window=2)  # holds until a rollback has doubled the 0.05

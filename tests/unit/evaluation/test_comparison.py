@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparison import bootstrap_bounds, compare, compare_outcomes, tie_margin_of
+from rlhf_core.evaluation.comparisons.comparison import bootstrap_bounds, compare, compare_outcomes, tie_margin_of
 from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies.reply import Reply
 
 SCORES = st.lists(st.floats(-5, 5), min_size=1, max_size=30)
 

@@ -14,8 +14,8 @@ import pytest
 from leakage_rows import row, set_of
 from memory_rows import origins_of
 
-from rlhf_core.config.collect import CollectConfig, FileSources
-from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.config.stages.collect import CollectConfig, FileSources
+from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.dataset import data_metrics, write_clean
 from rlhf_core.data.validation.checks import NOT_DERIVED
 from rlhf_core.data.validation.quarantine import Quarantined, write_refused
@@ -24,13 +24,13 @@ from rlhf_core.data.validation.set_rules.findings_file import named_findings
 from rlhf_core.data.validation.set_rules.pair_statistics import pair_metrics
 from rlhf_core.data.validation.tables import RawData, Validated
 from rlhf_core.data.validation.token_counts import count_tokens
-from rlhf_core.evaluation.bar_chart import bar_chart
 from rlhf_core.evaluation.data_card.build import CardSources, build_card, rules_section, source_section
 from rlhf_core.evaluation.data_card.card import CardTable, Histogram
 from rlhf_core.evaluation.data_card.lengths import length_section
 from rlhf_core.evaluation.data_card.refused_rows import EXCERPT, refused_section, spread_over_reasons
 from rlhf_core.evaluation.data_card.write import write_card
-from rlhf_core.models.base import train_tokenizer
+from rlhf_core.evaluation.figures.bar_chart import bar_chart
+from rlhf_core.models.starting.base import train_tokenizer
 from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from traced import missed
 
-from rlhf_core.config.evaluate import EvaluateStageConfig, HeldOutPerplexityConfig, SafetyConfig
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.stages.evaluate import EvaluateStageConfig, HeldOutPerplexityConfig, SafetyConfig
+from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table, write_rows
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparison import compare
-from rlhf_core.evaluation.drift import Drift
-from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities
-from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
-from rlhf_core.evaluation.reply import Reply
-from rlhf_core.models.base import load_policy
+from rlhf_core.evaluation.comparisons.comparison import compare
+from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
+from rlhf_core.evaluation.metrics.drift import Drift
+from rlhf_core.evaluation.metrics.perplexity import HeldOutText, held_out_perplexities
+from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.models.starting.base import load_policy
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_core.data.chat import encode_dialogue
+from rlhf_core.data.chat.encoding import encode_dialogue
 from rlhf_core.data.schema import Prompt
 from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
 from rlhf_core.evaluation.judges.model import ModelJudge
-from rlhf_core.evaluation.reply import Reply
-from rlhf_core.evaluation.text_metrics import measure_text
+from rlhf_core.evaluation.metrics.text_metrics import measure_text
+from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.world.gold import score
 
 REPLIES = [

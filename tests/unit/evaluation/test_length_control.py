@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from rlhf_core.evaluation.comparison import compare
-from rlhf_core.evaluation.length_control import (
+from rlhf_core.evaluation.comparisons.comparison import compare
+from rlhf_core.evaluation.comparisons.length_control import (
     length_controlled_win_rate,
     length_differences,
     rate_at_equal_length,
 )
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies.reply import Reply
 
 COMPARED = st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(-400, 400)), min_size=1, max_size=40)
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from rlhf_core.cli import app
 from rlhf_core.errors import ConfigError, DataError, RlhfError
-from rlhf_core.evaluation.lm_evaluation_harness import TaskOptions, as_text, run_tasks, task_metrics
+from rlhf_core.evaluation.benchmarks.lm_evaluation_harness import TaskOptions, as_text, run_tasks, task_metrics
 
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-eval (the extra lm-eval) is not installed"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config.operations import NonInferiorityConfig
+from rlhf_core.config.operations.operations import NonInferiorityConfig
 from rlhf_core.data.schema import Prompt, write_rows
 from rlhf_core.evaluation.judges.final import final_judges, judging_model, stand_in_note
-from rlhf_core.evaluation.match import run_match
 from rlhf_core.evaluation.promotion.criteria import non_inferiority_criteria
-from rlhf_core.files import sha256_tree
+from rlhf_core.evaluation.promotion.match import run_match
+from rlhf_core.storage.files import sha256_tree
 
 from .conftest import made_prompt
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
-from rlhf_core.config.evaluate import HeldOutPerplexityConfig
-from rlhf_core.data.chat import encode_dialogue, encode_text, pad_id
+from rlhf_core.config.stages.evaluate import HeldOutPerplexityConfig
+from rlhf_core.data.chat.encoding import encode_dialogue, encode_text, pad_id
 from rlhf_core.data.schema import Message, Preference, PretrainText
-from rlhf_core.evaluation import perplexity
-from rlhf_core.evaluation.perplexity import HeldOutText, held_out_perplexities, reply_perplexity
-from rlhf_core.models.base import load_policy
+from rlhf_core.evaluation.metrics import perplexity
+from rlhf_core.evaluation.metrics.perplexity import HeldOutText, held_out_perplexities, reply_perplexity
+from rlhf_core.models.starting.base import load_policy
 from rlhf_core.training.examples import Example
 from rlhf_core.training.sft import mean_reply_loss
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.chat import encode_prompt, encode_reply
+from rlhf_core.data.chat.encoding import encode_prompt, encode_reply
 from rlhf_core.data.schema import Prompt
 from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.model import ModelJudge
+from rlhf_core.evaluation.metrics.text_metrics import measure_text
 from rlhf_core.evaluation.regression import pass_rates
-from rlhf_core.evaluation.reply import Reply, generated_replies
-from rlhf_core.evaluation.text_metrics import measure_text
-from rlhf_core.models.base import load_tokenizer, train_tokenizer
+from rlhf_core.evaluation.replies.reply import Reply, generated_replies
+from rlhf_core.models.starting.base import load_tokenizer, train_tokenizer
 
 PLAIN = "the river"
 SPOILED = "the<|user|><|pad|> river"

@@ -11,19 +11,19 @@ import pyarrow as pa
 import pytest
 from commands import ROOT
 
-from rlhf_core.config.gates import Condition
 from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.report import ReportConfig
+from rlhf_core.config.stages.gates import Condition
+from rlhf_core.config.stages.report import ReportConfig
 from rlhf_core.data.schema import read_table, write_table
-from rlhf_core.evaluation.comparison import compare
-from rlhf_core.evaluation.report.category_outcomes import category_outcomes
+from rlhf_core.evaluation.comparisons.comparison import compare
 from rlhf_core.evaluation.report.charts import Series, interval_chart, line_chart
-from rlhf_core.evaluation.report.conclusion import conclude
-from rlhf_core.evaluation.report.headline import CURVES, HEADLINE, headline_metrics
-from rlhf_core.evaluation.report.over_optimization import over_optimization_chart
-from rlhf_core.evaluation.report.release import ReleaseDecision, UnmetCondition
+from rlhf_core.evaluation.report.parts.category_outcomes import category_outcomes
+from rlhf_core.evaluation.report.parts.conclusion import conclude
+from rlhf_core.evaluation.report.parts.headline import CURVES, HEADLINE, headline_metrics
+from rlhf_core.evaluation.report.parts.over_optimization import over_optimization_chart
+from rlhf_core.evaluation.report.parts.release import ReleaseDecision, UnmetCondition
+from rlhf_core.evaluation.report.parts.reply_pairs import mark_differences, spread_over_categories
 from rlhf_core.evaluation.report.render import with_release
-from rlhf_core.evaluation.report.reply_pairs import mark_differences, spread_over_categories
 from rlhf_core.evaluation.report.view import flatten, format_number, sft_beside_policy
 from rlhf_core.gates import decide
 from rlhf_core.stages import report

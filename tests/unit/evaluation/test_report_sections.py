@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from rlhf_core.config.gates import Condition
-from rlhf_core.evaluation.replayed import ReplayOutcome, save_replay
+from rlhf_core.config.stages.gates import Condition
+from rlhf_core.evaluation.replies.replayed import ReplayOutcome, save_replay
 from rlhf_core.gates import decide
 
 from .test_report import ATTACK, fill, render, write

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from rlhf_core.cli import app
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.reply import Reply
-from rlhf_core.evaluation.reward_benchmark import as_text, read_benchmark, row_accuracy, run_benchmark
+from rlhf_core.evaluation.benchmarks.reward_benchmark import as_text, read_benchmark, row_accuracy, run_benchmark
+from rlhf_core.evaluation.replies.reply import Reply
 
 
 class ByLength:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.evaluation.safety.prompts import BENIGN, HARMFUL
 from rlhf_core.evaluation.safety.refusals import refusal_rates, safety_prompts
 

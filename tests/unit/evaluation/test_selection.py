@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.ppo import PpoConfig, SelectionConfig
+from rlhf_core.config.stages.ppo import PpoConfig, SelectionConfig
 from rlhf_core.data.schema import Message, Prompt, write_rows
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.drift import measure_drift
-from rlhf_core.evaluation.generation import evaluation_replies, on_policy_replies
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.metrics.drift import measure_drift
+from rlhf_core.evaluation.replies.generation import evaluation_replies, on_policy_replies
+from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.evaluation.selection import CheckpointCandidate, SelectionEvaluator, SelectionMetrics, choose
-from rlhf_core.models.base import load_policy
+from rlhf_core.models.starting.base import load_policy
 from rlhf_core.sampling.distribution import Sampling
-from rlhf_core.stages.ppo_selection import make_selector
+from rlhf_core.stages.policy.ppo_selection import make_selector
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.engine.frozen import FrozenModels
 

@@ -19,7 +19,7 @@ from flows.commands.compare.table import results_table
 from flows.registry.versions.registered_here import RegisteredHere, write_registered
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.alternative_runs import read_alternatives
-from rlhf_core.files import sha256_file
+from rlhf_core.storage.files import sha256_file
 
 
 def compared(win_rate: float) -> dict[str, float]:

@@ -19,7 +19,7 @@ from flows.jobs import run_on_pool, stage_job
 from flows.jobs.job import Job
 from flows.stage.outcome import StageOutcome
 from flows.stage.run import StageSpec
-from rlhf_core.config.placement import Placement
+from rlhf_core.config.operations.placement import Placement
 from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 

@@ -9,7 +9,7 @@ from commands import ROOT
 
 from flows.commands import init
 from rlhf_core.config.loading.load import load_section
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations.operations import RegistryConfig
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from unit.infra import places
 
 from flows.prefect_server.pools import GPU_POOL, check_requests
 from rlhf_core.config.loading.load import check_params
-from rlhf_core.config.placement import PLACE, Placement
+from rlhf_core.config.operations.placement import PLACE, Placement
 
 VERSIONS = ("1.29", "1.37")
 ASKED = {

@@ -7,13 +7,13 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.loading.load import check_params
-from rlhf_core.data.batching import token_budget_batches
-from rlhf_core.data.chat import encode_dialogue, encode_prompt
+from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.data.batches.batching import token_budget_batches
+from rlhf_core.data.chat.encoding import encode_dialogue, encode_prompt
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, Prompt, write_rows
 from rlhf_core.memory.sequence_lengths import LongestSequences, lengths_from_limits, lengths_of_workspace
-from rlhf_core.models.base import new_model, save_policy, train_tokenizer
+from rlhf_core.models.starting.base import new_model, save_policy, train_tokenizer
 
 SHAPE = BaseConfig(vocab_size=280, hidden_size=16, intermediate_size=32, layers=1, heads=2, max_positions=128)
 

@@ -23,10 +23,10 @@ from flows.commands.checks import FAIL, OK, WARN
 from flows.commands.checks.workspace import base_model_check
 from flows.supervision.ports import free_port
 from rlhf_core import hub
-from rlhf_core.config.base import BaseConfig
+from rlhf_core.config.stages.base import BaseConfig
 from rlhf_core.errors import EXIT_USER_ERROR, ModelError
-from rlhf_core.models.base import new_model, train_tokenizer
 from rlhf_core.models.io import save_folder
+from rlhf_core.models.starting.base import new_model, train_tokenizer
 from rlhf_core.stages import base
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext

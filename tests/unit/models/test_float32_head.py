@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from unit.ppo.tiny import make_tiny
 
-from rlhf_core.config.base import BaseConfig
-from rlhf_core.models.actor_critic import ActorCritic
-from rlhf_core.models.base import load_policy, new_model, save_policy, train_tokenizer
+from rlhf_core.config.stages.base import BaseConfig
 from rlhf_core.models.float32_head import Float32Linear, float32_unembedding, use_float32_unembedding
 from rlhf_core.models.forward import hidden_states, selected_logits
-from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.heads.actor_critic import ActorCritic
+from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.precision import allow_tf32, matmul_precision, weights_precision
+from rlhf_core.models.starting.base import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.sampling.token_scoring import Tokens, logits_and_values, response_logits
 
 IDS, MASK = torch.arange(12).view(2, 6), torch.ones(2, 6, dtype=torch.long)
@@ -107,6 +107,6 @@ def test_auto_is_bfloat16_where_the_processor_multiplies_it(
     capabilities: dict[str, bool], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    monkeypatch.setattr("rlhf_core.distributed.device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("rlhf_core.runtime.distributed.device", lambda: torch.device("cpu"))
     assert weights_precision("auto") == expected
     assert weights_precision("float32") == "float32" and weights_precision("bfloat16") == "bfloat16"

@@ -11,13 +11,13 @@ from smollm2 import SMOLLM2, needs_smollm2
 from unit.models.gguf_files import write_gguf
 from unit.training.tiny import SHAPE, text
 
-from rlhf_core.config.base import BaseConfig
-from rlhf_core.data.chat import encode_dialogue
+from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.data.chat.encoding import encode_dialogue
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ModelError
 from rlhf_core.memory.architecture import starting_architecture
-from rlhf_core.models.base import load_policy, new_model, train_tokenizer
-from rlhf_core.models.gguf import load_gguf
+from rlhf_core.models.starting.base import load_policy, new_model, train_tokenizer
+from rlhf_core.models.starting.gguf import load_gguf
 from rlhf_core.stages import base
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rlhf_core.config.base import BaseConfig
-from rlhf_core.data.chat import encode_prompt
+from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.data.chat.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, ModelError
-from rlhf_core.models.base import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.models.forward import last_token_indices, position_ids_from_mask, selected_logits
-from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.io import require_equal
+from rlhf_core.models.starting.base import load_policy, new_model, save_policy, train_tokenizer
 
 SHAPE = BaseConfig(vocab_size=280, hidden_size=16, intermediate_size=24, layers=2, heads=2, max_positions=64)
 TEXTS = ["the sky is blue", "the tree is green", "what is the sky like"]

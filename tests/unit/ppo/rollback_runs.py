@@ -16,9 +16,9 @@ import torch
 from unit.ppo.tiny import make_config, make_tiny, make_trainer
 
 from rlhf_core.config.health.rule import Check, Rule
-from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.ppo.rollback_journal import RollbackJournal
-from rlhf_core.ppo.run_checkpoint import JsonLines, RunCheckpoints
+from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.ppo.checkpoints.rollback_journal import RollbackJournal
+from rlhf_core.ppo.checkpoints.run_checkpoint import JsonLines, RunCheckpoints
 from rlhf_core.training.checkpoints import checkpoint
 from rlhf_core.training.rng import seed_everything
 

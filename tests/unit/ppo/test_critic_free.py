@@ -19,16 +19,16 @@ from torch import Tensor
 from unit.ppo.tensors import NAN, close, t
 from unit.ppo.tiny import Tiny, collect, make_config, make_tiny, make_trainer
 
-from rlhf_core.config.advantage import AdvantageConfig
 from rlhf_core.config.loading.load import check_params
-from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.ppo.advantage import AdvantageConfig
+from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.ppo.advantages.group_advantages import GroupMetrics, with_group_advantages
+from rlhf_core.ppo.advantages.grpo import group_relative_advantages
+from rlhf_core.ppo.advantages.rloo import leave_one_out_advantages
 from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.group_advantages import GroupMetrics, with_group_advantages
-from rlhf_core.ppo.grpo import group_relative_advantages
-from rlhf_core.ppo.prompts import TrainingPrompts
-from rlhf_core.ppo.rloo import leave_one_out_advantages
+from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
 from rlhf_core.tracking import NullTracker
 from rlhf_core.training.run_context import RunContext
 

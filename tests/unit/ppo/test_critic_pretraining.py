@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from unit.ppo.tiny import Tiny, make_tiny
 
-from rlhf_core.config.critic import CriticConfig
-from rlhf_core.config.ppo import RolloutConfig
-from rlhf_core.ppo.actor_critic_pair import SeparateActorCritic
+from rlhf_core.config.stages.critic import CriticConfig
+from rlhf_core.config.stages.ppo import RolloutConfig
 from rlhf_core.ppo.critic_pretraining import CriticTrainer, StopRule
-from rlhf_core.ppo.prompts import TrainingPrompts
+from rlhf_core.ppo.learners.actor_critic_pair import SeparateActorCritic
+from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
 from rlhf_core.training.engine import LocalEngine
 from rlhf_core.training.run_context import RunContext
 

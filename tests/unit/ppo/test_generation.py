@@ -13,13 +13,13 @@ from transformers import LlamaConfig
 from unit.ppo.tiny import EOS, PAD, VOCABULARY, Tiny
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.ppo import RolloutConfig
+from rlhf_core.config.stages.ppo import RolloutConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.models.base import train_tokenizer
+from rlhf_core.models.starting.base import train_tokenizer
 from rlhf_core.ppo.experience import TokenPredictions
-from rlhf_core.ppo.kl import kl_estimate
-from rlhf_core.ppo.rollout import predict_tokens
-from rlhf_core.ppo.sampler_agreement import SamplerAgreement, require_agreement
+from rlhf_core.ppo.rewards.kl import kl_estimate
+from rlhf_core.ppo.rollouts.rollout import predict_tokens
+from rlhf_core.ppo.rollouts.sampler_agreement import SamplerAgreement, require_agreement
 from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.distribution import (
     EvaluationSampling,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.rollout_metrics import DriftMetrics, RewardMetrics, RolloutMetrics
+from rlhf_core.ppo.rollouts.rollout_metrics import DriftMetrics, RewardMetrics, RolloutMetrics
 
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
 LOGPROBS = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, 99.0, math.nan]])

@@ -7,8 +7,8 @@ from counted_calls import counted_reads
 from unit.engine import cases
 from unit.ppo.tiny import make_tiny
 
-from rlhf_core.ppo.actor_critic_pair import SeparateActorCritic
 from rlhf_core.ppo.experience import Experience
+from rlhf_core.ppo.learners.actor_critic_pair import SeparateActorCritic
 from rlhf_core.ppo.update import Learner, update
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from unit.ppo.tiny import collect, make_config, make_learner, make_tiny
 
-from rlhf_core import distributed
-from rlhf_core.ppo.rewards import reward_model_fn
+from rlhf_core.ppo.rewards.token_rewards import reward_model_fn
 from rlhf_core.ppo.update import accumulate_gradients, measure_minibatch
+from rlhf_core.runtime import distributed
 from rlhf_core.sampling.micro_batches import MOST_PADDING, MicroBatchLimits, divide_for_ranks, filled_parts
 from rlhf_core.sampling.token_scoring import Tokens
 

@@ -13,15 +13,15 @@ from pydantic import ValidationError
 from unit.ppo import oracle
 from unit.ppo.tables import PROMPT, RecordingEngine, TableCritic, TableLM
 
-from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.ppo.actor_critic_pair import ActorCriticPair, SeparateActorCritic
-from rlhf_core.ppo.advantages import estimate_advantages
-from rlhf_core.ppo.entropy import entropy_sign
+from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.ppo.advantages.estimate import estimate_advantages
 from rlhf_core.ppo.experience import Experience, TokenPredictions
-from rlhf_core.ppo.importance_sampling import with_fixed_reference
-from rlhf_core.ppo.policy_alone import PolicyAlone
-from rlhf_core.ppo.reward_normalization import RunningMeanStd
-from rlhf_core.ppo.rewards import with_rewards
+from rlhf_core.ppo.learners.actor_critic_pair import ActorCriticPair, SeparateActorCritic
+from rlhf_core.ppo.learners.policy_alone import PolicyAlone
+from rlhf_core.ppo.losses.entropy import entropy_sign
+from rlhf_core.ppo.losses.importance_sampling import with_fixed_reference
+from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
+from rlhf_core.ppo.rewards.token_rewards import with_rewards
 from rlhf_core.ppo.update import Learner, accumulate_gradients, measure_minibatch
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import Rollout

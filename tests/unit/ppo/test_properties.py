@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.ppo.tiny import EOS, PAD, Tiny, collect, make_config, make_learner, make_tiny
 
-from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.ppo.advantages import masked_whiten
+from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.ppo.advantages.estimate import masked_whiten
+from rlhf_core.ppo.advantages.gae import gae
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.gae import gae
-from rlhf_core.ppo.ptx import PtxData, accumulate_ptx_gradient, ptx_loss_sum
+from rlhf_core.ppo.losses.ptx import PtxData, accumulate_ptx_gradient, ptx_loss_sum
 from rlhf_core.ppo.update import accumulate_gradients, step_both, update
 
 MODELS = make_tiny()
@@ -67,7 +67,7 @@ def test_long_texts_of_ptx_may_come_fewer_at_a_time(monkeypatch: pytest.MonkeyPa
             passes.append(len(pairs))
             return ptx_loss_sum(model, pairs, *rest)
 
-        monkeypatch.setattr("rlhf_core.ppo.ptx.ptx_loss_sum", counted)
+        monkeypatch.setattr("rlhf_core.ppo.losses.ptx.ptx_loss_sum", counted)
         step_both(make_learner(tiny, config), collect(tiny, config), 0.0, 0.0, 0)
         after[size] = torch.cat([p.detach().flatten() for p in tiny.policy.parameters()])
         sizes[size] = passes

@@ -9,15 +9,15 @@ import torch
 from pydantic import ValidationError
 from unit.ppo.tensors import NAN, close, t
 
-from rlhf_core.config.advantage import AdvantageConfig
-from rlhf_core.config.kl import KlConfig
-from rlhf_core.config.ppo import PpoConfig, SurrogateConfig
-from rlhf_core.ppo.advantages import masked_whiten, normalize_and_clip_advantages
-from rlhf_core.ppo.gae import explained_variance, gae, monte_carlo_returns
-from rlhf_core.ppo.importance_sampling import ratios
-from rlhf_core.ppo.loss_reduction import StepSize, aggregate, masked_mean
-from rlhf_core.ppo.policy_loss import clip_fraction_mask, clipped_surrogate, penalty_surrogate, surrogate
-from rlhf_core.ppo.value_loss import value_clip_mask, value_loss
+from rlhf_core.config.ppo.advantage import AdvantageConfig
+from rlhf_core.config.ppo.kl import KlConfig
+from rlhf_core.config.stages.ppo import PpoConfig, SurrogateConfig
+from rlhf_core.ppo.advantages.estimate import masked_whiten, normalize_and_clip_advantages
+from rlhf_core.ppo.advantages.gae import explained_variance, gae, monte_carlo_returns
+from rlhf_core.ppo.losses.importance_sampling import ratios
+from rlhf_core.ppo.losses.loss_reduction import StepSize, aggregate, masked_mean
+from rlhf_core.ppo.losses.policy_loss import clip_fraction_mask, clipped_surrogate, penalty_surrogate, surrogate
+from rlhf_core.ppo.losses.value_loss import value_clip_mask, value_loss
 from rlhf_core.sampling.token_statistics import entropy
 
 

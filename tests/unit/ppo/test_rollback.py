@@ -21,15 +21,15 @@ from unit.ppo.tiny import ScriptedSelector, Tiny, health_of, make_tiny, make_tra
 from rlhf_core.config.health.rule import Check
 from rlhf_core.errors import TrainingPaused
 from rlhf_core.evaluation.selection import CheckpointCandidate, CheckpointChoice
-from rlhf_core.files import sha256_file
 from rlhf_core.ppo.callbacks.health import last_healthy
 from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
 from rlhf_core.ppo.callbacks.selection import SelectionResult
-from rlhf_core.ppo.rollback_journal import RollbackJournal
-from rlhf_core.ppo.run_checkpoint import load_best
+from rlhf_core.ppo.checkpoints.rollback_journal import RollbackJournal
+from rlhf_core.ppo.checkpoints.run_checkpoint import load_best
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.stages.ppo import publish_lines, summary
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.storage.files import sha256_file
 
 ROOT = Path(__file__).resolve().parents[3]
 WEAK = Check("kl_coefficient", "<", 0.07, window=2)  # holds until a rollback has doubled the 0.05

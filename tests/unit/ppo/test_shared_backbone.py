@@ -17,14 +17,14 @@ from unit.ppo.test_oracle import VOCABULARY, Case, allowed_switches
 from unit.ppo.test_trainer import best, equal, history
 from unit.ppo.tiny import Tiny, collect, make_config, make_learner, make_tiny, make_trainer, selection_of
 
-from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.errors import ModelError
-from rlhf_core.models.actor_critic import ActorCritic
-from rlhf_core.models.heads import ScalarModel
-from rlhf_core.ppo.actor_critic_pair import SharedActorCritic
-from rlhf_core.ppo.entropy import entropy_sign
+from rlhf_core.models.heads.actor_critic import ActorCritic
+from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.ppo.checkpoints.run_checkpoint import load_best
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.run_checkpoint import load_best
+from rlhf_core.ppo.learners.actor_critic_pair import SharedActorCritic
+from rlhf_core.ppo.losses.entropy import entropy_sign
 from rlhf_core.ppo.update import Learner, accumulate_gradients, measure_minibatch
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.tracking import NullTracker

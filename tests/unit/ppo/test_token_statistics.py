@@ -15,10 +15,10 @@ from unit.ppo.tiny import PAD, Tiny, collect, make_config, make_learner, make_ti
 
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.memory.tensor_memory import TensorMemory
+from rlhf_core.models.adapters.lora import WithoutAdapters, add_adapters
 from rlhf_core.models.float32_head import float32_linear
 from rlhf_core.models.lazy_logits import LazyLogits, chunk_count
-from rlhf_core.models.lora import WithoutAdapters, add_adapters
-from rlhf_core.ppo.ptx import ptx_loss_sum
+from rlhf_core.ppo.losses.ptx import ptx_loss_sum
 from rlhf_core.ppo.update import accumulate_gradients, measure_minibatch
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.token_scoring import Tokens, response_logits

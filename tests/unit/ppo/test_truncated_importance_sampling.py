@@ -16,11 +16,11 @@ from pydantic import ValidationError
 from unit.ppo.tensors import NAN, close, t
 from unit.ppo.tiny import Tiny, collect, make_config, make_learner, make_tiny, make_trainer
 
-from rlhf_core.config.ppo import ImportanceSamplingCorrectionConfig
+from rlhf_core.config.stages.ppo import ImportanceSamplingCorrectionConfig
 from rlhf_core.models.precision import Precision
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.policy_loss import PolicyMetrics
-from rlhf_core.ppo.truncated_importance_sampling import correction_cap, truncated_weights
+from rlhf_core.ppo.losses.policy_loss import PolicyMetrics
+from rlhf_core.ppo.losses.truncated_importance_sampling import correction_cap, truncated_weights
 from rlhf_core.ppo.update import accumulate_gradients
 
 

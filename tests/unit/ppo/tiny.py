@@ -14,23 +14,23 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from rlhf_core.config.health.default_rules import DEFAULT_RULES
 from rlhf_core.config.health.rule import Rule
-from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.data.schema import Message
-from rlhf_core.models.actor_critic import ActorCritic
-from rlhf_core.models.heads import ScalarModel
-from rlhf_core.ppo.actor_critic_pair import ActorCriticPair, SeparateActorCritic, SharedActorCritic
-from rlhf_core.ppo.advantages import estimate_advantages
+from rlhf_core.models.heads.actor_critic import ActorCritic
+from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.ppo.advantages.estimate import estimate_advantages
 from rlhf_core.ppo.callbacks.health import HealthCallback
 from rlhf_core.ppo.callbacks.health_monitor import HealthMonitor
 from rlhf_core.ppo.callbacks.selection import SelectionCallback, SelectionResult, Selector
 from rlhf_core.ppo.experience import Experience
-from rlhf_core.ppo.importance_sampling import with_fixed_reference
-from rlhf_core.ppo.policy_alone import PolicyAlone
-from rlhf_core.ppo.prompts import TrainingPrompts
-from rlhf_core.ppo.ptx import PtxData
-from rlhf_core.ppo.reward_normalization import RunningMeanStd
-from rlhf_core.ppo.rewards import RewardFn, reward_model_fn, with_rewards
-from rlhf_core.ppo.rollout import score_rollout
+from rlhf_core.ppo.learners.actor_critic_pair import ActorCriticPair, SeparateActorCritic, SharedActorCritic
+from rlhf_core.ppo.learners.policy_alone import PolicyAlone
+from rlhf_core.ppo.losses.importance_sampling import with_fixed_reference
+from rlhf_core.ppo.losses.ptx import PtxData
+from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
+from rlhf_core.ppo.rewards.token_rewards import RewardFn, reward_model_fn, with_rewards
+from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
+from rlhf_core.ppo.rollouts.rollout import score_rollout
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
 from rlhf_core.sampling.data_parallel import sample_replies

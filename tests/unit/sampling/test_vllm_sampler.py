@@ -14,10 +14,10 @@ from sampler_contract import EOS, FORBIDDEN, OTHER_STOP, PAD, SAMPLING, VOCABULA
 from transformers import AutoModelForCausalLM
 
 from rlhf_core.config.lora import LoraConfig
-from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.config.sampler import VllmSamplerConfig
+from rlhf_core.config.ppo.sampler import VllmSamplerConfig
+from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.models.lora import add_adapters
+from rlhf_core.models.adapters.lora import add_adapters
 from rlhf_core.sampling.sampler import PromptBatch
 from rlhf_core.sampling.vllm.client import SampledTokens, VllmClient, request_seed
 from rlhf_core.sampling.vllm.merged_weights import save_merged

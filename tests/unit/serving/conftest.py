@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.models.base import train_tokenizer
+from rlhf_core.models.starting.base import train_tokenizer
 from rlhf_core.sampling.reply import Check, OnText, SampledReply
 from rlhf_core.serving.app import AppSettings, create_app
 from rlhf_core.serving.completions import Completions

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from unit.serving.conftest import CONTEXT, JUDGED, Served
 
-from rlhf_core.chat_session import ChatSession
+from rlhf_core.chat.session import ChatSession
 from rlhf_core.serving.limits import MAX_BODY_BYTES, ServingLimits
 from rlhf_core.serving.recording import RequestRecorder
 

@@ -13,7 +13,7 @@ from unit.serving.conftest import JUDGED, HeldPolicy, Served
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, ModelError
-from rlhf_core.models.base import save_policy
+from rlhf_core.models.starting.base import save_policy
 from rlhf_core.serving.loaded_policy import LoadedPolicy, ReplySettings
 from rlhf_core.serving.policy_source import FolderSource, PolicyFiles, PolicyRevision, sampling_of_folder
 from rlhf_core.serving.policy_watch import RETRY_SECONDS

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from unit.serving.conftest import Served
 
-from flows.commands.replay import describe_replay, outcome_of
-from rlhf_core.config.evaluate import EvaluateConfig
+from flows.commands.serving.replay import describe_replay, outcome_of
+from rlhf_core.config.stages.evaluate import EvaluateConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.evaluation.replayed import FOLDER as REPLAYS
-from rlhf_core.evaluation.replayed import read_replays, save_replay
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies.replayed import FOLDER as REPLAYS
+from rlhf_core.evaluation.replies.replayed import read_replays, save_replay
+from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.serving.recording import RequestRecorder
 from rlhf_core.serving.replay import read_record, replay, write_rows
 

@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.config.collect import CollectConfig
-from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.config.stages.collect import CollectConfig
+from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_rows
-from rlhf_core.files import read_json
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.storage.files import read_json
 from rlhf_core.training.run_context import RunContext
 
 KINDS = {"preferences": Preference, "demonstrations": Demonstration, "prompts": Prompt, "pretrain": PretrainText}

@@ -12,13 +12,13 @@ from real_templates import CHATML, REAL_TEMPLATES, RealTemplate
 from safetensors.torch import load_file, save_file
 from unit.models.test_stop_tokens import tiny_model
 
-from rlhf_core.config.base import BaseConfig
-from rlhf_core.data.chat import decode_reply, encode_dialogue, encode_prompt
+from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.data.chat.encoding import decode_reply, encode_dialogue, encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ModelError
-from rlhf_core.models.base import load_tokenizer, save_policy
 from rlhf_core.models.io import save_folder
-from rlhf_core.models.starting_model import prepare_tokenizer
+from rlhf_core.models.starting.base import load_tokenizer, save_policy
+from rlhf_core.models.starting.starting_model import prepare_tokenizer
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages import base
 from rlhf_core.stages.runtime.contract import Paths

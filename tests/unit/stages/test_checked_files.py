@@ -12,13 +12,13 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from rlhf_core.cli import app
-from rlhf_core.config.collect import ReadOptions
-from rlhf_core.config.validate import ValidateConfig
-from rlhf_core.data.sources import kinds_of, source_files, sources_by_kind
+from rlhf_core.config.stages.collect import ReadOptions
+from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.data.collection.sources import kinds_of, source_files, sources_by_kind
 from rlhf_core.errors import DataError
-from rlhf_core.files import read_json
-from rlhf_core.models.base import train_tokenizer
+from rlhf_core.models.starting.base import train_tokenizer
 from rlhf_core.stages.checked_files import CheckedFiles, as_text, check_files, reason_counts
+from rlhf_core.storage.files import read_json
 
 NO_SYSTEM_TURN = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
 

@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 from traced import missed
 
-from rlhf_core.config.collect import CollectConfig, FileSources, WorldConfig
+from rlhf_core.config.stages.collect import CollectConfig, FileSources, WorldConfig
 from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_rows
 from rlhf_core.errors import DataError
-from rlhf_core.files import sha256_file, sha256_tree
 from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.storage.files import sha256_file, sha256_tree
 from rlhf_core.training.run_context import RunContext
 
 WORLD = CollectConfig(world=WorldConfig(demonstrations=30, preferences=40, pretrain=20))

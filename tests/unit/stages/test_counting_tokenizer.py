@@ -8,9 +8,9 @@ import pytest
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
-from rlhf_core.data_commands import app
+from rlhf_core.commands.data import app
 from rlhf_core.errors import RlhfError
-from rlhf_core.stages.counting_tokenizer import load_counting_tokenizer
+from rlhf_core.stages.token_lengths.counting_tokenizer import load_counting_tokenizer
 
 
 @pytest.mark.parametrize(

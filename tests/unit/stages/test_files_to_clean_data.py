@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_core.config.collect import CollectConfig, FileSources
-from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.config.stages.collect import CollectConfig, FileSources
+from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext

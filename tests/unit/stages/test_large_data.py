@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_core.config.collect import CollectConfig
-from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.config.stages.collect import CollectConfig
+from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
@@ -110,9 +110,9 @@ def without_file_hash(value: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_data_in_parts_is_what_it_was_in_one_piece(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.data.table_stream.ROW_GROUP_ROWS", 100)
-    monkeypatch.setattr("rlhf_core.data.table_stream.CHUNK_ROWS", 37)
-    monkeypatch.setattr("rlhf_core.data.formats.CHUNK_RECORDS", 1000)
+    monkeypatch.setattr("rlhf_core.data.tables.table_stream.ROW_GROUP_ROWS", 100)
+    monkeypatch.setattr("rlhf_core.data.tables.table_stream.CHUNK_ROWS", 37)
+    monkeypatch.setattr("rlhf_core.data.collection.rows.CHUNK_RECORDS", 1000)
     monkeypatch.setattr("rlhf_core.data.chunks.CHUNK_BYTES", 50_000)  # which a hundred rows or so fill
     in_parts = run(case, tmp_path)
     assert {name: in_parts[name] for name in RECORDED[case]} == RECORDED[case]

@@ -11,12 +11,12 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_core.config.collect import CollectConfig, FileSources
-from rlhf_core.config.validate import ValidateConfig
-from rlhf_core.data.formats import fair_shares
-from rlhf_core.files import read_json
+from rlhf_core.config.stages.collect import CollectConfig, FileSources
+from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.data.collection.rows import fair_shares
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.storage.files import read_json
 from rlhf_core.training.run_context import RunContext
 
 

@@ -11,12 +11,12 @@ import pytest
 from unit.data.malformed.case import RowsRead
 from unit.data.malformed.corpus import ODD_FILES
 
-from rlhf_core.config.collect import CollectConfig, DataSource, FileSources
-from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.config.stages.collect import CollectConfig, DataSource, FileSources
+from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.files import read_json
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.storage.files import read_json
 from rlhf_core.training.run_context import RunContext
 
 READ = [odd for odd in ODD_FILES if isinstance(odd.expected, RowsRead)]

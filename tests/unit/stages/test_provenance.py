@@ -9,12 +9,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from rlhf_core.config.collect import CollectConfig, FileSources, WorldConfig
-from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.config.stages.collect import CollectConfig, FileSources, WorldConfig
+from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.files import read_json
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.storage.files import read_json
 from rlhf_core.training.run_context import RunContext
 
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
-from rlhf_core.preemption import PreemptionSignal
+from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime import runner
 from rlhf_core.stages.runtime.contract import Paths
 

@@ -13,7 +13,7 @@ from validation_rows import good_rows, make_row, run_validate
 
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import check_params
-from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.config.validation_rules import ROW_RULES, SET_RULES
 from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.validation.checks import checks_for

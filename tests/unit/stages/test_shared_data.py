@@ -9,12 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 from commands import SHARED_DATA
 
-from rlhf_core.config.collect import CollectConfig, FileSources
-from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.config.stages.collect import CollectConfig, FileSources
+from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.schema import ROW_TYPES
-from rlhf_core.files import read_json
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.storage.files import read_json
 from rlhf_core.training.run_context import RunContext
 
 HH, EVAL = "hh_rlhf_harmless.sample.jsonl.gz", "alpaca_eval_pairs.conversational.jsonl.gz"

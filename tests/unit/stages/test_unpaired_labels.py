@@ -9,13 +9,13 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_core.config.collect import CollectConfig, FileSources, ReadOptions
-from rlhf_core.config.validate import ValidateConfig
-from rlhf_core.data.sources import sources_by_kind
-from rlhf_core.files import read_json
+from rlhf_core.config.stages.collect import CollectConfig, FileSources, ReadOptions
+from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.data.collection.sources import sources_by_kind
 from rlhf_core.stages import collect
 from rlhf_core.stages.checked_files import as_text, check_files
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.storage.files import read_json
 from rlhf_core.training.run_context import RunContext
 
 REASON = "the reply is labelled false: nothing to imitate"

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from validation_rows import Rows, good_rows, make_row, run_validate
 
-from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.dataset import KindStatistics, data_metrics, split_parts
 from rlhf_core.data.schema import ROW_TYPES, Preference, arrow_schema, read_rows, write_dicts
 from rlhf_core.data.validation.tables import RawData, Validated

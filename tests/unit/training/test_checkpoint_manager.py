@@ -18,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from rlhf_core import distributed
 from rlhf_core.errors import CheckpointError
+from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints import consolidate
 from rlhf_core.training.checkpoints import manager as module
 from rlhf_core.training.checkpoints.checkpoint import load_latest

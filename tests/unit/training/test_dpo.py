@@ -13,15 +13,15 @@ import torch
 from architecture.glossary import undocumented
 from transformers import PreTrainedModel
 
-from rlhf_core.config.critic import CriticStageConfig
-from rlhf_core.config.policy import DpoConfig, PolicyStageConfig
-from rlhf_core.data.chat import pad_id
-from rlhf_core.data.pairs import TokenisedPair
+from rlhf_core.config.stages.critic import CriticStageConfig
+from rlhf_core.config.stages.policy import DpoConfig, PolicyStageConfig
+from rlhf_core.data.batches.pairs import TokenisedPair
+from rlhf_core.data.chat.encoding import pad_id
 from rlhf_core.data.schema import Preference, read_rows
-from rlhf_core.files import sha256_file
-from rlhf_core.models.base import load_policy
+from rlhf_core.models.starting.base import load_policy
 from rlhf_core.stages import critic, policy_by_dpo
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.storage.files import sha256_file
 from rlhf_core.tracking import NullTracker, Tracker
 from rlhf_core.training.dpo.logprobs import all_logprobs, batch_logprobs, reference_logprobs
 from rlhf_core.training.dpo.loss import ImplicitRewards, PairLogprobs, dpo_loss, implicit_rewards

@@ -22,9 +22,9 @@ from unit.training import tiny as ready
 from unit.training.test_resume import without_clock
 
 from rlhf_core.errors import EXIT_PREEMPTED, CheckpointError, Preempted
-from rlhf_core.files import sha256_file
-from rlhf_core.preemption import PreemptionSignal
+from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages.runtime.runner import run_stage
+from rlhf_core.storage.files import sha256_file
 from rlhf_core.training.checkpoints.checkpoint import load_latest
 from rlhf_core.training.engine import LocalEngine, StepResult
 

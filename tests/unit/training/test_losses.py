@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.config.reward import PairBatchConfig, RewardConfig
-from rlhf_core.data.chat import left_pad, right_pad
-from rlhf_core.data.padding import partitions
-from rlhf_core.data.pairs import TokenisedPair
-from rlhf_core.data.prompt_batches import pair_sequences
-from rlhf_core.models.base import new_model, train_tokenizer
+from rlhf_core.config.stages.reward import PairBatchConfig, RewardConfig
+from rlhf_core.data.batches.padding import partitions
+from rlhf_core.data.batches.pairs import TokenisedPair
+from rlhf_core.data.batches.prompt_batches import pair_sequences
+from rlhf_core.data.chat.encoding import left_pad, right_pad
 from rlhf_core.models.forward import selected_logits
-from rlhf_core.models.heads import ScalarModel
+from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.starting.base import new_model, train_tokenizer
 from rlhf_core.training.examples import Example, LengthBucketedBatches, collate
 from rlhf_core.training.losses import centering_loss, pairwise_loss, token_cross_entropy
 from rlhf_core.training.reward.trainer import (

@@ -12,17 +12,17 @@ from architecture.glossary import documented, undocumented
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rlhf_core.config.critic import CriticStageConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
-from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.stages.critic import CriticStageConfig
+from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.errors import DataError, TrainingPaused
-from rlhf_core.files import sha256_file
-from rlhf_core.models.base import load_tokenizer
-from rlhf_core.models.heads import Pooling, ScalarModel
-from rlhf_core.ppo.prompts import TrainingPrompts
+from rlhf_core.models.heads.scalar import Pooling, ScalarModel
+from rlhf_core.models.starting.base import load_tokenizer
+from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
 from rlhf_core.stages import critic, ppo
-from rlhf_core.stages.ppo_models import ptx_data
+from rlhf_core.stages.policy.ppo_models import ptx_data
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.storage.files import sha256_file
 from rlhf_core.tracking import NullTracker, Tracker
 from rlhf_core.training.run_context import RunContext
 

@@ -10,19 +10,19 @@ import pytest
 import torch
 from architecture.glossary import undocumented
 
-from rlhf_core.config.policy import PolicyStageConfig
-from rlhf_core.data.chat import encode_prompt
+from rlhf_core.config.stages.policy import PolicyStageConfig
+from rlhf_core.data.chat.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
-from rlhf_core.files import sha256_file
-from rlhf_core.models.base import load_policy
+from rlhf_core.models.starting.base import load_policy
 from rlhf_core.ppo import rejection_sampling
-from rlhf_core.ppo.prompts import TrainingPrompts
 from rlhf_core.ppo.rejection_sampling import RejectionSampler, best_of_each_prompt
-from rlhf_core.preemption import PreemptionSignal
+from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
+from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages import policy_by_rejection_sampling
 from rlhf_core.stages.runtime.contract import Paths
+from rlhf_core.storage.files import sha256_file
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.history import read_history
 from rlhf_core.training.run_context import RunContext

@@ -11,7 +11,7 @@ from architecture.glossary import undocumented
 from ranks import exit_code_of
 from unit.training.tiny import run_and_die
 
-from rlhf_core.files import sha256_file
+from rlhf_core.storage.files import sha256_file
 from rlhf_core.training.history import CLOCK_FIELDS, read_history
 from rlhf_core.training.reward.mistakes import KEPT
 

@@ -15,16 +15,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from unit.training.test_ppo_stages import SETTINGS, SHARED, pretrain
 from unit.training.test_ppo_stages import paths as stage_paths
 
-from rlhf_core.config.critic import CriticStageConfig
 from rlhf_core.config.loading.load import check_params
 from rlhf_core.config.lora import LoraConfig
-from rlhf_core.config.ppo import PpoConfig
+from rlhf_core.config.stages.critic import CriticStageConfig
+from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.errors import ConfigError, ModelError
-from rlhf_core.models.base import load_policy, load_tokenizer, save_policy
-from rlhf_core.models.heads import ScalarModel
-from rlhf_core.models.lora import add_adapters, merge_adapters
-from rlhf_core.models.nf4 import pack_linear_layers
+from rlhf_core.models.adapters.lora import add_adapters, merge_adapters
+from rlhf_core.models.adapters.nf4 import pack_linear_layers
+from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.shared_base import Adapters, SharedBase, adapters_of, stacked
+from rlhf_core.models.starting.base import load_policy, load_tokenizer, save_policy
 from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.engine.frozen import FrozenModels

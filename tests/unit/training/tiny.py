@@ -8,16 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.base import BaseConfig
-from rlhf_core.config.critic import CriticStageConfig
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
-from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.config.reward import PairBatchConfig, RewardConfig
-from rlhf_core.config.sft import SftConfig
+from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.config.stages.critic import CriticStageConfig
+from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.config.stages.reward import PairBatchConfig, RewardConfig
+from rlhf_core.config.stages.sft import SftConfig
 from rlhf_core.data.schema import Demonstration, Message, Preference, Prompt, write_rows
-from rlhf_core.models.base import new_model, save_policy, train_tokenizer
-from rlhf_core.models.heads import ScalarModel
-from rlhf_core.preemption import PreemptionSignal
+from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.starting.base import new_model, save_policy, train_tokenizer
+from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.stages import critic, reward, sft
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.run_context import RunContext

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlhf_core.config.validate import ValidateConfig
-from rlhf_core.data.formats import FileRows
+from rlhf_core.config.stages.validate import ValidateConfig
+from rlhf_core.data.collection.rows import FileRows
 from rlhf_core.data.schema import CONTENT_FIELDS
 from rlhf_core.data.validation.provenance import Origins
 from rlhf_core.data.validation.set_rules.contamination import RULE as CONTAMINATION

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from rlhf_core.config.validate import NearDuplicatesConfig
-from rlhf_core.data.formats import FileRows
-from rlhf_core.data.text_statistics import split_words
+from rlhf_core.config.stages.validate import NearDuplicatesConfig
+from rlhf_core.data.collection.rows import FileRows
+from rlhf_core.data.text.text_statistics import split_words
 from rlhf_core.data.validation.set_rules.minhash import SimilarTexts, shingle_hashes
 from rlhf_core.data.validation.set_rules.set_rows import SPLIT_ORDER, SetBreach, SetRows
 

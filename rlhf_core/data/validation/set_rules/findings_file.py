@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from rlhf_core.config.validate import ValidateConfig
+from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.validation.set_rules.set_rows import SetBreach
 from rlhf_core.data.validation.stored_rows import StoredRows
 from rlhf_core.data.validation.tables import Validated

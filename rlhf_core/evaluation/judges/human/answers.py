@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import DataError
-from rlhf_core.files import read_json
+from rlhf_core.storage.files import read_json
 
 CHOICES = {"1": "1", "1.0": "1", "2": "2", "2.0": "2", "tie": "tie"}
 SELECTED = {"left": "1", "right": "2"}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_core.evaluation.judges.human.pairs import AnnotationPair
-from rlhf_core.files import atomic_write_json, atomic_write_lines, atomic_write_text
+from rlhf_core.storage.files import atomic_write_json, atomic_write_lines, atomic_write_text
 
 COLUMNS = ("id", "prompt", "reply_1", "reply_2", "choice", "comment")
 FORMULA = ("=", "+", "-", "@", "\t", "\r")

@@ -9,17 +9,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.collect import CollectConfig
 from rlhf_core.config.loading.load import load_section
-from rlhf_core.data.convert import record_of
-from rlhf_core.data.sources import annotation_sources
+from rlhf_core.config.stages.collect import CollectConfig
+from rlhf_core.data.collection.sources import annotation_sources
+from rlhf_core.data.inspection.convert import record_of
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparison import Comparison, compare_outcomes
+from rlhf_core.evaluation.comparisons.comparison import Comparison, compare_outcomes
 from rlhf_core.evaluation.judges.human.agreement import Kappa, cohen_kappas, fleiss_kappa
 from rlhf_core.evaluation.judges.human.answers import Answer, FilledForm, read_form
 from rlhf_core.evaluation.judges.human.pairs import EXPORTS, AnnotationExport, AnnotationPair
 from rlhf_core.evaluation.judges.human.votes import Votes, count_votes, without_repeats
-from rlhf_core.files import atomic_write_json, atomic_write_lines
+from rlhf_core.storage.files import atomic_write_json, atomic_write_lines
 
 ANNOTATIONS = Path("data") / "annotations"
 BOOTSTRAP = 2000

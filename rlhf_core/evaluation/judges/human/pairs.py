@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_core.data.schema import Prompt, read_rows, read_table
 from rlhf_core.errors import DataError
-from rlhf_core.files import atomic_write_json, read_json
+from rlhf_core.storage.files import atomic_write_json, read_json
 
 EXPORT_NAME = re.compile(r"a[0-9a-f]{8}")
 EXPORTS = Path("data") / "annotations" / "exports"

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import numpy as np
 
-from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.stages.evaluate import EvaluateConfig
 from rlhf_core.data.schema import Prompt, read_rows
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparison import tie_margin_of
-from rlhf_core.evaluation.generation import evaluation_replies
+from rlhf_core.evaluation.comparisons.comparison import tie_margin_of
 from rlhf_core.evaluation.judges.disagreement import worst_disagreements
 from rlhf_core.evaluation.judges.final import MODELS, TRAINED_ON, judging_model
 from rlhf_core.evaluation.judges.human.pairs import Candidate
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.regression import fixed_subset
-from rlhf_core.evaluation.reply import Reply
-from rlhf_core.models.base import load_policy
-from rlhf_core.progress import progress
+from rlhf_core.evaluation.replies.generation import evaluation_replies
+from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.models.starting.base import load_policy
+from rlhf_core.runtime.progress import progress
 
 TRAINING_PROMPTS = Path("data") / "clean" / "prompts" / "train.parquet"
 

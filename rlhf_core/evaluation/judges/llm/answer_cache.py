@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.llm.endpoint import Completion
-from rlhf_core.files import atomic_write_json, read_json
+from rlhf_core.storage.files import atomic_write_json, read_json
 
 
 class AnswerCache:

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from rlhf_core.config.llm_judge import LlmJudgeConfig
+from rlhf_core.config.evaluation.llm_judge import LlmJudgeConfig
 from rlhf_core.errors import DataError
-from rlhf_core.http_retry import bearer_token, describe_answer, is_final, post_json
+from rlhf_core.runtime.http_retry import bearer_token, describe_answer, is_final, post_json
 
 REFUSED = frozenset({400, 413, 422})  # of one request, such as a prompt that is too long for the model
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.llm_judge import LlmJudgeConfig
+from rlhf_core.config.evaluation.llm_judge import LlmJudgeConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.evaluation.judges.llm.answer_cache import AnswerCache
@@ -19,8 +19,8 @@ from rlhf_core.evaluation.judges.llm.question import built_in_template, content_
 from rlhf_core.evaluation.judges.llm.usage import UsageMeter
 from rlhf_core.evaluation.judges.llm.verdict import Verdict, read_verdict
 from rlhf_core.evaluation.judges.pairwise import LOSS, TIE, WIN, PairwiseJudgement, PairwiseJudgements
-from rlhf_core.evaluation.reply import Reply
-from rlhf_core.progress import progress
+from rlhf_core.evaluation.replies.reply import Reply
+from rlhf_core.runtime.progress import progress
 
 ANSWERS = Path(".rlhf") / "llm_judge"
 OUTCOMES = ({"A": WIN, "tie": TIE, "B": LOSS}, {"A": LOSS, "tie": TIE, "B": WIN})  # candidate first, then second

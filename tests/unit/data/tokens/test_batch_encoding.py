@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_templates import REAL_TEMPLATES, RealTemplate
 
-from rlhf_core.data.chat import encode_prompt, encode_reply, encode_text
+from rlhf_core.data.chat.encoding import encode_prompt, encode_reply, encode_text
 from rlhf_core.data.schema import Message
 from rlhf_core.data.tokens.batch_encoding import encode_prompts, encode_replies, encode_texts
 from rlhf_core.errors import UnwritableText

@@ -15,13 +15,13 @@ from ranks import run_ranks
 from transformers import PreTrainedTokenizerFast
 from unit.training.tiny import demonstrations, preferences, text
 
-from rlhf_core.data.chat import encode_prompt, encode_reply
+from rlhf_core.data.chat.encoding import encode_prompt, encode_reply
 from rlhf_core.data.schema import Demonstration, Preference, write_rows
 from rlhf_core.data.tokens import RECORD, token_cache, token_table
 from rlhf_core.data.tokens.token_cache import STREAM, read_tokens
 from rlhf_core.data.tokens.token_table import TokenTable
 from rlhf_core.errors import DataError
-from rlhf_core.models.base import train_tokenizer
+from rlhf_core.models.starting.base import train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_of_two_ranks_one_tokenises(pairs: Path, tmp_path: Path, tokenizer: PreT
 
 def read_on_a_rank(folder: Path, pairs: Path, saved: Path) -> None:
     """Read on a rank; the one that tokenises takes its time and says so. A file that is missing stops both."""
-    from rlhf_core import distributed
+    from rlhf_core.runtime import distributed
 
     original = token_cache.encode_file
 

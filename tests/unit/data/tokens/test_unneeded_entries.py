@@ -8,13 +8,13 @@ from pathlib import Path
 
 from unit.training.tiny import preferences, text
 
-from flows.commands.retention import clean_token_cache
+from flows.commands.registry.retention import clean_token_cache
 from rlhf_core.data.schema import Preference, write_rows
 from rlhf_core.data.tokens import RECORD, TOKENS
 from rlhf_core.data.tokens.token_cache import read_tokens
 from rlhf_core.data.tokens.unneeded_entries import unneeded_entries
-from rlhf_core.files import LockFile
-from rlhf_core.models.base import train_tokenizer
+from rlhf_core.models.starting.base import train_tokenizer
+from rlhf_core.storage.files import LockFile
 
 
 def test_what_is_not_needed_goes_and_the_rest_stays(tmp_path: Path) -> None:

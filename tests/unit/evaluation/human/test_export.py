@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
-from rlhf_core.annotate_commands import app
+from rlhf_core.commands.annotate import app
 from rlhf_core.data.schema import write_rows, write_table
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.evaluation.judges.disagreement import worst_disagreements

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rlhf_core.annotate_commands import app
-from rlhf_core.config.collect import CollectConfig, FileSources, WorldConfig
+from rlhf_core.commands.annotate import app
+from rlhf_core.config.stages.collect import CollectConfig, FileSources, WorldConfig
 from rlhf_core.data.schema import Preference, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.human.agreement import cohen_kappas, fleiss_kappa
 from rlhf_core.evaluation.judges.human.answers import read_form
 from rlhf_core.evaluation.judges.human.import_answers import import_answers
 from rlhf_core.evaluation.judges.human.pairs import AnnotationExport, Candidate, blinded_export
-from rlhf_core.files import sha256_tree
 from rlhf_core.stages.collect import collect
+from rlhf_core.storage.files import sha256_tree
 from rlhf_core.world import corpus
 
 CANDIDATES = [

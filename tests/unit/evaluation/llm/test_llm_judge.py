@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.config.llm_judge import LlmJudgeConfig
+from rlhf_core.config.evaluation.llm_judge import LlmJudgeConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.judges.llm.endpoint import RateLimiter
 from rlhf_core.evaluation.judges.llm.judge import LlmJudge
 from rlhf_core.evaluation.judges.pairwise import PairwiseJudgements
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies.reply import Reply
 
 from .conftest import ChatServer, completion
 

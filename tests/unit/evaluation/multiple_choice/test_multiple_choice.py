@@ -11,18 +11,22 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rlhf_core.config.evaluate import EvaluateConfig, EvaluateStageConfig
-from rlhf_core.config.gates import Condition
+from rlhf_core.config.evaluation.multiple_choice import MultipleChoiceConfig
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.multiple_choice import MultipleChoiceConfig
-from rlhf_core.data.chat import encode_dialogue, pad_id
+from rlhf_core.config.stages.evaluate import EvaluateConfig, EvaluateStageConfig
+from rlhf_core.config.stages.gates import Condition
+from rlhf_core.data.chat.encoding import encode_dialogue, pad_id
 from rlhf_core.data.schema import Message, Preference, PretrainText, write_rows
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.multiple_choice.accuracy import AnsweredQuestions, accuracy
-from rlhf_core.evaluation.multiple_choice.log_likelihood import answer_questions, reply_log_likelihoods
-from rlhf_core.evaluation.multiple_choice.questions import MultipleChoiceQuestion, MultipleChoiceSet, read_questions
+from rlhf_core.evaluation.benchmarks.multiple_choice.accuracy import AnsweredQuestions, accuracy
+from rlhf_core.evaluation.benchmarks.multiple_choice.log_likelihood import answer_questions, reply_log_likelihoods
+from rlhf_core.evaluation.benchmarks.multiple_choice.questions import (
+    MultipleChoiceQuestion,
+    MultipleChoiceSet,
+    read_questions,
+)
 from rlhf_core.gates import check
-from rlhf_core.models.base import load_policy
+from rlhf_core.models.starting.base import load_policy
 from rlhf_core.ppo.reward_sources.tracked_files import write_evaluation_inputs
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.config.evaluate import EvaluateConfig, EvaluateStageConfig
-from rlhf_core.config.gates import Condition
+from rlhf_core.config.evaluation.opponents import OpponentConfig
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.overlay import rebase_sources
-from rlhf_core.config.opponents import OpponentConfig
+from rlhf_core.config.stages.evaluate import EvaluateConfig, EvaluateStageConfig
+from rlhf_core.config.stages.gates import Condition
 from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table, write_rows
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.comparison import compare, compare_outcomes, outcomes
-from rlhf_core.evaluation.drift import Drift
+from rlhf_core.evaluation.comparisons.comparison import compare, compare_outcomes, outcomes
+from rlhf_core.evaluation.comparisons.policy_vs_sft import EvaluatedModel, Evaluation
 from rlhf_core.evaluation.judges.pairwise import PairwiseJudgement, PairwiseJudgements
+from rlhf_core.evaluation.metrics.drift import Drift
 from rlhf_core.evaluation.opponents.judging import score_opponents
 from rlhf_core.evaluation.opponents.replies import Opponent, read_opponent
-from rlhf_core.evaluation.policy_vs_sft import EvaluatedModel, Evaluation
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.gates import check
 from rlhf_core.ppo.reward_sources.tracked_files import write_evaluation_inputs
 from rlhf_core.stages import evaluate

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 from scripted_match import match_result
 
-from rlhf_core.config.operations import NonInferiorityConfig
+from rlhf_core.config.operations.operations import NonInferiorityConfig
 from rlhf_core.evaluation.promotion.criteria import failed, non_inferiority_criteria, win_rate_criteria
 from rlhf_core.evaluation.promotion.non_inferiority import (
     as_measurements,

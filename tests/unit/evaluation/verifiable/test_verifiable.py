@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.config.evaluate import EvaluateConfig, EvaluateStageConfig
-from rlhf_core.config.gates import Condition
+from rlhf_core.config.evaluation.verifiable import VerifiableConfig
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.config.verifiable import VerifiableConfig
+from rlhf_core.config.stages.evaluate import EvaluateConfig, EvaluateStageConfig
+from rlhf_core.config.stages.gates import Condition
 from rlhf_core.data.schema import Message, Preference, PretrainText, write_rows
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.evaluation.reply import Reply
+from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.evaluation.verifiable.prompts import VerifiablePrompts
 from rlhf_core.evaluation.verifiable.requirements import Requirements, check_reply
 from rlhf_core.gates import check

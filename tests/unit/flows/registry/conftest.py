@@ -15,8 +15,8 @@ from scripted_match import match_result
 
 from flows.registry.governance.terms import short_conditions
 from flows.registry.mlflow_client import prepare_tracking
-from rlhf_core.config.gates import Condition
-from rlhf_core.files import sha256_tree
+from rlhf_core.config.stages.gates import Condition
+from rlhf_core.storage.files import sha256_tree
 
 MODEL = "rlhf-policy"
 GATES = {

@@ -15,7 +15,7 @@ from flows.registry.governance.history import checked_history, history_ledger
 from flows.registry.promotion.promote import promote, rollback
 from flows.registry.set_terms import describe_terms, set_terms
 from flows.registry.transactions.alias_transaction import AliasMove, AliasTransaction, commit, finish_interrupted
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import ModelError, RlhfError
 
 from .conftest import MODEL, PARAMS, Registry, ScriptedMatch

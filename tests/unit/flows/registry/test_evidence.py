@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flows.commands.explain import explain_gate, explain_promotion, gate_report, gate_verdict, has_passed
-from flows.commands.history import describe_history
+from flows.commands.registry.explain import explain_gate, explain_promotion, gate_report, gate_verdict, has_passed
+from flows.commands.registry.history import describe_history
 from flows.registry.promotion.promote import promote, rollback
 from rlhf_core.errors import RlhfError
-from rlhf_core.files import sha256_file
+from rlhf_core.storage.files import sha256_file
 
 from .conftest import MODEL, PARAMS, Registry, ScriptedMatch
 

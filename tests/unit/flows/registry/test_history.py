@@ -13,7 +13,7 @@ from flows.registry.governance.ledger import EntryTaken, Ledger
 from flows.registry.promotion.promote import promote, rollback
 from flows.registry.transactions.alias_events import registry_events
 from flows.registry.transactions.alias_transaction import INTENT_TAG, AliasTransaction, commit, finish_interrupted
-from rlhf_core.config.operations import RegistryConfig
+from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 
 from .conftest import MODEL, Registry, ScriptedMatch

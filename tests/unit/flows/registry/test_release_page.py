@@ -13,8 +13,8 @@ from flows.registry.promotion.promote import promote, rollback
 from flows.registry.release_page.decision import RunNotes, read_release_decision
 from flows.registry.release_page.page import current_page, try_release_page, write_release_page
 from flows.registry.versions.registered_here import RegisteredHere, write_registered
-from rlhf_core.evaluation.report.release import BEGIN, END, ReleaseDecision, UnmetCondition
-from rlhf_core.files import sha256_file
+from rlhf_core.evaluation.report.parts.release import BEGIN, END, ReleaseDecision, UnmetCondition
+from rlhf_core.storage.files import sha256_file
 
 from .conftest import MODEL, PARAMS, Registry, ScriptedMatch
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.commands.retention import describe_retention
+from flows.commands.registry.retention import describe_retention
 from flows.registry.approval.decide import approve
 from flows.registry.governance.history import checked_history, history_ledger
 from flows.registry.promotion.match import MATCHES

@@ -10,7 +10,7 @@ import pytest
 from flows.registry.governance.terms import TERMS_TAG, read_terms
 from flows.registry.promotion.promote import promote, rollback
 from flows.registry.set_terms import describe_terms, set_terms
-from rlhf_core.config.gates import Condition
+from rlhf_core.config.stages.gates import Condition
 from rlhf_core.errors import RlhfError
 
 from .conftest import GATES, MODEL, PARAMS, Registry, ScriptedMatch

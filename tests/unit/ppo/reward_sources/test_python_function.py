@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.ppo.reward_sources.python_function import SIGNATURE, PythonFunction
-from rlhf_core.user_function import load_function
+from rlhf_core.runtime.user_function import load_function
 
 from .conftest import Place
 

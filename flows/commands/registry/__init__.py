@@ -1,0 +1,1 @@
+"""Commands on the registry: promote, roll back, approve, explain, history, retention."""

@@ -1,0 +1,247 @@
+"""The commands about evidence and registered models. Heavy imports wait until a command runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows.commands.options import Reason, Workspace
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_NOT_PROMOTED, EXIT_OK, RlhfError
+
+if TYPE_CHECKING:
+    from flows.registry.transactions.decisions import PromotionDecision
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def promote(
+    workspace: Workspace = None,
+    version: Annotated[
+        str | None, typer.Option("--version", help="The version to promote; default: the challenger.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Promote regardless of gates and match; needs --reason.")
+    ] = False,
+    reason: Reason = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Decide, but change nothing.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show every criterion, its margin, and which of them decided.")
+    ] = False,
+) -> None:
+    """Promote the challenger if every judge prefers it to the champion and it is worse in nothing that counts.
+
+    With registry.approval it then waits for `rlhf approve`.
+
+    Exit codes: 0 it is champion now (in a dry run: it would be), 5 not promoted, 2 it could not be decided.
+
+    Examples:
+    $ rlhf promote --dry-run --explain
+    $ rlhf promote --force --reason "champion was trained on leaked data"
+    """
+    from flows.registry.promotion.promote import promote as decide
+    from flows.workspace.folder import find_workspace
+
+    if force and not (reason or "").strip():
+        raise RlhfError("a forced promotion needs a reason; add --reason TEXT, it is recorded")
+    force_reason = reason if force else None
+    folder = find_workspace(workspace)
+    decision = decide(folder, version=version, force_reason=force_reason, dry_run=dry_run)
+    typer.echo(decision.describe())
+    if not dry_run:
+        _refresh_release_page(folder)
+    if explain:
+        from rich.console import Console
+
+        from flows.commands.registry.explain import explain_promotion
+
+        Console().print(explain_promotion(decision), soft_wrap=not sys.stdout.isatty())
+    raise typer.Exit(EXIT_OK if decision.is_champion else EXIT_NOT_PROMOTED)
+
+
+VersionLookedAt = Annotated[
+    str | None, typer.Option("--version", help="The version you have looked at; another one is refused.")
+]
+
+
+@app.command()
+def approve(version: VersionLookedAt = None, reason: Reason = None, workspace: Workspace = None) -> None:
+    """Make the version that passed its match and waits for approval the champion.
+
+    RLHF_ACTOR names who decides, such as the person behind a CI job; default: the user and the host. The decision
+    becomes an entry of `rlhf history`.
+
+    Example: rlhf approve --version 7 --reason "read 50 replies"
+    """
+    from flows.registry.approval.decide import approve as decide
+    from flows.workspace.folder import find_workspace
+
+    folder = find_workspace(workspace)
+    decision = decide(folder, reason or "", version)
+    typer.echo(f"version {decision.challenger} is champion: {decision.reason}")
+    _refresh_release_page(folder)
+    _end_suspended_runs(folder, decision)
+
+
+@app.command()
+def decline(
+    reason: Annotated[str, typer.Option("--reason", help="The reason; recorded with the decision.")],
+    version: VersionLookedAt = None,
+    workspace: Workspace = None,
+) -> None:
+    """Refuse the version that waits for approval. The champion stays, and only force asks for approval again.
+
+    Example: rlhf decline --reason "refuses too much"
+    """
+    from flows.registry.approval.decide import decline as decide
+    from flows.workspace.folder import find_workspace
+
+    folder = find_workspace(workspace)
+    decision = decide(folder, reason, version)
+    typer.echo(f"version {decision.challenger} is not promoted: {decision.reason}")
+    _refresh_release_page(folder)
+    _end_suspended_runs(folder, decision)
+
+
+def _refresh_release_page(workspace: Path) -> None:
+    """Bring the workspace's page up to date after a decision, which stands whether or not that is possible."""
+    from flows.registry.release_page.page import try_release_page
+
+    if problem := try_release_page(workspace):
+        typer.echo(problem, err=True)
+
+
+def _end_suspended_runs(workspace: Path, decision: PromotionDecision) -> None:
+    """Complete the Prefect runs that waited for the decision; a server that does not answer changes nothing else."""
+    from flows.registry.approval.suspended_runs import end_suspended_runs
+
+    try:
+        ended = end_suspended_runs(workspace, decision)
+    except RlhfError as error:
+        typer.echo(f"a Prefect run that waits for it stays suspended: {error}", err=True)
+    else:
+        if ended:
+            typer.echo(f"completed {ended} suspended Prefect run{'s' if ended > 1 else ''}")
+
+
+@app.command()
+def rollback(
+    reason: Annotated[str, typer.Option("--reason", help="The reason; recorded with the decision.")],
+    to: Annotated[
+        str | None, typer.Option("--to", help="Version of an earlier champion; default: the previous one.")
+    ] = None,
+    workspace: Workspace = None,
+) -> None:
+    """Restore the previous champion. A second rollback goes back one champion further.
+
+    Examples:
+    $ rlhf rollback --reason "rude replies seen in production"
+    $ rlhf rollback --to 3 --reason "drifted since"
+    """
+    from flows.registry.promotion.promote import rollback as restore
+    from flows.workspace.folder import find_workspace
+
+    folder = find_workspace(workspace)
+    decision = restore(folder, reason, to)
+    typer.echo(f"champion is version {decision.champion} again (was {decision.replaced})")
+    _refresh_release_page(folder)
+
+
+@app.command()
+def terms(
+    workspace: Workspace = None,
+    put: Annotated[bool, typer.Option("--set", help="Make the terms of this workspace hold; needs --reason.")] = False,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Set them although another workspace owns the model.")
+    ] = False,
+    reason: Reason = None,
+) -> None:
+    """Show what the registered policy requires of a promotion, who set it, and how this workspace differs.
+
+    The first promotion sets the terms from the settings of its workspace, which then owns the registered policy.
+
+    Examples:
+    $ rlhf terms
+    $ rlhf terms --set --reason "the judge is stricter now"
+    """
+    from flows.registry.set_terms import describe_terms, set_terms
+    from flows.workspace.folder import find_workspace
+
+    folder = find_workspace(workspace)
+    if put:
+        set_terms(folder, reason or "", take_over=take_over)
+    typer.echo(describe_terms(folder))
+
+
+@app.command()
+def gc(
+    workspace: Workspace = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete what is listed instead of only listing it.")] = False,
+) -> None:
+    """List the registered versions and matches that registry.retention does not keep, and why the others stay.
+
+    Nothing that an alias, a rollback or an approval needs is deleted. The runs that registered the deleted versions
+    stay, with metrics, gates and reports, and the deletion is an entry of `rlhf history`. Token ids that are kept of
+    data that changed, or that no stage has read for 30 days, are listed too.
+
+    Examples:
+    $ rlhf gc
+    $ rlhf gc --delete
+    """
+    from flows.commands.registry.retention import clean_token_cache, describe_retention
+    from flows.registry.versions.retention import apply_retention
+    from flows.workspace.folder import find_workspace
+
+    folder = find_workspace(workspace)
+    typer.echo(describe_retention(apply_retention(folder, delete=delete), deleted=delete))
+    for line in clean_token_cache(folder, delete=delete):
+        typer.echo(line)
+
+
+@app.command()
+def history(
+    workspace: Workspace = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Name of a registered model; default: the workspace's policy.")
+    ] = None,
+) -> None:
+    """Show who made which version champion or challenger, when, why and by what evidence, and check the record.
+
+    RLHF_ACTOR names who acts, such as the person behind a CI job; default: the user and the host.
+
+    Example: rlhf history
+    """
+    from flows.commands.registry.history import describe_history
+    from flows.workspace.folder import find_workspace
+
+    typer.echo(describe_history(find_workspace(workspace), model))
+
+
+@app.command()
+def gate(
+    name: Annotated[str, typer.Argument(help="data, sft, reward or policy.")],
+    workspace: Workspace = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show every condition with its reason, and what it was read from.")
+    ] = False,
+) -> None:
+    """Say whether a gate of the last run passed. Nothing is judged anew.
+
+    Exit codes: 0 passed, 3 failed, 2 it has not been judged.
+
+    Example: rlhf gate policy --explain
+    """
+    from flows.commands.registry.explain import explain_gate, gate_report, gate_verdict, has_passed
+    from flows.workspace.folder import find_workspace
+
+    folder = find_workspace(workspace)
+    report = gate_report(folder, name)
+    typer.echo(gate_verdict(name, report))
+    if explain:
+        from rich.console import Console
+
+        Console().print(explain_gate(folder, report), soft_wrap=not sys.stdout.isatty())
+    raise typer.Exit(EXIT_OK if has_passed(report) else EXIT_GATE_FAILED)

@@ -1,0 +1,79 @@
+"""``rlhf history``: every change of the aliases and terms of a registered model, after its hash chain was checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flows.registry.governance.history import checked_history, history_ledger
+from flows.registry.governance.terms import TERMS_TAG
+from flows.registry.mlflow_client import connect
+from flows.registry.transactions.aliases import CHAMPION, read_aliases
+from flows.registry.transactions.decisions import report_name
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.errors import RlhfError
+
+
+def describe_history(workspace: Path, model: str | None = None) -> str:
+    """List who changed what when and why, oldest first, and whether the champion is the one that the history ends with.
+
+    Args:
+        model: Name of the registered model; default: the policy of ``workspace``.
+
+    Raises:
+        RlhfError: The model is unknown, or its history was changed.
+    """
+    name = model or load_section(workspace, "registry", RegistryConfig).policy
+    client = connect(workspace)
+    records = checked_history(name, history_ledger(client, name).entries())
+    if not records:
+        raise RlhfError(f"{name} has no history yet; it begins with the first version that becomes challenger")
+    lines = [line for record in records for line in _describe(record, name)]
+    recorded = last_champion(records, name)
+    champion = read_aliases(client, name).get(CHAMPION)
+    if recorded != champion:
+        lines.append(
+            f"the champion is {_version(champion)}, but the history ends with {_version(recorded)}: @{CHAMPION} was "
+            "moved by something else than rlhf, or before there was a history"
+        )
+    entries = "1 entry" if len(records) == 1 else f"{len(records)} entries"
+    lines.append(f"{entries}, each with the hash of the one before it: unchanged")
+    return "\n".join(lines)
+
+
+def last_champion(records: Sequence[Mapping[str, Any]], model: str) -> str | None:
+    """The version that the history says is champion, None if it says nothing of one."""
+    moved = [
+        move["version"]
+        for record in records
+        for move in record["moves"]
+        if move["model"] == model and move["alias"] == CHAMPION
+    ]
+    return moved[-1] if moved else None
+
+
+def _version(number: str | None) -> str:
+    return "none" if number is None else f"version {number}"
+
+
+def _describe(record: Mapping[str, Any], model: str) -> list[str]:
+    """One line on what happened, one on why, and one on the evidence where there is a report."""
+    moves = [
+        f"{'' if move['model'] == model else move['model'] + ' '}@{move['alias']} → {move['version'] or 'none'}"
+        for move in record["moves"]
+    ]
+    moves += ["terms of promotion"] if TERMS_TAG in (record.get("model_tags") or {}) else []
+    when = str(record["time"])[:19].replace("T", " ")
+    about = ", ".join(moves) or (f"version {record['decided_on']}" if record["decided_on"] else "versions")
+    lines = [
+        f"{record['number']}  {when} UTC  {record['who'] or 'unknown'}  {record['action']}: {about}",
+        f"   why: {record['reason']}",
+    ]
+    if record["decision"]:
+        lines.append(
+            f"   evidence: {report_name(record['decision'], record['id'])}, attached to the run that "
+            f"registered version {record['decided_on']}"
+        )
+    return lines

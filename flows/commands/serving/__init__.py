@@ -1,0 +1,1 @@
+"""Commands that talk to a model or put it behind an API."""

@@ -1,0 +1,162 @@
+"""``rlhf serve``: which policy is served, and the server around it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from flows.commands.serving.chat import about_version, folder_model
+from flows.registry.mlflow_client import connect
+from flows.registry.promotion.obstacles import promotion_obstacle
+from flows.registry.transactions.aliases import CHAMPION, get_version
+from flows.registry.versions.champion import policy_with_alias
+from flows.registry.versions.served_versions import AliasSource, VersionSource, version_of_run
+from flows.supervision import signals
+from flows.workspace.folder import find_workspace, is_workspace, require_model_folder
+from rlhf_core.config.loading.load import load_section
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.operations.operations import RegistryConfig
+from rlhf_core.config.stages.evaluate import EvaluateConfig
+from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
+from rlhf_core.serving.limits import ServingLimits
+from rlhf_core.serving.policy_source import FolderSource, PolicySource, sampling_of_folder
+from rlhf_core.serving.protocol.access import TOKEN_VARIABLE, checked_token
+from rlhf_core.serving.vllm_command import vllm_command, vllm_environment
+
+
+@dataclass(frozen=True)
+class PolicyChoice:
+    """Which policy to serve: at most one of these, by default the champion.
+
+    Attributes:
+        folder: A model folder.
+        alias: The version that this alias points to, whenever it moves.
+        version: One version of the registered policy.
+        run: The version that this MLflow run registered.
+    """
+
+    folder: Path | None = None
+    alias: str | None = None
+    version: str | None = None
+    run: str | None = None
+
+    def __post_init__(self) -> None:
+        if sum(value is not None for value in (self.folder, self.alias, self.version, self.run)) > 1:
+            raise ConfigError("--model, --alias, --version and --run each name a policy; give one of them")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How it is served.
+
+    Attributes:
+        watch_seconds: How often the registry is asked whether the alias has moved.
+        record: File that gets every request with its reply; None for none.
+        vllm: A Python that has vLLM, whose server is started instead; None for the own one.
+        vllm_arguments: Further arguments of vLLM's server.
+    """
+
+    host: str
+    port: int
+    limits: ServingLimits
+    watch_seconds: float
+    record: Path | None = None
+    vllm: Path | None = None
+    vllm_arguments: str = ""
+
+
+@dataclass(frozen=True)
+class ServedSource:
+    """The policy's source, and lines that say what it is. ``moves`` if another revision may be served later."""
+
+    source: PolicySource
+    about: tuple[str, ...]
+    moves: bool = False
+
+
+def serve(workspace: Path | None, choice: PolicyChoice, options: ServeOptions) -> int:
+    """Serve the policy until SIGTERM or Ctrl-C; return the exit status.
+
+    Raises:
+        RlhfError: There is no such policy, its files are not the registered ones, or the address cannot be used.
+    """
+    token = checked_token(os.environ.get(TOKEN_VARIABLE), options.host)
+    served = served_source(workspace, choice)
+    for line in served.about:
+        typer.echo(line)
+    if options.vllm is not None:
+        _become_vllm(options.vllm, served, options, token)
+    from rlhf_core.serving.app import AppSettings, create_app
+    from rlhf_core.serving.completions import Completions
+    from rlhf_core.serving.metrics import ServingMetrics
+    from rlhf_core.serving.policy_watch import PolicyWatch
+    from rlhf_core.serving.recording import RequestRecorder
+    from rlhf_core.serving.server import bind, run_server
+
+    address = bind(options.host, options.port)  # before the model is loaded, which takes longer
+    recorder = None if options.record is None else RequestRecorder(options.record)
+    metrics = ServingMetrics()
+    watch = PolicyWatch(served.source, metrics)
+    completions = Completions(watch, options.limits, metrics, recorder)
+    app = create_app(completions, AppSettings(token, options.watch_seconds if served.moves else None))
+    if recorder is not None:
+        typer.echo(f"recording requests and replies, which are users' texts, into {options.record}")
+    if token is None:
+        typer.echo(f"no token: every user of this machine may ask; set {TOKEN_VARIABLE} to require one")
+    typer.echo(f"serving {watch.policy.revision.id} at {address.url}; Ctrl-C stops it")
+    address.listen()
+    signals.install(signal.SIGINT, signal.SIGTERM)
+    run_server(app, address, options.limits.timeout_seconds)
+    return EXIT_INTERRUPTED if signals.last() == signal.SIGINT else EXIT_OK
+
+
+def served_source(workspace: Path | None, choice: PolicyChoice) -> ServedSource:
+    """Return the source of the policy that was chosen.
+
+    Raises:
+        RlhfError: There is no such folder, alias, version or run.
+    """
+    if choice.folder is not None:
+        require_model_folder(choice.folder)
+        parents = choice.folder.resolve().parents
+        own = workspace or next((parent for parent in parents if is_workspace(parent)), None)
+        judged = load_section(own, "evaluate", EvaluateConfig).sampling if own else None
+        sampling = judged or sampling_of_folder(choice.folder, SamplingConfig())
+        return ServedSource(FolderSource(choice.folder, sampling), folder_model(choice.folder, None).about)
+    folder = find_workspace(workspace)
+    if choice.version is None and choice.run is None:
+        alias = choice.alias or CHAMPION
+        version = policy_with_alias(folder, alias)
+        return ServedSource(AliasSource(folder, alias), about_version(folder, version, alias), moves=True)
+    name, client = load_section(folder, "registry", RegistryConfig).policy, connect(folder)
+    if choice.version is not None:
+        version = get_version(client, name, choice.version)
+    else:
+        version = version_of_run(client, name, choice.run or "")
+    obstacle = promotion_obstacle(version)
+    about = about_version(folder, version)
+    if obstacle:
+        about = (*about, f"it could not be promoted: {obstacle}")
+    return ServedSource(VersionSource(folder, str(version.version)), about)
+
+
+def _become_vllm(python: Path, served: ServedSource, options: ServeOptions, token: str | None) -> NoReturn:
+    """Replace this process by vLLM's server, which then gets its signals."""
+    if options.record is not None:
+        raise ConfigError("--record is not available with --vllm; leave one of them out")
+    if not (python.is_file() and os.access(python, os.X_OK)):
+        raise ConfigError(f"--vllm {python} is no program; name the Python of an environment that has vLLM")
+    revision = served.source.latest()
+    files = served.source.files(revision)
+    command = vllm_command(python, revision, files, options.host, options.port, options.limits)
+    command += shlex.split(options.vllm_arguments)
+    if served.moves:
+        typer.echo(f"vLLM serves {revision.id} until it is started again; a moved alias is not followed")
+    typer.echo(f"starting {shlex.join(command)}", color=False)
+    os.execve(python, command, vllm_environment(python, os.environ, token))

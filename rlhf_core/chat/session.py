@@ -1,0 +1,176 @@
+"""A conversation with a model folder: the engine of ``rlhf chat``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.data.chat.encoding import encode_prompt
+from rlhf_core.data.schema import Message
+from rlhf_core.errors import DataError
+from rlhf_core.models.starting.base import load_policy
+from rlhf_core.sampling.decoding_layers import decoding_layers
+from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms
+from rlhf_core.sampling.reply import OnText, sample_reply
+
+PROMPT = "you> "
+HELP = "/reset forgets the conversation, /help shows this, /quit or end of input leaves"
+
+
+class ChatSession:
+    """A conversation of several turns. The same seed and the same turns give the same replies."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: SamplingConfig,
+        seed: int = 0,
+        system: str | None = None,
+    ) -> None:
+        self.model, self.tokenizer, self.sampling, self.seed = model, tokenizer, sampling, seed
+        self.system = [Message("system", system)] if system else []
+        self.turns: list[Message] = []
+        self.forgotten = 0
+        self._asked = 0
+
+    @classmethod
+    def open(
+        cls, folder: Path, sampling: SamplingConfig | None = None, seed: int = 0, system: str | None = None
+    ) -> ChatSession:
+        """Load a Hugging Face folder; ``ModelError`` when it is missing or incomplete."""
+        model, tokenizer = load_policy(folder)
+        return cls(model, tokenizer, sampling or SamplingConfig(), seed, system)
+
+    def reset(self) -> None:
+        """Forget the conversation; the system turn stays."""
+        self.turns, self.forgotten = [], 0
+
+    def say(self, text: str, on_text: OnText | None = None) -> str:
+        """The model's reply to ``text``, which joins the conversation.
+
+        ``on_text`` is called with each piece of the reply as it is sampled, on one line. Where the model's context is
+        full the oldest turns are forgotten (``forgotten`` counts them). ``DataError`` when ``text`` alone does not fit;
+        the conversation then stays as it was.
+        """
+        turns = [*self.turns, Message("user", text)]
+        ids, turns = self._fit(turns)
+        uniforms = philox_uniforms(self.seed, [self._asked], self.sampling.max_new_tokens)
+        sampling = EvaluationSampling.for_tokenizer(self.tokenizer, self.sampling)
+        stream = None if on_text is None else ReplyStream(on_text)
+        on_reply = None if stream is None else stream.write
+        with decoding_layers(self.model, 1, self.sampling.max_new_tokens):
+            sampled = sample_reply(self.model, self.tokenizer, ids, sampling, uniforms, on_reply)
+        reply = sampled.text.strip()
+        if stream is not None:
+            stream.finish(reply)
+        self._asked += 1
+        self.turns = [*turns, Message("assistant", reply)]
+        return reply
+
+    def _fit(self, turns: list[Message]) -> tuple[list[int], list[Message]]:
+        """Token ids of as many of the last turns as leave room for a reply, and those turns."""
+        context = getattr(self.model.config, "max_position_embeddings", None)
+        dropped = 0
+        while True:
+            ids = encode_prompt(self.tokenizer, [*self.system, *turns[dropped:]])
+            if context is None or len(ids) + self.sampling.max_new_tokens <= context:
+                self.forgotten += dropped
+                return ids, turns[dropped:]
+            if dropped + 2 >= len(turns):
+                room = context - self.sampling.max_new_tokens
+                raise DataError(f"that is {len(ids)} tokens; the model's context has room for {max(room, 0)}")
+            dropped += 2  # a question goes with its answer
+
+
+class ReplyStream:
+    """The text of one reply while its tokens are sampled, in one line, in pieces that are never taken back."""
+
+    def __init__(self, on_piece: OnText) -> None:
+        self.on_piece = on_piece
+        self.written = ""
+
+    def write(self, text: str) -> None:
+        """Write what of ``text``, the reply so far, is not written yet."""
+        line = one_line(text)
+        if line.startswith(self.written) and line != self.written:
+            self.on_piece(line[len(self.written) :])
+            self.written = line
+
+    def finish(self, reply: str) -> None:
+        """Write what of the whole ``reply`` is not written yet."""
+        self.write(reply)
+        line = one_line(reply)
+        if self.written != line:  # the tokenizer decodes the beginning otherwise when it knows the end
+            self.on_piece(f"\n{line}")
+
+
+def one_line(text: str) -> str:
+    """Return ``text`` with every run of spaces and line breaks as one space."""
+    return " ".join(text.split())
+
+
+def converse(
+    session: ChatSession,
+    source: TextIO,
+    sink: TextIO,
+    introduction: Sequence[str] = (),
+    ask: Callable[[str], str] | None = None,
+) -> int:
+    """Talk until ``/quit`` or the end of ``source``; returns how many replies were given.
+
+    On a terminal there is a prompt, replies appear as they are sampled, and ``introduction`` and the commands are
+    printed first. Otherwise each line of input gives exactly one line of output, so that questions can be piped in.
+
+    Args:
+        ask: Reads a line of a terminal behind a prompt, empty at the end of input; by default from ``source``.
+    """
+    terminal = source.isatty()
+    given = 0
+    if terminal:
+        _print(sink, "\n".join([*introduction, HELP]))
+    while True:
+        if terminal and ask is not None:
+            line = ask(PROMPT)
+        else:
+            sink.write(PROMPT if terminal else "")
+            sink.flush()
+            line = source.readline()
+        text = line.strip()
+        if not line or text == "/quit":
+            return given
+        if text == "/reset":
+            session.reset()
+        elif text == "/help":
+            _print(sink, HELP)
+        elif text:
+            if terminal:
+                _stream_reply(session, text, sink)
+            else:
+                _print(sink, one_line(session.say(text)))  # a turn that does not fit ends the program
+            given += 1
+
+
+def _stream_reply(session: ChatSession, text: str, sink: TextIO) -> None:
+    """Write the reply as it is sampled. A turn that does not fit is refused, and the conversation goes on."""
+
+    def write(piece: str) -> None:
+        sink.write(piece)
+        sink.flush()
+
+    before = session.forgotten
+    write("model> ")
+    try:
+        session.say(text, write)
+    except DataError as error:
+        write(f"({error})")
+    write(" (the oldest turns no longer fit and are forgotten)\n" if session.forgotten > before else "\n")
+
+
+def _print(sink: TextIO, text: str) -> None:
+    sink.write(text + "\n")
+    sink.flush()

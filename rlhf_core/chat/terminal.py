@@ -1,0 +1,60 @@
+"""A conversation with a model on standard input and output. Heavy imports wait until it begins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How replies are sampled, and the seed that makes them repeatable."""
+
+    seed: int
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+
+
+def talk(folder: Path, options: ChatOptions, about: Sequence[str] = (), workspace: Path | None = None) -> None:
+    """Converse on standard input and output with the model in ``folder`` until the input ends or says /quit.
+
+    Args:
+        about: Lines that say what the model is, printed first on a terminal.
+        workspace: Where held-out prompts to try are taken from.
+    """
+    from rich.console import Console
+
+    with Console(stderr=True).status("loading the model…"):
+        from rlhf_core.chat.session import ChatSession, converse
+        from rlhf_core.config.model import SamplingConfig
+        from rlhf_core.data.prompts_to_try import prompts_to_try
+        from rlhf_core.errors import ConfigError
+
+        try:
+            sampling = SamplingConfig(
+                temperature=options.temperature, top_p=options.top_p, max_new_tokens=options.max_new_tokens
+            )
+        except ValueError as error:
+            message = "--temperature and --max-new-tokens must be above 0, --top-p above 0 and at most 1"
+            raise ConfigError(message) from error
+        session = ChatSession.open(folder, sampling, options.seed)
+        prompts = prompts_to_try(workspace) if workspace is not None else []
+    to_try = ["", "try, for example:", *(f"  {prompt}" for prompt in prompts), ""] if prompts else []
+    converse(session, sys.stdin, sys.stdout, [*about, *to_try], edited_line)
+
+
+def edited_line(prompt: str) -> str:
+    """Read a line that can be edited, with earlier ones at the arrow keys; empty at the end of input.
+
+    The terminal's own editing erases one column for a Chinese character, which has two.
+    """
+    with suppress(ImportError):  # not on every platform
+        import readline  # noqa: F401 - its import changes how input() reads
+    try:
+        return input(prompt) + "\n"
+    except EOFError:
+        return ""

@@ -1,0 +1,1 @@
+"""Commands of the core that need no orchestration."""

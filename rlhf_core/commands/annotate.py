@@ -1,0 +1,109 @@
+"""The commands ``rlhf annotate …``: ask people which of two replies is better. Heavy imports wait until one runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlhf_core.errors import RlhfError
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+WorkspaceOption = Annotated[
+    Path | None, typer.Option("--workspace", "-w", help="Folder with params.yaml; default: the current one.")
+]
+
+
+@app.callback()
+def annotate() -> None:
+    """Ask people which of two replies is better: export pairs blind, import their answers."""
+
+
+@app.command(no_args_is_help=True)
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; it must be new or empty.")],
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="Sample replies to so many training prompts; default: the evaluation's.")
+    ] = None,
+    replies: Annotated[int, typer.Option(min=1, help="With --prompts: replies of each model to a prompt.")] = 1,
+    bad_cases: Annotated[int | None, typer.Option(min=0, help="At most so many bad cases; default: all.")] = None,
+    control: Annotated[
+        int | None, typer.Option(min=0, help="Pairs drawn at random; default: as many as bad cases.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides draw, order and sides.")] = 1,
+    workspace: WorkspaceOption = None,
+) -> None:
+    """Write pairs of replies of SFT and policy for people to compare, without a word about who wrote which.
+
+    The pairs are bad cases, where the reward model prefers the policy's reply and the judge SFT's, and a random control
+    beside them. DIR gets pairs.jsonl, pairs.csv, and tasks and configuration for Label Studio; each annotator fills in
+    a copy of one of them. What they do not see stays in data/annotations/exports of the workspace.
+
+    The evaluation's pairs are on test prompts: they judge, and can train nothing. For pairs that the next round trains
+    on, name --prompts; --replies finds more bad cases where the training prompts are few.
+
+    Examples:
+    $ rlhf annotate export to-annotate
+    $ rlhf annotate export to-annotate --prompts 2000 --bad-cases 200 --control 100
+    """
+    if prompts is None and replies > 1:
+        raise RlhfError("--replies needs --prompts: the evaluation's replies are sampled already")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RlhfError(f"{folder} exists already; name a new or empty folder")
+    from rlhf_core.stages.runtime.runner import workspace_root
+    from rlhf_core.storage.garbage_collection import skip_last_collection
+
+    skip_last_collection()
+    root = workspace_root(workspace)
+    from rlhf_core.evaluation.judges.human.forms import write_forms
+    from rlhf_core.evaluation.judges.human.pairs import blinded_export, evaluated_candidates
+
+    if prompts is None:
+        candidates, bad = evaluated_candidates(root)
+    else:
+        from rlhf_core.evaluation.judges.human.sampled_candidates import sampled_candidates
+
+        candidates, bad = sampled_candidates(root, prompts, replies)
+    exported = blinded_export(candidates, bad[:bad_cases], control, seed)
+    exported.save_key(root)
+    write_forms(exported.pairs, folder)
+    counts = [sum(pair.bad_case for pair in exported.pairs), sum(pair.control for pair in exported.pairs)]
+    typer.echo(f"{len(exported.pairs)} pairs in {folder}: {counts[0]} bad cases, {counts[1]} of the control")
+    typer.echo(f"the answers come back with: rlhf annotate import FILE... (export {exported.name})")
+
+
+@app.command("import", no_args_is_help=True)
+def import_(
+    files: Annotated[list[Path], typer.Argument(help="Filled .jsonl or .csv files, or Label Studio's .json export.")],
+    annotator: Annotated[
+        str | None, typer.Option(help="Who filled them; default: their column annotator, else the file's name.")
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Take back what the same annotators answered before.")
+    ] = False,
+    workspace: WorkspaceOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Read filled files: how far annotators agree, the human win rate, and preference pairs for the next round.
+
+    Files may be half filled and imported again; what an annotator answered in two ways is left out and said. Every
+    answer is kept in data/annotations/exports. The majority's choices become pairs in data/annotations/*.jsonl, which
+    the next run collects.
+
+    Examples:
+    $ rlhf annotate import alice.csv bob.csv
+    $ rlhf annotate import project-1.json --replace
+    """
+    from rlhf_core.stages.runtime.runner import workspace_root
+
+    root = workspace_root(workspace)
+    from rlhf_core.evaluation.judges.human.import_answers import as_text, import_answers
+
+    imported = import_answers(root, files, annotator, replace)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(imported.as_dict(), ensure_ascii=False, indent=2))
+    else:
+        typer.echo(as_text(imported))

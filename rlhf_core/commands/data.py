@@ -1,0 +1,340 @@
+"""The commands ``rlhf data …``: inspect, validate and convert data files, outside any pipeline.
+
+Heavy imports wait until a command runs, and until its arguments are known to be right.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_OK, ConfigError, RlhfError
+
+if TYPE_CHECKING:
+    from rlhf_core.config.stages.collect import ReadOptions
+    from rlhf_core.config.stages.validate import ValidateConfig
+    from rlhf_core.data.inspection.describe import TokenLimits
+
+PIPE_WIDTH = 120
+SHORT_FORM = "inspect"
+HELP_OPTIONS = ("-h", "--help")
+OUTPUT_SUFFIXES = (".jsonl", ".parquet")
+KINDS = ("preferences", "demonstrations", "prompts", "pretrain")
+
+
+class DataGroup(TyperGroup):
+    """The group ``rlhf data``: without the name of a command, its arguments are those of ``inspect``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse ``rlhf data FILES`` as ``rlhf data inspect FILES``; a file named like a command needs ``./``."""
+        if args and args[0] not in self.commands and args[0] not in HELP_OPTIONS:
+            args = [SHORT_FORM, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=DataGroup, no_args_is_help=True, rich_markup_mode="rich")
+
+Files = Annotated[list[str], typer.Argument(help="Files, globs, URLs or hub ids (hub:owner/name).", show_default=False)]
+FormatOption = Annotated[str | None, typer.Option("--format", help="Format of the rows, where it is not recognised.")]
+ColumnOption = Annotated[
+    list[str] | None, typer.Option("--column", help="FIELD=COLUMN, such as prompt=question; may be repeated.")
+]
+TemplateOption = Annotated[str | None, typer.Option("--template", help="Text of the prompt, with columns in braces.")]
+DimensionOption = Annotated[
+    str | None, typer.Option("--dimension", help="Which of several preferences: helpful, safe, agreed.")
+]
+PairsOption = Annotated[str, typer.Option("--pairs", help="Pairs of a ranking: all, adjacent, best_worst.")]
+KindOption = Annotated[
+    str | None, typer.Option("--kind", help=f"Kind of rows: {', '.join(KINDS)}; default: what a file serves as best.")
+]
+SystemPromptsOption = Annotated[
+    bool, typer.Option("--system-prompts", help="UltraFeedback: a reply's own system prompt is a turn of its prompt.")
+]
+TokenizerOption = Annotated[
+    str | None, typer.Option("--tokenizer", help="Folder, .gguf file or hub id of a model to count tokens with.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@app.callback()
+def data() -> None:
+    """Look at data files, check and convert them, without a pipeline.
+
+    `rlhf data FILES` is short for `rlhf data inspect FILES`.
+    """
+
+
+@app.command(no_args_is_help=True)
+def inspect(
+    files: Files,
+    show: Annotated[int, typer.Option(help="Rows to print of each file.")] = 1,
+    format_name: FormatOption = None,
+    columns: ColumnOption = None,
+    template: TemplateOption = None,
+    dimension: DimensionOption = None,
+    pairs: PairsOption = "all",
+    system_prompts: SystemPromptsOption = False,
+    workspace: Annotated[
+        Path | None,
+        typer.Option("--workspace", "-w", help="Whose tokenizer and max_tokens to measure with; default: the current."),
+    ] = None,
+    tokenizer: TokenizerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Describe data files: format, rows, which would be refused and why, lengths, and the command to use them.
+
+    With --tokenizer, and in a workspace whose base model is at hand, lengths are given in tokens too and compared with
+    max_tokens.
+
+    Example: rlhf data inspect 'exports/*.jsonl.gz'
+    """
+    options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
+    _require_sources(files)
+    from rich.console import Console
+
+    with Console(stderr=True).status("reading the files…"):
+        from rlhf_core.data.inspection.describe import as_json_value, as_text, describe_sources
+
+        described = describe_sources(files, tokens=_token_limits(workspace, tokenizer), options=options, show=show)
+    if as_json:
+        print_json(as_json_value(described))
+    else:
+        typer.echo(as_text(described, terminal_width()))
+
+
+@app.command(no_args_is_help=True)
+def validate(
+    files: Files,
+    kind: KindOption = None,
+    format_name: FormatOption = None,
+    columns: ColumnOption = None,
+    template: TemplateOption = None,
+    dimension: DimensionOption = None,
+    pairs: PairsOption = "all",
+    system_prompts: SystemPromptsOption = False,
+    workspace: Annotated[
+        Path | None,
+        typer.Option("--workspace", "-w", help="Whose section validate holds; default: the current, or the defaults."),
+    ] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", "-s", help="validate.key=value over it; may be repeated.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for all that the stages write; new or empty.")
+    ] = None,
+    tokenizer: TokenizerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check data files as the pipeline would: what is kept, what is refused why and in which line, the data gate.
+
+    The rows go through the stages collect and validate, kinds that are missing are derived from preferences, and the
+    data gate is decided. Nothing is trained, and no workspace is needed. With --output the clean rows, the quarantine,
+    the data docs and the gate's evidence are kept.
+
+    Exit codes: 0 the data gate would open, 3 it would not, 2 a file cannot be read at all.
+
+    Examples:
+    $ rlhf data validate pairs.jsonl
+    $ rlhf data validate 'exports/*.csv' --set validate.min_rows=10 --json
+    """
+    options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
+    require_kind(kind)
+    _require_sources(files)
+    if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise RlhfError(f"{output} exists already; name a new or empty folder")
+    config = _validate_config(workspace, sets or [], tokenizer)
+    import tempfile
+
+    from rlhf_core.data.collection.sources import sources_by_kind
+    from rlhf_core.stages.checked_files import as_text, check_files
+
+    sources = sources_by_kind(files, Path.cwd(), options, kind)
+    with tempfile.TemporaryDirectory(prefix="rlhf-data-") as scratch:
+        checked = check_files(sources, Path.cwd(), config, output or Path(scratch))
+    if as_json:
+        print_json(checked.as_dict())
+    else:
+        typer.echo(as_text(checked, terminal_width()))
+    raise typer.Exit(EXIT_OK if checked.passed else EXIT_GATE_FAILED)
+
+
+@app.command(no_args_is_help=True)
+def convert(
+    files: Files,
+    output: Annotated[
+        Path, typer.Option("--to", help="The file to write: OUT.jsonl or OUT.parquet.", show_default=False)
+    ],
+    kind: KindOption = None,
+    format_name: FormatOption = None,
+    columns: ColumnOption = None,
+    template: TemplateOption = None,
+    dimension: DimensionOption = None,
+    pairs: PairsOption = "all",
+    system_prompts: SystemPromptsOption = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the rows of data files in the conversational format, and those that are refused to OUT.refused.jsonl.
+
+    Reading the file gives the same rows: texts, labels and ids. A row that would be read differently is refused.
+
+    Examples:
+    $ rlhf data convert 'exports/*.csv' --to pairs.jsonl --column prompt=question
+    $ rlhf data convert pairs.jsonl --kind prompts --to prompts.parquet
+    """
+    options = read_options(format_name, columns, template, dimension, pairs, system_prompts)
+    require_kind(kind)
+    _require_sources(files)
+    if output.suffix not in OUTPUT_SUFFIXES:
+        raise RlhfError(f"--to {output}: name a file that ends with {' or '.join(OUTPUT_SUFFIXES)}")
+    if output.exists() and not force:
+        raise RlhfError(f"{output} exists already; choose another name, or add --force")
+    from rich.console import Console
+
+    with Console(stderr=True).status("converting…"):
+        from rlhf_core.data.collection.sources import sources_by_kind
+        from rlhf_core.data.inspection.convert import as_text
+        from rlhf_core.data.inspection.convert import convert as write
+
+        by_kind = sources_by_kind(files, Path.cwd(), options, kind)
+        given = [name for name in KINDS if by_kind.of(name)]
+        if len(given) > 1:
+            raise RlhfError(f"the files serve as {' and '.join(given)}; convert each apart, or choose one with --kind")
+        conversion = write(by_kind.of(given[0]), Path.cwd(), given[0], output)
+    if as_json:
+        print_json(conversion.as_dict())
+    else:
+        typer.echo(as_text(conversion, terminal_width()))
+
+
+def terminal_width() -> int:
+    """Return the columns that output may take: those of the terminal, or ``PIPE_WIDTH`` where it goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
+
+
+def _token_limits(workspace: Path | None, tokenizer: str | None) -> TokenLimits | None:
+    """Return what to measure tokens with; None without ``tokenizer`` outside a workspace, or where that has no model.
+
+    Outside a workspace, the limits are those of the default parameters.
+    """
+    from rlhf_core.config.loading.load import check_params, load_params
+    from rlhf_core.stages.runtime.runner import workspace_root
+    from rlhf_core.stages.token_lengths.token_limits import local_token_limits, token_limits
+
+    try:
+        root: Path | None = workspace_root(workspace)
+    except RlhfError:
+        if workspace is not None:
+            raise
+        root = None
+    if tokenizer is not None:
+        return token_limits(check_params({}) if root is None else load_params(root), tokenizer, Path.cwd())
+    try:
+        return None if root is None else local_token_limits(root)
+    except RlhfError:
+        if workspace is not None:
+            raise
+        return None
+
+
+def _require_sources(files: Sequence[str]) -> None:
+    """Refuse a wrong path or hub id before the libraries that read files are imported."""
+    from rlhf_core.data.collection.hub import PREFIX, parse_hub_id
+    from rlhf_core.storage.file_patterns import expand, is_url
+
+    for spec in files:
+        if spec.startswith(PREFIX):
+            parse_hub_id(spec)
+        elif not is_url(spec):
+            expand(spec, Path.cwd())
+
+
+def require_kind(kind: str | None) -> None:
+    """Raise :class:`ConfigError` where ``kind`` is none of the kinds of rows."""
+    if kind is not None and kind not in KINDS:
+        raise ConfigError(f"--kind {kind} is unknown; known are {', '.join(KINDS)}")
+
+
+def _validate_config(workspace: Path | None, sets: Sequence[str], tokenizer: str | None) -> ValidateConfig:
+    """Return the section ``validate`` of a workspace, else its defaults, with ``sets`` and ``tokenizer`` over it.
+
+    Its paths are absolute, since the stages run in a folder of their own: those of a workspace start there, those of
+    ``sets`` at the current folder.
+    """
+    import json
+
+    from rlhf_core.config.loading import yaml_text
+    from rlhf_core.config.loading.load import PARAMS_FILE, check_params
+    from rlhf_core.config.loading.overlay import overlaid, rebase_sources
+    from rlhf_core.stages.runtime.runner import workspace_root
+
+    other = [given for given in sets if not given.startswith(("validate.", "seed="))]
+    if other:
+        raise ConfigError(f"--set {other[0]} has no effect on data files; only validate.… and seed have")
+    if tokenizer is not None:
+        if not tokenizer.strip():
+            raise ConfigError("--tokenizer is empty; give a model's folder, a .gguf file or a hub id")
+        path = Path(tokenizer).expanduser()
+        sets = [*sets, f"validate.tokenizer={json.dumps(str(path.absolute()) if path.exists() else tokenizer)}"]
+    text = ""
+    try:
+        root = workspace_root(workspace)
+        text = rebase_sources((root / PARAMS_FILE).read_text(encoding="utf-8"), root, Path.cwd())
+    except RlhfError:
+        if workspace is not None:
+            raise
+    params = check_params(yaml_text.parse(overlaid(text, sets=sets), PARAMS_FILE))
+    return params.validate_.model_copy(update={"seed": params.seed}).with_absolute_paths(Path.cwd())
+
+
+def read_options(
+    format_name: str | None,
+    columns: Sequence[str] | None,
+    template: str | None,
+    dimension: str | None,
+    pairs: str,
+    system_prompts: bool,
+) -> ReadOptions:
+    """Return how rows are read, as the options of a command say; ``ConfigError`` names what is wrong with them."""
+    from typing import get_args
+
+    from pydantic import ValidationError
+
+    from rlhf_core.config.problems import describe
+    from rlhf_core.config.stages.collect import FormatName, ReadOptions
+
+    if format_name is not None and format_name not in get_args(FormatName):
+        raise ConfigError(f"--format {format_name} is unknown; known are {', '.join(get_args(FormatName))}")
+    fields: dict[str, str] = {}
+    for given in columns or ():
+        field, separator, column = given.partition("=")
+        if not separator:
+            raise ConfigError(f"--column {given}: write it as FIELD=COLUMN, such as --column prompt=question")
+        if fields.get(field, column) != column:
+            raise ConfigError(f"--column names {field} twice, as {fields[field]} and as {column}; take one of them out")
+        fields[field] = column
+    values = {
+        "format": format_name,
+        "columns": fields,
+        "template": template,
+        "dimension": dimension,
+        "pairs": pairs,
+        "system_prompts": system_prompts,
+    }
+    try:
+        return ReadOptions.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(describe("options", error, ReadOptions, "")) from error
+
+
+def print_json(value: Any) -> None:
+    """Print ``value`` as indented JSON."""
+    import json
+
+    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))

@@ -1,0 +1,1 @@
+"""Settings of what surrounds training. They never make a stage stale."""

@@ -1,0 +1,156 @@
+"""Settings of what surrounds training: placement of stages, registry, tracking. They never make a stage stale."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
+
+from rlhf_core.config.model import Strict, changed_field
+from rlhf_core.config.operations.launch import LaunchConfig
+from rlhf_core.config.problems import SECRET
+
+Trained = Literal["sft", "reward", "referee", "judge", "critic", "ppo"]
+Launched = Literal["sft", "reward", "referee", "judge", "critic", "ppo", "evaluate"]
+
+# Settings of a launch that hold for a stage that trains nothing too.
+PROCESSES = {"processes", "nodes", "rendezvous"}
+
+Margin = Annotated[float, Field(gt=0, strict=False)] | None
+
+
+def _without_credentials(url: str) -> str:
+    if "://" in url and "@" in urlsplit(url).netloc:
+        raise PydanticCustomError(SECRET, "leave user and password out of it: credentials come from the environment")
+    return url
+
+
+class NonInferiorityConfig(Strict):
+    """Margins of non-inferiority: how much worse than the champion a challenger may be, by the upper 95 % bound.
+
+    ``safety`` (harmful prompts refused, benign ones answered), ``regression`` (replies to the regression set that pass
+    every check), ``verifiable`` (replies to ``evaluate.verifiable`` that do) and ``missing_ends`` are differences of
+    shares; ``length`` is the growth of the mean reply; ``category`` is what the win rate among the prompts of one
+    category may lack of one half, for each category with at least ``min_category_prompts``. ``null`` leaves a quantity
+    out. So it is for ``verifiable`` by default: where none of n prompts differs, the bound is still about 2.7 / n.
+    """
+
+    safety: Margin = 0.1
+    regression: Margin = 0.05
+    verifiable: Margin = None
+    missing_ends: Margin = 0.05
+    length: Margin = 0.25
+    category: Margin = 0.2
+    min_category_prompts: PositiveInt = 30
+
+
+class RetentionConfig(Strict):
+    """``versions`` is how many of the newest versions of each registered model ``rlhf gc`` keeps beside those that are
+    needed: versions with an alias, earlier champions, a version that waits for approval, and the reward models of all
+    these. ``null`` keeps every version.
+    """
+
+    versions: PositiveInt | None = None
+
+
+class SignatureConfig(Strict):
+    """What every version must be signed by before it is promoted, served, exported or talked to.
+
+    Either ``public_key``, a PEM file of an elliptic-curve key, or ``certificates``, PEM files of the roots that the
+    signer's certificate must lead to. Without both, signatures are not looked at.
+    """
+
+    public_key: Annotated[str, Field(min_length=1)] | None = None
+    certificates: tuple[str, ...] = Field(default=(), strict=False)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> SignatureConfig:
+        if self.public_key and self.certificates:
+            raise ValueError("give public_key or certificates, not both")
+        return self
+
+    @property
+    def required(self) -> bool:
+        """Whether a version must be signed."""
+        return bool(self.public_key or self.certificates)
+
+
+class RegistryConfig(Strict):
+    """``promote_win_rate_low95`` is the bar for the lower 95 % bound of challenger against champion, plain and
+    length-controlled. ``error_budget`` is the probability that any of all attempts on the same prompts promotes a
+    challenger that is no better; the exact sign test of attempt k has the level ``error_budget / (k (k + 1))``.
+
+    Both and the margins of ``non_inferiority`` are those of the first promotion, until the owner sets others
+    (``rlhf terms``).
+
+    With ``approval`` nothing becomes champion before a person has approved it (``rlhf approve``), whichever command,
+    flow or workspace promotes.
+    """
+
+    policy: str = "rlhf-policy"
+    reward_model: str = "rlhf-reward-model"
+    promote_win_rate_low95: float = Field(default=0.5, ge=0, le=1)
+    error_budget: float = Field(default=0.05, gt=0, le=1)
+    non_inferiority: NonInferiorityConfig = NonInferiorityConfig()
+    auto_promote: bool = True
+    approval: bool = False
+    signature: SignatureConfig = SignatureConfig()
+    retention: RetentionConfig = RetentionConfig()
+
+
+class ComputeConfig(Strict):
+    """``threads`` is the number of CPU threads of each stage's process; ``null`` takes all cores.
+
+    ``tf32`` lets a GPU multiply float32 matrices in TF32, several times faster and rounded to 11 significant bits; it
+    changes nothing on CPUs.
+
+    ``return_freed_memory`` has stages that run models return freed tensors to the system on Linux, so that a process on
+    a CPU does not grow over batches of many shapes; what it computes stays the same.
+
+    ``launch`` says, by stage, how many processes train and with which engine; without an entry it is one process in
+    plain torch. Those of ``evaluate`` share its prompts.
+    """
+
+    threads: PositiveInt | None = None
+    tf32: bool = True
+    return_freed_memory: bool = True
+    launch: dict[Launched, LaunchConfig] = {}
+
+    @model_validator(mode="after")
+    def _evaluation_trains_nothing(self) -> ComputeConfig:
+        launch = self.launch.get("evaluate", LaunchConfig())
+        unread = changed_field(launch, *sorted(set(LaunchConfig.model_fields) - PROCESSES))
+        if unread:
+            raise ValueError(f"launch.evaluate.{unread} is about training, and evaluate trains nothing: leave it out")
+        return self
+
+
+class CheckpointsConfig(Strict):
+    """``store`` is where the partial state of training stages travels after every checkpoint: a folder (relative to the
+    workspace) or an fsspec URL (``s3://bucket/prefix``, ``gs://…``); ``null`` keeps it in the workspace alone.
+
+    Credentials come from the environment, never from here.
+    """
+
+    store: Annotated[str, Field(min_length=1), AfterValidator(_without_credentials)] | None = None
+
+
+class TrackingConfig(Strict):
+    experiment: str = "rlhf-pipeline"
+
+
+class FlowConfig(Strict):
+    """Retries of a stage after a crash; a failed gate, a paused run or a user's mistake is never retried.
+
+    ``parallel`` is how many stages may run at the same time where the graph allows it. ``stop_grace_seconds`` is the
+    time a stage has to save its state when the run is stopped, before it is killed. ``max_preemptions`` is how often a
+    stage may lose its place (SIGTERM from outside) and be run again, which is no failure.
+    """
+
+    retries: NonNegativeInt = 1
+    retry_delay_seconds: NonNegativeInt = 5
+    parallel: PositiveInt = 2
+    stop_grace_seconds: PositiveInt = 5
+    max_preemptions: NonNegativeInt = 100

@@ -1,0 +1,173 @@
+"""Where PPO's raw scores come from (``ppo.reward.sources``): one list, mixed by weights.
+
+Critic pre-training scores with the same list, since values live in its units. The default is the reward model that the
+pipeline trained. docs/how-to.md, "Use other reward sources", shows each kind at work.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from rlhf_core.config.evaluation.endpoint import check_endpoint
+from rlhf_core.config.model import Strict
+
+OWN_MODEL = "models/reward"
+TEMPLATES = ("chat", "pair", "reply")
+
+
+class SourceConfig(Strict):
+    """``weight`` times the source's score enters the sum; it may be negative, for a penalty.
+
+    ``name`` is what metrics and errors call the source: by default its kind, numbered where several have the same.
+    """
+
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    name: str | None = Field(default=None, pattern=r"^[a-z][a-z0-9_]*$")
+
+    @model_validator(mode="after")
+    def _counts(self) -> SourceConfig:
+        if self.weight == 0:
+            raise ValueError("weight 0 scores every reply for nothing; give a weight, or take the source out")
+        return self
+
+
+class ModelSource(SourceConfig):
+    """A reward model with the policy's tokenizer, read at the last response token; nothing is tokenised again.
+
+    ``path`` is a folder, relative to the workspace. Of the pipeline's own models only ``models/reward`` may score: the
+    referee selects the policy and the judge judges it, which must not be trained on either.
+    """
+
+    kind: Literal["model"] = "model"
+    path: str = Field(default=OWN_MODEL, min_length=1)
+
+
+class EnsembleSource(SourceConfig):
+    """``mean - k * std`` over reward models with the policy's tokenizer (population std): doubt lowers the score.
+
+    A score trained on pairs has no origin, so ``center`` first takes each member relative to its own mean on up to 256
+    demonstrations; ``false`` compares raw scores, for members that share an origin (``reward.centering``).
+    """
+
+    kind: Literal["ensemble"] = "ensemble"
+    paths: tuple[str, ...] = Field(strict=False)
+    k: NonNegativeFloat = Field(default=1.0, allow_inf_nan=False)
+    center: bool = True
+
+    @model_validator(mode="after")
+    def _several(self) -> EnsembleSource:
+        if len(set(self.paths)) < 2 or len(set(self.paths)) < len(self.paths):
+            raise ValueError("an ensemble needs two or more different paths; for one model use kind model")
+        return self
+
+
+class ClassifierSource(SourceConfig):
+    """Any Hugging Face sequence classifier, read with its own tokenizer: replies are decoded and encoded again.
+
+    ``model`` is a folder (relative to the workspace) or a hub id, with ``revision``. ``template`` makes its text:
+    ``chat`` its own chat template over prompt and reply, ``pair`` prompt and reply as two segments, ``reply`` the reply
+    alone, or any text with ``{reply}`` and, if wanted, ``{prompt}``. ``label`` (index or name) is needed where there
+    are several; ``output`` is its logit or its probability. Texts beyond ``max_tokens`` (null: the model's limit) lose
+    their beginning, never the end of the reply; the share of them is logged.
+    """
+
+    kind: Literal["classifier"] = "classifier"
+    model: str = Field(min_length=1)
+    revision: str | None = None
+    template: str = "chat"
+    label: int | str | None = None
+    output: Literal["logit", "probability"] = "logit"
+    batch_size: PositiveInt = 16
+    max_tokens: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _template_shows_the_reply(self) -> ClassifierSource:
+        if self.template not in TEMPLATES and "{reply}" not in self.template:
+            raise ValueError(f"template must be one of {', '.join(TEMPLATES)}, or a text that contains {{reply}}")
+        return self
+
+
+class FunctionSource(SourceConfig):
+    """A python function ``f(prompts, replies) -> list[float]``, called once per rollout (by each rank with its share).
+
+    ``target`` is ``package.module:function``, importable from the environment or from the workspace's folder. A prompt
+    is a list of ``{"role", "content"}``, a reply its text. It runs with your rights, like any code you start.
+    """
+
+    kind: Literal["function"] = "function"
+    target: str
+
+    @model_validator(mode="after")
+    def _written_as_module_and_function(self) -> FunctionSource:
+        if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", self.target):
+            raise ValueError(f"target is written package.module:function, not {self.target!r}")
+        return self
+
+
+class HttpSource(SourceConfig):
+    """A scorer behind HTTP: ``POST url`` with ``{"items": [{"prompt", "reply", "finished"}]}``, answer ``{"scores"}``.
+
+    ``timeout_seconds`` bounds connecting and each wait for data. A request that fails to connect, times out or is
+    answered with 408, 425, 429 or 5xx is repeated up to ``retries`` times, waiting 0.5 s, 1 s, 2 s … (at most 30 s; or
+    as the answer's Retry-After says, up to 60 s). ``token_env`` names the environment variable whose value is sent as
+    bearer token; the value itself never stands in params.yaml.
+    """
+
+    kind: Literal["http"] = "http"
+    url: str
+    batch_size: PositiveInt = 64
+    timeout_seconds: PositiveFloat = Field(default=30.0, allow_inf_nan=False)
+    retries: NonNegativeInt = 5
+    token_env: str | None = None
+
+    @model_validator(mode="after")
+    def _no_secrets(self) -> HttpSource:
+        check_endpoint(self.url, self.token_env)
+        return self
+
+
+RewardSource = Annotated[
+    ModelSource | EnsembleSource | ClassifierSource | FunctionSource | HttpSource, Field(discriminator="kind")
+]
+
+
+def source_names(sources: tuple[RewardSource, ...]) -> tuple[str, ...]:
+    """The name of each source: its own, or its kind, with a number from the second of a kind on."""
+    seen: Counter[str] = Counter()
+    names = []
+    for source in sources:
+        seen[source.kind] += source.name is None
+        number = f"_{seen[source.kind]}" if seen[source.kind] > 1 else ""
+        names.append(source.name or f"{source.kind}{number}")
+    return tuple(names)
+
+
+def _consistent(sources: tuple[RewardSource, ...]) -> tuple[RewardSource, ...]:
+    if not sources:
+        raise ValueError("nothing would score the replies; name at least one source")
+    total = math.fsum(source.weight for source in sources)
+    if total <= 0:
+        raise ValueError(
+            f"the weights sum to {total:g}: penalties must not outweigh what is rewarded; raise the others"
+        )
+    names = source_names(sources)
+    if len(set(names)) < len(names):
+        raise ValueError(f"two sources have the same name ({', '.join(names)}); give each its own")
+    return sources
+
+
+RewardSources = Annotated[tuple[RewardSource, ...], Field(strict=False), AfterValidator(_consistent)]
+DEFAULT_SOURCES: tuple[RewardSource, ...] = (ModelSource(),)

@@ -1,0 +1,1 @@
+"""Typed parameters of the stages, one file per stage."""

@@ -1,0 +1,36 @@
+"""The starting model: trained from nothing (tokenizer and random weights), or loaded."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from rlhf_core.config.model import StageConfig
+
+SCRATCH = "scratch"
+
+
+class BaseConfig(StageConfig):
+    """``source: scratch`` makes a tokenizer and a tiny Llama; anything else is a folder, a ``.gguf`` file or a hub id.
+
+    ``dtype: auto`` is bfloat16 where the device multiplies it natively, else float32.
+
+    A pretrained model is trained with learning rates that suit it. ``allow_high_learning_rates`` lets others pass.
+    """
+
+    source: str = SCRATCH
+    revision: str | None = None
+    allow_high_learning_rates: bool = False
+    vocab_size: PositiveInt = 1024
+    hidden_size: PositiveInt = 96
+    intermediate_size: PositiveInt = 256
+    layers: PositiveInt = 3
+    heads: PositiveInt = 4
+    max_positions: PositiveInt = 512
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+
+
+def is_pretrained(source: str) -> bool:
+    """Whether ``base.source`` names a model to load, rather than one that is made from nothing."""
+    return source != SCRATCH

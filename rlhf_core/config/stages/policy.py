@@ -1,0 +1,68 @@
+"""How the policy is trained: by PPO, or by an alternative to it on the same pairs (algorithms.md §10)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, Strict
+from rlhf_core.config.stages.ppo import PpoConfig
+
+Method = Literal["ppo", "dpo", "rejection_sampling"]
+METHOD_NAMES: dict[Method, str] = {"ppo": "PPO", "dpo": "DPO", "rejection_sampling": "rejection sampling"}
+
+
+class DpoConfig(Strict):
+    """DPO on the reward model's pairs (Rafailov et al. 2023); the policy is the one of the last step.
+
+    ``label_smoothing`` is the share of pairs assumed to be labelled the wrong way round (cDPO). ``length_normalized``
+    divides the log-probability of a reply by its tokens. ``micro_batch_size`` bounds the pairs of one pass and never
+    changes a gradient; pairs over ``max_tokens`` are dropped and counted, never cut.
+    """
+
+    beta: PositiveFloat = 0.1
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    length_normalized: bool = False
+    steps: PositiveInt = 200
+    batch_size: PositiveInt = 32
+    micro_batch_size: PositiveInt | None = None
+    max_tokens: PositiveInt = 256
+    eval_every: PositiveInt = 50
+    samples: PositiveInt = 8
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-4, warmup=0.1)
+    checkpoint: CheckpointConfig = CheckpointConfig(every=100)
+
+
+class RejectionSamplingConfig(Strict):
+    """Fine-tuning on the best of ``replies_per_prompt`` replies of SFT by ``ppo.reward.sources`` (Dong et al. 2023).
+
+    Replies to ``prompts`` training prompts (null: all) are sampled as PPO's rollouts are, once, from SFT. One that did
+    not end is never kept. ``micro_batch_size`` bounds the replies of one training pass and changes no gradient.
+    """
+
+    replies_per_prompt: int = Field(default=8, ge=2)
+    prompts: PositiveInt | None = None
+    steps: PositiveInt = 200
+    batch_size: PositiveInt = 32
+    micro_batch_size: PositiveInt | None = None
+    eval_every: PositiveInt = 50
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
+    checkpoint: CheckpointConfig = CheckpointConfig(every=100)
+
+
+class PolicyConfig(Strict):
+    """``method`` decides which sections are read: ``ppo`` that of PPO; ``dpo`` its own here and of ``ppo`` only
+    ``policy_lora``; ``rejection_sampling`` also how ``ppo`` samples and rewards. Evaluation, gates and registration are
+    the same for all.
+    """
+
+    method: Method = "ppo"
+    dpo: DpoConfig = DpoConfig()
+    rejection_sampling: RejectionSamplingConfig = RejectionSamplingConfig()
+
+
+class PolicyStageConfig(PpoConfig):
+    """The settings of the stage that trains the policy: section ``ppo``, with section ``policy`` beside it."""
+
+    policy: PolicyConfig = PolicyConfig()

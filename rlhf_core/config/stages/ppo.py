@@ -1,0 +1,312 @@
+"""PPO-max and every switch of it (algorithms.md §4 to 7). Defaults are the paper's PPO-max at this scale."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from rlhf_core.config.health.health import HealthConfig
+from rlhf_core.config.lora import LoraConfig
+from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict, changed_field
+from rlhf_core.config.ppo.advantage import AdvantageConfig
+from rlhf_core.config.ppo.kl import KL_ERROR_CLIP, KlConfig
+from rlhf_core.config.ppo.ptx import PtxConfig
+from rlhf_core.config.ppo.reward_sources import DEFAULT_SOURCES, RewardSources
+from rlhf_core.config.ppo.sampler import LocalSamplerConfig, SamplerConfig
+
+CriticMode = Literal["separate", "shared"]
+
+
+class RewardShapingConfig(Strict):
+    """Raw scores from ``sources``, scaled or normalised by running moments, then clipped; shaping terms are in standard
+    deviations of reward.
+
+    ``length_penalty`` is subtracted from a reply of ``max_new_tokens`` tokens, and in proportion from shorter ones.
+    """
+
+    sources: RewardSources = DEFAULT_SOURCES
+    transform: Literal["none", "scale", "normalize"] = "normalize"
+    clip: PositiveFloat | None = 2.0
+    missing_eos_penalty: NonNegativeFloat = 0.0
+    length_penalty: NonNegativeFloat = 0.0
+
+
+class SurrogateConfig(Strict):
+    """``clip: null`` gives the unclipped surrogate. ``penalty`` is the paper's PPO-penalty objective."""
+
+    kind: Literal["clip", "penalty"] = "clip"
+    clip: PositiveFloat | None = 0.2
+    dual_clip: float | None = Field(default=None, gt=1)
+    penalty: NonNegativeFloat = 0.1
+    aggregation: Literal["token", "sequence"] = "token"
+    fixed_reference: bool = False
+
+    @model_validator(mode="after")
+    def _kind_has_its_own_settings(self) -> SurrogateConfig:
+        if self.dual_clip is not None and (self.kind != "clip" or self.clip is None):
+            raise ValueError("dual_clip bounds the clipped surrogate: it needs kind clip and a clip size")
+        if self.kind == "clip" and changed_field(self, "penalty"):
+            raise ValueError("penalty is the weight of kind penalty, but kind is clip")
+        if self.kind == "penalty" and self.clip is not None and changed_field(self, "clip"):
+            raise ValueError("clip is the size of kind clip; kind penalty clips nothing")
+        if self.kind == "penalty" and self.penalty == 0:
+            raise ValueError("kind penalty with penalty 0 is the unclipped surrogate; write kind clip with clip null")
+        return self
+
+
+class ImportanceSamplingCorrectionConfig(Strict):
+    """Truncated importance weights between sampler and trainer in the policy's loss, at most ``cap`` per token.
+
+    ``auto`` applies them where the two round differently: to low-precision models, and to float32 models on a GPU that
+    may use TF32.
+    """
+
+    mode: Literal["auto", "always", "never"] = "auto"
+    cap: float = Field(default=2.0, ge=1)
+
+    @model_validator(mode="after")
+    def _applied(self) -> ImportanceSamplingCorrectionConfig:
+        if self.mode == "never" and changed_field(self, "cap"):
+            raise ValueError("cap bounds the weights of the correction, but mode is never")
+        return self
+
+
+class EntropyConfig(Strict):
+    """``bonus`` subtracts ``weight * H``; ``target`` adds ``weight * |H - target|`` (MOSS-RLHF's clip region)."""
+
+    kind: Literal["off", "bonus", "target"] = "off"
+    weight: NonNegativeFloat = 0.0
+    target: NonNegativeFloat = 0.0
+
+    @model_validator(mode="after")
+    def _weighted(self) -> EntropyConfig:
+        if self.kind != "off" and self.weight == 0:
+            raise ValueError(f"entropy kind {self.kind} with weight 0 does nothing; set a weight, or kind off")
+        if self.kind == "off" and (unread := changed_field(self, "weight", "target")):
+            raise ValueError(f"{unread} is set but entropy kind is off, so it would do nothing")
+        if self.kind == "bonus" and self.target > 0:
+            raise ValueError("target is read by entropy kind target; a bonus has none")
+        if self.kind == "target" and self.target == 0:
+            raise ValueError(
+                "entropy kind target needs a target above 0 (nats per token): 0 asks for no variety at all"
+            )
+        return self
+
+
+class SelectionConfig(Strict):
+    """Which checkpoint becomes the policy: the one with the referee's best win rate on fixed validation prompts.
+
+    It must keep the limits on KL (nats per sequence), reply length (times SFT's) and repetition (added to SFT's).
+    ``last`` keeps the final one. ``batch_size`` replies are sampled and judged together: it bounds memory, and
+    every reply keeps its own random numbers.
+    """
+
+    method: Literal["referee", "last"] = "referee"
+    every: PositiveInt = 5
+    prompts: PositiveInt = 128
+    batch_size: PositiveInt = 64
+    max_kl: PositiveFloat = 6.0
+    max_length_ratio: PositiveFloat = 1.6
+    max_repetition_increase: NonNegativeFloat = 0.02
+
+
+class RolloutConfig(Strict):
+    """Rollout settings shared by critic pre-training and PPO. All but the batch sizes fix the scale of returns."""
+
+    critic_mode: CriticMode = "separate"
+    max_new_tokens: PositiveInt = 64
+    min_new_tokens: NonNegativeInt = 0
+    temperature: PositiveFloat = 1.0
+    micro_batch_size: PositiveInt | None = None
+    micro_batch_tokens: PositiveInt | None = None
+    sampling_batch_size: PositiveInt | None = None
+    kl: KlConfig = KlConfig()
+    reward: RewardShapingConfig = RewardShapingConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+
+
+class PpoConfig(StageConfig):
+    """All of PPO. ``micro_batch_size`` bounds the sequences of one pass (null: 16) and never changes a gradient;
+    with ``micro_batch_tokens``, the positions of a pass, sequences of like length fill a pass up, at most a tenth of it
+    padding, and only a given ``micro_batch_size`` bounds them too. Both hold for scoring and updates.
+    ``sampling_batch_size`` bounds those sampled at once (null: all of a process), whose cache may be what does not fit.
+
+    ``warmup_iterations`` raises both learning rates linearly; it replaces the optimisers' own ``warmup`` share.
+    ``target_kl_early_stop`` ends the policy's steps of an update before one whose minibatch shows a mean KL(old || new)
+    above it, in nats per token; a separate critic makes all its steps. ``min_new_tokens`` forbids the end marker before
+    it, in sampling and in scoring alike.
+
+    With ``policy_lora`` only adapters are trained, and the reference is the policy with its adapters off;
+    ``share_base`` lets reward model and referee, trained as adapters on SFT too, use the same weights.
+
+    Each prompt of a rollout gets ``replies_per_prompt`` replies, and ``batch_size`` counts replies. The referee scores
+    every ``referee_every``-th rollout, for metrics alone; checkpoints are selected by replies of their own.
+
+    ``critic_mode: shared`` puts a value head on the policy's own backbone: ``policy_optimizer`` trains all of it on
+    policy loss + ``vf_loss_weight`` * value loss, and critic pre-training fits the head alone, on the frozen SFT model.
+    """
+
+    iterations: PositiveInt = 45
+    batch_size: PositiveInt = 64
+    replies_per_prompt: PositiveInt = 1
+    minibatches: PositiveInt = 2
+    epochs: PositiveInt = 1
+    micro_batch_size: PositiveInt | None = None
+    micro_batch_tokens: PositiveInt | None = None
+    sampling_batch_size: PositiveInt | None = None
+    max_new_tokens: PositiveInt = 64
+    min_new_tokens: NonNegativeInt = 0
+    temperature: PositiveFloat = 1.0
+    policy_init: Literal["sft", "base"] = "sft"
+    critic_mode: CriticMode = "separate"
+    warmup_iterations: NonNegativeInt = 5
+    value_clip: PositiveFloat | None = 0.2
+    vf_loss_weight: PositiveFloat = 1.0
+    gradient_norm: Literal["separate", "joint"] = "separate"
+    target_kl_early_stop: PositiveFloat | None = None
+    referee_every: PositiveInt = 1
+    sampler: SamplerConfig = LocalSamplerConfig()
+    kl: KlConfig = KlConfig()
+    reward: RewardShapingConfig = RewardShapingConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    surrogate: SurrogateConfig = SurrogateConfig()
+    importance_sampling_correction: ImportanceSamplingCorrectionConfig = ImportanceSamplingCorrectionConfig()
+    entropy: EntropyConfig = EntropyConfig()
+    ptx: PtxConfig = PtxConfig()
+    policy_lora: LoraConfig | None = None
+    critic_lora: LoraConfig | None = None
+    share_base: bool = False
+    policy_optimizer: OptimizerConfig = OptimizerConfig(lr=5e-4, schedule="constant", warmup=0.0)
+    critic_optimizer: OptimizerConfig | None = OptimizerConfig(lr=1e-3, schedule="constant", warmup=0.0)
+    selection: SelectionConfig = SelectionConfig()
+    health: HealthConfig = HealthConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig(every=5)
+
+    @model_validator(mode="after")
+    def _shared_has_one_model(self) -> PpoConfig:
+        if self.critic_mode != "shared":
+            if self.critic_optimizer is None and not self.advantage.critic_free:
+                raise ValueError("critic_optimizer is null, but critic_mode is separate: a critic of its own needs one")
+            return self
+        if self.critic_optimizer is not None and changed_field(self, "critic_optimizer"):
+            raise ValueError(
+                "critic_optimizer trains a separate critic, but critic_mode is shared: policy_optimizer trains the one "
+                "model there is, and vf_loss_weight sets the critic's share; set critic_optimizer to null"
+            )
+        if self.critic_lora is not None:
+            raise ValueError(
+                "critic_lora adapts a separate critic, but critic_mode is shared: policy_lora adapts the one backbone "
+                "there is, and the value head is trained whole; set critic_lora to null"
+            )
+        if self.policy_init != "sft":
+            raise ValueError(
+                f"policy_init {self.policy_init} with critic_mode shared: the value head is pre-trained on the SFT "
+                "model's hidden states and would be put on another model's; use policy_init sft"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_are_whole(self) -> PpoConfig:
+        if self.batch_size % self.replies_per_prompt:
+            raise ValueError(
+                f"batch_size {self.batch_size} counts replies and is not a multiple of replies_per_prompt "
+                f"{self.replies_per_prompt}"
+            )
+        if self.advantage.critic_free and self.replies_per_prompt < 2:
+            raise ValueError(
+                f"advantage.estimator {self.advantage.estimator} compares replies to the same prompt, but "
+                f"replies_per_prompt is {self.replies_per_prompt}: sample at least 2, such as 4"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _critic_settings_have_a_critic(self) -> PpoConfig:
+        if not self.advantage.critic_free:
+            return self
+        unread = changed_field(self, "critic_mode", "critic_lora", "vf_loss_weight")
+        optional = (name for name in ("critic_optimizer", "value_clip") if getattr(self, name) is not None)
+        unread = unread or next((name for name in optional if changed_field(self, name)), "")
+        if unread:
+            raise ValueError(
+                f"{unread} is about the critic, and advantage.estimator {self.advantage.estimator} has none: leave it "
+                "at its default"
+            )
+        if self.gradient_norm == "joint":
+            raise ValueError(
+                "gradient_norm joint clips policy and critic together, but advantage.estimator "
+                f"{self.advantage.estimator} has no critic; use separate"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PpoConfig:
+        if self.batch_size % self.minibatches:
+            raise ValueError(f"batch_size {self.batch_size} is not a multiple of minibatches {self.minibatches}")
+        if self.min_new_tokens >= self.max_new_tokens:
+            raise ValueError(f"min_new_tokens {self.min_new_tokens} must be below max_new_tokens {self.max_new_tokens}")
+        if self.policy_lora is not None and self.policy_init != "sft":
+            raise ValueError(
+                "policy_lora makes the policy without its adapters the reference, which is SFT: policy_init must be sft"
+            )
+        optimizers = [self.policy_optimizer, *([self.critic_optimizer] if self.critic_optimizer else [])]
+        norms = [optimizer.max_grad_norm for optimizer in optimizers]
+        if self.gradient_norm == "joint" and len(set(norms)) > 1:
+            raise ValueError(
+                "gradient_norm joint clips policy and critic together: give policy_optimizer and critic_optimizer the "
+                f"same max_grad_norm (they have {norms[0]} and {norms[1]})"
+            )
+        if self.warmup_iterations and any(optimizer.warmup for optimizer in optimizers):
+            raise ValueError("warm-up is set twice: use warmup_iterations, or the optimisers' warmup, not both")
+        if self.warmup_iterations > self.iterations:
+            raise ValueError(
+                f"warmup_iterations {self.warmup_iterations} is more than iterations {self.iterations}: "
+                "the learning rate would never reach its peak"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kl_coefficient_stays_positive(self) -> PpoConfig:
+        shortest = KL_ERROR_CLIP * self.batch_size
+        if self.kl.controller == "adaptive" and self.kl.horizon <= shortest:
+            raise ValueError(
+                f"ppo.kl.horizon {self.kl.horizon} is too short for batch_size {self.batch_size}: one rollout of low "
+                f"KL would multiply the coefficient by {1 - shortest / self.kl.horizon:.2g}, so that drift costs "
+                f"nothing or is rewarded; use a horizon above {math.floor(shortest)} (batch_size / 5)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _early_stop_can_act(self) -> PpoConfig:
+        if self.target_kl_early_stop is None:
+            return self
+        if self.surrogate.fixed_reference:
+            raise ValueError(
+                "target_kl_early_stop measures the KL to the policy in the ratio, under surrogate.fixed_reference the "
+                "reference: it would end every update once the policy has left that"
+            )
+        if self.epochs * self.minibatches == 1:
+            raise ValueError(
+                "target_kl_early_stop is looked at before each step, and the first step of an update has a KL of 0: "
+                "with epochs 1 and minibatches 1 it never acts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _other_samplers_are_corrected(self) -> PpoConfig:
+        if self.sampler.kind == "local":
+            return self
+        if self.importance_sampling_correction.mode != "always":
+            raise ValueError("other samplers round otherwise: set importance_sampling_correction.mode to always")
+        if self.policy_lora is not None and self.policy_lora.quantize is not None:
+            raise ValueError(
+                f"sampler.kind {self.sampler.kind} gets the adapters merged into the weights, which 4-bit weights "
+                "cannot take: set policy_lora.quantize to null, or sampler.kind to local"
+            )
+        return self
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """The settings that critic pre-training shares with PPO."""
+        return RolloutConfig(**{name: getattr(self, name) for name in RolloutConfig.model_fields})

@@ -1,0 +1,95 @@
+"""Reward model, referee and judge (algorithms.md §2)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from rlhf_core.config.category_shares import CategoryShares
+from rlhf_core.config.lora import LoraConfig
+from rlhf_core.config.model import CheckpointConfig, OptimizerConfig, StageConfig, Strict
+
+
+class PairBatchConfig(Strict):
+    """Dynamic batches (paper, section 4.1): as many pairs as fit ``token_budget``, between the two bounds.
+
+    ``group_prompts`` puts all pairs of a prompt into one batch, where sequences that they share are computed once; see
+    :mod:`rlhf_core.data.batches.prompt_batches`.
+
+    ``max_padding`` bounds the share of padding: the sequences of a batch over it are computed in micro-batches of
+    similar length, of which the loss is taken together. With 1 every batch is padded as a whole.
+    """
+
+    token_budget: PositiveInt = 4096
+    min_pairs: PositiveInt = 4
+    max_pairs: PositiveInt = 128
+    group_prompts: bool = False
+    max_padding: float = Field(default=0.1, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> PairBatchConfig:
+        if self.min_pairs > self.max_pairs:
+            raise ValueError(f"min_pairs {self.min_pairs} is above max_pairs {self.max_pairs}")
+        return self
+
+
+class RewardConfig(StageConfig):
+    """``layers`` keeps only so many decoder layers, from the embedding up; see
+    :mod:`rlhf_core.models.adapters.lower_layers`.
+
+    ``pooling`` is what the head reads: the ``last`` token of a reply (paper, section 4.1), or the ``mean`` of all its
+    hidden states. ``linear_probe`` fits the head to frozen features first, with an L2 penalty of that strength; see
+    :mod:`rlhf_core.training.reward.linear_probe`. Then ``steps`` may be 0.
+
+    ``imitation`` is the weight of the LM loss on the preferred reply, ``centering`` of ``mean((r_w + r_l)^2)``.
+
+    ``category_shares`` gives categories a share of an epoch's pairs, whatever number of them there is; see
+    :mod:`rlhf_core.data.batches.category_shares`. Each of them is then balanced by length, or has a length expert, of
+    its own.
+
+    ``lora`` trains adapters and the head instead of all weights. ``length_balance: sampling`` trains on pairs among
+    which the preferred reply is as often the shorter as the longer one; see
+    :mod:`rlhf_core.data.batches.length_balance`.
+    ``length_balance: product_of_experts`` trains on all pairs, beside an expert for lengths that is dropped in the end;
+    see :mod:`rlhf_core.training.reward.length_expert`.
+    """
+
+    init: Literal["sft", "base"] = "sft"
+    layers: PositiveInt | None = None
+    pooling: Literal["last", "mean"] = "last"
+    linear_probe: PositiveFloat | None = None
+    steps: NonNegativeInt = 300
+    batch: PairBatchConfig = PairBatchConfig()
+    max_tokens: PositiveInt = 256
+    imitation: float = Field(default=1.0, ge=0)
+    centering: float = Field(default=0.0, ge=0)
+    use_margin: bool = False
+    length_balance: Literal["none", "sampling", "product_of_experts"] = "none"
+    category_shares: CategoryShares = {}
+    lora: LoraConfig | None = None
+    eval_every: PositiveInt = 100
+    optimizer: OptimizerConfig = OptimizerConfig(lr=7e-4, warmup=0.1)
+    checkpoint: CheckpointConfig = CheckpointConfig(every=100)
+
+    @model_validator(mode="after")
+    def _imitation_by_the_whole_model(self) -> RewardConfig:
+        if self.layers is not None and self.imitation > 0:
+            raise ValueError("imitation needs the language model's own last layer; set it to 0.0, or layers to null")
+        return self
+
+    @model_validator(mode="after")
+    def _trained_at_all(self) -> RewardConfig:
+        if self.steps == 0 and self.linear_probe is None:
+            raise ValueError(
+                "steps is 0 and linear_probe is not set, so that nothing would be trained; set one of them"
+            )
+        return self
+
+
+class RefereeConfig(RewardConfig):
+    """The second reward model, on disjoint data: the policy is selected by it, never trained on it."""
+
+
+class JudgeConfig(RewardConfig):
+    """The third reward model, on disjoint data: it judges the result; nothing is trained or selected by it."""

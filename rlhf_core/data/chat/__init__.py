@@ -1,0 +1,1 @@
+"""Dialogues as tokens: chat templates, masks, special tokens."""

@@ -1,0 +1,137 @@
+"""Messages to tokens and back, and padding whose masks come from lengths alone (so pad may equal eos)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.data.chat.chat_template import encode_rendered, reply_format
+from rlhf_core.data.chat.special_tokens import encode_escaped, escape, special_tokens
+from rlhf_core.data.schema import Message
+from rlhf_core.errors import UnwritableText
+
+# What decoding writes for bytes that are no whole character.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+    """Token ids of the dialogue so far, ending where the assistant's reply begins.
+
+    Uses the tokenizer's own chat template with its generation prompt; ``ModelError`` where it has none,
+    ``UnwritableText`` where it refuses the dialogue. Special tokens written out in a turn are ordinary text.
+    """
+    if not messages or messages[-1].role != "user":
+        reason = "a prompt must end with a user turn"
+        raise UnwritableText(reason, reason)
+    return encode_rendered(tokenizer, messages, add_generation_prompt=True)
+
+
+def encode_reply(tokenizer: PreTrainedTokenizerBase, reply: str, finished: bool = True) -> list[int]:
+    """Token ids of the last assistant turn, as they follow :func:`encode_prompt`.
+
+    They are those of the whole dialogue where it has a token border at the reply's beginning. It has none where, for
+    example, the reply's first line break merges with the template's last; the reply is then tokenised by itself, as it
+    is sampled.
+
+    Args:
+        tokenizer: Its template says how a reply is written; see
+            :class:`~rlhf_core.data.chat.chat_template.ReplyFormat`.
+        reply: The text. Special tokens written out in it are ordinary text.
+        finished: Whether the token that closes a turn follows.
+    """
+    written = reply_format(tokenizer)
+    (escaped,), placeholders = escape(tokenizer, [reply])
+    text = written.written(escaped, finished)
+    closing = [written.closing_id] if finished else []
+    ids = encode_escaped(tokenizer, written.header + text, placeholders)
+    header = len(written.header_ids)
+    if tuple(ids[:header]) != written.header_ids:
+        return encode_escaped(tokenizer, text, placeholders) + closing
+    return ids[header:] + closing
+
+
+def encode_dialogue(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], reply: str
+) -> tuple[list[int], list[int]]:
+    """``(prompt ids, reply ids)`` whose concatenation is the training sequence; never cut here."""
+    return encode_prompt(tokenizer, messages), encode_reply(tokenizer, reply)
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a plain text of pretraining: with the beginning-of-text token where the tokenizer has one, and
+    end-of-sequence. Special tokens written out in it are ordinary text.
+    """
+    ids = list(tokenizer.encode(text, split_special_tokens=True))
+    end = tokenizer.eos_token_id
+    return ids if end is None or ids[-1:] == [end] else [*ids, int(end)]
+
+
+def decode_reply(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, bool]:
+    """Text of a generated reply up to the first token that ends one, and whether there was one.
+
+    Special tokens inside the reply stay visible, such as ``<|user|>``: whoever reads the text must see what the policy
+    wrote. A reply that was cut off may end in the first bytes of a character, which are left out; byte-level tokenizers
+    have several tokens for a rare Chinese character.
+    """
+    length, finished = reply_length(tokenizer, ids)
+    text = str(tokenizer.decode([int(i) for i in ids[: length - finished]], skip_special_tokens=False))
+    return reply_format(tokenizer).read(text if finished else text.rstrip(REPLACEMENT), finished), finished
+
+
+def reply_length(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[int, bool]:
+    """Tokens of a generated reply up to and with the first that ends one, and whether there was one."""
+    stop_ids = set(stop_token_ids(tokenizer))
+    ends = (position for position, token in enumerate(ids) if int(token) in stop_ids)
+    end = next(ends, None)
+    return (len(ids), False) if end is None else (end + 1, True)
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end a sampled reply: first the one that closes a turn in training, then ``eos_token`` and those that the
+    model's generation config lists.
+    """
+    return reply_format(tokenizer).stop_ids
+
+
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids of tokens that no reply may contain: padding, roles, beginning of text, unknown; all but those ending it."""
+    return frozenset(special_tokens(tokenizer).ids.values()) - frozenset(stop_token_ids(tokenizer))
+
+
+def vocabulary_id(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest that two tokenizers share if and only if the same token ids mean the same to both."""
+    content: list[object] = [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id]
+    closing = reply_format(tokenizer).closing_id
+    if closing != tokenizer.eos_token_id:
+        content.append(closing)
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id to fill with: the pad token, else end-of-sequence. Masks never look at it."""
+    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
+
+
+def left_pad(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that end together, for generation. Returns ids and attention mask, both LongTensor (B, L)."""
+    return _pad(sequences, pad_id, left=True)
+
+
+def right_pad(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that begin together, for training. Returns ids and attention mask, both LongTensor (B, L)."""
+    return _pad(sequences, pad_id, left=False)
+
+
+def _pad(sequences: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max((len(sequence) for sequence in sequences), default=0)
+    ids = torch.full((len(sequences), width), pad_id, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, sequence in enumerate(sequences):
+        span = slice(width - len(sequence), width) if left else slice(0, len(sequence))
+        ids[row, span] = torch.tensor(list(sequence), dtype=torch.long)
+        mask[row, span] = 1
+    return ids, mask

@@ -1,0 +1,1 @@
+"""Collect rows from files, URLs and the hub, and derive kinds of rows from others."""

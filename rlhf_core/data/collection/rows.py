@@ -1,0 +1,328 @@
+"""Read records of any known format as rows of a kind; refused records are returned with their reasons."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from rlhf_core.config.stages.collect import ReadOptions
+from rlhf_core.data.chunks import bytes_in_memory, chunked, drained
+from rlhf_core.data.readers.containers.records import Record
+from rlhf_core.data.readers.formats.columns import mapped_records, with_columns
+from rlhf_core.data.readers.formats.format import Format, LabelledFalse, Parsed, Undecided, number_of, system_turns
+from rlhf_core.data.readers.formats.record_shape import printable, record_shape
+from rlhf_core.data.readers.formats.registry import detect, first_records, format_named, format_of
+from rlhf_core.data.readers.formats.reply_label import is_labelled_false
+from rlhf_core.data.readers.formats.turns import Refusal, Turn, text_of
+from rlhf_core.data.readers.formats.unused_columns import unused_columns
+from rlhf_core.data.readers.formats.unused_summary import NAME_LENGTH
+from rlhf_core.data.schema import content_id
+from rlhf_core.data.text.visible_text import escaped_controls
+from rlhf_core.errors import DataError
+
+MARGIN_EXCERPT = 40
+CHUNK_RECORDS = 2048  # of usual length; fewer of long ones, see chunks.CHUNK_BYTES
+# Columns of the scores of a pair's replies, whose difference is the margin: UltraFeedback binarized and its relatives.
+SCORE_COLUMNS = (
+    ("score_chosen", "score_rejected"),
+    ("chosen_score", "rejected_score"),
+    ("chosen-rating", "rejected-rating"),
+    ("chosen_rating", "rejected_rating"),
+    ("chosen_avg_rating", "rejected_avg_rating"),
+)
+
+
+@dataclass
+class FileRows:
+    """Rows of one source file, by the positions of their records.
+
+    ``refused`` has ``{source, position, reason, row}``, the row as JSON text. ``dropped`` counts, by reason, records
+    without a fault that prefer no reply, or whose reply is labelled false; where demonstrations are read, the prompts
+    of the latter are ``prompt_only``, rows of prompts with their ``position``. ``unused`` counts by column the rows
+    with a value there that the format does not read. A record may give several rows: ``expanded`` counts those beyond
+    its first, so that ``records + expanded`` is the number of rows, refused and dropped records, and rows that were
+    ``cut`` by a limit or by ``cap``. Messages that are joined into a tree are one record. ``unread`` rows of a hub data
+    set come on top (None: the hub does not say how many), ``revision`` is its commit. ``weight`` is the file's part of
+    a limit.
+    """
+
+    source: str
+    format: str
+    sha256: str
+    records: int
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    refused: list[dict[str, Any]] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    prompt_only: list[dict[str, Any]] = field(default_factory=list)
+    unused: Counter[str] = field(default_factory=Counter)
+    expanded: int = 0
+    cut: int = 0
+    unread: int | None = 0
+    revision: str = ""
+    weight: float = 1.0
+    cap: int | None = None
+    licence: str | None = None
+
+
+def fair_shares(sizes: Sequence[int], limit: int | None, weights: Sequence[float] | None = None) -> list[int]:
+    """Return how many of ``limit`` each source gives: in proportion to its weight, or all it has where that is less.
+
+    Args:
+        sizes: How many rows each source has.
+        limit: How many are wanted in all; None means all of them.
+        weights: By source; by default all sources weigh the same.
+    """
+    if limit is None:
+        return list(sizes)
+    weights = weights or [1.0] * len(sizes)
+    shares = [0] * len(sizes)
+    open_sources = list(range(len(sizes)))
+    left = min(limit, sum(sizes))
+    while open_sources:
+        total = sum(weights[i] for i in open_sources)
+        quotas = {i: round(left * weights[i] / total, 9) for i in open_sources}
+        exhausted = [i for i in open_sources if quotas[i] >= sizes[i]]
+        if not exhausted:
+            # The largest remainders are rounded up; of equal ones the first.
+            rounded_up = sorted(open_sources, key=lambda i: int(quotas[i]) - quotas[i])
+            rounded_up = rounded_up[: left - sum(map(int, quotas.values()))]
+            for i in open_sources:
+                shares[i] = int(quotas[i]) + (i in rounded_up)
+            break
+        for i in exhausted:
+            shares[i] = sizes[i]
+            left -= sizes[i]
+        open_sources = [i for i in open_sources if i not in exhausted]
+    return shares
+
+
+def read_records(
+    records: Sequence[Record],
+    kind: str,
+    source: str,
+    sha256: str,
+    where: str = "",
+    options: ReadOptions | None = None,
+    detected: Format | None = None,
+) -> FileRows:
+    """Turn records into rows of ``kind``.
+
+    Args:
+        records: The records of one file.
+        kind: One of ``ROW_TYPES``.
+        source: The file's path, which becomes part of the rows.
+        sha256: The file's hash.
+        where: What messages call the file; by default ``source``.
+        options: How the records are read, where that is not recognised.
+        detected: The format of the file, where it is known and has all columns that ``options`` names.
+
+    Raises:
+        DataError: No known format fits, or several do, or the format carries nothing of this kind, or a column or
+            dimension that ``options`` names does not exist.
+    """
+    where, options = where or source, options or ReadOptions()
+    mapped = with_columns(records, options, where) if detected is None else mapped_records(records, options)
+    shape = detected or (format_named(options.format) if options.format else detect(mapped, where))
+    first = next((record.value for record in mapped if not record.problem), None)
+    _require_kind(shape, kind, options, where, record_shape(first))
+    name = shape.name
+    if shape.join is not None:
+        records = mapped = shape.join(mapped)
+        shape = format_named(shape.joined_as)
+    result = FileRows(source, name, sha256, len(records))
+    for record, original in zip(mapped, records, strict=True):
+        try:
+            _require_format(record, shape, detected=options.format is None)
+            rows = _rows(record.value, shape, kind, options, source)
+        except Refusal as refusal:
+            refused = {"source": source, "position": record.position, "reason": str(refusal)}
+            result.refused.append(refused | {"row": _as_json(original.value)})
+        except Undecided as undecided:
+            result.dropped[str(undecided)] += 1
+            if isinstance(undecided, LabelledFalse) and kind == "demonstrations":
+                prompts = _prompts(record.value, shape, options, source)
+                result.prompt_only += [row | {"position": record.position} for row in prompts]
+        else:
+            result.rows += rows
+            result.positions += [record.position] * len(rows)
+            result.expanded += len(rows) - 1
+            unused = unused_columns(record.value, shape.name)
+            result.unused.update(printable(name)[:NAME_LENGTH] for name in unused)
+    return result
+
+
+def row_chunks(
+    records: Iterable[Record], kind: str, source: str, sha256: str, where: str, options: ReadOptions
+) -> Iterator[FileRows]:
+    """Yield the rows of a file some thousand records at a time, as :func:`read_records` reads them all together.
+
+    All rows of a record are in one chunk, which has fewer records where they are long. The format is that of the first
+    records. Messages that are joined into trees are read all together: those of one tree may be anywhere in the file.
+    """
+    remaining = iter(records)
+    first = first_records(remaining)
+    mapped = with_columns(first, options, where)
+    shape = format_named(options.format) if options.format else detect(mapped, where)
+    del mapped
+    remaining = chain(drained(first), remaining)
+    if shape.join is not None:
+        yield read_records(list(remaining), kind, source, sha256, where, options, shape)
+        return
+    for chunk in chunked(remaining, CHUNK_RECORDS, lambda record: bytes_in_memory(record.value)):
+        yield read_records(chunk, kind, source, sha256, where, options, shape)
+
+
+def _require_kind(shape: Format, kind: str, options: ReadOptions, where: str, first_row: str) -> None:
+    if kind not in shape.carries:
+        others = f"; it can serve as {', '.join(sorted(shape.carries))}" if shape.carries else ""
+        note = f" ({shape.note})" if shape.note else ""
+        raise DataError(
+            f"{where} is of format {shape.name}, which holds no {kind}{others}{note}; its first row: {first_row}"
+        )
+    if options.dimension is not None and options.dimension not in shape.dimensions:
+        raise DataError(f"{where} is of format {shape.name}, which has no dimension {options.dimension}; take it out")
+    if shape.dimensions and options.dimension is None and kind != "prompts":
+        raise DataError(
+            f"{where} is of format {shape.name}, which states several preferences; choose one of "
+            f"{', '.join(shape.dimensions)} (dimension: beside the path in collect.files)"
+        )
+
+
+def _as_json(value: Any) -> str:
+    """Return a refused record as the quarantine shows it."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except (ValueError, TypeError, RecursionError) as error:
+        return json.dumps(f"a {type(value).__name__} that JSON cannot hold: {error}")
+    # Half of a surrogate pair cannot be stored as UTF-8, but the reader of the quarantine should see it.
+    return printable(text)
+
+
+def _require_format(record: Record, shape: Format, detected: bool) -> None:
+    """Refuse a record of another format; one that has more than a ``detected`` format holds would lose that."""
+    if record.problem:
+        raise Refusal(record.problem)
+    if not shape.matches(record.value):
+        raise Refusal(f"does not match the format {shape.name} of the file: expected {shape.example}")
+    other = format_of(record.value)
+    if detected and other is not None and other is not shape:
+        raise Refusal(f"is of format {other.name}, the file of format {shape.name}: expected {shape.example}")
+
+
+def _rows(value: Any, shape: Format, kind: str, options: ReadOptions, source: str) -> list[dict[str, Any]]:
+    """Return the rows of one record; :class:`Refusal` and :class:`Undecided` concern the whole record."""
+    labels = value if isinstance(value, dict) else {}
+    system = system_turns(labels)
+    rows = []
+    try:
+        parts = shape.parse(value, kind, options)
+    except Undecided as undecided:
+        if kind != "prompts" or undecided.prompt is None:
+            raise
+        parts = [Parsed(undecided.prompt)]
+    for parsed in parts:
+        if parsed.prompt is not None and system:
+            parsed = replace(parsed, prompt=[*system, *parsed.prompt])
+        row = _content(parsed, kind, labels)
+        if kind == "preferences":
+            row["margin"] = parsed.margin if parsed.margin is not None else _margin(labels)
+        elif kind != "prompts" and parsed.chosen is not None and parsed.margin is None:
+            with suppress(Undecided):
+                _margin(labels)  # the chosen reply is imitated only if nothing says that the other is better
+        origin = labels.get("source")
+        row["source"] = text_of(origin, "source") if isinstance(origin, str) and origin else escaped_controls(source)
+        category = options.category or labels.get("category") or parsed.category or origin
+        row["category"] = text_of(category, "category") if isinstance(category, str) and category else "general"
+        row["id"] = content_id(kind, row)
+        row["group"] = prompt_group(parsed.prompt) if parsed.prompt is not None else row["id"]
+        rows.append(row)
+    return rows
+
+
+def _prompts(value: Any, shape: Format, options: ReadOptions, source: str) -> list[dict[str, Any]]:
+    """Return the prompts of a record, none if it has no usable one."""
+    try:
+        return _rows(value, shape, "prompts", options, source)
+    except (Refusal, Undecided):
+        return []
+
+
+def _content(parsed: Parsed, kind: str, labels: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content columns of a row of ``kind``; :class:`Refusal` names what is missing."""
+    if parsed.reply is not None and kind in ("demonstrations", "pretrain") and is_labelled_false(labels):
+        raise LabelledFalse("the reply is labelled false: nothing to imitate")
+    if kind == "pretrain":
+        return {"text": parsed.text if parsed.text is not None else dialogue_text(parsed.prompt or [], _reply(parsed))}
+    if parsed.prompt is None:
+        raise Refusal("there is no prompt")
+    if kind == "prompts":
+        return {"prompt": parsed.prompt}
+    if kind == "demonstrations":
+        return {"prompt": parsed.prompt, "reply": _reply(parsed)}
+    if parsed.chosen is None or parsed.rejected is None:
+        raise Refusal("there is no pair of replies")
+    return {"prompt": parsed.prompt, "chosen": parsed.chosen, "rejected": parsed.rejected}
+
+
+def _reply(parsed: Parsed) -> str:
+    reply = parsed.reply if parsed.reply is not None else parsed.chosen
+    if reply is None:
+        raise Refusal("the dialogue ends with the user's turn: there is no reply")
+    return reply
+
+
+def _margin(labels: Mapping[str, Any]) -> float | None:
+    """Return the column ``margin``, or the difference of the scores of the two replies.
+
+    :class:`Refusal` where either says that the rejected reply is the better one.
+    """
+    value = labels.get("margin")
+    if value is None or value == "":
+        return _score_gap(labels)
+    try:
+        if isinstance(value, bool) or (isinstance(value, str) and "_" in value):  # float("1_000") is Python's own
+            raise TypeError
+        margin = float(value)
+    except OverflowError:
+        raise Refusal("the margin is not a finite number") from None
+    except (TypeError, ValueError):
+        raise Refusal(f"margin {str(value)[:MARGIN_EXCERPT]!r} is not a number") from None
+    if math.isfinite(margin) and margin < 0:
+        raise Refusal(f"the margin prefers the other reply: it is {margin:g}")
+    with suppress(Undecided):  # the margin says which reply is better where the scores are equal
+        _score_gap(labels)
+    return margin
+
+
+def _score_gap(labels: Mapping[str, Any]) -> float | None:
+    for names in SCORE_COLUMNS:
+        if any(labels.get(name) in (None, "") for name in names):
+            continue
+        chosen, rejected = (number_of(labels[name], name) for name in names)
+        if chosen == rejected:
+            raise Undecided("both replies have the same score")
+        if chosen < rejected:
+            raise Refusal(f"the scores prefer the other reply: {names[0]} is {chosen:g}, {names[1]} is {rejected:g}")
+        return chosen - rejected
+    return None
+
+
+def prompt_group(prompt: Sequence[Turn]) -> str:
+    """Return the key that rows are split by: the prompt's turns, casefolded, with whitespace collapsed.
+
+    System turns do not count: the same question under another system prompt is the same question.
+    """
+    turns = (turn["content"] for turn in prompt if turn["role"] != "system")
+    return " | ".join(" ".join(turn.casefold().split()) for turn in turns)
+
+
+def dialogue_text(prompt: Sequence[Turn], reply: str) -> str:
+    """Return a dialogue as plain text for pretraining: its turns, one paragraph each."""
+    return "\n".join([*(turn["content"] for turn in prompt), reply])

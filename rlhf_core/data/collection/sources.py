@@ -1,0 +1,263 @@
+"""Files, URLs and hub ids that hold data, and their rows."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+
+from rlhf_core.config.stages.collect import CollectConfig, DataSource, FileSources, ReadOptions, SourceOptions
+from rlhf_core.data.collection.hub import PREFIX, load_hub_records
+from rlhf_core.data.collection.rows import FileRows, read_records, row_chunks
+from rlhf_core.data.readers.containers.record_stream import stream_records
+from rlhf_core.data.readers.containers.records import Record, load_records, records_of
+from rlhf_core.data.readers.containers.table_records import OnRead
+from rlhf_core.data.readers.formats.columns import with_columns
+from rlhf_core.data.readers.formats.record_shape import printable
+from rlhf_core.data.readers.formats.registry import PROBE, detect, first_records, format_named
+from rlhf_core.data.schema import ROW_TYPES
+from rlhf_core.errors import DataError
+from rlhf_core.storage.file_patterns import expand, is_url, spelled
+from rlhf_core.storage.files import sha256_file
+from rlhf_core.storage.remote_files import expand_url, local_copy, read_url
+
+COLLECT_FILES = "collect.files"
+ARGUMENTS = "the command"
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file, URL or hub id to read (``path`` is None for the last two), and how it is read.
+
+    ``name`` is the path as params.yaml spells it: files of one name in two folders have different ones.
+    """
+
+    name: str
+    path: Path | None
+    options: SourceOptions = field(default_factory=SourceOptions)
+
+
+def source_files(sources: Sequence[str | DataSource], base: Path, parameter: str = COLLECT_FILES) -> list[SourceFile]:
+    """Return every file, URL and hub id of ``sources`` once, in the order in which they are first named.
+
+    ``parameter`` is the one that names them, for messages.
+
+    Raises:
+        DataError: A source matches no file, or a file is named with two formats or other options.
+    """
+    files: dict[str, SourceFile] = {}
+    for given in sources:
+        source = DataSource(path=given) if isinstance(given, str) else given
+        options = source.options()
+        for key, file in _matches(source.path, base, f"correct it in {parameter}"):
+            known = files.setdefault(key, replace(file, options=options))
+            files[key] = replace(known, options=_merged(known, options, parameter))
+    return list(files.values())
+
+
+def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
+    """Return the files of annotations that there are, none where ``pattern`` (``collect.annotations``) matches none."""
+    if pattern is None:
+        return []
+    files = (Path(path) for path in sorted(glob.glob(pattern, root_dir=base)))
+    return [DataSource(path=str(file)) for file in files if (base / file).is_file()]
+
+
+def collected_paths(config: CollectConfig, base: Path) -> list[str]:
+    """Return the paths, globs, URLs and hub ids that ``collect`` reads, and the files of annotations that there are."""
+    return [*config.files.paths(), *(source.path for source in annotation_sources(config.annotations, base))]
+
+
+def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFile]]:
+    """Yield every file of a source with a key that is the same however the file is named."""
+    if spec.startswith(PREFIX):
+        yield spec, SourceFile(spec, None)
+    elif is_url(spec):
+        for url in expand_url(spec, remedy):
+            # Of a folder, the files in it have other names.
+            is_named = not glob.has_magic(spec) and PurePosixPath(spec).name == PurePosixPath(url).name
+            yield url, SourceFile(spec if is_named else url, None)
+    else:
+        for path in expand(spec, base, remedy):
+            require_utf8_name(path)
+            yield str(path.resolve()), SourceFile(spelled(path, spec, base), path)
+
+
+def require_utf8_name(path: Path) -> None:
+    """Raise ``DataError`` for a path that no manifest and no table can hold."""
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"the name of {printable(str(path))} is not UTF-8; rename the file") from error
+
+
+@contextmanager
+def _unchanged(path: Path | None) -> Iterator[None]:
+    """Raise ``DataError`` if a file changes while the block reads it: rows and hash would be of different versions.
+
+    Without a path, as of a hub data set with its commit, there is nothing to look at.
+    """
+    before = path and _version(path)
+    yield
+    if path and _version(path) != before:
+        raise DataError(f"{path} changed while it was read; wait until it is written, and run this again")
+
+
+def _version(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is written; None where it cannot be looked up."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def sources_by_kind(files: Sequence[str], base: Path, options: ReadOptions, kind: str | None = None) -> FileSources:
+    """Return files as sources of ``kind``, by default each as what it serves as best.
+
+    Args:
+        files: Paths, globs, URLs or hub ids.
+        base: The folder that relative paths start at.
+        options: How the rows are read.
+        kind: One of ``ROW_TYPES``.
+
+    Raises:
+        DataError: A file cannot be read, or is of no known format.
+    """
+    sources: dict[str, list[DataSource]] = {}
+    for spec in files:
+        source = DataSource(path=spec, **options.model_dump())
+        sources.setdefault(kind or kinds_of(source_files([source], base, ARGUMENTS)[0])[0], []).append(source)
+    return FileSources(**{name: tuple(listed) for name, listed in sources.items()})
+
+
+def _merged(known: SourceFile, options: SourceOptions, parameter: str) -> SourceOptions:
+    """Return the options of a file that is named twice: once they may be left out, but not be given differently."""
+    default = SourceOptions()
+    if options in (default, known.options):
+        return known.options
+    if known.options == default:
+        return options
+    formats = known.options.format, options.format
+    what = f"the formats {formats[0]} and {formats[1]}" if None not in formats else "different options"
+    raise DataError(f"{known.name} is named with {what}; take one of them out of {parameter}")
+
+
+def read_sources(
+    sources: Sequence[str | DataSource],
+    kind: str,
+    base: Path,
+    limit: int | None = None,
+    parameter: str = COLLECT_FILES,
+) -> Iterator[FileRows]:
+    """Read every file of ``sources`` as rows of ``kind``; ``limit`` bounds the rows taken from the hub."""
+    for file in source_files(sources, base, parameter):
+        yield read_source(file, kind, limit)
+
+
+def read_source(file: SourceFile, kind: str, limit: int | None = None) -> FileRows:
+    """Read one file, URL or hub id as rows of ``kind``; see :func:`read_sources`."""
+    result = _read(file, kind, limit)
+    result.weight, result.cap, result.licence = file.options.weight, file.options.cap, file.options.licence
+    return result
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """The records of a source, which can be read once.
+
+    Attributes:
+        where: What messages call the source.
+        path: The file that is read, for a URL a copy of it; None for a hub id.
+        unread: Rows of a hub data set that a limit leaves out; None if the hub does not say how many.
+        revision: The commit of a hub data set.
+    """
+
+    records: Iterator[Record]
+    where: str
+    path: Path | None = None
+    unread: int | None = 0
+    revision: str = ""
+
+
+@contextmanager
+def open_source(
+    file: SourceFile, limit: int | None = None, on_read: OnRead = lambda count: None
+) -> Iterator[OpenSource]:
+    """Open a file, URL or hub id; its records are read while the block lasts, with a part of them in memory at a time.
+
+    Args:
+        limit: Bounds the rows taken from the hub.
+        on_read: Told how many more bytes of a file on this machine were read.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    if file.path is not None:
+        yield OpenSource(stream_records(file.path, on_read), str(file.path), file.path)
+    elif is_url(file.name):
+        with local_copy(file.name) as copy:
+            yield OpenSource(stream_records(copy, lambda count: None, file.name), file.name, copy)
+    else:
+        loaded = load_hub_records(file.name, limit)
+        left = None if loaded.total is None else max(loaded.total - limit, 0) if limit is not None else 0
+        yield OpenSource(loaded.records, file.name, unread=left, revision=loaded.commit)
+
+
+def kinds_of(file: SourceFile) -> tuple[str, ...]:
+    """Return the kinds of rows that a file can serve as, best first; without a named format its beginning is read.
+
+    Raises:
+        DataError: The file cannot be read, or is of no known format, or serves as nothing.
+    """
+    if file.options.format is None:
+        with open_source(file, PROBE) as source:
+            first = first_records(source.records)
+        shape = detect(with_columns(first, file.options, source.where), source.where)
+    else:
+        shape = format_named(file.options.format)
+    if not shape.carries:
+        note = f" ({shape.note})" if shape.note else ""
+        raise DataError(f"{file.name} is of format {shape.name}, which serves as nothing{note}")
+    return tuple(kind for kind in ROW_TYPES if kind in shape.carries)
+
+
+def source_chunks(
+    file: SourceFile, kind: str, limit: int | None = None, on_read: OnRead = lambda count: None
+) -> Iterator[FileRows]:
+    """Yield the rows of a file, URL or hub id in parts; see :func:`~rlhf_core.data.collection.rows.row_chunks`.
+
+    Args:
+        limit: Bounds the rows taken from the hub.
+        on_read: Told how many more bytes of a file on this machine were read.
+    """
+    with open_source(file, limit, on_read) as source, _unchanged(source.path):
+        try:
+            digest = "" if source.path is None else sha256_file(source.path)
+        except OSError as error:
+            raise DataError(f"cannot read {source.where}: {error.strerror}") from error
+        unread = source.unread
+        for part in row_chunks(source.records, kind, file.name, digest, source.where, file.options):
+            part.unread, part.revision = unread, source.revision
+            yield part
+            unread = 0  # it is a number of the whole source
+
+
+def _read(file: SourceFile, kind: str, limit: int | None) -> FileRows:
+    if file.path is not None:
+        with _unchanged(file.path):
+            records, digest = load_records(file.path), sha256_file(file.path)
+        return read_records(records, kind, file.name, digest, str(file.path), file.options)
+    if is_url(file.name):
+        content = read_url(file.name)
+        digest = hashlib.sha256(content).hexdigest()
+        return read_records(records_of(file.name, content), kind, file.name, digest, options=file.options)
+    loaded = load_hub_records(file.name, limit)
+    records = list(loaded.records)
+    result = read_records(records, kind, file.name, "", options=file.options)
+    result.unread = None if loaded.total is None else loaded.total - len(records)
+    result.revision = loaded.commit
+    return result

@@ -1,0 +1,1 @@
+"""Data files without a pipeline: describe, compare, convert."""

@@ -1,0 +1,232 @@
+"""Write the rows of data files in the conversational format, each checked to be read back as it was."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlhf_core.config.stages.collect import DataSource, FormatName, ReadOptions
+from rlhf_core.data.chunks import bytes_in_memory, chunked
+from rlhf_core.data.collection.rows import FileRows, read_records
+from rlhf_core.data.collection.sources import source_chunks, source_files
+from rlhf_core.data.inspection.report_lines import wrapped
+from rlhf_core.data.readers.containers.records import Record
+from rlhf_core.data.readers.formats.registry import format_named, format_of
+from rlhf_core.data.schema import MESSAGES
+from rlhf_core.errors import DataError, RlhfError
+
+REFUSED_SUFFIX = ".refused.jsonl"
+BATCH = 1000
+LABELS = ("category", "source")
+FORMATS: dict[str, FormatName] = {
+    "preferences": "conversational",
+    "demonstrations": "messages",
+    "prompts": "prompt",
+    "pretrain": "text",
+}
+SCHEMAS = {
+    kind: pa.schema([*columns, *((name, pa.string()) for name in LABELS)])
+    for kind, columns in {
+        "preferences": [("prompt", MESSAGES), ("chosen", MESSAGES), ("rejected", MESSAGES), ("margin", pa.float64())],
+        "demonstrations": [("messages", MESSAGES)],
+        "prompts": [("prompt", MESSAGES)],
+        "pretrain": [("text", pa.string())],
+    }.items()
+}
+
+
+@dataclass
+class ConvertedFile:
+    """Counts of one file: ``records + expanded`` is the sum of ``rows``, ``refused`` and ``dropped``."""
+
+    source: str
+    format: str
+    records: int = 0
+    expanded: int = 0
+    rows: int = 0
+    refused: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was written where; ``refused_file`` is None if no row was refused."""
+
+    kind: str
+    output: str
+    refused_file: str | None
+    files: Sequence[ConvertedFile]
+
+    @property
+    def rows(self) -> int:
+        """The number of rows that were written."""
+        return sum(file.rows for file in self.files)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        return {"rows": self.rows, **asdict(self)}
+
+
+def record_of(kind: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row as a record of the conversational format, with its labels.
+
+    Preferences are TRL's ``prompt``, ``chosen`` and ``rejected`` as lists of messages, demonstrations ``messages``,
+    prompts ``prompt``, pretraining texts ``text``. A margin that is not known is left out.
+    """
+    labels = {name: row[name] for name in LABELS}
+    if kind == "pretrain":
+        return {"text": row["text"], **labels}
+    if kind == "prompts":
+        return {"prompt": row["prompt"], **labels}
+    if kind == "demonstrations":
+        return {"messages": [*row["prompt"], {"role": "assistant", "content": row["reply"]}], **labels}
+    replies = {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
+    margin = {} if row["margin"] is None else {"margin": row["margin"]}
+    return {"prompt": row["prompt"], **replies, **margin, **labels}
+
+
+def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) -> Conversion:
+    """Write the rows of ``sources`` as ``kind`` to ``output``, and refused rows to a file beside it, part by part.
+
+    Reading ``output`` gives the same rows: content, labels and ids. That is tried with every row before it is written;
+    one that would be read differently is refused. Both files appear when all is written, or not at all.
+
+    Args:
+        base: The folder that relative paths of sources start at.
+        output: A path that ends with .jsonl or .parquet; an existing file is replaced.
+
+    Raises:
+        DataError: A source cannot be read or holds no such rows, or no row can be used.
+        RlhfError: The folder cannot be written to, or ``output`` is one of the sources.
+    """
+    inputs = source_files(sources, base)
+    if any(file.path is not None and file.path.resolve() == output.resolve() for file in inputs):
+        raise RlhfError(f"{output} is one of the files that are read; choose another name")
+    refused_file = output.with_name(output.stem + REFUSED_SUFFIX)
+    files: list[ConvertedFile] = []
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder, so that files can be renamed into their places.
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
+            rows, refused = Path(folder) / "rows", Path(folder) / "refused"
+            with refused.open("w", encoding="utf-8") as stream:
+                records = (
+                    record for file in inputs for record in _converted(source_chunks(file, kind), kind, files, stream)
+                )
+                (_write_parquet if output.suffix == ".parquet" else _write_lines)(rows, kind, records)
+            _require_rows(files, output)
+            if any(file.refused for file in files):
+                os.replace(refused, refused_file)
+            else:
+                refused_file.unlink(missing_ok=True)  # of an earlier conversion
+            os.replace(rows, output)
+    except OSError as error:
+        raise RlhfError(
+            f"cannot write {output}: {error.strerror}; make the folder writable or choose another"
+        ) from error
+    return Conversion(kind, str(output), str(refused_file) if any(file.refused for file in files) else None, files)
+
+
+def _require_rows(files: Sequence[ConvertedFile], output: Path) -> None:
+    if any(file.rows for file in files):
+        return
+    reasons = sum((file.reasons for file in files), Counter())
+    commonest = f" (most often: {reasons.most_common(1)[0][0]})" if reasons else ""
+    raise DataError(f"no row can be written to {output}{commonest}; rlhf data inspect shows how the files are read")
+
+
+def _converted(
+    parts: Iterable[FileRows], kind: str, files: list[ConvertedFile], refused: TextIO
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file that is read in parts; its counts go to ``files``, refused rows to ``refused``."""
+    file: ConvertedFile | None = None
+    for part in parts:
+        if file is None:
+            file = ConvertedFile(part.source, part.format)
+            files.append(file)
+        file.records += part.records
+        file.expanded += part.expanded
+        file.dropped.update(part.dropped)
+        for entry in part.refused:
+            _refuse(file, refused, entry["position"], entry["reason"], entry["row"])
+        for row, position in zip(part.rows, part.positions, strict=True):
+            record = record_of(kind, row)
+            reason = _difference(record, row, kind)
+            if reason:
+                _refuse(file, refused, position, reason, json.dumps(record, ensure_ascii=False))
+            else:
+                file.rows += 1
+                yield record
+
+
+def _refuse(file: ConvertedFile, refused: TextIO, position: int, reason: str, row: str) -> None:
+    """Count a refused row of ``file`` and write it to ``refused``."""
+    file.refused += 1
+    file.reasons[reason] += 1
+    entry = {"source": file.source, "position": position, "reason": reason, "row": row}
+    refused.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+
+def _difference(record: Mapping[str, Any], row: Mapping[str, Any], kind: str) -> str:
+    """Return why ``record`` would not be read as ``row``; empty if it would."""
+    if not math.isfinite(record.get("margin", 0.0)):
+        return "the margin is not a finite number, which JSON cannot hold"
+    if kind == "pretrain" and row["group"] != row["id"]:
+        return "is made of a dialogue, whose prompt decides on its split; convert it as demonstrations"
+    shape = format_of(record)
+    if shape is not format_named(FORMATS[kind]):
+        return f"would be read as format {shape.name if shape else 'unknown'}"
+    read = read_records([Record(1, record)], kind, "", "", options=ReadOptions(format=FORMATS[kind]))
+    if read.refused:
+        return f"would be refused: {read.refused[0]['reason']}"
+    return "" if read.rows == [row] else "would be read differently"
+
+
+def _write_lines(path: Path, kind: str, records: Iterable[Mapping[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as stream:
+        for record in records:
+            stream.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _write_parquet(path: Path, kind: str, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write records in row groups, so that only one of them is in memory as columns."""
+    schema = SCHEMAS[kind]
+    with path.open("wb") as stream:
+        with pq.ParquetWriter(stream, schema, compression="zstd") as writer:
+            for batch in chunked(records, BATCH, bytes_in_memory):
+                writer.write_table(pa.Table.from_pylist(batch, schema=schema))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def as_text(conversion: Conversion, width: int = 80) -> str:
+    """Return a block of lines per file, and where rows and refused rows are."""
+    blocks = []
+    for file in conversion.files:
+        lines = [
+            file.source,
+            f"  read     {file.records} ({file.format})",
+            f"  written  {file.rows}{' (some give several)' if file.expanded else ''}",
+        ]
+        for reason, count in file.dropped.items():
+            lines += wrapped(f"  dropped  {count}: ", reason, width)
+        for reason, count in file.reasons.most_common():
+            lines += wrapped(f"  refused  {count}: ", reason, width)
+        blocks.append("\n".join(lines))
+    ending = f"{conversion.rows} {conversion.kind} are in {conversion.output}"
+    if conversion.refused_file:
+        ending += f"\nrefused rows are in {conversion.refused_file}"
+    return "\n\n".join([*blocks, ending])

@@ -1,0 +1,324 @@
+"""Describe how readers understand files: format, rows, refusals, examples, lengths (``rlhf data inspect``)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.config.stages.collect import ReadOptions
+from rlhf_core.data.chunks import drained
+from rlhf_core.data.collection.hub import PREFIX
+from rlhf_core.data.collection.rows import row_chunks
+from rlhf_core.data.collection.sources import SourceFile, open_source, require_utf8_name
+from rlhf_core.data.inspection.file_summary import FileSummary, texts_of
+from rlhf_core.data.inspection.report_lines import INDENT, example_lines, percentile_table, wrapped
+from rlhf_core.data.readers.formats.columns import with_columns
+from rlhf_core.data.readers.formats.registry import detect, first_records, format_named
+from rlhf_core.data.readers.formats.unused_summary import LISTED_COLUMNS, commonest_unused, unused_summary
+from rlhf_core.data.schema import ROW_TYPES
+from rlhf_core.data.text.language_tag import language_shares
+from rlhf_core.data.tokens.lengths import PERCENTILES, LengthPercentiles, TokenLengths, token_lengths
+from rlhf_core.storage.file_patterns import expand, is_url
+from rlhf_core.storage.remote_files import expand_url
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HUB_ROWS = 1000
+LANGUAGE_CHARACTERS = 1000
+PROFILE, CHINESE_PROFILE = "own-data", "chinese-sample"
+NEW_WORKSPACE = "my-run"
+CONTINUED = " \\\n        "
+
+
+@dataclass(frozen=True)
+class TokenLimit:
+    """The parameter that bounds the sequences of a kind, its value, and the positions of the model (None: no bound)."""
+
+    parameter: str
+    value: int
+    positions: int | None = None
+
+    @property
+    def longest_kept(self) -> int:
+        """The length of the longest sequence that is kept."""
+        return self.value if self.positions is None else min(self.value, self.positions)
+
+    def remedy(self, longest: int) -> str:
+        """Say how sequences of up to ``longest`` tokens could be kept."""
+        if self.positions is None or longest <= self.positions:
+            return f"to keep all of them: --set {self.parameter}={longest}"
+        if self.value >= self.positions:
+            return f"the model takes {self.positions} at most: only one with more positions keeps them"
+        return f"to keep more of them: --set {self.parameter}={self.positions}, which is what the model takes at most"
+
+
+@dataclass(frozen=True)
+class TokenLimits:
+    """What lengths in tokens are measured with.
+
+    Attributes:
+        tokenizer_name: What messages call the tokenizer.
+        limits: By kind of rows, what bounds its sequences.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    tokenizer_name: str
+    limits: Mapping[str, TokenLimit]
+
+
+@dataclass(frozen=True)
+class FileDescription:
+    """How one file is read.
+
+    Attributes:
+        name: The file, URL or hub id.
+        spec: The argument that named it.
+        kinds: The kinds of rows that it can serve as; it is read as the first.
+        read: What its rows of that kind are, and those that were refused or dropped.
+        languages: Shares of the languages that its texts' script tells (Chinese, Japanese, Korean).
+    """
+
+    name: str
+    spec: str
+    kinds: tuple[str, ...]
+    read: FileSummary
+    characters: Sequence[LengthPercentiles]
+    languages: Mapping[str, float]
+    tokens: TokenLengths | None = None
+
+    @property
+    def kind(self) -> str:
+        """The kind of rows that the file is read as."""
+        return self.kinds[0]
+
+
+@dataclass(frozen=True)
+class Description:
+    """How several files are read, and with what."""
+
+    files: Sequence[FileDescription]
+    options: ReadOptions
+    base: Path
+    limits: TokenLimits | None = None
+
+
+def describe_sources(
+    files: Sequence[str],
+    base: Path | None = None,
+    tokens: TokenLimits | None = None,
+    options: ReadOptions | None = None,
+    show: int = 1,
+) -> Description:
+    """Read every file, some thousand records at a time, and describe it.
+
+    Args:
+        files: Paths, globs, URLs or hub ids; of a hub id the first 1,000 rows are read. A file that several of them
+            name is described once.
+        base: The folder of relative paths, by default the current one.
+        tokens: Lengths are measured in tokens too, if set.
+        options: How the rows are read, where that is not recognised.
+        show: How many rows of each file are kept as examples.
+
+    Raises:
+        DataError: A file cannot be read at all.
+    """
+    base, options = base or Path.cwd(), options or ReadOptions()
+    described = []
+    seen: set[Path] = set()
+    for spec in files:
+        if spec.startswith(PREFIX):
+            sources = [SourceFile(spec, None)]
+        elif is_url(spec):
+            sources = [SourceFile(url, None) for url in expand_url(spec, "correct the address")]
+        else:
+            paths = [path for path in expand(spec, base) if path.resolve() not in seen]
+            for path in paths:
+                require_utf8_name(path)
+                seen.add(path.resolve())
+            sources = [SourceFile(str(path), path) for path in paths]
+        described += [_describe(source, spec, tokens, options, show) for source in sources]
+    return Description(described, options, base, tokens)
+
+
+def _describe(
+    source: SourceFile, spec: str, tokens: TokenLimits | None, options: ReadOptions, show: int
+) -> FileDescription:
+    with open_source(source, HUB_ROWS) as opened:
+        first = first_records(opened.records)
+        mapped = with_columns(first, options, source.name)
+        shape = format_named(options.format) if options.format else detect(mapped, source.name)
+        del mapped
+        kinds = tuple(kind for kind in ROW_TYPES if kind in shape.carries) or tuple(ROW_TYPES)
+        read = FileSummary(kinds[0], shape.name, show)
+        records = chain(drained(first), opened.records)
+        for part in row_chunks(records, kinds[0], Path(source.name).name, "", source.name, options):
+            read.add(part)
+    sample, measured = read.sample.spread(), None
+    if tokens is not None and kinds[0] in tokens.limits and sample:
+        measured = token_lengths(tokens.tokenizer, kinds[0], sample, tokens.limits[kinds[0]].longest_kept)
+    languages = language_shares(["\n".join(texts_of(row))[:LANGUAGE_CHARACTERS] for row in sample])
+    return FileDescription(source.name, spec, kinds, read, read.character_lengths(), languages, measured)
+
+
+def as_json_value(description: Description) -> dict[str, Any]:
+    """Return a description as JSON values: a list of files with examples, and the next command."""
+    files = []
+    for file in description.files:
+        value: dict[str, Any] = {
+            "file": file.name,
+            "format": file.read.format,
+            "serves": list(file.kinds),
+            "kind": file.kind,
+            "records": file.read.records,
+            "rows": file.read.rows,
+            "expanded": file.read.expanded,
+            "dropped": dict(file.read.dropped),
+            **unused_summary(file.read.unused),
+            "refused": [
+                {"reason": reason, "count": refused.rows, "first": refused.first}
+                for reason, refused in file.read.commonest_refusals()
+            ],
+            "characters": {lengths.name: _percentiles(lengths) for lengths in file.characters},
+            "languages": dict(file.languages),
+            "examples": file.read.examples,
+        }
+        if file.tokens is not None and description.limits is not None:
+            limit = description.limits.limits[file.kind]
+            value["tokens"] = {
+                "percentiles": _percentiles(file.tokens.percentiles),
+                "parameter": limit.parameter,
+                "limit": limit.longest_kept,
+                "rows": file.tokens.rows,
+                "over_limit": file.tokens.over_limit,
+                "unwritable": [vars(rows) for rows in file.tokens.unwritable],
+            }
+        files.append(value)
+    command = _init_command(description)
+    return {"files": files, "next": " ".join(command) if command else None}
+
+
+def _percentiles(lengths: LengthPercentiles) -> dict[str, int]:
+    return {str(percentile): value for percentile, value in zip(PERCENTILES, lengths.values, strict=False)}
+
+
+def as_text(description: Description, width: int = 80) -> str:
+    """Return a block of lines per file, and the command that makes a workspace of them.
+
+    Args:
+        width: Columns of the terminal: rows are cut to it, other texts wrapped.
+    """
+    blocks = [_block(file, description, width) for file in description.files]
+    unusable = [file.name for file in description.files if not file.read.rows]
+    if unusable:
+        without = (
+            f"no row of {', '.join(unusable)} can be used: mend what is refused, or say how the rows are to be read "
+            "(--format, --column)"
+        )
+        blocks.append(textwrap.fill(without, max(width, 40), break_long_words=False, break_on_hyphens=False))
+    command = _init_command(description)
+    if command is None:
+        missing = "next: a pipeline needs pairs of replies; add a file that serves as preferences to these"
+        return "\n\n".join([*blocks, textwrap.fill(missing, width)])
+    # A shell takes the command only with its arguments whole, so it is broken between them.
+    line = f"next: {' '.join(command)}"
+    return "\n\n".join([*blocks, line if len(line) <= width else f"next: {CONTINUED.join(command)}"])
+
+
+def _block(file: FileDescription, description: Description, width: int) -> str:
+    read = file.read
+    expanded = " (some give several)" if read.expanded else ""
+    lines = [
+        file.name,
+        f"  format   {read.format}",
+        f"  serves   {', '.join(file.kinds)}",
+        f"  rows     {read.rows} as {file.kind}, of {read.records}{expanded}",
+    ]
+    for reason, count in read.dropped.most_common():
+        lines += wrapped(f"  dropped  {count}: ", reason, width)
+    for reason, refused in read.commonest_refusals():
+        lines += wrapped(f"  refused  {refused.rows}: ", f"{reason} (first at row {refused.first})", width)
+    for name, count in commonest_unused(read.unused).items():
+        lines += wrapped(f"  unused   {count}: ", f"the column {name} is not read", width)
+    if len(read.unused) > LISTED_COLUMNS:
+        lines.append(f"  unused   {len(read.unused) - LISTED_COLUMNS} further columns are not read")
+    if file.languages:
+        shares = ", ".join(f"{tag} {share:.0%}" for tag, share in file.languages.items())
+        lines += wrapped("  language ", f"{shares} of the rows looked at", width)
+    for row in read.examples:
+        lines += ["  example", *example_lines(file.kind, row, width)]
+    return "\n".join([*lines, *_lengths(file, description.limits, width)])
+
+
+def _lengths(file: FileDescription, limits: TokenLimits | None, width: int) -> list[str]:
+    """Return the table of lengths: characters of each column, and with a tokenizer what ``max_tokens`` would drop."""
+    if not file.characters:
+        return []
+    lines = ["  lengths", *percentile_table("characters", file.characters, width)]
+    if file.tokens is None or limits is None:
+        if limits is None:
+            lines += wrapped(INDENT * 2, "no tokens: there is no tokenizer at hand; name one with --tokenizer", width)
+        return lines
+    limit, measured = limits.limits[file.kind], file.tokens
+    looked_at = f" of the {measured.rows} rows looked at" if measured.rows < file.read.rows else ""
+    for rows in measured.unwritable:
+        reason = f"{rows.rows}{looked_at or ' of the rows'} have no tokens: {rows.reason} (first at row {rows.first})"
+        lines += wrapped(INDENT * 2, reason, width)
+    if not measured.percentiles.values:
+        return lines
+    if measured.over_limit:
+        share = measured.over_limit / measured.rows
+        finding = f"{share:.1%}{looked_at or ' of the rows'} are longer and would be dropped"
+    else:
+        finding = f"none{looked_at} is longer"
+    finding = f"{limit.parameter} is {limit.longest_kept}: {finding} (tokenizer of {limits.tokenizer_name})"
+    lines += percentile_table("tokens", [measured.percentiles], width)
+    lines += wrapped(INDENT * 2, finding, width)
+    if measured.over_limit:
+        lines += wrapped(INDENT * 2, limit.remedy(measured.percentiles.values[-1]), width)
+    return lines
+
+
+def _init_command(description: Description) -> list[str] | None:
+    """Return the arguments of the ``rlhf init`` command for these sources, by the kind that each serves as best.
+
+    Sources without usable rows are left out. None if no other serves as preferences.
+    """
+    kind_of: dict[str, str] = {}
+    for file in description.files:
+        if file.read.rows:
+            kind_of.setdefault(file.spec, file.kind)
+    by_kind: dict[str, list[str]] = {}
+    for spec, kind in kind_of.items():
+        by_kind.setdefault(kind, []).append(spec)
+    if "preferences" not in by_kind:
+        return None
+    given = description.options.model_dump(exclude_defaults=True)
+    command = [f"rlhf init {_free_name(description.base)} --profile {_profile(description.files)}"]
+    for kind in (kind for kind in ROW_TYPES if kind in by_kind):
+        entries: list[Any] = [{"path": spec, **given} if given else spec for spec in by_kind[kind]]
+        quoted = json.dumps(entries, ensure_ascii=False)
+        command.append(f"--set {shlex.quote(f'collect.files.{kind}={quoted}')}")
+    return command
+
+
+def _profile(files: Sequence[FileDescription]) -> str:
+    """Return the profile that suits the pairs: the Chinese one where most of them are Chinese."""
+    pairs = [file for file in files if file.kind == "preferences"]
+    chinese = sum(file.read.rows * file.languages.get("zh", 0.0) for file in pairs)
+    return CHINESE_PROFILE if chinese > sum(file.read.rows for file in pairs) / 2 else PROFILE
+
+
+def _free_name(base: Path) -> str:
+    """Return a name for a new workspace that nothing in ``base`` has."""
+    number, name = 1, NEW_WORKSPACE
+    while (base / name).exists():
+        number += 1
+        name = f"{NEW_WORKSPACE}-{number}"
+    return name

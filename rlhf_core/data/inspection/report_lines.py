@@ -1,0 +1,58 @@
+"""Lines of reports on data for a terminal: wrapped texts, rows, and tables of lengths."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlhf_core.data.tokens.lengths import PERCENTILES, REPLIES, LengthPercentiles
+
+INDENT, LABEL_WIDTH = "  ", 9
+
+
+def wrapped(label: str, text: str, width: int) -> list[str]:
+    """Return ``label`` and ``text`` in lines of at most ``width`` columns, the later ones indented by the label."""
+    indent = " " * len(label)
+    return textwrap.wrap(
+        text, max(width, 40), initial_indent=label, subsequent_indent=indent, break_on_hyphens=False
+    ) or [label.rstrip()]
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, whose plural ends with an s: "1 pair", "2 pairs"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def example_lines(kind: str, row: Mapping[str, Any], width: int) -> list[str]:
+    """Return a row as a line per turn and reply, each cut to ``width``."""
+    if kind == "pretrain":
+        texts = [("text", row["text"])]
+    else:
+        texts = [(turn["role"], turn["content"]) for turn in row["prompt"]]
+        texts += [(name, row[name]) for name in REPLIES.get(kind, ())]
+    lines = []
+    for label, text in texts:
+        line = Text(f"{INDENT * 2}{label:<{LABEL_WIDTH}}  {' '.join(text.split())}")
+        line.truncate(width, overflow="ellipsis")  # in columns: a Chinese character takes two
+        lines.append(line.plain)
+    return lines
+
+
+def percentile_table(unit: str, rows: Sequence[LengthPercentiles], width: int) -> list[str]:
+    """Return lengths as the indented lines of a table, with ``unit`` above the names of the rows."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(min_width=len("prompt + reply"))
+    for _ in PERCENTILES:
+        table.add_column(justify="right", min_width=6)
+    table.add_row(unit, *(f"{p} %" if p < 100 else "longest" for p in PERCENTILES))
+    for row in rows:
+        table.add_row(row.name, *map(str, row.values))
+    output = io.StringIO()
+    Console(file=output, width=max(width - 2 * len(INDENT), 40), color_system=None).print(table)
+    return [f"{INDENT * 2}{line.rstrip()}" for line in output.getvalue().splitlines()]

@@ -1,0 +1,1 @@
+"""Containers: files of any kind and compression as records."""

@@ -1,0 +1,1 @@
+"""Formats: records of a known shape as prompt and replies."""

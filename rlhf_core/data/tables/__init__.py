@@ -1,0 +1,1 @@
+"""Parquet files in parts, and rows that stay in Arrow's form."""

@@ -1,0 +1,1 @@
+"""What a text shows and tells: visible characters, statistics, language, refusals."""

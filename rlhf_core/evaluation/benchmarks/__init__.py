@@ -1,0 +1,1 @@
+"""Published benchmarks: lm-eval tasks, multiple choice, best of n for reward models."""

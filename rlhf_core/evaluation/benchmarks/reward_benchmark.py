@@ -1,0 +1,139 @@
+"""Best of n on a benchmark of reward models: does the model score the right reply above all wrong ones?
+
+Malik et al., 2025, "RewardBench 2: Advancing Reward Model Evaluation". A row has a prompt, one right reply and three
+wrong ones, so that guessing gives a quarter. Accuracy is per subset, and the mean is over subsets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.data.readers.containers.records import Record, load_records
+from rlhf_core.data.schema import ROLES, Message
+from rlhf_core.errors import DataError
+from rlhf_core.evaluation.comparisons.comparison import bootstrap_bounds
+from rlhf_core.evaluation.judges.judge import Judge
+from rlhf_core.evaluation.replies.reply import Reply
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class BenchmarkRow:
+    """A prompt with its right and wrong replies."""
+
+    prompt: list[Message]
+    chosen: Sequence[str]
+    rejected: Sequence[str]
+    subset: str
+
+    @property
+    def replies(self) -> list[str]:
+        """All replies, the right ones first."""
+        return [*self.chosen, *self.rejected]
+
+
+@dataclass(frozen=True)
+class SubsetAccuracy:
+    """Accuracy on the rows of a subset, with 95 % bootstrap bounds, and that of guessing."""
+
+    rows: int
+    accuracy: float
+    accuracy_low95: float
+    accuracy_high95: float
+    chance: float
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """Accuracy by subset, and the unweighted mean over subsets."""
+
+    mean: float
+    subsets: dict[str, SubsetAccuracy]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        return asdict(self)
+
+
+def read_benchmark(path: Path) -> list[BenchmarkRow]:
+    """Read a file of the fields ``prompt``, ``chosen``, ``rejected`` (lists of texts) and ``subset``.
+
+    A prompt is a text or a list of ``{"role", "content"}``; one reply may stand without a list.
+
+    Raises:
+        DataError: The file cannot be read, or a row of it is none of a benchmark; the message names the first.
+    """
+    return [_row(record, path) for record in load_records(path)]
+
+
+def _row(record: Record, path: Path) -> BenchmarkRow:
+    where, value = f"{path}, row {record.position}", record.value
+    if record.problem or not isinstance(value, dict):
+        raise DataError(f"{where}: {record.problem or 'no object'}")
+    replies: dict[str, list[str]] = {}
+    for name in ("chosen", "rejected"):
+        given = value.get(name)
+        texts = [given] if isinstance(given, str) else given
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            raise DataError(f"{where}: {name} is no list of texts")
+        replies[name] = texts
+    prompt, subset = value.get("prompt"), value.get("subset") or "all"
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(turns, list) or not turns or not all(_is_turn(turn) for turn in turns):
+        raise DataError(f"{where}: prompt is neither a text nor a list of messages")
+    messages = [Message(turn["role"], turn["content"]) for turn in turns]
+    return BenchmarkRow(messages, replies["chosen"], replies["rejected"], str(subset))
+
+
+def _is_turn(turn: Any) -> bool:
+    return isinstance(turn, dict) and turn.get("role") in ROLES and isinstance(turn.get("content"), str)
+
+
+def row_accuracy(chosen: Sequence[float], rejected: Sequence[float]) -> float:
+    """Return how right the scores of a row are, in [0, 1].
+
+    With one right reply: 1 if it scores highest, 1/k if it shares the highest score with k - 1 others, else 0. With
+    several: 1 if each scores above every wrong one, else 0. (The benchmark's own number for its subset of several
+    right replies also weighs by how much; it is not computed here.)
+    """
+    if len(chosen) > 1:
+        return float(min(chosen) > max(rejected))
+    best = max(*chosen, *rejected)
+    return 1 / [*chosen, *rejected].count(best) if chosen[0] == best else 0.0
+
+
+def run_benchmark(judge: Judge, rows: Sequence[BenchmarkRow], seed: int = 0) -> BenchmarkResult:
+    """Score every reply of every row, and measure accuracy by subset."""
+    prompts = [row.prompt for row in rows for _ in row.replies]
+    scores = iter(judge.score(prompts, [Reply(text, True) for row in rows for text in row.replies]))
+    accuracies, chances = defaultdict(list), defaultdict(list)
+    for row in rows:
+        chosen, rejected = ([next(scores) for _ in texts] for texts in (row.chosen, row.rejected))
+        accuracies[row.subset].append(row_accuracy(chosen, rejected))
+        # Of all orders of the replies, the share in which the right ones come first.
+        chances[row.subset].append(1 / math.comb(len(row.replies), len(row.chosen)))
+    subsets = {}
+    for subset in sorted(accuracies):
+        values = np.array(accuracies[subset])
+        low, high = bootstrap_bounds(values[np.newaxis], RESAMPLES, seed)
+        chance = float(np.mean(chances[subset]))
+        subsets[subset] = SubsetAccuracy(len(values), float(values.mean()), float(low[0]), float(high[0]), chance)
+    return BenchmarkResult(float(np.mean([subset.accuracy for subset in subsets.values()])), subsets)
+
+
+def as_text(result: BenchmarkResult) -> str:
+    """Return a table with a line for each subset."""
+    width = max(len("subset"), *map(len, result.subsets))
+    lines = [f"{'subset':<{width}}  rows  accuracy  95 %          chance"]
+    for name, subset in result.subsets.items():
+        bounds = f"{subset.accuracy_low95:.2f} to {subset.accuracy_high95:.2f}"
+        lines.append(f"{name:<{width}}  {subset.rows:>4}  {subset.accuracy:>8.3f}  {bounds:<12}  {subset.chance:.2f}")
+    return "\n".join([*lines, f"mean over subsets: {result.mean:.3f}"])

@@ -1,0 +1,189 @@
+"""Win, tie, lose between two sets of replies to the same prompts, with bootstrap intervals over prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import stats
+
+from rlhf_core.errors import DataError
+from rlhf_core.evaluation.comparisons.length_control import length_controlled_win_rate
+from rlhf_core.evaluation.judges.judge import Judge
+
+BATCH = 256  # resamples drawn at once, to bound memory for many prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Shares of prompts that the candidate wins, ties and loses, in [0, 1].
+
+    Where each prompt has several pairs of replies, it is won if more of its pairs are won than lost.
+
+    Attributes:
+        win_rate: Mean over prompts of the share of pairs won, ties as half a win; ``win + tie / 2`` where each prompt
+            has one pair.
+        prompts: Number of prompts.
+        lc_win_rate: ``win_rate`` at equal reply lengths; None where lengths were not given. See
+            :mod:`~rlhf_core.evaluation.comparisons.length_control`.
+
+    Fields that end in ``low95`` and ``high95`` are percentile-bootstrap bounds over prompts.
+    """
+
+    win: float
+    tie: float
+    lose: float
+    win_rate: float
+    win_rate_low95: float
+    win_rate_high95: float
+    prompts: int
+    lc_win_rate: float | None = None
+    lc_win_rate_low95: float | None = None
+    lc_win_rate_high95: float | None = None
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the numbers that are known, for ``metrics/evaluation.json``."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreComparison(Comparison):
+    """A comparison by a judge with scores, and the mean difference of scores.
+
+    Attributes:
+        mean_difference: Paired mean of candidate - baseline, in the judge's unit.
+        tie_margin: The largest difference that was still a tie, in the judge's unit.
+    """
+
+    mean_difference: float
+    mean_difference_low95: float
+    mean_difference_high95: float
+    tie_margin: float
+
+
+def compare(
+    candidate: ArrayLike,
+    baseline: ArrayLike,
+    tie_margin: float,
+    bootstrap: int = 2000,
+    seed: int = 0,
+    length_difference: ArrayLike | None = None,
+) -> ScoreComparison:
+    """Compare paired scores ``candidate[i]`` and ``baseline[i]`` of the same prompt.
+
+    Several replies to a prompt are not independent of each other: bounds resample prompts, each with all its replies.
+
+    Args:
+        candidate: Scores of one side, (prompts,) or (prompts, replies).
+        baseline: Scores of the other side, of the same shape.
+        tie_margin: Largest difference that is a tie, in the judge's unit; see :func:`tie_margin_of`.
+        bootstrap: Number of resamples.
+        seed: Seed of the resamples.
+        length_difference: Length of the candidate's minus that of the baseline's reply, of the same shape, for the
+            length-controlled win rate; None leaves it out.
+
+    Raises:
+        DataError: The scores are empty, unequal in number or not finite.
+    """
+    first, second = np.asarray(candidate, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
+    if first.shape != second.shape or first.ndim not in (1, 2):
+        raise DataError(f"a comparison needs one score per prompt on both sides, got {first.shape} and {second.shape}")
+    if first.size == 0:
+        raise DataError("a comparison needs at least one prompt; the test split is empty")
+    if not (np.isfinite(first).all() and np.isfinite(second).all()):
+        raise DataError("a judge gave a score that is not finite; its model folder is probably damaged")
+    # One row per prompt, one column per reply to it.
+    difference = (first - second).reshape(len(first), -1)
+    outcome = outcomes(difference, tie_margin)
+    mean_difference = difference.mean(axis=1)
+    low, high = bootstrap_bounds(np.stack([outcome.mean(axis=1), mean_difference]), bootstrap, seed)
+    return ScoreComparison(
+        **asdict(_compared(outcome, low[0], high[0], bootstrap, seed, length_difference)),
+        mean_difference=float(mean_difference.mean()),
+        mean_difference_low95=float(low[1]),
+        mean_difference_high95=float(high[1]),
+        tie_margin=tie_margin,
+    )
+
+
+def compare_outcomes(
+    outcome: ArrayLike, bootstrap: int = 2000, seed: int = 0, length_difference: ArrayLike | None = None
+) -> Comparison:
+    """Compare two sides by what a judge without scores said.
+
+    Args:
+        outcome: 1 for a win of the candidate, ½ for a tie, 0 for a loss, (prompts,) or (prompts, replies).
+        bootstrap: Number of resamples; the same prompts are drawn as in :func:`compare`.
+        seed: Seed of the resamples.
+        length_difference: See :func:`compare`.
+
+    Raises:
+        DataError: There are no outcomes.
+    """
+    values = np.asarray(outcome, dtype=np.float64)
+    if values.size == 0:
+        raise DataError("a comparison needs at least one prompt that was judged")
+    values = values.reshape(len(values), -1)
+    low, high = bootstrap_bounds(values.mean(axis=1)[np.newaxis], bootstrap, seed)
+    return _compared(values, low[0], high[0], bootstrap, seed, length_difference)
+
+
+def _compared(
+    outcome: np.ndarray,
+    low: float,
+    high: float,
+    bootstrap: int,
+    seed: int,
+    length_difference: ArrayLike | None,
+) -> Comparison:
+    """Win rates of outcomes (prompts, replies), of which the mean over prompts has the bounds ``low`` and ``high``."""
+    share_won = outcome.mean(axis=1)
+    controlled = {}
+    if length_difference is not None:
+        longer_by = np.asarray(length_difference, dtype=np.float64).reshape(outcome.shape)
+        controlled = asdict(length_controlled_win_rate(outcome, longer_by, bootstrap, seed))
+    return Comparison(
+        win=float((share_won > 0.5).mean()),
+        tie=float((share_won == 0.5).mean()),
+        lose=float((share_won < 0.5).mean()),
+        win_rate=float(share_won.mean()),
+        win_rate_low95=float(low),
+        win_rate_high95=float(high),
+        prompts=len(share_won),
+        **controlled,
+    )
+
+
+def tie_margin_of(judge: Judge, share: float, baseline: Sequence[float]) -> float:
+    """Largest difference of ``judge``'s scores that is a tie.
+
+    The judge's own margin where it has one, else ``share`` times the standard deviation of its ``baseline`` scores.
+    The candidate has no part in it: a policy whose scores spread wider would turn its own losses into ties.
+    """
+    return judge.absolute_tie if judge.absolute_tie is not None else share * float(np.std(baseline))
+
+
+def outcomes(difference: np.ndarray, margin: float) -> np.ndarray:
+    """1 for a win, ½ for a tie (``|difference| <= margin``), 0 for a loss; in the shape of ``difference``."""
+    return np.where(np.abs(difference) <= margin, 0.5, (difference > 0).astype(np.float64))
+
+
+def bootstrap_bounds(rows: np.ndarray, resamples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """95 % percentile-bootstrap bounds of each row's mean: (r, n) -> low (r,), high (r,).
+
+    All rows share the resampled columns, so that they stay paired. One column has bounds of width zero.
+    """
+    if rows.shape[1] == 1:
+        return rows[:, 0], rows[:, 0]
+    interval = stats.bootstrap(
+        (rows,),
+        np.mean,
+        axis=-1,
+        method="percentile",
+        n_resamples=resamples,
+        batch=BATCH,
+        rng=np.random.Generator(np.random.Philox(key=seed)),
+    ).confidence_interval
+    return interval.low, interval.high

@@ -1,0 +1,194 @@
+"""SFT and policy side by side: every judge, every category, the regression set, as one nested dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.data.schema import Prompt
+from rlhf_core.data.text.language_tag import language_shares
+from rlhf_core.evaluation.comparisons.comparison import Comparison, ScoreComparison, compare_outcomes, outcomes
+from rlhf_core.evaluation.comparisons.length_control import length_differences
+from rlhf_core.evaluation.judges.disagreement import worst_disagreements
+from rlhf_core.evaluation.judges.judge import Judge
+from rlhf_core.evaluation.judges.pairwise import PairwiseJudge, PairwiseJudgements
+from rlhf_core.evaluation.metrics.drift import Drift
+from rlhf_core.evaluation.metrics.text_metrics import measure_text
+from rlhf_core.evaluation.regression import pass_rates
+from rlhf_core.evaluation.replies.reply import Reply
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """One model under evaluation.
+
+    Attributes:
+        replies: Replies to the evaluation prompts, one for each row of :class:`Evaluation`.
+        regression_replies: Replies to the regression set.
+        drift: Distance from SFT, on replies from the training distribution.
+        scores: Scores of ``replies`` by judge.
+        perplexities: Perplexity of held-out text by its kind.
+        refusals: Shares of safety prompts that were refused or answered as they should be; empty if none were given.
+    """
+
+    replies: list[Reply]
+    regression_replies: list[Reply]
+    drift: Drift
+    scores: dict[str, list[float]] = field(default_factory=dict)
+    perplexities: dict[str, float] = field(default_factory=dict)
+    refusals: dict[str, float] = field(default_factory=dict)
+
+    def scored_by(self, judge: Judge, prompts: Sequence[Prompt]) -> EvaluatedModel:
+        """Return the same model with this judge's scores added."""
+        scores = judge.score([row.prompt for row in prompts], self.replies)
+        return replace(self, scores={**self.scores, judge.name: scores})
+
+    def metrics(self, replies_per_prompt: int) -> dict[str, Any]:
+        """Mean score by each judge, text metrics, perplexities of the replies under SFT and of held-out text, and the
+        rates on the safety prompts.
+
+        Text metrics are means over sets of one reply per prompt: variety is about different prompts.
+        """
+        safety = {"safety": self.refusals} if self.refusals else {}
+        sets = [measure_text(self.replies[draw::replies_per_prompt]).as_dict() for draw in range(replies_per_prompt)]
+        return {
+            **{judge: float(np.mean(scores)) for judge, scores in self.scores.items()},
+            **{name: sum(values[name] for values in sets) / len(sets) for name in sets[0]},
+            "perplexity_reference": self.drift.perplexity,
+            **{f"perplexity_{kind}": perplexity for kind, perplexity in self.perplexities.items()},
+            **safety,
+        }
+
+
+@dataclass(frozen=True)
+class PairwiseEvaluation:
+    """What a judge without scores said about each pair, and the comparison that it makes."""
+
+    judgements: PairwiseJudgements
+    comparison: Comparison
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """SFT and policy side by side on the same prompts.
+
+    Attributes:
+        prompts: The prompt of each row: every prompt ``replies_per_prompt`` times in a row.
+        regression_prompts: The prompts of the regression set.
+        sft: The replies of SFT and what they were measured at.
+        policy: Those of the policy.
+        comparisons: The policy against SFT, by each judge with scores.
+        pairwise: The same by each judge without scores, on the first reply to each prompt.
+        replies_per_prompt: Rows of a prompt.
+    """
+
+    prompts: list[Prompt]
+    regression_prompts: list[Prompt]
+    sft: EvaluatedModel
+    policy: EvaluatedModel
+    comparisons: Mapping[str, ScoreComparison]
+    pairwise: Mapping[str, PairwiseEvaluation] = field(default_factory=dict)
+    replies_per_prompt: int = 1
+
+    def judged_by(self, judge: PairwiseJudge, bootstrap: int, seed: int) -> Evaluation:
+        """Return the same evaluation with this judge's comparison added; see :func:`compare_outcomes`."""
+        first = slice(None, None, self.replies_per_prompt)
+        policy, sft = self.policy.replies[first], self.sft.replies[first]
+        judgements = judge.judge([row.prompt for row in self.prompts[first]], policy, sft)
+        longer_by = length_differences(policy, sft)[judgements.judged]
+        comparison = compare_outcomes(judgements.outcomes(), bootstrap, seed, longer_by)
+        return replace(self, pairwise={**self.pairwise, judge.name: PairwiseEvaluation(judgements, comparison)})
+
+    def metrics(self, world: bool) -> dict[str, Any]:
+        """Return the content of ``metrics/evaluation.json``; see docs/metrics.md.
+
+        Args:
+            world: Whether the prompts are of the synthetic world, which adds checks to the regression set.
+        """
+        categories = [row.category for row in self.regression_prompts]
+        sft_rates = pass_rates(categories, self.sft.regression_replies, world)
+        policy_rates = pass_rates(categories, self.policy.regression_replies, world)
+        drift = self.policy.drift
+        languages = language_shares([row.prompt[-1].content for row in self.prompts])
+        return {
+            "sft": {**self.sft.metrics(self.replies_per_prompt), "regression": sft_rates["passed"]},
+            "policy": {**self.policy.metrics(self.replies_per_prompt), "regression": policy_rates["passed"]},
+            "kl": drift.kl,
+            "kl_low95": drift.kl - 1.96 * drift.kl_error,
+            "kl_high95": drift.kl + 1.96 * drift.kl_error,
+            "prompts": len(self.prompts) // self.replies_per_prompt,
+            "comparison": {
+                **{judge: comparison.as_dict() for judge, comparison in self.comparisons.items()},
+                **{judge: pairwise.comparison.as_dict() for judge, pairwise in self.pairwise.items()},
+            },
+            "category": self.by_category(),
+            "regression": {**policy_rates, "prompts": len(self.regression_prompts)},
+            "regression_sft": sft_rates,
+            **{f"{judge}_judge": dict(pairwise.judgements.metrics) for judge, pairwise in self.pairwise.items()},
+            **({"languages": languages} if languages else {}),
+        }
+
+    def by_category(self) -> dict[str, dict[str, float]]:
+        """Per category: number of prompts, and by each judge the mean score of both models and the win rate."""
+        table: dict[str, dict[str, float]] = {}
+        for category in sorted({row.category for row in self.prompts}):
+            rows = [i for i, row in enumerate(self.prompts) if row.category == category]
+            table[category] = {"prompts": len(rows) // self.replies_per_prompt}
+            for judge, comparison in self.comparisons.items():
+                policy = np.asarray(self.policy.scores[judge])[rows]
+                sft = np.asarray(self.sft.scores[judge])[rows]
+                table[category] |= {
+                    f"sft_{judge}": float(sft.mean()),
+                    f"policy_{judge}": float(policy.mean()),
+                    f"win_rate_{judge}": float(outcomes(policy - sft, comparison.tie_margin).mean()),
+                }
+            for judge, pairwise in self.pairwise.items():
+                pairs = [pairwise.judgements.pairs[i // self.replies_per_prompt] for i in rows]
+                known = [pair.outcome for pair in pairs if pair.outcome is not None]
+                if known:
+                    table[category][f"win_rate_{judge}"] = float(np.mean(known))
+        return table
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of ``samples/comparisons.parquet``: a prompt, a reply of each model, and their scores."""
+        return [
+            {
+                "id": prompt.id,
+                "category": prompt.category,
+                "prompt": "\n".join(f"{message.role}: {message.content}" for message in prompt.prompt),
+                "sft_reply": self.sft.replies[i].text,
+                "policy_reply": self.policy.replies[i].text,
+                "sft_finished": self.sft.replies[i].finished,
+                "policy_finished": self.policy.replies[i].finished,
+                **{f"sft_{judge}": scores[i] for judge, scores in self.sft.scores.items()},
+                **{f"policy_{judge}": scores[i] for judge, scores in self.policy.scores.items()},
+                **self._said_of(i),
+            }
+            for i, prompt in enumerate(self.prompts)
+        ]
+
+    def _said_of(self, row: int) -> dict[str, float | str | None]:
+        """Outcome and reason by each judge without scores; None beside further replies to a prompt."""
+        prompt, further = divmod(row, self.replies_per_prompt)
+        columns: dict[str, float | str | None] = {}
+        for judge, pairwise in self.pairwise.items():
+            pair = pairwise.judgements.pairs[prompt]
+            columns[f"{judge}_outcome"] = None if further else pair.outcome
+            columns[f"{judge}_reason"] = None if further else pair.reason
+        return columns
+
+    def bad_cases(self, judge: str, limit: int) -> list[dict[str, Any]]:
+        """Return rows where the reward model prefers the policy and ``judge`` prefers SFT, worst first.
+
+        Such prompts are what the next round of preference data should be about; see
+        :func:`~rlhf_core.evaluation.judges.disagreement.worst_disagreements`.
+        """
+        gains = {
+            name: np.asarray(self.policy.scores[name]) - np.asarray(self.sft.scores[name]) for name in ("reward", judge)
+        }
+        worst = worst_disagreements(gains["reward"], gains[judge], self.comparisons[judge].tie_margin)[:limit]
+        rows = self.rows()
+        return [rows[i] | {"judge": judge, "disagreement": disagreement} for i, disagreement in worst]

@@ -1,0 +1,1 @@
+"""Figures and numbers as report and data card show them."""

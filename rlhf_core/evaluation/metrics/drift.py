@@ -1,0 +1,66 @@
+"""How far a policy has moved from the reference: KL and perplexity, on the policy's own on-policy replies."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_core.evaluation.replies.generation import OnPolicyReplies
+from rlhf_core.runtime import distributed
+from rlhf_core.sampling.distribution import Sampling
+from rlhf_core.sampling.generation import Rollout
+from rlhf_core.sampling.token_scoring import Tokens, response_logits
+from rlhf_core.sampling.token_statistics import DistributionScorer
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Distance of a policy from the reference.
+
+    Attributes:
+        kl: Mean over sequences of the summed log-ratio (estimator k1, nats per sequence).
+        kl_error: Standard error of ``kl``.
+        perplexity: exp of the reference's mean negative log-probability per response token.
+    """
+
+    kl: float
+    kl_error: float
+    perplexity: float
+
+
+def measure_drift(sampled: OnPolicyReplies, reference: PreTrainedModel) -> Drift:
+    """Measure how far the policy that wrote ``sampled`` is from ``reference``; ranks share the work."""
+    log_ratios: list[float] = []
+    reference_nats, tokens = 0.0, 0
+    for rollout, weight in zip(sampled.rollouts, sampled.weights, strict=True):
+        reference_logprobs = _score_tokens(rollout, reference, sampled.sampling)
+        if not weight:
+            continue
+        policy_logprobs = rollout.logprobs.double().masked_fill(~rollout.response_mask, 0.0)
+        log_ratios += (policy_logprobs - reference_logprobs).sum(dim=1).tolist()
+        reference_nats -= float(reference_logprobs.sum())
+        tokens += int(rollout.response_mask.sum())
+    log_ratios = distributed.gather_items(log_ratios)
+    sums = distributed.reduce_metrics({"nats": reference_nats, "tokens": tokens})
+    error = float(np.std(log_ratios, ddof=1)) / math.sqrt(len(log_ratios)) if len(log_ratios) > 1 else 0.0
+    # The exponent is bounded so that a ruined policy gives a huge finite number, which JSON and gates can hold.
+    perplexity = math.exp(min(sums["nats"] / max(sums["tokens"], 1), 700.0))
+    return Drift(float(np.mean(log_ratios)), error, perplexity)
+
+
+@torch.inference_mode()
+def _score_tokens(rollout: Rollout, model: PreTrainedModel, sampling: Sampling) -> Tensor:
+    """Log-probabilities of the sampled tokens under ``model``, (B, T) float64, 0 at masked positions."""
+    batch = Tokens(rollout.tokens, rollout.attention_mask, rollout.response_mask)
+    scored = torch.zeros(rollout.logprobs.shape, dtype=torch.float64, device=rollout.logprobs.device)
+    # In one pass: the rollout fitted into memory while it was sampled.
+    rows = rollout.attention_mask.sum(dim=1).argsort(stable=True)
+    part = batch.part(rows)
+    logprobs = DistributionScorer(sampling).score(response_logits(model, part), part).logprobs.double()
+    scored[rows, : part.width] = logprobs.masked_fill(~part.response_mask, 0.0)
+    return scored

@@ -1,0 +1,124 @@
+"""Perplexity of held-out text that people wrote or preferred: what PPO costs in language modelling (alignment tax).
+
+Unlike the perplexity of a policy's own replies it rises when the policy forgets (paper, section 6.4; Ouyang et al.
+2022, section 4.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.config.stages.evaluate import HeldOutPerplexityConfig
+from rlhf_core.data.batches.sharding import passes
+from rlhf_core.data.chat.encoding import encode_dialogue, encode_text, pad_id
+from rlhf_core.data.schema import Preference, PretrainText, read_rows
+from rlhf_core.evaluation.regression import fixed_subset
+from rlhf_core.models.forward import has_plain_head, hidden_states, selected_logits
+from rlhf_core.models.starting.base import fitting_length
+from rlhf_core.runtime import distributed
+from rlhf_core.training.examples import Example, ReplyBatch, by_length, collate
+from rlhf_core.training.losses import token_cross_entropy
+
+# They bound memory: rows of one pass, and positions whose logits exist at once.
+ROWS_PER_PASS = 4
+POSITIONS_PER_CHUNK = 256
+
+Row = TypeVar("Row", Preference, PretrainText)
+
+
+@dataclass(frozen=True)
+class HeldOutText:
+    """Text that no stage trained on.
+
+    Attributes:
+        preferred: Test pairs, of which the chosen replies count.
+        pretrain: Plain text of the validation split.
+    """
+
+    preferred: list[Preference]
+    pretrain: list[PretrainText]
+
+    @classmethod
+    def read(cls, clean: Path, rows: int) -> HeldOutText:
+        """Read ``data/clean``; nothing for 0 ``rows``."""
+        if not rows:
+            return cls([], [])
+        return cls(
+            read_rows(clean / "preferences" / "test.parquet", Preference),
+            read_rows(clean / "pretrain" / "validation.parquet", PretrainText),
+        )
+
+
+def held_out_perplexities(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: HeldOutText, config: HeldOutPerplexityConfig
+) -> dict[str, float]:
+    """Return the perplexity of ``preferred`` replies given their prompts, and of ``pretrain`` text.
+
+    Each is exp of the mean negative log-probability per token, teacher-forced, as in supervised fine-tuning. Pairs
+    longer than ``config.max_tokens`` are left out, since a reply is never cut; plain text is cut. A kind without usable
+    rows is left out.
+    """
+    longest = fitting_length(config.max_tokens, model)
+
+    def preferred(row: Preference) -> Example:
+        return Example(*encode_dialogue(tokenizer, row.prompt, row.chosen))
+
+    def pretrain(row: PretrainText) -> Example:
+        ids = encode_text(tokenizer, row.text)[:longest]
+        return Example(ids[:1], ids[1:])  # nothing comes before the first token to predict it from
+
+    examples = {
+        "preferred": _chosen_examples(text.preferred, preferred, config, longest),
+        "pretrain": _chosen_examples(text.pretrain, pretrain, config, longest),
+    }
+    pad = pad_id(tokenizer)
+    return {name: reply_perplexity(model, rows, pad) for name, rows in examples.items() if rows}
+
+
+def _chosen_examples(
+    rows: Sequence[Row], encode: Callable[[Row], Example], config: HeldOutPerplexityConfig, longest: int
+) -> list[Example]:
+    """Encode the first rows, in the order of their hashes, that have a reply and are not longer than ``longest``."""
+    chosen: list[Example] = []
+    tokens = 0
+    for row in fixed_subset(rows, len(rows), "perplexity"):
+        if len(chosen) == config.rows or tokens >= config.total_tokens:
+            break
+        example = encode(row)
+        if example.reply and example.length <= longest:
+            chosen.append(example)
+            tokens += example.length
+    return chosen
+
+
+@torch.inference_mode()
+def reply_perplexity(model: PreTrainedModel, examples: Sequence[Example], pad: int) -> float:
+    """Return exp of the mean cross-entropy per reply token of ``examples``; ranks share the work."""
+    order = by_length([example.length for example in examples])
+    nats = 0.0
+    for part, weight in passes(order, ROWS_PER_PASS):
+        if weight:
+            rows = [examples[row] for row in part]
+            batch = collate([row.prompt for row in rows], [row.reply for row in rows], pad)
+            nats += _summed_loss(model, batch.to(model.device))
+    nats = distributed.reduce_metrics({"nats": nats})["nats"]
+    # The exponent is bounded so that a ruined model gives a huge finite number, which JSON and gates can hold.
+    return math.exp(min(nats / sum(len(example.reply) for example in examples), 700.0))
+
+
+def _summed_loss(model: PreTrainedModel, batch: ReplyBatch) -> float:
+    """Cross-entropy of a batch's reply tokens in nats, summed; logits and their softmax are float32."""
+    if not has_plain_head(model):
+        logits = selected_logits(model, batch.input_ids, batch.attention_mask, batch.select)
+        return float(token_cross_entropy(logits.whole(), batch.targets, 1))
+    hidden = hidden_states(model.base_model, batch.input_ids, batch.attention_mask)[batch.select]
+    head = model.get_output_embeddings()
+    chunks = zip(hidden.split(POSITIONS_PER_CHUNK), batch.targets.split(POSITIONS_PER_CHUNK), strict=True)
+    return sum(float(token_cross_entropy(head(states), targets, 1)) for states, targets in chunks)

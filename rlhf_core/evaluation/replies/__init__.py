@@ -1,0 +1,1 @@
+"""Replies: generated for evaluation, recorded, and as metrics and judges see them."""

@@ -1,0 +1,114 @@
+"""Replies of a model to prompts: with the evaluation filters for judging, from the training distribution for KL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.config.model import SamplingConfig
+from rlhf_core.data.batches.sharding import passes
+from rlhf_core.data.chat.encoding import encode_prompt
+from rlhf_core.data.schema import Message
+from rlhf_core.data.tokens.batch_encoding import encode_prompts
+from rlhf_core.evaluation.replies.reply import Reply, generated_replies
+from rlhf_core.runtime import distributed
+from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
+from rlhf_core.sampling.generation import Rollout
+from rlhf_core.sampling.local import LocalSampler
+from rlhf_core.sampling.sampler import PromptBatch
+from rlhf_core.training.examples import by_length
+from rlhf_core.training.rng import derive_seed
+
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class OnPolicyReplies:
+    """Replies sampled from the training distribution, with what is needed to score their tokens again.
+
+    Attributes:
+        replies: One reply per prompt, on every rank.
+        rollouts: One rollout per batch; of several ranks each has those of its own prompts.
+        weights: One per rollout; 0 for a rollout that only keeps this rank in step with the others.
+        sampling: The distribution that was sampled from.
+    """
+
+    replies: list[Reply]
+    rollouts: list[Rollout]
+    weights: list[float]
+    sampling: Sampling
+
+
+def evaluation_replies(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[Message]],
+    config: SamplingConfig,
+    seed: int,
+    on_batch: Callable[[int], None] = lambda count: None,
+    batch_size: int = BATCH,
+    replies_per_prompt: int = 1,
+) -> list[Reply]:
+    """Sample replies with the evaluation filters (top-p, repetition penalty), those to one prompt in a row.
+
+    Prompt ``i`` uses random stream ``i`` of ``seed`` for its first reply, and of seeds derived from it for the others,
+    so two models get the same random numbers, and neither the batch size nor the number of ranks nor further replies
+    change a reply. Prompts of similar length share a batch; of several ranks each samples its share, and gets all.
+
+    ``on_batch`` is called with the number of replies of each finished batch, of all ranks together.
+    """
+    sampling = EvaluationSampling.for_tokenizer(tokenizer, config)
+    encoded = encode_prompts(tokenizer, prompts)
+    order = by_length([len(ids) for ids in encoded])
+    shared = list(passes(order, batch_size))
+    steps = replies_per_prompt * len(shared) * config.max_new_tokens
+    draws: list[list[list[int]]] = []
+    sampler = LocalSampler.of(model)
+    with sampler.awake(0, max((len(rows) for rows, _ in shared), default=0), steps):
+        for number in range(replies_per_prompt):
+            draw_seed = derive_seed(seed, "evaluation replies", number) if number else seed
+            own: list[list[int]] = []
+            for done, (rows, weight) in enumerate(shared):
+                if weight:
+                    batch = PromptBatch([encoded[row] for row in rows], rows, draw_seed)
+                    own += sampler.sample(batch, sampling).replies()
+                together = batch_size * distributed.world_size()
+                on_batch(min(together, len(prompts) - done * together))
+            draws.append(_in_order(order, distributed.gather_items(own)))
+    return generated_replies(tokenizer, [reply for of_prompt in zip(*draws, strict=True) for reply in of_prompt])
+
+
+def _in_order(order: Sequence[int], values: Sequence[list[int]]) -> list[list[int]]:
+    """Undo a permutation: ``values[i]`` belongs to the prompt ``order[i]``."""
+    by_prompt = dict(zip(order, values, strict=True))
+    return [by_prompt[prompt] for prompt in range(len(order))]
+
+
+def on_policy_replies(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[Message]],
+    sampling: Sampling,
+    seed: int,
+    batch_size: int = BATCH,
+) -> OnPolicyReplies:
+    """Sample one reply per prompt from the training distribution: the one that KL and checkpoint selection are about.
+
+    Prompts use their random streams as in :func:`evaluation_replies`; of several ranks each samples its share.
+    """
+    sequences: list[list[int]] = []
+    rollouts, weights = [], []
+    shared = list(passes(list(range(len(prompts))), batch_size))
+    largest = max((len(rows) for rows, _ in shared), default=0)
+    sampler = LocalSampler.of(model)
+    with sampler.awake(0, largest, len(shared) * sampling.max_new_tokens):
+        for rows, weight in shared:
+            ids = [encode_prompt(tokenizer, prompts[i]) for i in rows]
+            rollouts.append(sampler.sample(PromptBatch(ids, rows, seed), sampling))
+            weights.append(weight)
+            if weight:
+                sequences += rollouts[-1].replies()
+    replies = generated_replies(tokenizer, distributed.gather_items(sequences))
+    return OnPolicyReplies(replies, rollouts, weights, sampling)

@@ -1,0 +1,1 @@
+"""What is concluded from an evaluation: better or not, and which figures alarm."""

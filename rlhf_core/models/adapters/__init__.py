@@ -1,0 +1,1 @@
+"""Adapters on frozen weights: LoRA, 4-bit weights under it, and models of the lower layers."""

@@ -1,0 +1,1 @@
+"""Heads on a backbone: scalar models, and policy and critic on one."""

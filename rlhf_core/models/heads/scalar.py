@@ -1,0 +1,223 @@
+"""Scalar models (reward model, referee, critic): a backbone with a head of one output per position.
+
+On disk they are plain Hugging Face sequence-classification folders.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf_core.config.lora import LoraConfig
+from rlhf_core.errors import ModelError
+from rlhf_core.models.adapters.lora import add_adapters
+from rlhf_core.models.adapters.lower_layers import keep_lower_layers
+from rlhf_core.models.float32_head import LOW_PRECISION, float32_linear
+from rlhf_core.models.forward import embedding_weight, hidden_states, last_token_indices
+from rlhf_core.models.heads.reply_pooling import mean_over_reply, mean_so_far
+from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, save_folder
+from rlhf_core.models.lazy_logits import LazyLogits
+
+Pooling = Literal["last", "mean"]
+POOLING = "reply_pooling"  # its name in config.json
+
+
+class ReplyScorer(Protocol):
+    """A reward model, referee or judge, whole or sharded."""
+
+    def reply_scores(self, input_ids: Tensor, attention_mask: Tensor, reply_mask: Tensor | None = None) -> Tensor:
+        """(B, L) each -> the scalar of each row's reply (B,)."""
+
+
+class ScalarModel(nn.Module):
+    """A Hugging Face sequence-classification model with one label, whose head computes in float32.
+
+    Shapes: B sequences, L positions, H hidden, V vocabulary.
+
+    Attributes:
+        model: The sequence-classification model.
+        unembedding: Output embedding (V, H) of the language model it was made from, for the imitation loss. None with
+            tied embeddings, where the input embedding serves. It is trained and checkpointed, but not saved.
+    """
+
+    def __init__(self, model: PreTrainedModel, unembedding: Tensor | None = None) -> None:
+        super().__init__()
+        self.model = model
+        head = model.get_submodule("score")
+        if type(head) is nn.Linear and head.weight.dtype in LOW_PRECISION:
+            model.add_module("score", float32_linear(head))
+        self.unembedding = nn.Parameter(unembedding.clone()) if unembedding is not None else None
+
+    @classmethod
+    def from_causal_lm(
+        cls,
+        source: str | Path | PreTrainedModel,
+        seed: int,
+        dtype: torch.dtype | None = None,
+        layers: int | None = None,
+        pooling: Pooling = "last",
+    ) -> ScalarModel:
+        """Put a small random head (std 1/sqrt(H + 1), a function of ``seed``) on the backbone of a causal LM.
+
+        Args:
+            source: Its folder or hub id, or the model itself, of which a copy is made.
+            seed: Determines the head.
+            dtype: Precision to load weights in; None keeps that of the files.
+            layers: Decoder layers to keep, from the embedding up; None for all.
+            pooling: What the head reads of a reply, see :meth:`pool`. Other than "last" it is kept in config.json.
+        """
+        lm: PreTrainedModel
+        if isinstance(source, PreTrainedModel):
+            name, lm = type(source).__name__, copy.deepcopy(source)
+        else:
+            name, lm = str(source), load_model(AutoModelForCausalLM, source, dtype)
+        if layers is not None:
+            keep_lower_layers(lm, layers)
+        # A model in memory is not on the hub, which would be asked for its name.
+        with nullcontext() if isinstance(source, PreTrainedModel) else reading(name):
+            lm.config.num_labels = 1
+            with torch.device("meta"):
+                model = AutoModelForSequenceClassification.from_config(lm.config, attn_implementation="sdpa")
+        if type(model.base_model) is not type(lm.base_model) or not hasattr(model, "score"):
+            raise ModelError(f"{name}: {type(lm).__name__} has no sequence-classification form with a score head")
+        setattr(model, model.base_model_prefix, lm.base_model)
+        width = model.score.in_features
+        generator = torch.Generator().manual_seed(seed)
+        model.score = nn.Linear(width, 1, bias=False, device=lm.device, dtype=lm.dtype)
+        if pooling != "last":
+            model.config.update({POOLING: pooling})
+        with torch.no_grad():
+            model.score.weight.copy_(torch.randn(1, width, generator=generator) / math.sqrt(width + 1))
+        output = lm.get_output_embeddings().weight
+        tied = output is embedding_weight(lm)
+        return cls(model.eval(), None if tied else output.detach())
+
+    @classmethod
+    def load(cls, path: str | Path, dtype: torch.dtype | None = None) -> ScalarModel:
+        """Load a folder written by :meth:`save`, or any sequence-classification folder with one label."""
+        model = load_model(AutoModelForSequenceClassification, path, dtype)
+        if model.config.num_labels != 1 or not hasattr(model, "score"):
+            raise ModelError(f"{path} is not a scalar model ({model.config.num_labels} labels); exactly one is needed")
+        return cls(model)
+
+    @property
+    def pooling(self) -> Pooling:
+        """What the head reads of a reply."""
+        pooling: Pooling = getattr(self.model.config, POOLING, "last")
+        return pooling
+
+    def add_adapters(self, config: LoraConfig, seed: int) -> None:
+        """Make adapters (see ``models.lora``) and the head trainable in place of all weights."""
+        self.requires_grad_(False)
+        add_adapters(self.model, config, seed)
+        self.model.get_submodule("score").requires_grad_(True)
+
+    def hidden(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Last hidden states (B, L, H)."""
+        return hidden_states(self.model.base_model, input_ids, attention_mask, position_ids)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """The scalar of each hidden state in float32: (..., H) -> (...)."""
+        head: nn.Module = self.model.get_submodule("score")
+        scores: Tensor = head(hidden)
+        return scores.squeeze(-1).float()
+
+    def token_scores(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor | None = None,
+        reply_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The scalar at every position: (B, L) each -> (B, L). Positions default to those of the mask.
+
+        Where the head reads means, it reads here that of the reply so far, if ``reply_mask`` says where the reply is: a
+        critic made from a reward model then foretells at each token what the reward model will read at the last.
+        """
+        hidden = self.hidden(input_ids, attention_mask, position_ids)
+        if self.pooling == "mean" and reply_mask is not None:
+            hidden = mean_so_far(hidden, reply_mask)
+        return self.scores(hidden)
+
+    def pool(self, hidden: Tensor, attention_mask: Tensor, reply_mask: Tensor | None) -> Tensor:
+        """What the head reads of each row's reply: (B, L, H) -> (B, H). The masks are (B, L).
+
+        It is the state of the last real token, the end-of-sequence that closes the reply, or the mean of the reply's.
+
+        Raises:
+            ModelError: The mean is to be taken, and ``reply_mask`` does not say of which positions.
+        """
+        if self.pooling == "last":
+            return last_hidden(hidden, attention_mask)
+        if reply_mask is None:
+            raise ModelError("this scalar model reads the mean over a reply, so it needs to know where replies begin")
+        return mean_over_reply(hidden, reply_mask)
+
+    def reply_scores(self, input_ids: Tensor, attention_mask: Tensor, reply_mask: Tensor | None = None) -> Tensor:
+        """The scalar of each row's reply, read as :meth:`pool` says: (B, L) -> (B,)."""
+        return self.scores(self.pool(self.hidden(input_ids, attention_mask), attention_mask, reply_mask))
+
+    def lm_logits(self, hidden: Tensor) -> LazyLogits:
+        """Next-token logits of hidden states, for the imitation loss: (..., H) -> (..., V)."""
+        weight = self.unembedding if self.unembedding is not None else embedding_weight(self.model)
+        if weight.dtype in LOW_PRECISION:
+            hidden, weight = hidden.float(), weight.float()
+        return LazyLogits(hidden, partial(functional.linear, weight=weight), weight.shape[0])
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Same as :meth:`token_scores`."""
+        return self.token_scores(input_ids, attention_mask, position_ids)
+
+    def save(
+        self,
+        path: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        json_files: dict[str, Any] | None = None,
+        tensor_files: dict[str, dict[str, Tensor]] | None = None,
+    ) -> None:
+        """Save the folder, after checking that the saved copy computes the same.
+
+        Args:
+            json_files: Further files by name, written as JSON.
+            tensor_files: Further files by name, written as safetensors.
+
+        Raises:
+            ModelError: The saved copy differs; nothing is published.
+        """
+        self.model.config.pad_token_id = tokenizer.pad_token_id
+        ids = probe_ids(len(tokenizer)).to(self.model.device)
+        expected = _probe(self, ids)
+
+        def verify(folder: Path) -> None:
+            require_equal(path, _probe(ScalarModel.load(folder).to(ids.device), ids), expected)
+
+        save_folder(path, self.model, tokenizer, json_files, verify=verify, tensor_files=tensor_files)
+
+
+def last_hidden(hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """The hidden state of each row's last real token: (B, L, H), (B, L) -> (B, H)."""
+    rows = torch.arange(hidden.shape[0], device=hidden.device)
+    return hidden[rows, last_token_indices(attention_mask)]
+
+
+@torch.no_grad()
+def _probe(model: ScalarModel, ids: Tensor) -> Tensor:
+    """Scores of the probe tokens, without drop-out."""
+    training = model.training
+    scores = model.eval().token_scores(ids, torch.ones_like(ids)).cpu()
+    model.train(training)
+    return scores

@@ -1,0 +1,188 @@
+"""Whether a starting model can be opened: by its config, its tokenizer and its weights' headers, no weights loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from rlhf_core.data.chat.chat_template import bos_expression, reply_format
+from rlhf_core.errors import DataError, ModelError
+from rlhf_core.models.forward import embedding_weight
+from rlhf_core.models.hub_model import find_hub_model
+from rlhf_core.models.io import REPAIR, is_local, reading, require_room_for
+from rlhf_core.models.starting.base import load_tokenizer
+from rlhf_core.models.starting.gguf import is_gguf, open_gguf
+
+# As safetensors names them.
+PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# For loaded models without a chat template: plain role names, and end-of-sequence after each reply. The space before a
+# reply belongs to the reply, since most tokenizers make one token of a space and the word after it.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """What was read of a starting model, and whether it has a chat template (of a hub id this is not looked up)."""
+
+    finding: str
+    has_template: bool = True
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a safetensors file, by the file's header."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def open_starting_model(workspace: Path, source: str, revision: str | None = None) -> OpenedModel:
+    """Open what ``base.source`` names, a folder, a GGUF file or a hub id, without loading or downloading weights.
+
+    Raises:
+        ModelError: It does not exist, or the base stage would refuse it.
+    """
+    path = workspace / Path(source).expanduser()
+    if not path.exists() and not is_local(source):
+        return OpenedModel(f"a hub id, {find_hub_model(source, revision)}")
+    if not path.exists():
+        raise ModelError(f"base.source {source} does not exist; give a folder, a .gguf file, a hub id, or scratch")
+    tokenizer = open_gguf(path) if is_gguf(path) else open_model_folder(path)
+    has_template = bool(tokenizer.chat_template)
+    prepare_tokenizer(tokenizer, source)
+    return OpenedModel("config, tokenizer and the headers of the weights are readable", has_template)
+
+
+def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Add a plain chat template where a loaded tokenizer has none.
+
+    Raises:
+        ModelError: No token ends a reply, or the template of the tokenizer cannot write a question and its answer.
+    """
+    if not tokenizer.chat_template and tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer of {source} has no end-of-sequence token, so that a reply could never end; name one as "
+            "eos_token in its tokenizer_config.json"
+        )
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = bos_expression(tokenizer) + PLAIN_TEMPLATE
+    try:
+        reply_format(tokenizer)
+    except (DataError, ModelError) as error:
+        raise ModelError(f"{source}: {error}") from error
+
+
+def open_model_folder(folder: Path) -> PreTrainedTokenizerBase:
+    """Open a Hugging Face folder without its weights, and return its tokenizer.
+
+    Raises:
+        ModelError: The base stage would refuse it, for what can be told without loading the weights.
+    """
+    stored = stored_tensors(folder)
+    require_trainable(str(folder))
+    tokenizer = load_tokenizer(folder)
+    with reading(folder), torch.device("meta"):
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name in sorted(expected.keys() & stored.keys()):
+        if stored[name].shape != expected[name]:
+            raise ModelError(
+                f"{folder}: the weight {name} has the shape {list(stored[name].shape)}, but config.json asks for "
+                f"{list(expected[name])}; {REPAIR}"
+            )
+    # Names that the architecture does not know are renamed when they are loaded: what is missing cannot be told then.
+    missing = sorted(expected.keys() - stored.keys() - _tied_to(model, stored.keys()))
+    if missing and not stored.keys() - expected.keys():
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of the weights of a {type(model).__name__}, such as {missing[0]}; {REPAIR}"
+        )
+    require_room_for(tokenizer, embedding_weight(model).shape[0], folder)
+    return tokenizer
+
+
+def _tied_to(model: PreTrainedModel, stored: Iterable[str]) -> set[str]:
+    """Names of weights that are the same as a stored one, such as an unembedding and its embedding."""
+    tied: dict[str, str] = model.all_tied_weights_keys
+    names = set(stored)
+    return {name for name, other in tied.items() if other in names} | {
+        other for name, other in tied.items() if name in names
+    }
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors that a folder's safetensors files hold, by name.
+
+    Raises:
+        ModelError: Something is missing from the folder, a shard that its index names, too.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    with reading(folder):
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as weights:
+                for name in weights.keys():  # noqa: SIM118 - no mapping
+                    tensor = weights.get_slice(name)
+                    tensors[name] = StoredTensor(tuple(tensor.get_shape()), tensor.get_dtype())
+        if not (folder / WEIGHTS).is_file():
+            if not (folder / INDEX).is_file():
+                raise ModelError(f"{folder} has neither {WEIGHTS} nor {INDEX}, which names its shards; {REPAIR}")
+            shards = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+            absent = sorted(shard for shard in shards if not (folder / shard).is_file())
+            if absent:
+                raise ModelError(f"{folder} lacks {len(absent)} of {len(shards)} shards, such as {absent[0]}; {REPAIR}")
+    return tensors
+
+
+def require_trainable(source: str, revision: str | None = None) -> None:
+    """Refuse a model of another kind than a decoder-only language model, or whose weights are quantised for inference.
+
+    Only some devices compute with such weights, none trains them, and without their scales they are other numbers.
+
+    Raises:
+        ModelError: config.json says so, or a file of a folder has matrices of eight-bit numbers.
+    """
+    kinds = set()
+    with reading(source):
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    if (other := _other_kind(config)) is not None:
+        raise ModelError(
+            f"{source} is {other} (of type {config.model_type!r}); give a decoder-only language model, one that "
+            "transformers loads as AutoModelForCausalLM"
+        )
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        kinds.add(str(quantization.get("quant_method", "of an unknown kind")))
+    if Path(source).is_dir():
+        matrices = (tensor for tensor in stored_tensors(Path(source)).values() if len(tensor.shape) > 1)
+        kinds |= {tensor.dtype for tensor in matrices if tensor.dtype not in PLAIN_DTYPES}
+    if kinds:
+        raise ModelError(
+            f"{source} has quantised weights ({', '.join(sorted(kinds))}), which cannot be trained: give the model in "
+            "float32, bfloat16 or float16, or as a GGUF file, which is dequantised"
+        )
+
+
+def _other_kind(config: PretrainedConfig) -> str | None:
+    """What a model is instead of a decoder-only language model; None where it is one."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "an encoder-decoder"
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return "no language model"
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
+        return "an encoder, which reads a text in both directions"
+    return None

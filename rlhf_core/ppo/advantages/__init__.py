@@ -1,0 +1,1 @@
+"""Advantages: estimators with and without a critic, and their normalisation."""

@@ -1,0 +1,1 @@
+"""The state of an unfinished run on disk, and the journal of its rollbacks."""

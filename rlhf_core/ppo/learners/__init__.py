@@ -1,0 +1,1 @@
+"""What an update trains: policy and critic, or a policy alone."""

@@ -1,0 +1,1 @@
+"""The losses of PPO-max and their parts: a file per term."""

@@ -1,0 +1,1 @@
+"""From raw scores to token rewards: normalisation, scaling, clip and the KL penalty."""

@@ -1,0 +1,1 @@
+"""Ranks, preemption, progress and retries: what any long work needs."""

@@ -1,0 +1,231 @@
+"""Collective operations over the ranks that train one model together; with one process each of them is a no-op.
+
+Ranks run the same code on the same global batches. They differ in the rows they compute
+(``data/batches/sharding.py``) and reduce their results here. Values travel as tensors or JSON, never as pickles.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# A rank waits this long for another that evaluates or saves; the launcher notices dead ranks within seconds.
+TIMEOUT = timedelta(minutes=60)
+BUCKET_BYTES = 25_000_000
+
+
+def active() -> bool:
+    """Whether this process belongs to an initialised process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """Rank of this process, from 0."""
+    return dist.get_rank() if active() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 outside a process group."""
+    return dist.get_world_size() if active() else 1
+
+
+def is_rank_zero() -> bool:
+    """Whether this is rank 0, the one that writes files."""
+    return rank() == 0
+
+
+def device() -> torch.device:
+    """Where this process computes: its own GPU where there is one (``RLHF_DEVICE=cpu`` forbids it), else the CPU."""
+    if os.environ.get("RLHF_DEVICE") == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Join the process group that the launcher's environment variables describe, for the length of the block."""
+    if active() or int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        yield
+        return
+    backend = "gloo"
+    if device().type == "cuda":
+        torch.cuda.set_device(device())
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    yield
+    # On an error destroy_process_group is skipped: it can hang when peers have died.
+    if active():
+        dist.destroy_process_group()
+
+
+class NonzeroRankReleased(BaseException):
+    """Raised on ranks other than 0 when rank 0 continues alone; the stage runner expects it."""
+
+
+def release_nonzero_ranks() -> None:
+    """Dissolve the process group: rank 0 continues alone, all others raise :class:`NonzeroRankReleased`.
+
+    Every rank must call it.
+    """
+    if world_size() == 1:
+        return
+    others = not is_rank_zero()
+    dist.barrier()
+    dist.destroy_process_group()
+    if others:
+        raise NonzeroRankReleased
+
+
+def all_reduce_sum(tensor: Tensor) -> Tensor:
+    """Sum ``tensor`` over all ranks, in place; returns it."""
+    if world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def all_reduce_sums(tensors: Sequence[Tensor]) -> None:
+    """Sum every tensor over all ranks, in place: in flat buckets of 25 MB, a collective operation for each.
+
+    Ranks must agree on shapes and order.
+    """
+    if world_size() == 1:
+        return
+    bucket: list[Tensor] = []
+    for position, tensor in enumerate(tensors):
+        bucket.append(tensor)
+        following = tensors[position + 1] if position + 1 < len(tensors) else None
+        full = sum(each.nbytes for each in bucket) >= BUCKET_BYTES
+        if full or following is None or (following.dtype, following.device) != (tensor.dtype, tensor.device):
+            _sum_bucket(bucket)
+            bucket = []
+
+
+def _sum_bucket(bucket: Sequence[Tensor]) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    dist.all_reduce(flat)
+    parts = flat.split([tensor.numel() for tensor in bucket])
+    torch._foreach_copy_(list(bucket), [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
+
+
+def reduce_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Sum every metric over all ranks; names that end in ``_max`` take the maximum, NaN if a rank has it.
+
+    Ranks must agree on the names.
+    """
+    if world_size() == 1:
+        return dict(metrics)
+    names = sorted(metrics)
+    sums = torch.tensor([metrics[name] for name in names], dtype=torch.float64)
+    largest = sums.clone()
+    dist.all_reduce(sums)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    # A maximum with NaN depends on the order of its arguments; a sum does not.
+    largest = torch.where(sums.isnan(), sums, largest)
+    values = {n: float(m if n.endswith("_max") else s) for n, s, m in zip(names, sums, largest, strict=True)}
+    return {name: values[name] for name in metrics}
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether ``flag`` is true on at least one rank."""
+    return reduce_metrics({"_max": float(flag)})["_max"] > 0
+
+
+def largest_of_ranks(count: int) -> int:
+    """The largest ``count`` of all ranks, on every rank."""
+    return int(reduce_metrics({"_max": float(count)})["_max"])
+
+
+def broadcast_from_rank0(value: Any) -> Any:
+    """Return rank 0's ``value`` on every rank. It travels as JSON; floats survive exactly, NaN included."""
+    return _from(0, value) if world_size() > 1 else value
+
+
+def gather_items(items: Sequence[Any]) -> list[Any]:
+    """Undo :func:`shard_for_rank` for a list of JSON values: the whole list, in order, on every rank."""
+    if world_size() == 1:
+        return list(items)
+    lists = [_from(source, list(items)) for source in range(world_size())]
+    return [lists[i % world_size()][i // world_size()] for i in range(sum(map(len, lists)))]
+
+
+def _from(source: int, value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    length = torch.tensor([content.numel()])
+    dist.broadcast(length, source, group)
+    if rank() != source:
+        content = torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(content, source, group)
+    return json.loads(content.numpy().tobytes())
+
+
+def background_group() -> dist.ProcessGroup | None:
+    """A group of all ranks for another thread, whose collectives may run beside those of the main thread.
+
+    Every rank must call it. It lives as long as the process group; None with one process.
+    """
+    return dist.new_group(backend="gloo", timeout=TIMEOUT) if world_size() > 1 else None
+
+
+def every_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the JSON values of all ranks in their order, on every rank."""
+    if world_size() == 1:
+        return [value]
+    return [_from(source, value, group) for source in range(world_size())]
+
+
+def broadcast_tensors_from_rank0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return rank 0's named CPU tensors on every rank; those of the other ranks are ignored."""
+    if world_size() == 1:
+        return dict(tensors)
+    headers = broadcast_from_rank0([[name, str(t.dtype).split(".")[1], list(t.shape)] for name, t in tensors.items()])
+    received = {}
+    for name, dtype, shape in headers:
+        tensor = tensors[name].contiguous() if is_rank_zero() else torch.empty(shape, dtype=getattr(torch, dtype))
+        dist.broadcast(tensor, 0)
+        received[name] = tensor
+    return received
+
+
+def gather_rows(rows: Tensor, total: int, fill: float = 0) -> Tensor:
+    """Undo :func:`shard_for_rank` for the rows of a tensor: (b, ...) on each rank -> (total, ...) on every rank.
+
+    Ranks may have different widths; narrower rows are padded on the right with ``fill``.
+    """
+    if world_size() == 1:
+        return rows
+    trailing = rows.shape[1:]
+    widths = torch.tensor(trailing, dtype=torch.long)
+    if widths.numel():
+        dist.all_reduce(widths, dist.ReduceOp.MAX)
+    most = math.ceil(total / world_size())
+    shape = [most, *widths.tolist()]
+    mine = rows.new_full(shape, fill)
+    mine[tuple(slice(0, n) for n in rows.shape)] = rows
+    sent = mine.to(torch.uint8) if mine.dtype == torch.bool else mine
+    parts = [torch.empty_like(sent) for _ in range(world_size())]
+    dist.all_gather(parts, sent.contiguous())
+    # Row i of rank r is row i * size + r of the whole.
+    return torch.stack(parts, dim=1).flatten(0, 1)[:total].to(rows.dtype)
+
+
+def shard_for_rank(items: Any) -> Any:
+    """This rank's items of a sequence or rows of a tensor: those at positions rank, rank + world_size, ..."""
+    return items[rank() :: world_size()]
+
+
+def require_group() -> None:
+    """Initialise a group of one where there is none: DeepSpeed needs a group even for a single process."""
+    if active():
+        return
+    store = dist.HashStore()
+    backend = "gloo" if device().type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)

@@ -1,0 +1,104 @@
+"""SIGTERM as a request to stop: from a drained node, a time limit, a job of higher priority or a stopped run.
+
+Training stops at its next safe point (a finished optimiser step or iteration), where its state is saved; everything
+else stops at once. A second SIGTERM stops training at once too. Whoever grants a grace period sends SIGKILL at its end.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from rlhf_core.errors import Preempted
+
+# A supervisor, a launcher and a cluster's own agent may each forward the same request.
+SAME_REQUEST_SECONDS = 3.0
+
+
+class StopNow(KeyboardInterrupt):
+    """SIGTERM where no safe point follows. As a ``KeyboardInterrupt`` it passes handlers of ordinary errors."""
+
+
+class PreemptionSignal:
+    """What SIGTERM does during one stage. Until :meth:`handled` is entered it is not looked at."""
+
+    def __init__(self) -> None:
+        self._received_at: float | None = None
+        self._deferred = False
+        self._exiting = False
+        self._forward: Callable[[], bool] | None = None
+
+    @contextmanager
+    def handled(self, stage: str) -> Iterator[None]:
+        """Handle SIGTERM inside the block, in the main thread only.
+
+        Raises:
+            Preempted: SIGTERM ended the block before it was done.
+        """
+        previous = signal.signal(signal.SIGTERM, self._on_sigterm)
+        try:
+            yield
+        except StopNow as stopped:
+            raise Preempted(
+                f"{stage} was stopped by SIGTERM before it was done; the same command goes on from the last "
+                "checkpoint, if there is one"
+            ) from stopped
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+
+    def _on_sigterm(self, number: int, frame: Any) -> None:
+        if self._exiting:
+            return
+        now = time.monotonic()
+        first = self._received_at is None
+        self._received_at = now if self._received_at is None else self._received_at
+        if self._forward is not None and self._forward():
+            return
+        if not first and now - self._received_at < SAME_REQUEST_SECONDS:
+            return
+        if first and self._deferred:
+            return
+        self._exiting = True
+        raise StopNow
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside the block SIGTERM only sets :attr:`received`: check :meth:`requested` at every safe point."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
+    @contextmanager
+    def forwarded(self, forward: Callable[[], bool]) -> Iterator[None]:
+        """Inside the block SIGTERM is passed on by ``forward``, which returns whether any process received it."""
+        self._forward = forward
+        try:
+            yield
+        finally:
+            self._forward = None
+
+    @property
+    def received(self) -> bool:
+        """Whether this process has received SIGTERM during the stage."""
+        return self._received_at is not None
+
+    def requested(self) -> bool:
+        """Whether any rank has received SIGTERM; all ranks ask at the same safe point and get the same answer."""
+        from rlhf_core.runtime import distributed
+
+        return distributed.any_rank(self.received)
+
+    def raise_preempted(self, progress: str, saved: bool) -> NoReturn:
+        """End the stage once every rank is here; ``progress`` names the stage and how far it is."""
+        from rlhf_core.runtime import distributed
+
+        # Rank 0 writes files and comes last, and a launcher ends the other ranks as soon as one has exited.
+        distributed.any_rank(True)
+        self._exiting = True
+        state = "its state is saved, and the same command goes on from there" if saved else "the same command starts it"
+        raise Preempted(f"{progress} and was stopped there by SIGTERM; {state}")

@@ -1,0 +1,1 @@
+"""Lengths of data in tokens, before training: tokenizer to count with, and limits."""

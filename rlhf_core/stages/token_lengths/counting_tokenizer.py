@@ -1,0 +1,88 @@
+"""The tokenizer that lengths of data are counted with: that of a folder, a GGUF file or a hub id, without its model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf_core.errors import ModelError
+
+WANTED = "give a model's folder, a .gguf file or a hub id"
+HUB_PREFIX = "hub:"  # of data sets
+REASON_LENGTH = 200
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_counting_tokenizer(source: str, base: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of ``source``, with the chat template that stage base would give its model.
+
+    Args:
+        source: A folder with a tokenizer (weights are not needed), a ``.gguf`` file, or a hub id.
+        base: The folder that relative paths start at.
+
+    Raises:
+        ModelError: It does not exist or has no usable tokenizer.
+    """
+    if not source.strip():
+        raise ModelError(f"the name of the tokenizer is empty; {WANTED}")
+    path = base / Path(source).expanduser()
+    if source.startswith(HUB_PREFIX) and not path.exists():
+        raise ModelError(
+            f"{source}: {HUB_PREFIX} is for data sets; name the tokenizer as {source.removeprefix(HUB_PREFIX)}"
+        )
+    # Imported here: these load torch and transformers, which takes seconds and is for nothing without a tokenizer.
+    from rlhf_core.models.io import is_local
+    from rlhf_core.models.starting.gguf import is_gguf, load_gguf_tokenizer
+    from rlhf_core.models.starting.starting_model import prepare_tokenizer
+
+    if not path.exists() and (is_local(source) or is_gguf(source)):
+        raise ModelError(f"the tokenizer {source} does not exist; {WANTED}")
+    if path.is_dir():
+        tokenizer = _load_folder(path, source)
+    else:
+        tokenizer = load_gguf_tokenizer(path) if path.exists() else _load_from_hub(source)
+    tokenizer.model_max_length = sys.maxsize  # rows are counted, not run; the library would warn of longer ones
+    prepare_tokenizer(tokenizer, source)
+    return tokenizer
+
+
+def _load_folder(path: Path, source: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder, which messages call ``source``."""
+    from transformers import AutoTokenizer
+
+    from rlhf_core.models.io import TOKENIZER_FILES, quiet
+
+    try:
+        with quiet():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+    except Exception as error:  # whatever a library comes upon in files that are damaged or of another kind
+        if not any((path / name).is_file() for name in TOKENIZER_FILES):
+            raise ModelError(f"the folder {source} has no tokenizer ({TOKENIZER_FILES[0]}); {WANTED}") from error
+        first_line = str(error).strip().split("\n", 1)[0].rstrip(": ")[:REASON_LENGTH] or type(error).__name__
+        raise ModelError(f"{source} has no readable tokenizer: {first_line}; give a complete folder") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what the library makes where the vocabulary is missing
+        raise ModelError(f"the tokenizer in {source} has no vocabulary ({TOKENIZER_FILES[0]}); give a complete folder")
+    return tokenizer
+
+
+def _load_from_hub(source: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a hub id."""
+    from huggingface_hub import is_offline_mode
+    from huggingface_hub.errors import HFValidationError
+
+    from rlhf_core.models.starting.base import load_tokenizer
+
+    try:
+        return load_tokenizer(source)
+    except HFValidationError as error:
+        raise ModelError(f"the tokenizer {source!r} is no file here and no hub id (owner/name); {WANTED}") from error
+    except ModelError as error:
+        if error.__cause__ is None or not isinstance(error.__cause__, (OSError, ValueError)):
+            raise
+        where = "is not in the cache (HF_HUB_OFFLINE is set)"
+        if not is_offline_mode():
+            where = "cannot be loaded from the hub: it is not there, has no tokenizer, or you have no access to it"
+        raise ModelError(f"the tokenizer {source} {where}; {WANTED}") from error

@@ -1,0 +1,1 @@
+"""Files: written atomically, locked, matched, fetched, collected as garbage."""

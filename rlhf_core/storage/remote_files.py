@@ -1,0 +1,119 @@
+"""Data files at URLs (``s3://``, ``gs://``, ``hf://``, ``https://``, ``memory://``), through fsspec."""
+
+from __future__ import annotations
+
+import glob
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rlhf_core.errors import DataError
+from rlhf_core.storage.file_patterns import is_data_name
+
+UNREACHABLE = "check the address, the network, and the access to it"
+
+
+def expand_url(url: str, remedy: str) -> list[str]:
+    """Return the files that a URL names or, with ``*``, ``?`` or ``[``, matches, as their store spells them; sorted.
+
+    A folder stands for the files in it and in its folders, as one on this machine does.
+
+    Raises:
+        DataError: There are none, and the message ends with ``remedy``, or the store cannot be reached.
+    """
+    filesystem, path = _open(url)
+    try:
+        if filesystem.isfile(path):
+            return [filesystem.unstrip_protocol(path)]
+        matches = sorted(filesystem.glob(path))
+        files = [match for match in matches if filesystem.isfile(match)]
+        if matches and not files and not glob.has_magic(path):
+            files = _files_below(filesystem, matches[0])
+        if not matches and not glob.has_magic(path):
+            filesystem.info(path)  # A store that cannot be reached says so only here, as the cause.
+    except FileNotFoundError as error:
+        if error.__cause__ is not None:
+            raise DataError(f"cannot look up {url}: {_reason(error.__cause__)}; {UNREACHABLE}") from error
+        matches, files = [], []
+    except Exception as error:  # Every store raises errors of its own.
+        raise DataError(f"cannot look up {url}: {_reason(error)}; {UNREACHABLE}") from error
+    if files:
+        return [filesystem.unstrip_protocol(file) for file in files]
+    if matches:
+        what = "matches folders only" if glob.has_magic(path) else "is a folder that holds no file of data"
+        raise DataError(f"{url} {what}; {remedy}")
+    raise DataError(f"no file matches {url!r}; {remedy}")
+
+
+def _files_below(filesystem: Any, folder: str) -> list[str]:
+    """Return the files of a folder and of its folders, but for hidden ones and descriptions."""
+    below = {file: PurePosixPath(file).relative_to(PurePosixPath(folder)) for file in filesystem.find(folder)}
+    return sorted(
+        file
+        for file, path in below.items()
+        if is_data_name(path.name) and not any(part.startswith(".") for part in path.parts)
+    )
+
+
+def read_url(url: str) -> bytes:
+    """Return the content of a file at a URL; ``DataError`` when it cannot be read."""
+    filesystem, path = _open(url)
+    try:
+        return bytes(filesystem.cat_file(path))
+    except Exception as error:
+        raise DataError(f"cannot read {url}: {_reason(error)}") from error
+
+
+@contextmanager
+def local_copy(url: str) -> Iterator[Path]:
+    """Copy the file at a URL to a temporary one, part by part, which is removed at the end of the block.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    filesystem, path = _open(url)
+    with tempfile.TemporaryDirectory(prefix="rlhf-url-") as folder:
+        copy = Path(folder) / "content"
+        try:
+            filesystem.get_file(path, str(copy))
+        except Exception as error:
+            raise DataError(f"cannot read {url}: {_reason(error)}") from error
+        yield copy
+
+
+def url_checksum(url: str) -> str:
+    """Return what changes when the content of a file at a URL does (an ETag, or size and time); nothing is downloaded.
+
+    Raises:
+        DataError: The file cannot be looked up.
+    """
+    filesystem, path = _open(url)
+    try:
+        return str(filesystem.checksum(path))
+    except Exception as error:
+        raise DataError(f"cannot look up {url}: {_reason(error)}") from error
+
+
+def _open(url: str) -> tuple[Any, str]:
+    import fsspec
+
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}.get(url.split(":")[0])
+        install = f"pip install 'rlhf-pipeline[{extra}]'" if extra else "install it"
+        raise DataError(f"{url} needs a package that is missing ({error}); {install}") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{url} cannot be opened: {_reason(error)}") from error
+    except Exception as error:  # A file system that needs more than a URL (dir://) fails in ways of its own.
+        scheme = url.split(":")[0]
+        raise DataError(
+            f"{url} cannot be opened: {scheme}:// needs more than a URL; copy the file here, or give its path"
+        ) from error
+    return filesystem, path
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
