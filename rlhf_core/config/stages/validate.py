@@ -70,7 +70,7 @@ class ValidateConfig(StageConfig):
 
     split: SplitConfig = SplitConfig()
     min_rows: PositiveInt = 50
-    max_prompt_chars: PositiveInt = 4000
+    max_prompt_chars: PositiveInt = 16_000
     max_reply_chars: PositiveInt = 8000
     max_turns: PositiveInt = 32
     max_quarantined: float = Field(default=0.2, ge=0, le=1)

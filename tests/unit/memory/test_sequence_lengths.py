@@ -21,9 +21,9 @@ SHAPE = BaseConfig(vocab_size=280, hidden_size=16, intermediate_size=32, layers=
 def test_limits_bound_lengths_and_the_longest_prompt_can_be_given() -> None:
     params = check_params({"sft": {"max_tokens": 256}, "ppo": {"max_new_tokens": 64}})
     lengths = lengths_from_limits(params, 512)
-    # 4000 characters of a prompt are about 1,333 tokens, more than the positions leave.
+    # 16000 characters of a prompt are about 5,333 tokens, more than the positions leave.
     assert (lengths.prompt, lengths.demonstrations.width, lengths.ptx.width) == (448, 256, 512)
-    assert lengths_from_limits(params, None).prompt == 4000 // 3
+    assert lengths_from_limits(params, None).prompt == 16000 // 3
     assert lengths.source == "the limits of the settings, at 3 characters per token"
     known = params.model_copy(update={"plan": params.plan.model_copy(update={"prompt_tokens": 30, "ptx_tokens": 90})})
     given = lengths_from_limits(known, 512)

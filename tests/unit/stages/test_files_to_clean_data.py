@@ -116,10 +116,10 @@ def test_texts_are_the_same_bytes_from_the_file_to_the_clean_data(name: str, tmp
 def test_rows_over_a_limit_are_left_out_and_do_not_shut_the_gate(tmp_path: Path) -> None:
     """A third of the prompts is longer than max_prompt_chars: the limit's choice, no sign of bad data."""
     pairs = [pair(i, f"good {i}", f"bad {i}") for i in range(120)]
-    pairs += [{"prompt": f"{i}" + "x" * 4000, "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(60)]
+    pairs += [{"prompt": f"{i}" + "x" * 16_000, "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(60)]
     metrics, outputs = run(tmp_path, [*pairs, pair(121, "\x00", "b")])
     numbers = metrics["preferences"]
     assert (numbers["clean"], numbers["quarantined"], numbers["left_out"]) == (120, 61, 60)
     assert numbers["quarantined_share"] == pytest.approx(1 / 181)
     reasons = [row["reasons"] for row in pq.read_table(outputs.quarantine).to_pylist() if row["kind"] == "preferences"]
-    assert reasons.count(["the prompt is over 4000 characters"]) == 60
+    assert reasons.count(["the prompt is over 16000 characters"]) == 60

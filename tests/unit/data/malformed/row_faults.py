@@ -96,7 +96,7 @@ FILES = [
         "equal-but-for-space", pair("space", chosen="a  b", rejected="a b\n"), "chosen and rejected are the same text"
     ),
     quarantined("empty-prompt", pair("empty-prompt", prompt=""), "a turn of the user or the assistant is empty"),
-    quarantined("long-prompt", pair("long-prompt", prompt="x" * 4001), "the prompt is over 4000 characters"),
+    quarantined("long-prompt", pair("long-prompt", prompt="x" * 16_001), "the prompt is over 16000 characters"),
     quarantined("copy", pairs("copy", 1)[0], "the same texts as an earlier row"),
     quarantined("secret", pair("secret", chosen="key AKIA" + "ABCDEFGHIJKLMNOP"), "access key"),
     both_ways("contradiction", pair("con"), pair("con", chosen="bad con x", rejected="good con x")),
