@@ -108,13 +108,13 @@ def publish_run(
 
     The report is the one that the verdict names, which says what was released.
     """
-    shown = verdict.report if verdict is not None and verdict.report else REPORT_PAGE
-    page = report_page(workspace, run_id, shown) if run_id else ""
+    report = verdict.report if verdict is not None and verdict.report else REPORT_PAGE
+    page = report_page(workspace, run_id, report) if run_id else ""
     links = mlflow_links(workspace)
     report_link = f"{links.address}/{page}" if links and page else None
     publish_stage_table(list(outcomes.values()))
     publish_gate_tables(workspace)
-    publish_report(workspace / shown, report_link)
+    publish_report(workspace / report, report_link)
     if verdict is not None:
         publish_verdict(verdict, report_link)
     if run_id:

@@ -16,7 +16,6 @@ from rlhf_core.config.stages.gates import Condition
 from rlhf_core.config.stages.report import ReportConfig
 from rlhf_core.data.schema import read_table, write_table
 from rlhf_core.evaluation.comparisons.comparison import compare
-from rlhf_core.evaluation.report.charts import Series, interval_chart, line_chart
 from rlhf_core.evaluation.report.parts.category_outcomes import category_outcomes
 from rlhf_core.evaluation.report.parts.conclusion import conclude
 from rlhf_core.evaluation.report.parts.headline import CURVES, HEADLINE, headline_metrics
@@ -213,25 +212,6 @@ def test_damaged_files_are_reported_as_missing(tmp_path: Path) -> None:
 def test_replies_are_spread_over_categories() -> None:
     rows = [{"category": c, "n": i} for i, c in enumerate("aaabbc")]
     assert [row["n"] for row in spread_over_categories(rows, 4)] == [0, 3, 5, 1]
-
-
-def test_charts_survive_odd_values() -> None:
-    nan = float("nan")
-    assert "no finite values" in line_chart([Series("x", [(1.0, nan)])])
-    assert line_chart([Series("x", [(1.0, 2.0)])]).count("<use") == 1, "a single point is a dot"
-    broken = line_chart([Series("x", [(1.0, 1.0), (2.0, 2.0), (3.0, nan), (4.0, 2.0), (5.0, 3.0)])])
-    assert re.search(r'd="M[^M"]*L[^M"]*M[^M"]*L[^"]*"[^>]*stroke: var\(--s0\)', broken)
-    assert "&lt;i&gt;$x$" in interval_chart([("<i>$x$", 0.1, 0.2, 0.3)], 0.5)
-
-
-def test_charts_belong_to_their_page() -> None:
-    chart = line_chart([Series("a", [(0.0, 1.0), (1.0, 2.0)]), Series("b", [(0.0, 0.0), (1.0, 1.0)])], marks=[0.5])
-    assert "http" not in chart and "<style" not in chart and "<!" not in chart
-    names = re.findall(r' id="([^"]*)"', chart)
-    assert len(names) == len(set(names)) and all(f"#{name}" in chart for name in names)
-    assert "var(--s0)" in chart and "var(--s1)" in chart and "health finding" in chart
-    again = line_chart([Series("a", [(0.0, 1.0), (1.0, 2.0)]), Series("b", [(0.0, 0.0), (1.0, 1.0)])], marks=[0.5])
-    assert chart == again, "the same numbers give the same bytes"
 
 
 def judged(low: float, high: float) -> dict[str, float]:
