@@ -1,4 +1,4 @@
-"""Every benchmark that needs no finished workspace runs to its table in its smallest form: what it measures changes often."""
+"""Every benchmark that needs no finished workspace runs in its smallest form: the code that it measures changes."""
 
 from __future__ import annotations
 
