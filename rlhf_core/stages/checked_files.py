@@ -114,11 +114,11 @@ def check_files(sources: FileSources, base: Path, config: ValidateConfig, folder
     raw = folder / collect.STAGE.outputs["raw"]
     collect.collect(CollectConfig(source="files", files=sources, annotations=None, seed=config.seed), base, raw)
     outputs = Paths({name: folder / path for name, path in validate.STAGE.outputs.items()})
-    with suppress(GateFailed):  # which is a result
-        validate.run(config, Paths({"raw": raw}), outputs, RunContext(folder / "work"))
     about = read_json(raw / "manifest.json")["kinds"]
     given = [kind for kind in ROW_TYPES if sources.of(kind)]
     kinds = [kind for kind in ROW_TYPES if kind in given or _is_derived(kind, given)]
+    with suppress(GateFailed):  # which is a result
+        validate.run(config, Paths({"raw": raw}), outputs, RunContext(folder / "work"), kinds)
     rows = _refused(outputs.quarantine, given)
     metrics = read_json(outputs.metrics)
     return CheckedFiles(
@@ -129,11 +129,7 @@ def check_files(sources: FileSources, base: Path, config: ValidateConfig, folder
         warned={kind: _warned(metrics[kind]) for kind in kinds},
         tokens={kind: _tokens(metrics[kind]) for kind in given if config.tokenizer},
         unwritable=_unwritable(outputs.card / FINDINGS_FILE, given),
-        conditions=[
-            condition
-            for condition in read_json(outputs.gate)["conditions"]
-            if condition["metric"].partition(".")[0] not in about.keys() - set(kinds)
-        ],
+        conditions=read_json(outputs.gate)["conditions"],
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from rlhf_core.config.stages.gates import Condition
 from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.config.validation_rules import RULES
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.dataset import Numbers, data_metrics, file_names, rows_metric, write_clean
+from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.data.validation.quarantine import write_quarantine
 from rlhf_core.data.validation.set_rules.check_set import apply_set_rules, check_set
 from rlhf_core.data.validation.set_rules.findings_file import named_findings
@@ -26,8 +27,17 @@ from rlhf_core.storage.files import atomic_dir, atomic_write_json, read_json, sh
 from rlhf_core.training.run_context import RunContext
 
 
-def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, Numbers | float]:
+def run(
+    config: ValidateConfig,
+    inputs: Paths,
+    outputs: Paths,
+    context: RunContext,
+    kinds: Collection[str] = tuple(ROW_TYPES),
+) -> dict[str, Numbers | float]:
     """Write clean splits, quarantine, data docs, data card, metrics and the gate's evidence.
+
+    Args:
+        kinds: What the data gate asks for; a pipeline needs every kind.
 
     Raises:
         DataError: The data of stage collect, or an evaluation file, cannot be read.
@@ -56,7 +66,7 @@ def run(config: ValidateConfig, inputs: Paths, outputs: Paths, context: RunConte
         statistics = write_clean(folder, validated.clean, config.seed, config.split)
         metrics = data_metrics(validated, statistics, findings.counts)
         atomic_write_json(outputs.metrics, metrics)
-        conditions = gate_conditions(config) + rule_conditions(config, metrics)
+        conditions = gate_conditions(config, kinds) + rule_conditions(config, metrics)
         decision = decide("data", conditions, metrics, evidence={"metrics/data.json": sha256_file(outputs.metrics)})
         decision.save(outputs.gate)
         manifest = inputs.raw / "manifest.json"
@@ -89,14 +99,15 @@ STAGE = Stage(
 )
 
 
-def gate_conditions(config: ValidateConfig) -> list[Condition]:
-    """Return the data gate's conditions: enough rows, few in quarantine, no empty split, no group in two splits."""
+def gate_conditions(config: ValidateConfig, kinds: Collection[str] = tuple(ROW_TYPES)) -> list[Condition]:
+    """Return the data gate's conditions: no group in two splits, and of each of the ``kinds`` enough rows, few in
+    quarantine, no empty split."""
     conditions = [
         Condition(
             metric="group_overlap", at_most=0, why="with a prompt in two splits no held-out metric means anything"
         )
     ]
-    for kind in ("preferences", "demonstrations", "prompts", "pretrain"):
+    for kind in (kind for kind in ROW_TYPES if kind in kinds):
         least = 1 if kind == "pretrain" else config.min_rows
         conditions += [
             Condition(metric=f"{kind}.clean", at_least=least, why="too few rows to learn or to judge from"),
@@ -108,7 +119,8 @@ def gate_conditions(config: ValidateConfig) -> list[Condition]:
         ]
     for name in file_names():
         metric = rows_metric(*name.split("/"))
-        conditions.append(Condition(metric=metric, at_least=1, why="a stage reads this split"))
+        if metric.partition(".")[0] in kinds:
+            conditions.append(Condition(metric=metric, at_least=1, why="a stage reads this split"))
     return conditions
 
 

@@ -57,6 +57,12 @@ def _files_below(filesystem: Any, folder: str) -> list[str]:
     )
 
 
+def local_path(url: str) -> Path | None:
+    """Return the path of a file on this machine as :func:`expand_url` names it, ``file://…``; None of any other URL."""
+    scheme, _, path = url.partition("://")
+    return Path(path) if scheme == "file" else None
+
+
 def read_url(url: str) -> bytes:
     """Return the content of a file at a URL; ``DataError`` when it cannot be read."""
     filesystem, path = _open(url)

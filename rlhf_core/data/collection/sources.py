@@ -22,7 +22,7 @@ from rlhf_core.data.schema import ROW_TYPES
 from rlhf_core.errors import DataError
 from rlhf_core.storage.file_patterns import expand, is_url, spelled
 from rlhf_core.storage.files import sha256_file
-from rlhf_core.storage.remote_files import expand_url, local_copy, read_url
+from rlhf_core.storage.remote_files import expand_url, local_copy, local_path, read_url
 
 COLLECT_FILES = "collect.files"
 ARGUMENTS = "the command"
@@ -79,7 +79,8 @@ def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFi
         for url in expand_url(spec, remedy):
             # Of a folder, the files in it have other names.
             is_named = not glob.has_magic(spec) and PurePosixPath(spec).name == PurePosixPath(url).name
-            yield url, SourceFile(spec if is_named else url, None)
+            local = local_path(url)
+            yield str(local.resolve()) if local else url, SourceFile(spec if is_named else url, None)
     else:
         for path in expand(spec, base, remedy):
             require_utf8_name(path)

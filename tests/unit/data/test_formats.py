@@ -223,7 +223,8 @@ def test_a_file_that_several_patterns_match_is_read_once(tmp_path: Path) -> None
         (tmp_path / name).write_text(json.dumps(PAIR_FORMATS["standard"]))
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
     named = DataSource(path="./b.jsonl", format="standard")
-    specs = ["*.jsonl", "a.jsonl", str(tmp_path / "b.jsonl"), named, "?.jsonl"]
+    urls = [f"file://{tmp_path}/link.jsonl", f"local://{tmp_path}/?.jsonl"]
+    specs = ["*.jsonl", "a.jsonl", str(tmp_path / "b.jsonl"), named, "?.jsonl", *urls]
     files = source_files(specs, tmp_path)
     assert [(file.name, file.options.format) for file in files] == [("a.jsonl", None), ("b.jsonl", "standard")]
     assert [result.source for result in read_sources(specs, "preferences", tmp_path)] == ["a.jsonl", "b.jsonl"]

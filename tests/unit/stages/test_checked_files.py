@@ -140,6 +140,10 @@ def test_what_is_derived_is_derived_from_what_there_is(tmp_path: Path) -> None:
     checked = check(tmp_path, write(tmp_path, demonstrations, "demos.jsonl"))
     assert checked.derived == {"prompts": "demonstrations", "pretrain": "demonstrations"}
     assert "preferences" not in as_text(checked)
+    assert checked.passed and read_json(tmp_path / "out/gates/data.json")["passed"], "the evidence says the same"
+    assert "The data passed its gate." in (tmp_path / "out/data/card/card.md").read_text()
+    clean = [pq.read_table(file).num_rows for file in (tmp_path / "out/data/clean/demonstrations").iterdir()]
+    assert sum(clean) == 60
 
 
 def test_paths_of_evaluation_files_start_where_they_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
