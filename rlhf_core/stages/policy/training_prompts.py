@@ -51,6 +51,7 @@ def require_room_for_replies(
     Raises:
         DataError: A prompt leaves no such room, or the tokenizer cannot write it.
     """
+    positions = getattr(model.config, "max_position_embeddings", None)
     for split in ("train", "validation", "test"):
         table = read_tokens(tokens, clean / "prompts" / f"{split}.parquet", Prompt.KIND, tokenizer)
-        require_room(table.column("prompt"), max_new_tokens, getattr(model.config, "max_position_embeddings", None))
+        require_room(table.column("prompt"), max_new_tokens, positions, "ppo.max_new_tokens")

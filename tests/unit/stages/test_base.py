@@ -140,5 +140,5 @@ def test_a_prompt_that_leaves_no_room_for_a_reply_stops_the_stage_before_hours_a
     question = "Why? " * 5
     tokens = len(encode_prompt(tokenizer, [Message("user", question)]))
     run_base(tmp_path / "source", tmp_path, [question], split, ppo={"max_new_tokens": 40 - tokens})
-    with pytest.raises(DataError, match=rf"longest prompt \({tokens} tokens\) and max_new_tokens .* 40 positions"):
+    with pytest.raises(DataError, match=rf"longest prompt \({tokens} tokens\) and ppo.max_new_tokens .* 40 positions"):
         run_base(tmp_path / "source", tmp_path, [question], split, ppo={"max_new_tokens": 41 - tokens})
