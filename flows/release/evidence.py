@@ -38,6 +38,7 @@ class ReleaseEvidence:
         data_card: The data card in Markdown, without texts of the data; empty for versions that were registered
             without one.
         method: How the policy was trained, as ``policy.method`` has it.
+        fine_tuned: Whether SFT took any step; with ``sft.steps: 0`` the SFT model is the starting model.
     """
 
     name: str
@@ -50,6 +51,7 @@ class ReleaseEvidence:
     obstacle: str
     data_card: str = ""
     method: str = "ppo"
+    fine_tuned: bool = True
 
 
 def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obstacle: str) -> ReleaseEvidence:
@@ -77,6 +79,8 @@ def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obsta
         evaluation = read_json(metrics / "evaluation.json")
         training = metrics / "ppo.json"
         method = str(read_json(training).get("method", "ppo")) if training.is_file() else "ppo"
+        sft = metrics / "sft.json"
+        fine_tuned = not sft.is_file() or "train_loss" in read_json(sft)
         data_card = read_data_card(connect(workspace), version.run_id, Path(temporary))
         sampling = stored_sampling(folder)
     order = [gate for gate in ("data", "sft", "reward", "policy") if gate in gates]
@@ -91,4 +95,5 @@ def release_evidence(workspace: Path, version: ModelVersion, folder: Path, obsta
         obstacle=obstacle,
         data_card=data_card,
         method=method,
+        fine_tuned=fine_tuned,
     )

@@ -120,7 +120,10 @@ def _opening(evidence: ReleaseEvidence) -> str:
         if evidence.data_card
         else ""
     )
-    return f"{trained}Fine-tuned with supervision, then trained {TRAINED_BY[evidence.method]}.{data_card}"
+    tuned = (
+        "Fine-tuned with supervision, then trained" if evidence.fine_tuned else "Trained without fine-tuning before it,"
+    )
+    return f"{trained}{tuned} {TRAINED_BY[evidence.method]}.{data_card}"
 
 
 def _judges(evidence: ReleaseEvidence) -> str:

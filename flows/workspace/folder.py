@@ -64,7 +64,8 @@ def display_path(path: Path) -> str:
 def require_model_folder(path: Path) -> None:
     """Raise :class:`ModelError` where ``path`` is no model folder."""
     if not (path / "config.json").is_file():
+        adapter = ", only an adapter, to be merged into its model" if (path / "adapter_config.json").is_file() else ""
         raise ModelError(
-            f"no model at {path} (it has no config.json); name a model folder such as models/sft, or none to talk to "
-            "the champion"
+            f"no model at {path} (it has no config.json{adapter}); name a model folder such as models/sft, or none "
+            "to talk to the champion"
         )

@@ -13,9 +13,12 @@ from transformers import AutoConfig, PretrainedConfig
 from rlhf_core.config.stages.base import BaseConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.adapters.lower_layers import limit_layers
+from rlhf_core.models.io import require_no_adapter
 from rlhf_core.models.starting.base import scratch_config
 from rlhf_core.models.starting.gguf import gguf_config, is_gguf
+from rlhf_core.models.starting.model_kind import require_decoder_only
 
+GIVE_FOLDER = "give a complete model folder"
 # Fields that differ between a model made by the base stage and its settings only in what the tokenizer decides.
 SCRATCH_SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings",
@@ -62,7 +65,7 @@ class Architecture:
             sizes = architecture.config(None)
             complete = all(getattr(sizes, field, None) for field in ("vocab_size", "hidden_size", "num_hidden_layers"))
         except Exception as error:  # validation errors of several libraries
-            first = str(error).strip().split("\n", 1)[0]
+            first = str(error).strip().split("\n", 1)[0].partition(" Should contain")[0].rstrip(".")
             raise ModelError(f"{name} is not the config.json of a known model ({first})") from error
         if not complete:
             raise ModelError(f"{name} is of type {sizes.model_type!r}, which is no decoder-only language model")
@@ -117,14 +120,20 @@ def starting_architecture(base: BaseConfig, root: Path, config_file: Path | None
         ModelError: No configuration can be found. Only a hub id that :data:`PUBLISHED_CONFIGS` lacks is asked for on
             the hub, for its config.json alone.
     """
-    if config_file is not None:
-        return architecture_of_file(config_file)
-    if base.source == "scratch":
+    if config_file is None and base.source == "scratch":
         return _from_scratch(base, root / "models" / "base" / "config.json")
+    architecture = architecture_of_file(config_file) if config_file is not None else _loaded_architecture(base, root)
+    require_decoder_only(architecture.config(None), config_file or base.source)
+    return architecture
+
+
+def _loaded_architecture(base: BaseConfig, root: Path) -> Architecture:
+    """The architecture of a model that is not made from nothing."""
     folder = root / Path(base.source).expanduser()
     if is_gguf(folder):
         return Architecture.of(gguf_config(folder).to_dict(), base.source)
     if folder.is_dir():
+        require_no_adapter(folder)
         return architecture_of_file(folder / "config.json")
     if base.source in PUBLISHED_CONFIGS:
         return Architecture.of(PUBLISHED_CONFIGS[base.source], base.source)
@@ -135,8 +144,12 @@ def architecture_of_file(file: Path) -> Architecture:
     """The architecture that a config.json describes; ``ModelError`` where it is missing, broken or of no model."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read as a model's config.json ({error})") from error
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read ({error.strerror}); {GIVE_FOLDER}") from error
+    except ValueError as error:
+        raise ModelError(f"{file} is not valid JSON ({error}); {GIVE_FOLDER}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{file} names no model_type, so it is no model's config.json; {GIVE_FOLDER}")
     return Architecture.of(config, str(file))
 
 
@@ -154,8 +167,13 @@ def _from_scratch(base: BaseConfig, built: Path) -> Architecture:
 def _from_hub(source: str, revision: str | None) -> Architecture:
     from huggingface_hub import hf_hub_download
 
+    from rlhf_core.models.hub_model import find_hub_model
+
     try:
+        find_hub_model(source, revision)  # a hub that does not answer is given up here, and tried for minutes below
         file = hf_hub_download(source, "config.json", revision=revision)
+    except ModelError as error:
+        raise ModelError(f"{error}; or give its config.json with --config FILE") from error
     except Exception as error:  # the hub client raises its own, OSError and ValueError
         first = str(error).strip().split("\n", 1)[0]
         raise ModelError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,11 @@ from rlhf_core.storage.files import atomic_dir, atomic_write_json
 
 # Files of a tokenizer; a model folder needs one of them.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+ADAPTER_CONFIG = "adapter_config.json"  # as the package peft names it
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+GENERATION_CONFIG = "generation_config.json"
+JSON_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors.index.json")
+NO_BACKEND = "backend tokenizer"  # of what transformers says where it has nothing to make a tokenizer of
 OWN_CODE = "custom code"  # as transformers says it
 REPAIR = "run the stage that writes it again, or point to a complete Hugging Face folder"
 
@@ -35,6 +41,7 @@ def check_folder(path: Path) -> None:
     path = Path(path)
     if not path.is_dir():
         raise ModelError(f"no model folder at {path}; {REPAIR}")
+    require_no_adapter(path)
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json; {REPAIR}")
     weights = sorted(path.glob("*.safetensors"))
@@ -46,6 +53,27 @@ def check_folder(path: Path) -> None:
         _check_safetensors(file)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(f"{path} has no tokenizer ({TOKENIZER_FILES[0]}); {REPAIR}")
+    # transformers passes over a damaged one, and with it over the tokens that end a reply.
+    if (path / GENERATION_CONFIG).is_file() and (reason := _json_fault(path / GENERATION_CONFIG)):
+        raise ModelError(f"{path}: {reason}; correct it, or take it out")
+
+
+def require_no_adapter(path: Path) -> None:
+    """Raise ``ModelError`` where a folder holds an adapter alone, whose model is elsewhere."""
+    if (path / ADAPTER_CONFIG).is_file() and not any(path.glob("model*.safetensors")):
+        raise ModelError(
+            f"{path} holds an adapter without its model ({ADAPTER_CONFIG}); merge the two (peft's merge_and_unload), "
+            "and name the folder with the result"
+        )
+
+
+def _json_fault(file: Path) -> str:
+    """What is wrong with a file that should hold a JSON object; empty where nothing is."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        return f"its {file.name} is not valid JSON ({error})"
+    return "" if isinstance(content, dict) else f"its {file.name} holds no JSON object"
 
 
 def _check_safetensors(file: Path) -> None:
@@ -79,11 +107,23 @@ def reading(source: str | Path) -> Iterator[None]:
     except RlhfError:
         raise
     except Exception as error:  # whatever a library comes upon in files that are damaged or of another kind
-        first_line = str(error).strip().split("\n", 1)[0].rstrip(":") or type(error).__name__
+        first_line = _cause(source, error)
         kind, remedy = ("folder", REPAIR) if is_local(source) else ("hub id", FROM_HUB)
         if OWN_CODE in first_line:
             remedy = "code that comes with a model is never run: give a model that transformers itself knows"
         raise ModelError(f"cannot load the model {kind} {source}: {first_line}; {remedy}") from error
+
+
+def _cause(source: str | Path, error: Exception) -> str:
+    """Why a model cannot be loaded, in one line: a damaged file of a folder by its name, else what the library says."""
+    first_line = str(error).strip().split("\n", 1)[0].rstrip(":. ") or type(error).__name__
+    if not is_local(source):
+        return first_line
+    files = (Path(source) / name for name in JSON_FILES)
+    faults = (fault for file in files if file.is_file() and (fault := _json_fault(file)))
+    without_vocabulary = not any((Path(source) / name).is_file() for name in VOCABULARIES)
+    missing = f"it has no vocabulary ({VOCABULARIES[0]})" if without_vocabulary and NO_BACKEND in first_line else ""
+    return next(faults, missing or first_line)
 
 
 def require_room_for(tokenizer: PreTrainedTokenizerBase, entries: int, source: str | Path) -> None:

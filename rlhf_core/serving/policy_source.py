@@ -71,6 +71,8 @@ def sampling_of_folder(folder: Path, default: SamplingConfig) -> SamplingConfig:
     """Return ``default`` with the settings that ``generation_config.json`` of ``folder`` names."""
     file = folder / GENERATION_CONFIG
     stored: Any = read_json(file) if file.is_file() else {}
+    if not isinstance(stored, dict):
+        raise DataError(f"{file} holds no JSON object; correct it, or take it out")
     settings = {name: stored[name] for name in SamplingConfig.model_fields if stored.get(name) is not None}
     try:
         return SamplingConfig.model_validate({**default.model_dump(), **settings})

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.config.stages.base import BaseConfig
+from rlhf_core.config.stages.base import BaseStageConfig
 from rlhf_core.data.chat.chat_template import refused_dialogues
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, read_rows
 from rlhf_core.data.splits import PairUser
@@ -22,6 +22,7 @@ from rlhf_core.models.starting.base import load_policy, new_model, save_policy, 
 from rlhf_core.models.starting.gguf import is_gguf, load_gguf
 from rlhf_core.models.starting.starting_model import prepare_tokenizer, require_trainable
 from rlhf_core.models.starting.stop_tokens import with_stop_tokens
+from rlhf_core.stages.policy.training_prompts import require_room_for_replies
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
@@ -29,8 +30,13 @@ from rlhf_core.training.run_context import RunContext
 logger = logging.getLogger(__name__)
 
 
-def run(config: BaseConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
-    """Write ``models/base``; ``ModelError`` when ``base.source`` cannot be loaded."""
+def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunContext) -> dict[str, float]:
+    """Write ``models/base``.
+
+    Raises:
+        ModelError: ``base.source`` cannot be loaded.
+        DataError: A prompt leaves no room for a reply of PPO.
+    """
     if config.source == "scratch":
         tokenizer: PreTrainedTokenizerBase = train_tokenizer(
             training_texts(inputs.clean), config.vocab_size, config.max_positions
@@ -52,6 +58,7 @@ def run(config: BaseConfig, inputs: Paths, outputs: Paths, context: RunContext) 
         tokenizer = with_stop_tokens(tokenizer, model)
         for dialogue, reason in refused_dialogues(tokenizer).items():
             logger.warning("the chat template of %s does not take %s: %s", config.source, dialogue, reason)
+    require_room_for_replies(inputs.clean, tokenizer, model, config.ppo.max_new_tokens, context.tokens)
     save_policy(outputs.model, model, tokenizer)
     return {"parameters": float(sum(p.numel() for p in model.parameters())), "vocabulary": float(len(tokenizer))}
 
@@ -59,7 +66,7 @@ def run(config: BaseConfig, inputs: Paths, outputs: Paths, context: RunContext) 
 STAGE = Stage(
     name="base",
     section="base",
-    config=BaseConfig,
+    config=BaseStageConfig,
     run=run,
     inputs={"clean": "data/clean", "source": starting_model.FILE},
     outputs={"model": "models/base"},

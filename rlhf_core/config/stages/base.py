@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from rlhf_core.config.model import StageConfig
+from rlhf_core.config.stages.ppo import PpoConfig
 
 SCRATCH = "scratch"
 
@@ -29,6 +30,12 @@ class BaseConfig(StageConfig):
     heads: PositiveInt = 4
     max_positions: PositiveInt = 512
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+
+
+class BaseStageConfig(BaseConfig):
+    """The stage's settings with PPO's beside them: of ``ppo`` only ``max_new_tokens`` is read."""
+
+    ppo: PpoConfig = PpoConfig()
 
 
 def is_pretrained(source: str) -> bool:

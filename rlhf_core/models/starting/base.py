@@ -22,8 +22,16 @@ from rlhf_core.config.stages.base import BaseConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.float32_head import float32_unembedding, use_float32_unembedding
 from rlhf_core.models.forward import embedding_weight
-from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, require_room_for, save_folder
+from rlhf_core.models.io import (
+    load_model,
+    probe_ids,
+    reading,
+    require_equal,
+    require_room_for,
+    save_folder,
+)
 from rlhf_core.models.precision import weights_precision
+from rlhf_core.models.starting.model_kind import require_replies
 from rlhf_core.models.starting.stop_tokens import complete_generation_config
 
 PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
@@ -135,6 +143,8 @@ def load_policy(
         ModelError: Something is missing or damaged.
     """
     tokenizer = load_tokenizer(path, revision)
+    with reading(path):
+        require_replies(AutoConfig.from_pretrained(str(path), revision=revision, trust_remote_code=False), path)
     model = load_model(AutoModelForCausalLM, path, dtype, revision)
     require_room_for(tokenizer, embedding_weight(model).shape[0], path)
     return model, tokenizer

@@ -9,11 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.chat.chat_template import bos_expression, reply_format
 from rlhf_core.errors import DataError, ModelError
@@ -22,6 +18,7 @@ from rlhf_core.models.hub_model import find_hub_model
 from rlhf_core.models.io import REPAIR, is_local, reading, require_room_for
 from rlhf_core.models.starting.base import load_tokenizer
 from rlhf_core.models.starting.gguf import is_gguf, open_gguf
+from rlhf_core.models.starting.model_kind import require_decoder_only
 
 # As safetensors names them.
 PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
@@ -159,11 +156,7 @@ def require_trainable(source: str, revision: str | None = None) -> None:
     kinds = set()
     with reading(source):
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    if (other := _other_kind(config)) is not None:
-        raise ModelError(
-            f"{source} is {other} (of type {config.model_type!r}); give a decoder-only language model, one that "
-            "transformers loads as AutoModelForCausalLM"
-        )
+    require_decoder_only(config, source)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         kinds.add(str(quantization.get("quant_method", "of an unknown kind")))
@@ -175,14 +168,3 @@ def require_trainable(source: str, revision: str | None = None) -> None:
             f"{source} has quantised weights ({', '.join(sorted(kinds))}), which cannot be trained: give the model in "
             "float32, bfloat16 or float16, or as a GGUF file, which is dequantised"
         )
-
-
-def _other_kind(config: PretrainedConfig) -> str | None:
-    """What a model is instead of a decoder-only language model; None where it is one."""
-    if getattr(config, "is_encoder_decoder", False):
-        return "an encoder-decoder"
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return "no language model"
-    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
-        return "an encoder, which reads a text in both directions"
-    return None

@@ -53,9 +53,22 @@ class TrainingPrompts:
         Raises:
             DataError: The longest prompt and reply exceed the model's positions.
         """
-        longest = max(len(ids) for ids in self.ids)
-        if positions is not None and longest + max_new_tokens > positions:
-            raise DataError(
-                f"the longest prompt ({longest} tokens) and max_new_tokens ({max_new_tokens}) exceed the model's "
-                f"{positions} positions: lower max_new_tokens, or leave out long prompts (validate.max_prompt_chars)"
-            )
+        require_room(self.ids, max_new_tokens, positions)
+
+
+def require_room(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, positions: int | None, name: str = "max_new_tokens"
+) -> None:
+    """Check that a reply of ``max_new_tokens``, which the user knows by ``name``, fits a model of ``positions`` beside
+    each prompt's token ids.
+
+    Raises:
+        DataError: The longest prompt and reply exceed the model's positions.
+    """
+    longest = max((len(ids) for ids in prompts), default=0)
+    if positions is not None and longest + max_new_tokens > positions:
+        raise DataError(
+            f"the longest prompt ({longest} tokens) and {name} ({max_new_tokens}) exceed the model's {positions} "
+            f"positions: lower {name}, leave out long prompts (validate.max_prompt_chars), or take a model with more "
+            "positions"
+        )

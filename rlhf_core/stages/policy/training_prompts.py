@@ -1,4 +1,4 @@
-"""The prompts file of critic pre-training and PPO."""
+"""The prompts file of critic pre-training and PPO, and whether all prompts leave room for a reply."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.data.schema import Prompt, read_rows
 from rlhf_core.data.tokens.token_cache import read_tokens
 from rlhf_core.errors import DataError
-from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
+from rlhf_core.ppo.rollouts.prompts import TrainingPrompts, require_room
 
 
 def read_training_prompts(
@@ -34,3 +34,24 @@ def read_training_prompts(
     prompts = TrainingPrompts([row.prompt for row in rows], table.column("prompt"))
     prompts.require_room(max_new_tokens, getattr(policy.config, "max_position_embeddings", None))
     return prompts
+
+
+def require_room_for_replies(
+    clean: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    max_new_tokens: int,
+    tokens: Path | None = None,
+) -> None:
+    """Check that a reply of ``max_new_tokens`` fits the model beside the prompts of every split.
+
+    Critic pre-training, PPO and the evaluation would stop at one that does not, after hours. What is tokenised here is
+    in the cache ``tokens`` for them. Of several ranks all must call it.
+
+    Raises:
+        DataError: A prompt leaves no such room, or the tokenizer cannot write it.
+    """
+    positions = getattr(model.config, "max_position_embeddings", None)
+    for split in ("train", "validation", "test"):
+        table = read_tokens(tokens, clean / "prompts" / f"{split}.parquet", Prompt.KIND, tokenizer)
+        require_room(table.column("prompt"), max_new_tokens, positions, "ppo.max_new_tokens")

@@ -106,6 +106,13 @@ def test_the_language_of_the_prompts_is_named_where_their_script_tells_it() -> N
     assert card_data(judged, None)["language"] == ["zh"]
 
 
+def test_a_policy_whose_sft_took_no_step_is_not_said_to_be_fine_tuned() -> None:
+    assert "Fine-tuned with supervision, then trained by PPO" in card_text(evidence(), "m", None)
+    text = card_text(replace(evidence(), fine_tuned=False), "m", None)
+    assert "Trained without fine-tuning before it, by PPO against a reward model" in text
+    assert "with supervision" not in text
+
+
 def test_a_policy_of_dpo_is_not_said_to_be_trained_by_ppo() -> None:
     by_dpo = replace(evidence(), method="dpo")
     text = card_text(by_dpo, "m", None)

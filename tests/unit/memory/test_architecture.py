@@ -70,14 +70,17 @@ def test_what_is_no_language_model_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     for text, message in (
         ('{"model_type": "nonsense"}', "is not the config.json of a known model"),
-        ('{"hidden_size": 3}', "is not the config.json of a known model"),
+        ('{"hidden_size": 3}', "names no model_type"),
+        ("[]", "names no model_type"),
         ('{"model_type": "vit"}', "is of type 'vit', which is no decoder-only language model"),
-        ("{", "cannot be read as a model's config.json"),
+        ('{"model_type": "bert"}', "is an encoder, which reads a text in both directions"),
+        ('{"model_type": "t5"}', "is an encoder-decoder"),
+        ("{", "is not valid JSON"),
     ):
         file.write_text(text)
         with pytest.raises(ModelError, match=message) as refusal:
             starting_architecture(BaseConfig(source=str(tmp_path)), tmp_path)
-        assert "\n" not in str(refusal.value)
+        assert "\n" not in str(refusal.value) and len(str(refusal.value)) < len(str(file)) + 200
     with pytest.raises(ModelError, match="cannot be read"):
         starting_architecture(BaseConfig(), tmp_path, tmp_path / "missing.json")
     with pytest.raises(ConfigError, match="must be a multiple of"):

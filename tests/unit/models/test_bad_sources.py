@@ -13,6 +13,7 @@ from threading import Thread
 
 import pytest
 import torch
+from base_stage import run_base
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -25,11 +26,10 @@ from flows.supervision.ports import free_port
 from rlhf_core import hub
 from rlhf_core.config.stages.base import BaseConfig
 from rlhf_core.errors import EXIT_USER_ERROR, ModelError
+from rlhf_core.memory.architecture import starting_architecture
+from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.io import save_folder
-from rlhf_core.models.starting.base import new_model, train_tokenizer
-from rlhf_core.stages import base
-from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.training.run_context import RunContext
+from rlhf_core.models.starting.base import load_policy, new_model, train_tokenizer
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 INDEX = "model.safetensors.index.json"
@@ -56,11 +56,6 @@ def good(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path_f
 def folder(good: Path, tmp_path: Path) -> Path:
     """A copy of a good model, for the test to damage."""
     return Path(shutil.copytree(good, tmp_path / "source"))
-
-
-def run_base(source: Path | str, target: Path) -> None:
-    config, outputs = BaseConfig(source=str(source)), Paths({"model": target / "base"})
-    base.run(config, Paths({}), outputs, RunContext(target / "work"))
 
 
 def require_one_line(source: Path, message: str, target: Path) -> None:
@@ -255,6 +250,45 @@ def test_the_vocabulary_of_a_gguf_file_must_fit_its_embedding(
             require_one_line(source, f"the tokenizer has {len(tokenizer)} entries", tmp_path)
 
 
+@pytest.mark.parametrize("with_config", [False, True])
+def test_an_adapter_alone_is_refused_by_name(with_config: bool, folder: Path, tmp_path: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "owner/name"}')
+    if not with_config:
+        (folder / CONFIG).unlink()
+    require_one_line(folder, "holds an adapter without its model", tmp_path)
+    with pytest.raises(ModelError, match="holds an adapter without its model"):
+        starting_architecture(BaseConfig(source=str(folder)), tmp_path)
+
+
+def test_a_reward_model_is_no_policy_although_its_weights_would_load_as_one(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    scores = ScalarModel.from_causal_lm(model, seed=1)
+    scores.save(tmp_path / "reward", tokenizer)
+    message = "holds a LlamaForSequenceClassification, which gives scores and no replies"
+    require_one_line(tmp_path / "reward", message, tmp_path)
+    for load in (load_policy, lambda path: starting_architecture(BaseConfig(source=str(path)), tmp_path)):
+        with pytest.raises(ModelError, match=message):
+            load(tmp_path / "reward")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer.json", '{"version": ', "its tokenizer.json is not valid JSON"),
+        ("tokenizer.json", None, "it has no vocabulary (tokenizer.json)"),
+        ("generation_config.json", '{"eos_token_id": ', "its generation_config.json is not valid JSON"),
+        ("generation_config.json", "[]", "its generation_config.json holds no JSON object"),
+    ],
+)
+def test_a_damaged_file_is_named(file: str, content: str | None, message: str, folder: Path, tmp_path: Path) -> None:
+    (folder / file).unlink(missing_ok=True)
+    if content is not None:
+        (folder / file).write_text(content)
+    require_one_line(folder, message, tmp_path)
+
+
 def test_a_hub_id_is_looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -265,6 +299,8 @@ def test_a_hub_id_is_looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
     check = base_model_check(tmp_path, "owner/name", None)
     assert check.level == FAIL and "does not answer" in check.finding and "\n" not in check.finding
+    with pytest.raises(ModelError, match=r"^owner/name cannot be loaded: .* does not answer .*--config FILE$"):
+        starting_architecture(BaseConfig(source="owner/name"), tmp_path)
 
 
 class StubHub(BaseHTTPRequestHandler):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from base_stage import run_base
 from smollm2 import SMOLLM2, needs_smollm2
 from unit.models.gguf_files import write_gguf
 from unit.training.tiny import SHAPE, text
@@ -18,9 +19,6 @@ from rlhf_core.errors import ModelError
 from rlhf_core.memory.architecture import starting_architecture
 from rlhf_core.models.starting.base import load_policy, new_model, train_tokenizer
 from rlhf_core.models.starting.gguf import load_gguf
-from rlhf_core.stages import base
-from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.training.run_context import RunContext
 
 TOKENIZER = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
 
@@ -35,11 +33,6 @@ def file(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Pa
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     write_gguf(path, model, TOKENIZER)  # type: ignore[arg-type]
     return path
-
-
-def run_base(source: Path, target: Path) -> dict[str, float]:
-    config = BaseConfig(source=str(source))
-    return base.run(config, Paths({}), Paths({"model": target / "base"}), RunContext(target / "work"))
 
 
 def test_the_base_stage_makes_a_plain_folder_that_computes_the_same(

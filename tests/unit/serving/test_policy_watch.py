@@ -98,3 +98,6 @@ def test_the_sampling_of_a_folder_is_that_of_its_generation_config(tmp_path: Pat
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": 7}))
     with pytest.raises(DataError, match=r"top_p is 7; correct it"):
         sampling_of_folder(tmp_path, JUDGED)
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(DataError, match=r"generation_config\.json holds no JSON object; correct it"):
+        sampling_of_folder(tmp_path, JUDGED)

@@ -8,33 +8,30 @@ from pathlib import Path
 
 import pytest
 import torch
+from base_stage import run_base
 from real_templates import CHATML, REAL_TEMPLATES, RealTemplate
 from safetensors.torch import load_file, save_file
 from unit.models.test_stop_tokens import tiny_model
 
-from rlhf_core.config.stages.base import BaseConfig
 from rlhf_core.data.chat.encoding import decode_reply, encode_dialogue, encode_prompt
 from rlhf_core.data.schema import Message
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.io import save_folder
 from rlhf_core.models.starting.base import load_tokenizer, save_policy
 from rlhf_core.models.starting.starting_model import prepare_tokenizer
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.stages import base
-from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.training.run_context import RunContext
 
 DIALOGUE = [Message("user", "Why?"), Message("assistant", "Because."), Message("user", "What is that?")]
 BASE = RealTemplate("base", "", ("<|begin|>", "<|end|>"), "<|end|>", "<|end|>", bos="<|begin|>")
 
 
-def run_base(real: RealTemplate, folder: Path) -> Path:
+def base_of_template(real: RealTemplate, folder: Path) -> Path:
     """Run the stage on a tiny model with the tokenizer of ``real``; returns the folder that it writes."""
     tokenizer = real.tokenizer
     tokenizer.chat_template = real.template or None
     save_policy(folder / "source", tiny_model(tokenizer), tokenizer)
-    config = BaseConfig(source=str(folder / "source"))
-    base.run(config, Paths({}), Paths({"model": folder / "base"}), RunContext(folder / "work"))
+    run_base(folder / "source", folder)
     return folder / "base"
 
 
@@ -42,7 +39,7 @@ def test_a_model_without_template_gets_a_plain_one_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        tokenizer = load_tokenizer(run_base(BASE, tmp_path))
+        tokenizer = load_tokenizer(base_of_template(BASE, tmp_path))
     assert "has no chat template; it gets a plain one" in caplog.text
     prompt, reply = encode_dialogue(tokenizer, DIALOGUE, "The sky is blue.")
     text = "User: Why?\n\nAssistant: Because.<|end|>\n\nUser: What is that?\n\nAssistant:"
@@ -63,7 +60,7 @@ def test_a_plain_template_begins_as_the_tokenizer_does() -> None:
 def test_dialogues_that_a_template_does_not_take_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     gemma = next(real for real in REAL_TEMPLATES if real.name == "gemma-2")
     with caplog.at_level(logging.WARNING):
-        tokenizer = load_tokenizer(run_base(gemma, tmp_path))
+        tokenizer = load_tokenizer(base_of_template(gemma, tmp_path))
     (line,) = [record.getMessage() for record in caplog.records if record.name == base.logger.name]
     assert line.endswith("does not take a system turn: System role not supported")
     assert tokenizer.init_kwargs["stop_tokens"] == ["<end_of_turn>", "<eos>"]
@@ -88,14 +85,11 @@ def test_a_vocabulary_beyond_the_embedding_is_refused_and_a_smaller_one_is_not(t
         model = tiny_model(tokenizer)
         model.resize_token_embeddings(len(tokenizer) + spare, mean_resizing=False)
         save_folder(tmp_path / folder, model, tokenizer)
-    target = Paths({"model": tmp_path / "base"})
-    smaller = BaseConfig(source=str(tmp_path / "smaller"))
-    base.run(smaller, Paths({}), target, RunContext(tmp_path / "work"))
+    run_base(tmp_path / "smaller", tmp_path)
     sampling = Sampling.for_tokenizer(load_tokenizer(tmp_path / "base"), 4)
     assert sampling.vocabulary_size == len(tokenizer), "ids that the tokenizer cannot write are never sampled"
-    larger = BaseConfig(source=str(tmp_path / "larger"))
     with pytest.raises(ModelError, match=rf"has {len(tokenizer)} entries, the model only {len(tokenizer) - 1}"):
-        base.run(larger, Paths({}), target, RunContext(tmp_path / "work"))
+        run_base(tmp_path / "larger", tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["gptq", "I8", "F8_E4M3"])
@@ -110,7 +104,7 @@ def test_quantised_weights_are_refused_by_their_kind(kind: str, tmp_path: Path) 
         dtype = torch.int8 if kind == "I8" else torch.float8_e4m3fn
         save_file({name: tensor.to(dtype) for name, tensor in load_file(weights).items()}, weights)
     with pytest.raises(ModelError, match=rf"has quantised weights \({kind}\), which cannot be trained") as caught:
-        base.run(BaseConfig(source=str(source)), Paths({}), Paths({"model": tmp_path / "base"}), RunContext(tmp_path))
+        run_base(source, tmp_path)
     assert "\n" not in str(caught.value) and not (tmp_path / "base").exists()
 
 
@@ -118,7 +112,7 @@ def test_quantised_weights_are_refused_by_their_kind(kind: str, tmp_path: Path) 
 def test_weights_of_another_precision_become_those_of_the_settings(dtype: torch.dtype, tmp_path: Path) -> None:
     tokenizer, source = BASE.tokenizer, tmp_path / "source"
     save_policy(source, tiny_model(tokenizer).to(dtype), tokenizer)
-    base.run(BaseConfig(source=str(source)), Paths({}), Paths({"model": tmp_path / "base"}), RunContext(tmp_path))
+    run_base(source, tmp_path)
     assert {tensor.dtype for tensor in load_file(tmp_path / "base" / "model.safetensors").values()} == {torch.float32}
 
 
@@ -130,6 +124,21 @@ def test_weights_that_are_not_numbers_are_refused_by_name(tmp_path: Path) -> Non
     name = next(name for name in weights if name.endswith("mlp.up_proj.weight"))
     weights[name][0, 0] = torch.nan
     save_file(weights, file, {"format": "pt"})
-    config = BaseConfig(source=str(tmp_path / "source"))
     with pytest.raises(ModelError, match=rf"not finite numbers, in {name} \(1 such tensors\)"):
-        base.run(config, Paths({}), Paths({"model": tmp_path / "base"}), RunContext(tmp_path / "work"))
+        run_base(tmp_path / "source", tmp_path)
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_a_prompt_that_leaves_no_room_for_a_reply_stops_the_stage_before_hours_are_spent(
+    split: str, tmp_path: Path
+) -> None:
+    tokenizer = BASE.tokenizer
+    model = tiny_model(tokenizer)
+    model.config.max_position_embeddings = 40
+    save_policy(tmp_path / "source", model, tokenizer)
+    prepare_tokenizer(tokenizer, "x")
+    question = "Why? " * 5
+    tokens = len(encode_prompt(tokenizer, [Message("user", question)]))
+    run_base(tmp_path / "source", tmp_path, [question], split, ppo={"max_new_tokens": 40 - tokens})
+    with pytest.raises(DataError, match=rf"longest prompt \({tokens} tokens\) and ppo.max_new_tokens .* 40 positions"):
+        run_base(tmp_path / "source", tmp_path, [question], split, ppo={"max_new_tokens": 41 - tokens})
