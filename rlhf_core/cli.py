@@ -43,7 +43,7 @@ def stage(
 def fingerprint(workspace: WorkspaceOption = None) -> None:
     """Refresh the code fingerprints that dvc.yaml's stages depend on."""
     from rlhf_core.config.loading.load import load_params
-    from rlhf_core.data.collection.sources import collected_paths
+    from rlhf_core.data.collection.sources import collected_paths, require_kept
     from rlhf_core.evaluation.replies.replayed import FOLDER as REPLAYS
     from rlhf_core.fingerprint import write_fingerprints, write_sources
     from rlhf_core.fingerprint.starting_model import tokenizer_patterns, write_starting_model
@@ -53,9 +53,11 @@ def fingerprint(workspace: WorkspaceOption = None) -> None:
 
     root = workspace_root(workspace)
     params = load_params(root)
+    evaluation = [source.path for source in params.validate_.evaluation_files]
+    # Before DVC removes the outputs of a stage that it is about to run.
+    require_kept([*(params.collect.files.paths() if params.collect.source == "files" else ()), *evaluation], root)
     write_fingerprints(root, list(STAGES), params.policy.method)
     write_sources(root, collected_paths(params.collect, root))
-    evaluation = [source.path for source in params.validate_.evaluation_files]
     write_sources(root, [*evaluation, *tokenizer_patterns(root, params.validate_.tokenizer)], "evaluation_files")
     write_evaluation_inputs(root, params.evaluate)
     write_sources(root, [f"{REPLAYS}/*.json"], "replays")

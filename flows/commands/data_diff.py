@@ -19,11 +19,10 @@ from rlhf_core.commands.data import (
     PairsOption,
     SystemPromptsOption,
     TemplateOption,
-    print_json,
     read_options,
     require_kind,
-    terminal_width,
 )
+from rlhf_core.commands.output import print_json, print_text, terminal_width
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.storage.file_patterns import expand, is_url
 
@@ -92,7 +91,7 @@ def diff(
         if as_json:
             print_json(as_json_value(changes, show))
         else:
-            typer.echo(as_text(changes, show, terminal_width()))
+            print_text(as_text(changes, show, terminal_width()))
 
 
 def _names_files(spec: str) -> bool:

@@ -5,8 +5,7 @@ Heavy imports wait until a command runs, and until its arguments are known to be
 
 from __future__ import annotations
 
-import shutil
-import sys
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from rlhf_core.commands.output import print_json, print_text, terminal_width
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_OK, ConfigError, RlhfError
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rlhf_core.config.stages.validate import ValidateConfig
     from rlhf_core.data.inspection.describe import TokenLimits
 
-PIPE_WIDTH = 120
 SHORT_FORM = "inspect"
 HELP_OPTIONS = ("-h", "--help")
 OUTPUT_SUFFIXES = (".jsonl", ".parquet")
@@ -105,7 +104,7 @@ def inspect(
     if as_json:
         print_json(as_json_value(described))
     else:
-        typer.echo(as_text(described, terminal_width()))
+        print_text(as_text(described, terminal_width()))
 
 
 @app.command(no_args_is_help=True)
@@ -160,7 +159,7 @@ def validate(
     if as_json:
         print_json(checked.as_dict())
     else:
-        typer.echo(as_text(checked, terminal_width()))
+        print_text(as_text(checked, terminal_width()))
     raise typer.Exit(EXIT_OK if checked.passed else EXIT_GATE_FAILED)
 
 
@@ -193,8 +192,11 @@ def convert(
     _require_sources(files)
     if output.suffix not in OUTPUT_SUFFIXES:
         raise RlhfError(f"--to {output}: name a file that ends with {' or '.join(OUTPUT_SUFFIXES)}")
-    if output.exists() and not force:
-        raise RlhfError(f"{output} exists already; choose another name, or add --force")
+    from rlhf_core.data.inspection.refused_file import refused_file_of
+
+    existing = [str(path) for path in (output, refused_file_of(output)) if os.path.lexists(path)]
+    if existing and not force:
+        raise RlhfError(f"{existing[0]} exists already; choose another name than {output}, or add --force")
     from rich.console import Console
 
     with Console(stderr=True).status("converting…"):
@@ -210,12 +212,7 @@ def convert(
     if as_json:
         print_json(conversion.as_dict())
     else:
-        typer.echo(as_text(conversion, terminal_width()))
-
-
-def terminal_width() -> int:
-    """Return the columns that output may take: those of the terminal, or ``PIPE_WIDTH`` where it goes elsewhere."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
+        print_text(as_text(conversion, terminal_width()))
 
 
 def _token_limits(workspace: Path | None, tokenizer: str | None) -> TokenLimits | None:
@@ -331,10 +328,3 @@ def read_options(
         return ReadOptions.model_validate(values)
     except ValidationError as error:
         raise ConfigError(describe("options", error, ReadOptions, "")) from error
-
-
-def print_json(value: Any) -> None:
-    """Print ``value`` as indented JSON."""
-    import json
-
-    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))

@@ -9,7 +9,13 @@ from typing import Any
 
 from rlhf_core.config.stages.collect import CollectConfig
 from rlhf_core.data.collection.derived import derived_from
-from rlhf_core.data.collection.sources import annotation_sources, read_source, source_chunks, source_files
+from rlhf_core.data.collection.sources import (
+    annotation_sources,
+    read_source,
+    require_kept,
+    source_chunks,
+    source_files,
+)
 from rlhf_core.data.raw_folder import RawFolder, SourceCounts, SourceWriter
 from rlhf_core.data.readers.formats.unused_summary import unused_summary
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
@@ -30,13 +36,16 @@ def run(config: CollectConfig, inputs: Paths, outputs: Paths, context: RunContex
     """Collect the data of a pipeline (see :func:`collect`); relative paths of sources start at the workspace.
 
     Raises:
-        DataError: A file is missing or of an unknown format, or no preferences are named.
+        DataError: A file is missing, of an unknown format or in a folder that stages replace, or no preferences are
+            named.
     """
     if config.source == "files" and not config.files.preferences:
         raise DataError(
             "collect.source is files, but collect.files.preferences is empty: name files with pairs of replies"
         )
-    return collect(config, outputs.raw.parents[1], outputs.raw)
+    workspace = outputs.raw.parents[1]
+    require_kept(config.files.paths() if config.source == "files" else (), workspace)
+    return collect(config, workspace, outputs.raw)
 
 
 def collect(config: CollectConfig, base: Path, raw: Path) -> dict[str, float]:

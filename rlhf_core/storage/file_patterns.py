@@ -15,6 +15,7 @@ EXCERPT = 200
 NOT_FOUND = "correct the path, or put quotes around a pattern"
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+DATA_NAME = re.compile(r"\.(json|jsonl|ndjson|csv|tsv|parquet|arrow)\Z", re.IGNORECASE)
 # What lies beside the data of a folder: descriptions, and what ``datasets`` and Spark write about the data.
 NO_DATA = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|changelog)\b.*|.*\.(md|rst|crc|py)|_success"
@@ -46,7 +47,8 @@ def expand(spec: str, base: Path, remedy: str = NOT_FOUND) -> list[Path]:
     try:
         return _matches(spec, name, base, remedy)
     except OSError as error:
-        raise DataError(f"cannot look up {name}: {error.strerror}; {remedy}") from error
+        inside = f" in {error.filename}" if isinstance(error, PermissionError) else ""
+        raise DataError(f"cannot look up {name}: {error.strerror}{inside}; {remedy}") from error
     except (ValueError, RuntimeError) as error:  # a null character; ~name of nobody
         raise DataError(f"cannot look up {name!r}: {error}; {remedy}") from error
 
@@ -70,6 +72,7 @@ def _matches(spec: str, name: str, base: Path, remedy: str) -> list[Path]:
     if others:
         other = str(others[0]).encode("utf-8", "backslashreplace").decode()
         raise DataError(f"{other} is no file that can be read: a link to nothing or to itself, or a pipe; {remedy}")
+    _require_no_lost_folder(matches, files, remedy)
     if files:
         return files
     if is_folder:
@@ -78,6 +81,17 @@ def _matches(spec: str, name: str, base: Path, remedy: str) -> list[Path]:
         raise DataError(f"{name} matches folders only; name one of them, or files, for example {name}/*.jsonl")
     looked_in = "" if pattern.is_absolute() else f" (looked in {base})"
     raise DataError(f"no file matches {name!r}{looked_in}; {remedy}")
+
+
+def _require_no_lost_folder(matches: Sequence[str], files: Sequence[Path], remedy: str) -> None:
+    """Raise ``DataError`` where a pattern matches files and also a folder named as one of data, as Spark writes it.
+
+    The files in it would be left out, unless the pattern goes into folders.
+    """
+    for folder in (Path(path) for path in matches if DATA_NAME.search(path) and Path(path).is_dir()):
+        if files and not any(folder in file.parents for file in files):
+            name = str(folder).encode("utf-8", "backslashreplace").decode()
+            raise DataError(f"{name} is a folder, whose files the pattern leaves out; name it by itself, or {remedy}")
 
 
 def is_data_name(name: str) -> bool:
@@ -105,7 +119,7 @@ def _glob(folders: Iterable[Path], parts: Sequence[str]) -> list[str]:
 def _folders_below(heads: Iterable[Path]) -> Iterator[Path]:
     """Yield folders and all folders in them, also by way of links, each once by its shortest path.
 
-    Hidden ones are left out, as ``**`` does.
+    Hidden ones are left out, as ``**`` does. Of one that may not be read, ``OSError`` says so: files would be missing.
     """
     waiting = [(len(head.parts), f"{head}/") for head in set(heads)]
     heapq.heapify(waiting)
@@ -119,12 +133,19 @@ def _folders_below(heads: Iterable[Path]) -> Iterator[Path]:
                 continue
             seen.add(identity)
             with os.scandir(name) as entries:
-                inner = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
-        except OSError:  # no folder, or one that may not be read: glob passes over it too
+                inner = [entry.name for entry in entries if _is_folder(entry) and not entry.name.startswith(".")]
+        except (FileNotFoundError, NotADirectoryError):
             continue
         yield Path(name)
         for entry_name in inner:
             heapq.heappush(waiting, (depth + 1, f"{Path(name) / entry_name}/"))
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, which is reported among the matches
+        return False
 
 
 def _once(paths: Sequence[Path]) -> list[Path]:

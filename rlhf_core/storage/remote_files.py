@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf_core.errors import DataError
 from rlhf_core.storage.file_patterns import is_data_name
+from rlhf_core.storage.url_credentials import require_no_credentials
 
 UNREACHABLE = "check the address, the network, and the access to it"
 
@@ -103,6 +104,7 @@ def url_checksum(url: str) -> str:
 
 
 def _open(url: str) -> tuple[Any, str]:
+    require_no_credentials(url)
     import fsspec
 
     try:

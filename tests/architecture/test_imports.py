@@ -37,9 +37,14 @@ FLOWS_LAYERS = (
 FLOWS_MAY_USE = {"config", "gates", "errors", "storage", "git", "__version__"}
 FLOWS_MAY_ALSO_USE = {
     "flows.cli": {"chat.terminal", "cli", "commands.data"},  # it mounts the core's commands on its own command line
-    "flows.commands.data_diff": {"commands.data", "data.inspection.changes"},  # one of the group rlhf data
+    "flows.commands.data_diff": {
+        "commands.data",
+        "commands.output",
+        "data.inspection.changes",
+    },  # of the group rlhf data
     "flows.commands.compare.alternatives_file": {"evaluation.alternative_runs"},
-    "flows.commands.compare.command": {"commands.data"},
+    "flows.commands.compare.command": {"commands.data", "commands.output"},
+    "flows.commands.error_text": {"data.text.visible_text"},
     "flows.commands.registry.retention": {"data.tokens.unneeded_entries"},
     "flows.commands.compare.results": {
         "evaluation.judges.final.JUDGE",

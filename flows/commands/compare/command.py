@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from rlhf_core.commands.data import JsonOption, print_json, terminal_width
+from rlhf_core.commands.data import JsonOption
+from rlhf_core.commands.output import print_json, terminal_width
 from rlhf_core.errors import RlhfError
 
 app = typer.Typer(add_completion=False)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import string
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from rlhf_core.config.model import StageConfig, Strict
-from rlhf_core.config.problems import nearest
+from rlhf_core.config.problems import SECRET, nearest
+from rlhf_core.errors import DataError
+from rlhf_core.storage.file_patterns import is_url
+from rlhf_core.storage.url_credentials import require_no_credentials
 
 
 class WorldConfig(Strict):
@@ -147,7 +151,7 @@ class SourceOptions(ReadOptions):
         derive: The kinds that are derived from the source, of those that are derived at all; null: all of them.
     """
 
-    weight: PositiveFloat = 1.0
+    weight: float = Field(default=1.0, ge=1e-9, le=1e9)
     cap: PositiveInt | None = None
     licence: str | None = None
     derive: tuple[DerivedKind, ...] | None = Field(default=None, strict=False)
@@ -157,6 +161,16 @@ class DataSource(SourceOptions):
     """A path, glob, URL (``s3://…``) or hub id (``hub:owner/name[/config][@revision][:split]``), and how it is read."""
 
     path: str
+
+    @field_validator("path")
+    @classmethod
+    def _without_credentials(cls, path: str) -> str:
+        if is_url(path):
+            try:
+                require_no_credentials(path)
+            except DataError as error:
+                raise PydanticCustomError(SECRET, "{reason}", {"reason": str(error)}) from None
+        return path
 
     def options(self) -> SourceOptions:
         """Return how the source is read, without its path."""

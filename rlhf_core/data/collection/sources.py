@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import glob
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
@@ -23,9 +23,12 @@ from rlhf_core.errors import DataError
 from rlhf_core.storage.file_patterns import expand, is_url, spelled
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.storage.remote_files import expand_url, local_copy, local_path, read_url
+from rlhf_core.storage.url_credentials import require_no_credentials
 
 COLLECT_FILES = "collect.files"
 ARGUMENTS = "the command"
+# Folders of a workspace that the stages collect and validate replace as a whole.
+REPLACED = ("data/raw", "data/clean", "data/docs", "data/card")
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,30 @@ def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
 def collected_paths(config: CollectConfig, base: Path) -> list[str]:
     """Return the paths, globs, URLs and hub ids that ``collect`` reads, and the files of annotations that there are."""
     return [*config.files.paths(), *(source.path for source in annotation_sources(config.annotations, base))]
+
+
+def require_kept(paths: Iterable[str], workspace: Path) -> None:
+    """Raise ``DataError`` for a source in a folder that a stage replaces, and would delete the file with.
+
+    Sources that match nothing are left for the stage that reads them to report.
+    """
+    folders = {name: (workspace / name).resolve() for name in REPLACED}
+    for spec in paths:
+        files: list[Path] = []
+        if is_url(spec):
+            local = local_path(spec)
+            files = [local] if local else []
+        elif not spec.startswith(PREFIX):
+            with suppress(DataError):
+                files = expand(spec, workspace)
+        for file in files:
+            inside = [name for name, folder in folders.items() if file.resolve().is_relative_to(folder)]
+            if inside:
+                name = spec if is_url(spec) else spelled(file, spec, workspace)
+                raise DataError(
+                    f"{name} lies in {inside[0]}, which is replaced by what a stage writes; "
+                    "move it to another folder, and correct its path in params.yaml"
+                )
 
 
 def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFile]]:
@@ -130,6 +157,8 @@ def sources_by_kind(files: Sequence[str], base: Path, options: ReadOptions, kind
     """
     sources: dict[str, list[DataSource]] = {}
     for spec in files:
+        if is_url(spec):
+            require_no_credentials(spec)  # as a message of the command; params.yaml is checked when it is loaded
         source = DataSource(path=spec, **options.model_dump())
         sources.setdefault(kind or kinds_of(source_files([source], base, ARGUMENTS)[0])[0], []).append(source)
     return FileSources(**{name: tuple(listed) for name, listed in sources.items()})

@@ -19,13 +19,13 @@ from rlhf_core.config.stages.collect import DataSource, FormatName, ReadOptions
 from rlhf_core.data.chunks import bytes_in_memory, chunked
 from rlhf_core.data.collection.rows import FileRows, read_records
 from rlhf_core.data.collection.sources import source_chunks, source_files
+from rlhf_core.data.inspection.refused_file import refused_file_of
 from rlhf_core.data.inspection.report_lines import wrapped
 from rlhf_core.data.readers.containers.records import Record
 from rlhf_core.data.readers.formats.registry import format_named, format_of
 from rlhf_core.data.schema import MESSAGES
 from rlhf_core.errors import DataError, RlhfError
 
-REFUSED_SUFFIX = ".refused.jsonl"
 BATCH = 1000
 LABELS = ("category", "source")
 FORMATS: dict[str, FormatName] = {
@@ -104,16 +104,19 @@ def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) 
 
     Args:
         base: The folder that relative paths of sources start at.
-        output: A path that ends with .jsonl or .parquet; an existing file is replaced.
+        output: A path that ends with .jsonl or .parquet. An existing file is replaced, one of refused rows beside it
+            replaced or removed.
 
     Raises:
         DataError: A source cannot be read or holds no such rows, or no row can be used.
-        RlhfError: The folder cannot be written to, or ``output`` is one of the sources.
+        RlhfError: The folder cannot be written to, or one of the two files is one of the sources.
     """
     inputs = source_files(sources, base)
-    if any(file.path is not None and file.path.resolve() == output.resolve() for file in inputs):
-        raise RlhfError(f"{output} is one of the files that are read; choose another name")
-    refused_file = output.with_name(output.stem + REFUSED_SUFFIX)
+    refused_file = refused_file_of(output)
+    read = {file.path.resolve() for file in inputs if file.path is not None}
+    for written in (output, refused_file):
+        if written.resolve() in read:
+            raise RlhfError(f"{written} is one of the files that are read; choose another name for {output}")
     files: list[ConvertedFile] = []
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -45,3 +45,11 @@ def _needed_joiners(run: re.Match[str]) -> str:
 def escaped_controls(text: str) -> str:
     """Return a text with control characters, and marks that turn the direction of others, as their escapes."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def for_terminal(text: str) -> str:
+    """Return lines of output as a terminal may print them: nothing of the data controls it.
+
+    Line breaks and tabs stay; carriage returns, which would write over a line, are escaped like other characters.
+    """
+    return "\n".join(escaped_controls(line).replace("\r", "\\r") for line in text.split("\n"))

@@ -9,7 +9,9 @@ from rlhf_core.evaluation.figures.format_number import format_number
 
 BARS = "▁▂▃▄▅▆▇█"
 # Characters with a meaning in Markdown or HTML, as they are written to mean themselves.
-ESCAPED = str.maketrans({"|": "\\|", "<": "&lt;", ">": "&gt;", "&": "&amp;", "*": "\\*", "`": "\\`", "[": "\\["})
+ESCAPED = str.maketrans(
+    {"\\": "\\\\", "|": "\\|", "<": "&lt;", ">": "&gt;", "&": "&amp;", "*": "\\*", "`": "\\`", "[": "\\["}
+)
 
 
 def markdown(card: DataCard, title: str, quotes: bool) -> str:

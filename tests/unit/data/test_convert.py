@@ -158,6 +158,22 @@ def test_the_command_finds_the_kind_and_overwrites_nothing(tmp_path: Path, monke
     assert rows_of(tmp_path / "prompts.jsonl", "prompts")[0]["group"] == "why?"
 
 
+@pytest.mark.parametrize("options", [[], ["--force"]])
+def test_the_file_of_refused_rows_replaces_no_other(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is derived from the name of the output, so the file may be the very one that is converted."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, [PAIR], "pairs.refused.jsonl")
+    write(tmp_path, [PAIR], "x.jsonl")
+    own = CliRunner().invoke(app, ["data", "convert", "pairs.refused.jsonl", "--to", "pairs.jsonl", *options])
+    assert "one of the files that are read" in str(own.exception) or "exists already" in str(own.exception)
+    assert (tmp_path / "pairs.refused.jsonl").read_text() == json.dumps(PAIR) + "\n"
+    other = CliRunner().invoke(app, ["data", "convert", "x.jsonl", "--to", "pairs.jsonl", *options])
+    assert (other.exit_code == 0) == (tmp_path / "pairs.jsonl").exists() == bool(options)
+    assert (tmp_path / "pairs.refused.jsonl").exists() != bool(options)
+
+
 @pytest.mark.parametrize(("source", "output"), [("x.csv", "out.parquet"), ("x.parquet", "out.jsonl")])
 def test_a_file_is_converted_without_being_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, output: str

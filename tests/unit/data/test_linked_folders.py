@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,3 +112,39 @@ def test_a_folder_without_data_is_a_users_error(tmp_path: Path) -> None:
         expand("set", tmp_path)
     with pytest.raises(DataError, match=r"s\* matches folders only; name one of them"):
         expand("s*", tmp_path)
+
+
+def test_a_link_to_itself_does_not_hide_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/x.jsonl").write_text("{}")
+    (tmp_path / "d/ring").symlink_to("ring")
+    assert expand("d/**/*.jsonl", tmp_path) == [tmp_path / "d/x.jsonl"]
+    with pytest.raises(DataError, match="d/ring is no file that can be read"):
+        expand("d", tmp_path)
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open/x.jsonl").write_text("{}")
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refusing(path: str) -> Any:
+        if "closed" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    monkeypatch.setattr("rlhf_core.storage.file_patterns.os.scandir", refusing)  # modes do not bind root
+    with pytest.raises(DataError, match=r"Permission denied in .*closed"):
+        expand("**/*.jsonl", tmp_path)
+
+
+def test_a_pattern_leaves_out_no_folder_of_data(tmp_path: Path) -> None:
+    """Spark writes a folder ``x.parquet`` for a table."""
+    (tmp_path / "a.parquet").write_text("x")
+    (tmp_path / "b.parquet").mkdir()
+    (tmp_path / "b.parquet/part-0.parquet").write_text("x")
+    with pytest.raises(DataError, match=r"b\.parquet is a folder, whose files the pattern leaves out"):
+        expand("*.parquet", tmp_path)
+    both = [tmp_path / "a.parquet", tmp_path / "b.parquet/part-0.parquet"]
+    assert expand("**/*.parquet", tmp_path) == expand("**", tmp_path) == both

@@ -324,3 +324,14 @@ def test_every_place_between_two_chunks_is_counted_right(tmp_path: Path, monkeyp
         monkeypatch.setattr("rlhf_core.data.readers.containers.json_list.CHUNK", size)
         with pytest.raises(DataError, match=rf"line 4, is not UTF-8 \(byte 0xff, {len(content) - 3} bytes from the"):
             list(stream_records(path, lambda count: None))
+
+
+def test_a_full_disk_is_no_fault_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compressed table is unpacked into a temporary file, here on a device that is always full."""
+    pq.write_table(pa.table({"prompt": ["a?"]}), tmp_path / "x.parquet")
+    packed = tmp_path / "x.parquet.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "x.parquet").read_bytes()))
+    message = r"cannot unpack .*x\.parquet\.gz into .*: No space left on device; make room"
+    with open("/dev/full", "wb", buffering=0) as full, pytest.raises(DataError, match=message):
+        monkeypatch.setattr("tempfile.NamedTemporaryFile", lambda prefix: full)
+        list(stream_records(packed, lambda count: None))

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from traced import missed
 
-from rlhf_core.config.stages.collect import CollectConfig, FileSources, WorldConfig
+from rlhf_core.config.stages.collect import CollectConfig, DataSource, FileSources, WorldConfig
+from rlhf_core.data.collection.sources import require_kept
 from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.stages import collect
@@ -130,3 +131,24 @@ def test_files_without_preferences_are_refused(tmp_path: Path) -> None:
 
 def test_what_the_stage_executes_counts_in_its_fingerprint(tmp_path: Path) -> None:
     assert missed("collect", lambda: run(WORLD, tmp_path)) == set()
+
+
+@pytest.mark.parametrize(
+    "spec", ["data/raw/mine.jsonl", "data/*/*.jsonl", "linked/mine.jsonl", "file://{}/data/raw/mine.jsonl"]
+)
+def test_a_source_that_the_stage_would_delete_is_refused(spec: str, tmp_path: Path) -> None:
+    raw = tmp_path / "data/raw"
+    raw.mkdir(parents=True)
+    (raw / "mine.jsonl").write_text(json.dumps(pair("Q?", "a", "b")))
+    (tmp_path / "linked").symlink_to(raw)
+    config = CollectConfig(source="files", files=FileSources(preferences=(spec.format(tmp_path),)))
+    with pytest.raises(DataError, match=r"mine\.jsonl lies in data/raw, which is replaced"):
+        run(config, tmp_path)
+    assert (raw / "mine.jsonl").exists()
+    require_kept(["nowhere/*.jsonl", "hub:owner/name", "memory://x.jsonl"], tmp_path)
+
+
+@pytest.mark.parametrize("weight", [float("inf"), float("nan"), 1e308, 0.0, -1.0, 1e-320])
+def test_weights_are_numbers_that_can_be_shared_by(weight: float) -> None:
+    with pytest.raises(ValueError, match="weight"):
+        DataSource(path="x.jsonl", weight=weight)

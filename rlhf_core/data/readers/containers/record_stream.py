@@ -6,14 +6,13 @@ import gzip
 import io
 import lzma
 import os
-import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 import pyarrow as pa
 
@@ -37,6 +36,7 @@ from rlhf_core.errors import DataError
 TABLES = (".parquet", ".arrow")
 # A .json file may be JSON lines whose rows are lists. The rows of a list wait for its end while it is no longer.
 HELD_CHARACTERS = 2**23
+COPIED = 2**20
 
 
 class CountedFile(io.FileIO):
@@ -114,10 +114,28 @@ def _records(file: _StoredFile) -> Iterator[Record]:
     else:
         # Tables are read from any place, compressed streams only from the beginning.
         with tempfile.NamedTemporaryFile(prefix="rlhf-unpacked-") as unpacked:
-            with _reading(file), io.BufferedReader(CountedFile(file.path, file.on_read)) as stored:
-                shutil.copyfileobj(_decompressing(file.name, stored, file.compression), unpacked)
-            unpacked.flush()
+            with io.BufferedReader(CountedFile(file.path, file.on_read)) as stored:
+                _unpack(file, stored, unpacked)
             yield from _table_records(replace(file, path=Path(unpacked.name), on_read=lambda count: None))
+
+
+def _unpack(file: _StoredFile, stored: io.BufferedReader[Any], unpacked: IO[bytes]) -> None:
+    """Decompress a file into a temporary one; ``DataError`` says whether the one or the other is at fault."""
+    with _reading(file):
+        stream = _decompressing(file.name, stored, file.compression)
+    while True:
+        with _reading(file):
+            part = stream.read(COPIED)
+        try:
+            unpacked.write(part)
+            unpacked.flush()
+        except OSError as error:
+            raise DataError(
+                f"cannot unpack {file.name} into {tempfile.gettempdir()}: {error.strerror}; make room there, or name "
+                "another folder in the environment variable TMPDIR"
+            ) from error
+        if not part:
+            return
 
 
 def _table_records(file: _StoredFile) -> Iterator[Record]:

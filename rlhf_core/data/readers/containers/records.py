@@ -19,7 +19,13 @@ from rlhf_core.data.readers.containers.csv_lines import CsvLines
 from rlhf_core.data.readers.containers.foreign_content import require_content, require_narrow_text, require_text
 from rlhf_core.data.readers.containers.json_values import JsonParser, RepeatedKey, not_utf8, problem_in
 from rlhf_core.data.readers.containers.swallowed_rows import SwallowedRows
-from rlhf_core.data.readers.containers.table_checks import DecodedSize, as_bytes, batch_rows, require_row_counts
+from rlhf_core.data.readers.containers.table_checks import (
+    DecodedSize,
+    as_bytes,
+    batch_rows,
+    require_one_file,
+    require_row_counts,
+)
 from rlhf_core.errors import DataError
 
 KINDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
@@ -248,6 +254,7 @@ def require_distinct(name: str, columns: Sequence[str]) -> None:
 def _parquet(name: str, content: bytes) -> pa.Table:
     try:
         with pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True) as file:
+            require_one_file(io.BytesIO(content), file.metadata)
             return pa.Table.from_batches(parquet_batches(name, file, len(content)), file.schema_arrow)
     except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: names that are not UTF-8
         raise DataError(f"{name} is not a readable parquet file ({error})") from error

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import BinaryIO
+
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -11,6 +14,7 @@ from rlhf_core.data.readers.containers.compression import MAX_EXPANSION, expansi
 from rlhf_core.errors import DataError
 
 BATCH_ROWS = 2048
+PARQUET_MARK = b"PAR1"  # the first and the last bytes of a file
 # Rows that take fewer bytes of a file than this repeat texts of a dictionary, whose size is seen only when they are
 # read: few at a time.
 SHORT_ROW = 32
@@ -42,6 +46,25 @@ def require_row_counts(file: pq.ParquetFile) -> None:
                     f"its column {column.path_in_schema} has {column.num_values} values in a group of "
                     f"{group.num_rows} rows"
                 )
+
+
+def require_one_file(stored: BinaryIO, footer: pq.FileMetaData) -> None:
+    """Raise ``ArrowInvalid`` where several parquet files were joined to one, of which a reader sees one file's rows.
+
+    Between the last page that the footer names and the footer are indexes, and in joined files the end of a file.
+    """
+    groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
+    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+    ends = [
+        min(filter(None, (column.dictionary_page_offset, column.data_page_offset))) + column.total_compressed_size
+        for column in columns
+        if column.data_page_offset
+    ]
+    begin = max(ends, default=len(PARQUET_MARK))
+    size = stored.seek(0, os.SEEK_END)
+    stored.seek(min(begin, size))
+    if 2 * PARQUET_MARK in stored.read(max(size - begin - footer.serialized_size, 0)):
+        raise pa.ArrowInvalid("several parquet files were joined to one; give each as a file of its own")
 
 
 class DecodedSize:

@@ -18,7 +18,7 @@ from rlhf_core.data.readers.containers.records import (
     require_end,
     table_records,
 )
-from rlhf_core.data.readers.containers.table_checks import BATCH_ROWS, DecodedSize
+from rlhf_core.data.readers.containers.table_checks import BATCH_ROWS, DecodedSize, require_one_file
 from rlhf_core.errors import DataError
 
 ARROW_FILE = b"ARROW1"
@@ -33,6 +33,8 @@ def parquet_records(path: Path, name: str, on_read: OnRead) -> Iterator[Record]:
     size, rows = path.stat().st_size, 0
     try:
         with pq.ParquetFile(path, page_checksum_verification=True, buffer_size=READ_BYTES, pre_buffer=False) as file:
+            with path.open("rb") as stored:
+                require_one_file(stored, file.metadata)
             total = file.metadata.num_rows
             for batch in parquet_batches(name, file, size):
                 yield from table_records(pa.Table.from_batches([batch]), first=rows + 1)

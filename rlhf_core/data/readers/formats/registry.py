@@ -53,9 +53,14 @@ def detect(records: Sequence[Record], where: str) -> Format:
     )
     if not readable:
         problem = records[0].problem if records else "there are no rows"
-        raise DataError(f"{where}, row {records[0].position if records else 0}: {problem}; {known}")
+        raise DataError(
+            f"{where}, row {records[0].position if records else 0}: {problem}; no row before row {PROBE} can be read: "
+            "correct the file, or the columns that are named for it"
+        )
     first = readable[0]
-    raise DataError(f"{where}, row {first.position} ({record_shape(first.value)}) is of no known format; {known}")
+    is_list = isinstance(first.value, list) and all(isinstance(row, dict) for row in first.value)
+    hint = " (JSON lines have a row in each; a file that is one list of rows is named .json)" if is_list else ""
+    raise DataError(f"{where}, row {first.position} ({record_shape(first.value)}) is of no known format{hint}; {known}")
 
 
 def format_of(value: Any) -> Format | None:

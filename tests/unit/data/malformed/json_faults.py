@@ -113,6 +113,8 @@ FILES = [
     OddFile("data-object", ".json", json.dumps({"version": 1, "data": pairs("data-object")}).encode(), 2, RowsRead(2)),
     OddFile("jsonl-as-json", ".json", lines(*pairs("jsonl-as-json")), 2, RowsRead(2)),
     whole("jsonl-as-json-utf-16", "\n".join((FIRST, SECOND)).encode("utf-16"), "is not UTF-8 but UTF-16"),
+    whole("list-as-lines", json.dumps(pairs("list-as-lines")), "one list of rows is named .json", ".jsonl"),
+    whole("no-line-readable", lines(*pairs("no-line-readable")).replace(b"}", b"},"), "no row before", ".jsonl"),
     OddFile("ndjson", ".ndjson", lines(*pairs("ndjson")), 2, RowsRead(2)),
     bad_line("first-row-cut", dumped("first-row-cut")[:30], INVALID),
     bad_line("first-row-null", None, "does not match the format standard"),

@@ -102,6 +102,15 @@ FILES = [
         for keep in (10, len(STREAM) // 2, len(STREAM) - 8)
     ),
     OddFile("parquet-no-rows", ".parquet", parquet(pa.Table.from_pylist([], DIALOGUES)), 0, WholeRefusal("is empty")),
+    OddFile("parquet-joined", ".parquet", WHOLE + WHOLE, 600, WholeRefusal("several parquet files were joined")),
+    OddFile(
+        "parquet-joined-indexed",
+        ".parquet",
+        2 * parquet(BIG, write_page_index=True, row_group_size=100),
+        600,
+        WholeRefusal("several parquet files were joined"),
+    ),
+    OddFile("parquet-indexed", ".parquet", parquet(pairs("PAR1", 3), write_page_index=True), 3, RowsRead(3)),
     OddFile("arrow-no-rows", ".arrow", arrow(pa.Table.from_pylist([], DIALOGUES)), 0, WholeRefusal("is empty")),
     OddFile(
         "parquet-two-of-a-name",
