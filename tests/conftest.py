@@ -69,7 +69,7 @@ def _run_smoke(workspace: Path) -> subprocess.CompletedProcess[str]:
     workspace.parent.mkdir()
     made = run("rlhf", "init", workspace, "--profile", "smoke", cwd=ROOT)
     assert made.returncode == 0, made.stderr
-    completed = run("rlhf", "run", "--workspace", workspace, cwd=ROOT, timeout=500)
+    completed = run("rlhf", "run", "--workspace", workspace, cwd=ROOT, timeout=3000)
     assert completed.returncode == 0, completed.stdout[-4000:] + completed.stderr[-4000:]
     return completed
 

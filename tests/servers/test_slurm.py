@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from integration.flow_toys import ROOT, begin, environment, make_toy, rlhf, wait_until
+from integration.flow_toys import ROOT, begin, environment, make_toy, processes_of, rlhf, wait_until
 from servers.conftest import Servers
-from servers.test_prefect import ask, login, training
+from servers.test_prefect import ask, login, states, training
 
 from rlhf_core.storage.files import sha256_file
 
@@ -32,10 +32,13 @@ start = int(saved.read_text()) if saved.exists() else 0
 stopped = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
 with open("starts.log", "a") as log: log.write(f"{start}\\n")
-for step in range(start, int(sys.argv[1])):
+step = start
+while step < int(sys.argv[1]) and not pathlib.Path("released").exists():
     time.sleep(0.5)
-    saved.write_text(str(step + 1))
+    step += 1
+    saved.write_text(str(step))
     if stopped:
+        pathlib.Path("stopped").write_text(str(step))
         outcome = pathlib.Path(".rlhf/outcomes/ppo.json"); outcome.parent.mkdir(parents=True, exist_ok=True)
         outcome.write_text(json.dumps({"exit_code": 75}))
         sys.exit(75)
@@ -140,8 +143,8 @@ def test_a_pipeline_runs_its_stage_in_an_allocation(
 def test_the_stage_of_a_preempted_worker_resumes_in_its_next_allocation(
     slurm: Slurm, login: dict[str, str], tmp_path: Path
 ) -> None:
-    toy = training(tmp_path / "toy", "preempted", 500)  # longer than GraceTime
-    log = tmp_path / "worker.log"
+    toy, log = training(tmp_path / "toy", "preempted", 10**6), tmp_path / "worker.log"
+    (toy / "train.py").write_text(PREEMPTIBLE)
     job = slurm.submit("--partition=low", "--nodelist=n1", f"--output={log}", WORKER, "preempted", **login)
     run = None
     try:
@@ -150,14 +153,21 @@ def test_the_stage_of_a_preempted_worker_resumes_in_its_next_allocation(
         wait_until((toy / "work/ppo/step").exists, 900, "first step")
         preempt(slurm, job)
         wait_until(lambda: slurm.show(job, "Restarts") == "1", 300, "requeue of the worker's job")
-        wait_until(lambda: slurm.start_again(job) or run.poll() is not None, 1500, "end of the run")
-        assert run.returncode == 0, (toy / "out.log").read_text()
+        assert not (toy / "policy.txt").exists() and run.poll() is None
+        wait_until(lambda: slurm.start_again(job) or len(starts(toy)) > 1, 900, "second start of the stage")
+        saved = int((toy / "stopped").read_text())
+        (toy / "released").touch()
+        assert run.wait(900) == 0, (toy / "out.log").read_text()
     finally:
         if run is not None and run.poll() is None:
             run.kill()
         slurm.call("scancel", job)
-    assert slurm.end_of(job, 300) == "CANCELLED"
-    assert (toy / "policy.txt").read_text() == "done" and starts(toy)[0] == 0 < starts(toy)[1]
+    assert slurm.end_of(job, 300) == "CANCELLED" and slurm.show(job, "Restarts") == "1"
+    assert starts(toy) == [0, saved] and (toy / "policy.txt").read_text() == "done"
+    assert states(login, "preempted").count("COMPLETED") == 1, "one job completed, by the next allocation"
+    printed = (toy / "out.log").read_text()
+    assert "preempted, waiting for a worker of preempted" in printed and "trying again" not in printed
+    assert dvc("status", "--json", "ppo", cwd=toy).strip() == "{}" and processes_of(toy) == []
 
 
 @pytest.fixture
