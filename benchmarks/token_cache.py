@@ -130,7 +130,7 @@ def read_pairs(folder: Path, cache: str) -> ReadingCost:
     seconds, processor = time.perf_counter() - started, time.process_time() - processor
     pa.default_memory_pool().release_unused()
     after, texts = _memory(), split.rows.table.nbytes  # type: ignore[attr-defined]
-    table = split.pairs.tokens.table  # type: ignore[attr-defined]
+    tokens = split.pairs.tokens  # type: ignore[attr-defined]
     return ReadingCost(
         seconds,
         processor,
@@ -138,8 +138,8 @@ def read_pairs(folder: Path, cache: str) -> ReadingCost:
         after["RssAnon"] - before["RssAnon"] - texts,
         after["RssFile"] - before["RssFile"],
         after["VmHWM"],
-        table.nbytes,
-        sum(column.chunk(i).values.__len__() for column in table.columns for i in range(column.num_chunks)),
+        tokens.table.nbytes,
+        sum(int(tokens.column(name).lengths.sum()) for name in tokens.id_columns),
     )
 
 
