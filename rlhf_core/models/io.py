@@ -24,6 +24,8 @@ from rlhf_core.runtime import distributed
 from rlhf_core.storage.files import atomic_dir, atomic_write_json
 
 # Files of a tokenizer; a model folder needs one of them.
+logger = logging.getLogger(__name__)
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 ADAPTER_CONFIG = "adapter_config.json"  # as the package peft names it
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -175,6 +177,12 @@ def load_model(
         names = sorted(info["missing_keys"])
         raise ModelError(
             f"{source} lacks {len(names)} of the weights of a {type(model).__name__}, such as {names[0]}; {REPAIR}"
+        )
+    if info["unexpected_keys"]:
+        names = sorted(info["unexpected_keys"])
+        kind = type(model).__name__
+        logger.warning(
+            "%s: %d weights, such as %s, are no part of a %s and left out", source, len(names), names[0], kind
         )
     use_float32_unembedding(model)
     return model.to(distributed.device()).eval()

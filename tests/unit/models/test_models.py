@@ -85,6 +85,14 @@ def test_policy_round_trip(folder: Path, policy: LlamaForCausalLM) -> None:
     assert not list(folder.parent.glob(".*"))
 
 
+def test_weights_that_the_config_has_no_layer_for_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    load_policy(folder)
+    [warning] = [record.getMessage() for record in caplog.records if record.name == "rlhf_core.models.io"]
+    assert "9 weights, such as model.layers.1." in warning and "left out" in warning
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
