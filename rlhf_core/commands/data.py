@@ -154,8 +154,16 @@ def validate(
     from rlhf_core.stages.checked_files import as_text, check_files
 
     sources = sources_by_kind(files, Path.cwd(), options, kind)
+    remedy = "--output" if output else "--output, or the environment variable TMPDIR"
     with tempfile.TemporaryDirectory(prefix="rlhf-data-") as scratch:
-        checked = check_files(sources, Path.cwd(), config, output or Path(scratch))
+        folder = output or Path(scratch)
+        try:
+            _claim(folder)
+            checked = check_files(sources, Path.cwd(), config, folder)
+        except OSError as error:
+            raise RlhfError(
+                f"cannot write to {folder}: {error}; make room, or name another folder: {remedy}"
+            ) from error
     if as_json:
         print_json(checked.as_dict())
     else:
@@ -213,6 +221,15 @@ def convert(
         print_json(conversion.as_dict())
     else:
         print_text(as_text(conversion, terminal_width()))
+
+
+def _claim(folder: Path) -> None:
+    """Make the folder that a check writes to, so that no other one writes there at the same time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / "data").mkdir()
+    except FileExistsError as error:
+        raise RlhfError(f"another command writes to {folder} already; name a new or empty folder") from error
 
 
 def _token_limits(workspace: Path | None, tokenizer: str | None) -> TokenLimits | None:

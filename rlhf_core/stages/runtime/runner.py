@@ -72,7 +72,8 @@ def _is_full_disk(error: BaseException) -> bool:
     """Whether the device is full. Libraries in other languages only say so in the message."""
     if not isinstance(error, Exception) or isinstance(error, RlhfError):
         return False
-    return (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left on device" in str(error)
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the device, in a quota, or under ulimit -f
+    return (isinstance(error, OSError) and error.errno in full) or "No space left on device" in str(error)
 
 
 def _save_outcome(folder: Path, outcome: StageExit) -> None:

@@ -12,10 +12,11 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from rlhf_core.cli import app
+from rlhf_core.commands import data as data_commands
 from rlhf_core.config.stages.collect import ReadOptions
 from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.collection.sources import kinds_of, source_files, sources_by_kind
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.models.starting.base import train_tokenizer
 from rlhf_core.stages.checked_files import CheckedFiles, as_text, check_files, reason_counts
 from rlhf_core.storage.files import read_json
@@ -242,3 +243,35 @@ def test_rules_that_only_warn_are_listed_with_their_rows(tmp_path: Path, monkeyp
     assert not any("no_prefix_leakage" in line for line in lines)
     card = (tmp_path / "out/data/card/card.md").read_text()
     assert "| not_duplicate | warn | 2 |" in card and "| no_prefix_leakage | warn | 0 |" in card
+
+
+def test_the_folder_of_another_check_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other command made it after this one had looked whether it is empty."""
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path, rows(3))
+    validate_config = data_commands._validate_config
+
+    def meanwhile(*arguments: Any) -> ValidateConfig:
+        (tmp_path / "out/data").mkdir(parents=True)
+        return validate_config(*arguments)
+
+    monkeypatch.setattr("rlhf_core.commands.data._validate_config", meanwhile)
+    result = CliRunner().invoke(app, ["data", "validate", file, "--output", "out"])
+    assert "another command writes to out already" in str(result.exception)
+
+
+@pytest.mark.parametrize("more", [[], ["--output", "out"]])
+def test_a_full_disk_is_reported_with_a_remedy(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path, rows(3))
+
+    def full(*arguments: Any) -> CheckedFiles:
+        Path("/dev/full").write_text("x")
+        raise AssertionError
+
+    monkeypatch.setattr("rlhf_core.stages.checked_files.check_files", full)
+    result = CliRunner().invoke(app, ["data", "validate", file, *more])
+    assert isinstance(result.exception, RlhfError)
+    assert "No space left on device; make room, or name another folder: --output" in str(result.exception)

@@ -25,8 +25,9 @@ def near_duplicates(rows: SetRows, kinds: Collection[str], config: NearDuplicate
 
     Pairs of one ranking share their prompt and some of their replies by design, and are not compared with each other.
 
-    The time is linear in rows. What is found is a lower bound: the hashing misses some pairs near the limit, and a row
-    that is nearly a copy itself is not compared with later ones, which are compared with its original.
+    The time is linear in rows. What is found is an estimate: the hashing misses some pairs near the limit and finds
+    some a little below it. A row that is nearly a copy itself is not compared with later ones, which are compared with
+    its original.
     """
     breaches: list[SetBreach] = []
     compared: dict[str, int] = {}
