@@ -102,8 +102,8 @@ def test_new_annotations_start_a_round_that_ends_in_a_challenger(watched: Path, 
     assert round_["created_by"]["type"] == "AUTOMATION"
     challenger = client.get_model_version_by_alias(POLICY, "challenger")
     assert challenger.version == "2" and set(before) < set(records(watched))
-    provenance = read_table(watched / "data/raw/preferences/provenance.parquet").to_pydict()
-    assert "data/annotations/first.jsonl" in str(provenance)
+    collected = str(read_table(watched / "data/raw/preferences/data.parquet").to_pydict())
+    assert "How do I boil an egg?" in collected
 
     after = records(watched)
     start(WATCH, watched, shell)

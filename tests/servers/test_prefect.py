@@ -61,6 +61,15 @@ def states(login: dict[str, str], pool: str) -> list[str]:
     return [run["state"]["type"] for run in ask(login, "flow_runs/filter", body)]
 
 
+def online(login: dict[str, str], pool: str) -> list[str]:
+    """The workers of a pool that are online; the pool does not exist before its first worker."""
+    try:
+        answer = ask(login, f"work_pools/{pool}/workers/filter", {})
+    except urllib.error.HTTPError:
+        return []
+    return [worker["name"] for worker in answer if worker["status"] == "ONLINE"]
+
+
 @contextmanager
 def other_worker(pool: str, login: dict[str, str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A worker that no run has started."""
@@ -86,11 +95,20 @@ def test_without_the_login_the_server_answers_nothing(login: dict[str, str]) -> 
 
 
 def test_a_pipeline_runs_on_a_worker_of_the_server(login: dict[str, str], tmp_path: Path) -> None:
+    """The pool has two workers and a limit of one job, which the run says."""
     toy = training(tmp_path / "toy", "theirs", 3)
-    with other_worker("theirs", login, tmp_path) as worker:
+    with (toy / "params.yaml").open("a") as stream:
+        stream.write("work_pools: {theirs: {limit: 1}}\n")
+    (tmp_path / "second").mkdir()
+    with (
+        other_worker("theirs", login, tmp_path) as worker,
+        other_worker("theirs", login, tmp_path / "second") as second,
+    ):
+        wait_until(lambda: len(online(login, "theirs")) == 2, 900, "two workers")
         ended = rlhf("run", cwd=toy, timeout=1800, **login)
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        assert worker.poll() is None
+        assert worker.poll() is None and second.poll() is None
+    assert "the work pool theirs has 2 workers, but its limit lets 1 job(s) run at a time" in ended.stdout
     assert (toy / "policy.txt").read_text() == "done" and states(login, "theirs")[-1] == "COMPLETED"
 
 

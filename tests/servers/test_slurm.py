@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.error
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import psutil
 import pytest
 from integration.flow_toys import ROOT, begin, environment, make_toy, processes_of, rlhf, wait_until
 from servers.conftest import Servers
-from servers.test_prefect import ask, login, states, training
+from servers.test_prefect import login, online, states, training
 
 from rlhf_core.storage.files import sha256_file
 
@@ -112,15 +111,6 @@ def slurm() -> Iterator[Slurm]:
         shutil.rmtree(folder)
 
 
-def workers(login: dict[str, str], pool: str) -> list[str]:
-    """The workers of a pool that are online; the pool does not exist before its first worker."""
-    try:
-        answer = ask(login, f"work_pools/{pool}/workers/filter", {})
-    except urllib.error.HTTPError:
-        return []
-    return [worker["name"] for worker in answer if worker["status"] == "ONLINE"]
-
-
 def test_a_pipeline_runs_its_stage_in_an_allocation(
     slurm: Slurm, servers: Servers, login: dict[str, str], tmp_path: Path
 ) -> None:
@@ -129,8 +119,8 @@ def test_a_pipeline_runs_its_stage_in_an_allocation(
 
     try:
         wait_until(lambda: slurm.show(job, "JobState") != "PENDING", 300, "start of the worker's job")
-        wait_until(lambda: workers(login, "slurm"), 900, "worker")
-        assert workers(login, "slurm") == [f"slurm-{job}"]
+        wait_until(lambda: online(login, "slurm"), 900, "worker")
+        assert online(login, "slurm") == [f"slurm-{job}"]
         ended = rlhf("run", cwd=toy, timeout=1500, **login)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert (toy / "policy.txt").read_text() == "done" and (toy / "starts.log").read_text() == "0\n"
@@ -148,7 +138,7 @@ def test_the_stage_of_a_preempted_worker_resumes_in_its_next_allocation(
     job = slurm.submit("--partition=low", "--nodelist=n1", f"--output={log}", WORKER, "preempted", **login)
     run = None
     try:
-        wait_until(lambda: workers(login, "preempted"), 900, "worker")
+        wait_until(lambda: online(login, "preempted"), 900, "worker")
         run = begin("run", cwd=toy, **login)
         wait_until((toy / "work/ppo/step").exists, 900, "first step")
         preempt(slurm, job)
