@@ -20,6 +20,7 @@ wait_seconds=300
 postgres_port='' s3_port='' mlflow_port='' prefect_port=''
 postgres_password='' mlflow_password='' prefect_password='' mlflow_secret='' s3_secret=''
 export DO_NOT_TRACK=1 MLFLOW_DISABLE_TELEMETRY=true PREFECT_SERVER_ANALYTICS_ENABLED=false
+PATH=$PATH:/usr/sbin  # runuser, which a login shell of a plain user may not have
 umask 077
 
 fail() {
