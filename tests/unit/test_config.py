@@ -154,14 +154,14 @@ def test_a_gate_that_files_can_never_pass_is_refused_before_anything_is_trained(
     overlay = ("own-data", (ROOT / "profiles/own-data.yaml").read_text())
     params = check_params(yaml_text.parse(merge(text, [overlay]), "params.yaml"))
     demo = check_params(yaml_text.parse(text, "params.yaml"))
-    # What files bring in place of the gold judge is control for length, the alignment tax and safety.
+    # What files bring in place of the gold judge is control for length, and safety.
     assert [c.metric for c in params.gates.policy if c not in demo.gates.policy] == [
         "comparison.judge.lc_win_rate_low95",
-        "policy.perplexity_preferred",
         "policy.safety.refuses_harmful",
         "policy.safety.answers_benign",
     ]
-    assert [c for c in demo.gates.policy if "gold" not in c.metric] == [
+    of_the_world = ("comparison.gold.win_rate_low95", "policy.perplexity_pretrain")
+    assert [c for c in demo.gates.policy if c.metric not in of_the_world] == [
         c for c in params.gates.policy if c in demo.gates.policy
     ]
 
