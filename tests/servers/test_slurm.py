@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import psutil
@@ -85,9 +86,14 @@ class Slurm:
         return self.show(job, "JobState") in ENDED
 
     def start_again(self, job: str) -> None:
-        """Start a job that was put back, which Slurm lets wait for two minutes, as soon as its first start is over."""
+        """Start a job that was put back, which Slurm lets wait for two minutes, soon after its first start is over.
+
+        Not in the same second: a node refuses what was allowed up to the second in which it ended the first start.
+        """
         if self.show(job, "Reason") == "BeginTime" and not _has_processes(job):
-            self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
+            begin_time = datetime.fromisoformat(self.show(job, "EligibleTime"))
+            if begin_time - datetime.now() > timedelta(seconds=30):
+                self.call("scontrol", "update", f"JobId={job}", "StartTime=now+3")
 
 
 def _has_processes(job: str) -> bool:
