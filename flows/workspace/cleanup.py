@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
-from typing import Any
 
-from flows.supervision.processes import kill_leftover_processes, start_token
+from flows.supervision.processes import kill_leftover_processes
+from flows.workspace.dvc_locks import release_dvc_locks
 from flows.workspace.services_file import forget_services, running_services
 
 
@@ -27,54 +25,3 @@ def cleanup(workspace: Path) -> list[str]:
     if running_services(workspace) is None:
         forget_services(workspace)
     return report
-
-
-def release_dvc_locks(folder: Path) -> int:
-    """Release the locks in DVC's folder for temporary files whose holders are dead.
-
-    These are entries of the file ``rwlock``, and the file ``lock`` as a whole.
-
-    Returns:
-        How many locks were released.
-    """
-    released = _release_rwlock(folder / "rwlock")
-    lock = folder / "lock"
-    try:
-        holder = lock.read_text(encoding="utf-8").strip()
-    except OSError:
-        return released
-    if holder.isdigit() and start_token(int(holder)) is None:
-        lock.unlink(missing_ok=True)
-        released += 1
-    return released
-
-
-def _release_rwlock(path: Path) -> int:
-    try:
-        table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        return 0
-    except ValueError:
-        path.unlink(missing_ok=True)
-        return 1
-    write = {file: holder for file, holder in table.get("write", {}).items() if _is_live_dvc(holder)}
-    read = {file: [h for h in holders if _is_live_dvc(h)] for file, holders in table.get("read", {}).items()}
-    read = {file: holders for file, holders in read.items() if holders}
-    before = len(table.get("write", {})) + sum(len(holders) for holders in table.get("read", {}).values())
-    released = before - len(write) - sum(len(holders) for holders in read.values())
-    if released:
-        temporary = path.with_name(f".rwlock.{os.getpid()}")
-        temporary.write_text(json.dumps({"write": write, "read": read}), encoding="utf-8")
-        temporary.replace(path)
-    return released
-
-
-def _is_live_dvc(holder: dict[str, Any]) -> bool:
-    """Whether the holder of a lock still runs; a pid that another program has taken since does not count."""
-    pid = int(holder.get("pid", 0))
-    if start_token(pid) is None:
-        return False
-    try:
-        return b"dvc" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return True

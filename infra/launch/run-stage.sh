@@ -59,6 +59,7 @@ if ((node == 0)); then
     exit 2
   fi
   rm -f ".rlhf/outcomes/$stage.json"
+  python -m flows.workspace.dvc_locks .
 fi
 
 if ((nodes == 1)); then

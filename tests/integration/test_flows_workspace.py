@@ -22,7 +22,7 @@ from flows.stage.outcome import Action, LoggedProgress, StageOutcome, last_progr
 from flows.stage.run import StageSpec, run_stage
 from flows.stage.stage_hash import stage_hash
 from flows.supervision.processes import kill_leftover_processes
-from flows.workspace.cleanup import release_dvc_locks
+from flows.workspace.dvc_locks import release_dvc_locks
 from flows.workspace.folder import find_workspace
 from flows.workspace.lock import locked
 from rlhf_core.errors import RlhfError
