@@ -165,6 +165,24 @@ def test_bodies_must_be_json_of_a_bounded_size(served: Served) -> None:
     assert all(response.json()["error"]["message"] for response in responses)
 
 
+def test_a_client_that_leaves_while_it_sends_is_no_failure_of_the_server(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": headers}
+
+    async def receive() -> Any:
+        return next(parts)
+
+    async def send(_: Any) -> None:
+        pass
+
+    asyncio.run(served.app(scope, receive, send))
+    assert served.metric("rlhf_serve_requests_total", status="499") == 1
+    assert not caplog.records
+
+
 def test_with_a_token_only_health_is_open(serve: Callable[..., Served]) -> None:
     served = serve(token="secret")
     assert served.get("/healthz").status_code == 200
