@@ -99,7 +99,7 @@ def read_release_decision(workspace: Path, notes: RunNotes) -> ReleaseDecision:
     model = registered_model(client, here.model)
     assert model is not None, "a version belongs to a registered model"
     entries = history_ledger(client, here.model, model).entries()
-    registered = _Registered(here, model, version, entries, checked_history(here.model, entries))
+    registered = _Registered(here, model, version, entries, checked_history(here.model, entries, model))
     standing = _standing(workspace, registered, notes)
     gates = f"; no gate vouches for it: {here.ungated}" if here.ungated else "; it passed its gates"
     is_champion = registered.champion == here.version
