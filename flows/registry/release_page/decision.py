@@ -176,8 +176,6 @@ def _standing(workspace: Path, registered: _Registered, notes: RunNotes) -> _Sta
     made = [i for i, move in enumerate(moves) if _new_champion(move, registered.here.model) == registered.here.version]
     if registered.champion == registered.here.version:
         return _champion(registered, moves[made[-1]] if made else None)
-    if made and made[-1] + 1 < len(moves):
-        return _former_champion(registered, moves[made[-1] + 1])
     request = latest_request(registered.here.model, registered.entries)
     if request is not None and request.is_open and request.challenger == registered.here.version:
         return _Standing(
@@ -187,8 +185,10 @@ def _standing(workspace: Path, registered: _Registered, notes: RunNotes) -> _Sta
             f"Requested by {request.asked_by}, {_minute(request.asked_at)}",
             (f"rlhf approve --version {request.challenger}", "or `rlhf decline --reason TEXT`"),
         )
-    if DECLINED_TAG in registered.version.tags:
+    if DECLINED_TAG in registered.version.tags:  # a version that becomes champion loses it
         return _declined(registered)
+    if made and made[-1] + 1 < len(moves):
+        return _former_champion(registered, moves[made[-1] + 1])
     return _not_promoted(workspace, registered, notes)
 
 
