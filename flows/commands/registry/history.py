@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.registry.governance.history import checked_history, history_ledger
+from flows.registry.governance.printed_line import printed_line
 from flows.registry.governance.terms import TERMS_TAG
 from flows.registry.mlflow_client import connect
 from flows.registry.transactions.aliases import CHAMPION, read_aliases, registered_model
@@ -69,8 +70,8 @@ def _describe(record: Mapping[str, Any], model: str) -> list[str]:
     when = str(record["time"])[:19].replace("T", " ")
     about = ", ".join(moves) or (f"version {record['decided_on']}" if record["decided_on"] else "versions")
     lines = [
-        f"{record['number']}  {when} UTC  {record['who'] or 'unknown'}  {record['action']}: {about}",
-        f"   why: {record['reason']}",
+        f"{record['number']}  {when} UTC  {printed_line(str(record['who'] or 'unknown'))}  {record['action']}: {about}",
+        f"   why: {printed_line(str(record['reason']))}",
     ]
     if record["decision"]:
         lines.append(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from flows.registry.approval.decide import request_transaction, withdraw_transaction
 from flows.registry.approval.request import latest_request
 from flows.registry.governance.attempts import attempt_number
+from flows.registry.governance.printed_line import printed_line
 from flows.registry.governance.terms import TERMS_TAG, PromotionTerms, refusal, terms_of, updated
 from flows.registry.promotion.match import PlayMatch, decided_by, match_question, match_result, play_match
 from flows.registry.promotion.obstacles import promotion_obstacle
@@ -66,7 +67,7 @@ def promote(
         RlhfError: The registry does not answer, there is no challenger, or its files have changed. Nothing has moved.
     """
     workspace = workspace.resolve()
-    if force_reason is not None and not force_reason.strip():
+    if force_reason is not None and not printed_line(force_reason):
         raise RlhfError("a forced promotion needs a reason; say why, it is recorded")
     with registry_session(workspace) as session:
         config = session.config
@@ -167,7 +168,7 @@ def _decide(
             passed, reason = False, f"no match: {error}"
         reason = "; ".join(part for part in (obstacle, reason) if part)
     if force_reason is not None:
-        return decision.accepted(f"forced: {force_reason.strip()} (otherwise: {reason})")
+        return decision.accepted(f"forced: {printed_line(force_reason)} (otherwise: {reason})")
     if passed:
         return decision.accepted(reason)
     refused = decision.refused(reason)
@@ -193,7 +194,8 @@ def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDec
         RlhfError: The reason is empty, there is nothing to go back to, or the files of the target have changed.
     """
     workspace = workspace.resolve()
-    if not reason.strip():
+    reason = printed_line(reason)
+    if not reason:
         raise RlhfError("a rollback needs a reason; say why, it is recorded")
     with registry_session(workspace) as session:
         config, champion = session.config, session.version_with(CHAMPION)
@@ -206,8 +208,8 @@ def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDec
         target = get_version(session.client, config.policy, to or history[-2])
         verified_folder(workspace, target, session.client)
         replaced = str(champion.version)
-        decision = RollbackDecision(config.policy, str(target.version), replaced, reason.strip())
-        tags = [VersionTag(config.policy, replaced, ROLLED_BACK_TAG, reason.strip()[:1000])]
+        decision = RollbackDecision(config.policy, str(target.version), replaced, reason)
+        tags = [VersionTag(config.policy, replaced, ROLLED_BACK_TAG, reason[:1000])]
         remaining = history[: history.index(str(target.version)) + 1]
         transaction = champion_transaction(session.client, config, remaining, tags, decision)
         return replace(decision, report=session.commit(transaction))

@@ -81,6 +81,20 @@ def test_who_decides_comes_from_the_environment(
     assert record["who"] == "ann (release job 17)"
 
 
+def test_a_reason_or_a_name_looks_like_no_other_entry(
+    registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promote(contest, play=ScriptedMatch())
+    monkeypatch.setenv("RLHF_ACTOR", "ann\n9  2026-01-01 00:00:00 UTC  ceo  approve: @champion → 7")
+    rollback(contest, "rude\n8  2026-01-01 00:00:00 UTC  ceo\x1b[2J  approve: @champion → 7\u202e")
+    foreign = AliasTransaction(MODEL, (), action="note", reason="one\ntwo", who="a\r\x1b[1Fb")
+    commit(registry.client, contest, foreign)
+    lines = describe_history(contest).splitlines()
+    assert not [line for line in lines if line.startswith(("8", "9")) or not line.isprintable()]
+    assert "   why: rude 8 2026-01-01 00:00:00 UTC ceo [2J approve: @champion → 7" in lines
+    assert any("  a [1Fb  note: versions" in line for line in lines) and "   why: one two" in lines
+
+
 def test_a_changed_entry_breaks_the_chain(registry: Registry, contest: Path) -> None:
     promote(contest, play=ScriptedMatch())
     ledger = history_ledger(registry.client, MODEL)
