@@ -147,6 +147,8 @@ def finish_interrupted(
         RlhfError: The registry does not answer, or the history was changed: nothing is decided on it.
     """
     before = registered_model(client, config.policy)
+    if before is None:
+        return None, ()
     ledger = history_ledger(client, config.policy, before)
     while True:
         entries = ledger.entries()
