@@ -50,8 +50,8 @@ def promote(
     """Decide whether the challenger becomes ``@champion``, act on it, and keep the decision as an immutable report.
 
     The registered files must be the ones that the gates judged, and the version must have passed every gate. The terms
-    of the registered model must be met (:mod:`flows.registry.governance.terms`), whichever workspace promotes. Without
-    a champion the challenger then takes the place at once; else every criterion of
+    of the registered model must be met (:mod:`flows.registry.governance.terms`), whichever workspace promotes. Where
+    there was never a champion the challenger then takes the place at once; else every criterion of
     :mod:`rlhf_core.evaluation.promotion.criteria` must hold. With ``registry.approval`` a challenger that passes is not
     promoted, forced or not: it waits for :func:`flows.registry.approval.decide.approve`.
 
@@ -147,7 +147,11 @@ def _decide(
     if obstacle and force_reason is None:
         return decision.refused(f"{obstacle}; promote it with --force --reason TEXT", unchanged=True)
     if champion is None:
-        passed, reason = not obstacle, obstacle or "there was no champion"
+        removed = _removed_champion(session)
+        if removed and force_reason is None:
+            return decision.refused(removed, unchanged=True)
+        reason = "; ".join(part for part in (obstacle, removed) if part) or "there was no champion"
+        passed = not (obstacle or removed)
     else:
         try:
             champion_files = verified_folder(workspace, champion, client)
@@ -173,6 +177,17 @@ def _decide(
         return decision.accepted(reason)
     refused = decision.refused(reason)
     return replace(refused, unchanged=_was_refused_before(workspace, refused))
+
+
+def _removed_champion(session: RegistrySession) -> str:
+    """Why a place without champion is not free: whoever removed the alias would spare a challenger its match."""
+    champions = champion_versions(session.model)
+    if not champions:
+        return ""
+    return (
+        f"version {champions[-1]} was champion, and @{CHAMPION} was removed by something else than rlhf, so there is "
+        f"nothing to compare with; `rlhf promote --version {champions[-1]} --force --reason TEXT` restores it"
+    )
 
 
 def _was_refused_before(workspace: Path, decision: PromotionDecision) -> bool:
