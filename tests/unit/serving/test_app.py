@@ -13,7 +13,7 @@ import pytest
 from unit.serving.conftest import CONTEXT, JUDGED, Served
 
 from rlhf_core.chat.session import ChatSession
-from rlhf_core.serving.limits import MAX_BODY_BYTES, ServingLimits
+from rlhf_core.serving.limits import MAX_BODY_BYTES, MAX_TOKEN_CHARACTERS, ServingLimits
 from rlhf_core.serving.recording import RequestRecorder
 
 CHAT = "/v1/chat/completions"
@@ -147,6 +147,19 @@ def test_a_reply_of_open_length_takes_what_room_the_context_has(serve: Callable[
 def test_a_longer_prompt_than_the_server_takes_is_refused(serve: Callable[..., Served]) -> None:
     error = serve(ServingLimits(max_prompt_tokens=2)).post(ASK).json()["error"]
     assert "this server takes at most 2" in error["message"] and error["code"] == "context_length_exceeded"
+
+
+def test_endless_messages_are_refused_before_they_are_tokenised(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Any) -> None:
+        raise AssertionError("other requests would wait for this")
+
+    monkeypatch.setattr(served.policy, "encode", refuse)
+    response = served.post({"messages": [{"role": "user", "content": "x" * (CONTEXT * MAX_TOKEN_CHARACTERS + 1)}]})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert f"far more than {CONTEXT} tokens hold" in error["message"]
 
 
 def test_bodies_must_be_json_of_a_bounded_size(served: Served) -> None:
