@@ -222,3 +222,14 @@ def test_a_former_champion_that_waits_for_approval_or_was_declined(registry: Reg
     assert waiting.next_command == "rlhf approve --version 1"
     decline(contest, "refuses too much")
     assert decided(contest).headline == f"Not released: {MODEL} version 1 was declined"
+
+
+def test_a_version_of_weaker_gates_that_this_workspace_cannot_force(registry: Registry, contest: Path) -> None:
+    because = f"the terms of {MODEL} require more: gates.policy does not require kl <= 6"
+    number = registry.add_version(gates={}, ungated=because)
+    registry.client.set_model_version_tag(MODEL, number, "gates", "ungated")
+    second = registry.workspace("second", "seed: 1\n")
+    decision = decided(hold(second, number, because))
+    assert because in decision.registered and not decision.reason, "the reason is given once"
+    assert decision.next_command == "rlhf terms", "only the owner forces a promotion"
+    assert "--force" in decided(hold(contest, number, because)).next_hint
