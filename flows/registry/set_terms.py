@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flows.registry.governance.printed_line import printed_line
 from flows.registry.governance.terms import GATES, TERMS_TAG, PromotionTerms, read_terms, terms_of
 from flows.registry.mlflow_client import connect
 from flows.registry.transactions.alias_transaction import AliasTransaction
@@ -24,7 +25,8 @@ def set_terms(workspace: Path, reason: str, *, take_over: bool = False) -> Promo
         RlhfError: The reason is empty, the policy has no version yet, or another workspace owns it.
     """
     workspace = workspace.resolve()
-    if not reason.strip():
+    reason = printed_line(reason)
+    if not reason:
         raise RlhfError("new terms of promotion need a reason; add --reason TEXT, it is recorded")
     with registry_session(workspace) as session:
         config = session.config
@@ -39,7 +41,7 @@ def set_terms(workspace: Path, reason: str, *, take_over: bool = False) -> Promo
             )
         action = "take over" if take_over else "terms"
         transaction = AliasTransaction(
-            config.policy, (), action=action, reason=reason.strip(), model_tags={TERMS_TAG: here.to_json()}
+            config.policy, (), action=action, reason=reason, model_tags={TERMS_TAG: here.to_json()}
         )
         session.commit(transaction)
     return here

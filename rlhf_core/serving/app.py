@@ -14,12 +14,13 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from rlhf_core.serving.completions import Completions
 from rlhf_core.serving.limits import MAX_BODY_BYTES
 from rlhf_core.serving.metrics import CONTENT_TYPE
 from rlhf_core.serving.protocol.access import require_access
-from rlhf_core.serving.protocol.api_error import ApiError, internal_error
+from rlhf_core.serving.protocol.api_error import CLIENT_CLOSED_REQUEST, ApiError, internal_error
 from rlhf_core.serving.protocol.chat_request import parse_chat_request
 from rlhf_core.serving.protocol.chat_response import model_entry, model_list
 
@@ -155,7 +156,7 @@ async def _read_body(request: Request, seconds: float) -> bytes:
     """The body of a request.
 
     Raises:
-        ApiError: It is no JSON by its header, too large, or does not arrive within ``seconds``.
+        ApiError: It is no JSON by its header, too large, does not arrive within ``seconds``, or the client leaves.
     """
     # A page of another site may send other types without asking first.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
@@ -169,4 +170,6 @@ async def _read_body(request: Request, seconds: float) -> bytes:
                     raise ApiError(413, f"the request has more than {MAX_BODY_BYTES} bytes; shorten the messages")
     except TimeoutError as error:
         raise ApiError(408, f"the request did not arrive within {seconds:g} seconds", code="timeout") from error
+    except ClientDisconnect as error:
+        raise ApiError(CLIENT_CLOSED_REQUEST, "the client has closed the connection") from error
     return bytes(body)

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf_core.errors import DataError
 from rlhf_core.sampling.reply import SampledReply
-from rlhf_core.serving.limits import RETRY_AFTER_SECONDS, ServingLimits
+from rlhf_core.serving.limits import MAX_TOKEN_CHARACTERS, RETRY_AFTER_SECONDS, ServingLimits
 from rlhf_core.serving.loaded_policy import LoadedPolicy, ReplySettings
 from rlhf_core.serving.metrics import ServingMetrics
 from rlhf_core.serving.policy_watch import PolicyWatch
@@ -116,8 +116,19 @@ class Completions:
         self.in_flight -= 1
         self.metrics.in_flight.set(self.in_flight)
 
+    def _refuse_endless(self, request: ChatRequest, policy: LoadedPolicy) -> None:
+        """Raise ``ApiError`` for messages so long that their tokens need not be counted."""
+        bounds = [bound for bound in (self.limits.max_prompt_tokens, policy.context) if bound is not None]
+        characters = sum(len(message.content) for message in request.dialogue)
+        if bounds and characters > min(bounds) * MAX_TOKEN_CHARACTERS:
+            message = (
+                f"the messages have {characters} characters, far more than {min(bounds)} tokens hold; shorten them"
+            )
+            raise ApiError(400, message, param="messages", code="context_length_exceeded")
+
     def _accept(self, request: ChatRequest, policy: LoadedPolicy) -> AcceptedRequest:
         """Encode the prompt and settle how its reply is sampled."""
+        self._refuse_endless(request, policy)
         try:
             prompt_ids = policy.encode(request.dialogue)
         except DataError as error:

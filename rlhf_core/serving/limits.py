@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 # Bytes of a request: room for a prompt of 100,000 tokens and more. Larger bodies are not read.
 MAX_BODY_BYTES = 4 * 2**20
+# Characters that no token of a common vocabulary has. Messages with more of them for each token that fits are refused
+# before they are tokenised, which takes a second per million characters and holds up other requests.
+MAX_TOKEN_CHARACTERS = 256
 # What a refused client waits before it asks again.
 RETRY_AFTER_SECONDS = 1
 

@@ -21,7 +21,10 @@ class ReplyPieces:
         """The next piece of the reply, whose ``text`` so far is longer than it was; empty if there is none yet."""
         if text and self.lead.startswith(text):
             return ""
-        lengths = (n for ending in self.endings for n in range(1, len(ending) + 1) if text.endswith(ending[:n]))
+        # A beginning longer than the text cannot end it: a request's stop string may have millions of characters.
+        lengths = (
+            n for ending in self.endings for n in range(1, min(len(ending), len(text)) + 1) if text.endswith(ending[:n])
+        )
         return self._piece(text[: len(text) - max(lengths, default=0)])
 
     def rest(self, reply: str) -> str:

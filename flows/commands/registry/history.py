@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from flows.registry.governance.history import checked_history, history_ledger
+from flows.registry.governance.printed_line import printed_line
 from flows.registry.governance.terms import TERMS_TAG
 from flows.registry.mlflow_client import connect
-from flows.registry.transactions.aliases import CHAMPION, read_aliases
+from flows.registry.transactions.aliases import CHAMPION, read_aliases, registered_model
 from flows.registry.transactions.decisions import report_name
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations.operations import RegistryConfig
@@ -27,7 +28,8 @@ def describe_history(workspace: Path, model: str | None = None) -> str:
     """
     name = model or load_section(workspace, "registry", RegistryConfig).policy
     client = connect(workspace)
-    records = checked_history(name, history_ledger(client, name).entries())
+    registered = registered_model(client, name)
+    records = checked_history(name, history_ledger(client, name, registered).entries(), registered)
     if not records:
         raise RlhfError(f"{name} has no history yet; it begins with the first version that becomes challenger")
     lines = [line for record in records for line in _describe(record, name)]
@@ -68,8 +70,8 @@ def _describe(record: Mapping[str, Any], model: str) -> list[str]:
     when = str(record["time"])[:19].replace("T", " ")
     about = ", ".join(moves) or (f"version {record['decided_on']}" if record["decided_on"] else "versions")
     lines = [
-        f"{record['number']}  {when} UTC  {record['who'] or 'unknown'}  {record['action']}: {about}",
-        f"   why: {record['reason']}",
+        f"{record['number']}  {when} UTC  {printed_line(str(record['who'] or 'unknown'))}  {record['action']}: {about}",
+        f"   why: {printed_line(str(record['reason']))}",
     ]
     if record["decision"]:
         lines.append(

@@ -16,6 +16,7 @@ from flows.registry.approval.request import (
     request_to_decide,
 )
 from flows.registry.governance.identity import actor
+from flows.registry.governance.printed_line import printed_line
 from flows.registry.promotion.obstacles import promotion_obstacle
 from flows.registry.transactions.alias_transaction import AliasMove, AliasTransaction, VersionTag
 from flows.registry.transactions.aliases import CHALLENGER, get_version
@@ -85,7 +86,8 @@ def approve(workspace: Path, reason: str = "", version: str | None = None) -> Pr
         planned = _planned(request)
         if obstacle and planned.forced is None:
             raise RlhfError(f"{obstacle}; it cannot be approved")
-        approval = f"approved by {actor()}" + (f": {reason.strip()[:REASON_LIMIT]}" if reason.strip() else "")
+        why = printed_line(reason)[:REASON_LIMIT]
+        approval = f"approved by {actor()}" + (f": {why}" if why else "")
         decision = replace(planned, approval=approval).accepted(f"{approval} ({planned.reason})")
         champions = [*champion_versions(session.model), request.challenger]
         cleared = cleared_refusals(challenger)
@@ -106,11 +108,12 @@ def decline(workspace: Path, reason: str, version: str | None = None) -> Promoti
         RlhfError: The reason is empty, no version waits, it is another one, or the registry has changed since.
     """
     workspace = workspace.resolve()
-    if not reason.strip():
+    why = printed_line(reason)[:REASON_LIMIT]
+    if not why:
         raise RlhfError("declining needs a reason; add --reason TEXT, it is recorded")
     with registry_session(workspace) as session:
         request = request_to_decide(session.config.policy, session.entries, session.aliases, version)
-        approval = f"declined by {actor()}: {reason.strip()[:REASON_LIMIT]}"
+        approval = f"declined by {actor()}: {why}"
         decision = replace(_planned(request), approval=approval).refused(approval)
         transaction = AliasTransaction(
             request.model,

@@ -8,6 +8,7 @@ import platform
 from pathlib import Path
 from uuid import uuid4
 
+from flows.registry.governance.printed_line import printed_line
 from flows.workspace.folder import PRIVATE, cannot_write, private_path
 from rlhf_core.storage.files import atomic_write_text
 
@@ -17,7 +18,7 @@ ID_FILE = "workspace_id"
 
 def actor() -> str:
     """Return who acts: ``RLHF_ACTOR`` where it is set (a CI job sets it to whoever started it), else ``user@host``."""
-    named = os.environ.get(ACTOR_VARIABLE, "").strip()
+    named = printed_line(os.environ.get(ACTOR_VARIABLE, ""))
     if named:
         return named
     try:

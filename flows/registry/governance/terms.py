@@ -97,11 +97,12 @@ class PromotionTerms:
         return weaker + self.weaker_gates(other.gates)
 
     def weaker_gates(self, gates: Mapping[str, Sequence[Condition]], names: Sequence[str] = GATES) -> list[str]:
-        """Say which conditions of the gates ``names`` are not guaranteed by ``gates``."""
+        """Say which conditions of the gates ``names`` are not guaranteed by ``gates``, in a phrase for each gate."""
+        weaker = {name: weaker_conditions(gates.get(name, ()), self.gates.get(name, ())) for name in names}
         return [
-            f"gates.{name} does not require {condition}"
-            for name in names
-            for condition in weaker_conditions(gates.get(name, ()), self.gates.get(name, ()))
+            f"gates.{name} does not require {', '.join(map(str, conditions))}"
+            for name, conditions in weaker.items()
+            if conditions
         ]
 
     def different_match(self, other: PromotionTerms) -> list[str]:

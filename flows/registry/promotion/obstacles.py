@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from flows.registry.governance.terms import PromotionTerms, read_conditions
 from flows.registry.transactions.champion_transaction import DECLINED_TAG, ROLLED_BACK_TAG
-from flows.registry.versions.register import COMPLETE_TAG, CONDITIONS_TAG, GATES_PASSED, GATES_TAG, UNGATED_TAG
+from flows.registry.versions.model_artifacts import COMPLETE_TAG
+from flows.registry.versions.register import CONDITIONS_TAG, GATES_PASSED, GATES_TAG, UNGATED_TAG
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion

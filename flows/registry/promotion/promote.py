@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from flows.registry.approval.decide import request_transaction, withdraw_transaction
 from flows.registry.approval.request import latest_request
 from flows.registry.governance.attempts import attempt_number
+from flows.registry.governance.printed_line import printed_line
 from flows.registry.governance.terms import TERMS_TAG, PromotionTerms, refusal, terms_of, updated
 from flows.registry.promotion.match import PlayMatch, decided_by, match_question, match_result, play_match
 from flows.registry.promotion.obstacles import promotion_obstacle
@@ -49,8 +50,8 @@ def promote(
     """Decide whether the challenger becomes ``@champion``, act on it, and keep the decision as an immutable report.
 
     The registered files must be the ones that the gates judged, and the version must have passed every gate. The terms
-    of the registered model must be met (:mod:`flows.registry.governance.terms`), whichever workspace promotes. Without
-    a champion the challenger then takes the place at once; else every criterion of
+    of the registered model must be met (:mod:`flows.registry.governance.terms`), whichever workspace promotes. Where
+    there was never a champion the challenger then takes the place at once; else every criterion of
     :mod:`rlhf_core.evaluation.promotion.criteria` must hold. With ``registry.approval`` a challenger that passes is not
     promoted, forced or not: it waits for :func:`flows.registry.approval.decide.approve`.
 
@@ -66,7 +67,7 @@ def promote(
         RlhfError: The registry does not answer, there is no challenger, or its files have changed. Nothing has moved.
     """
     workspace = workspace.resolve()
-    if force_reason is not None and not force_reason.strip():
+    if force_reason is not None and not printed_line(force_reason):
         raise RlhfError("a forced promotion needs a reason; say why, it is recorded")
     with registry_session(workspace) as session:
         config = session.config
@@ -146,7 +147,11 @@ def _decide(
     if obstacle and force_reason is None:
         return decision.refused(f"{obstacle}; promote it with --force --reason TEXT", unchanged=True)
     if champion is None:
-        passed, reason = not obstacle, obstacle or "there was no champion"
+        removed = _removed_champion(session)
+        if removed and force_reason is None:
+            return decision.refused(removed, unchanged=True)
+        reason = "; ".join(part for part in (obstacle, removed) if part) or "there was no champion"
+        passed = not (obstacle or removed)
     else:
         try:
             champion_files = verified_folder(workspace, champion, client)
@@ -167,11 +172,22 @@ def _decide(
             passed, reason = False, f"no match: {error}"
         reason = "; ".join(part for part in (obstacle, reason) if part)
     if force_reason is not None:
-        return decision.accepted(f"forced: {force_reason.strip()} (otherwise: {reason})")
+        return decision.accepted(f"forced: {printed_line(force_reason)} (otherwise: {reason})")
     if passed:
         return decision.accepted(reason)
     refused = decision.refused(reason)
     return replace(refused, unchanged=_was_refused_before(workspace, refused))
+
+
+def _removed_champion(session: RegistrySession) -> str:
+    """Why a place without champion is not free: whoever removed the alias would spare a challenger its match."""
+    champions = champion_versions(session.model)
+    if not champions:
+        return ""
+    return (
+        f"version {champions[-1]} was champion, and @{CHAMPION} was removed by something else than rlhf, so there is "
+        f"nothing to compare with; `rlhf promote --version {champions[-1]} --force --reason TEXT` restores it"
+    )
 
 
 def _was_refused_before(workspace: Path, decision: PromotionDecision) -> bool:
@@ -193,7 +209,8 @@ def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDec
         RlhfError: The reason is empty, there is nothing to go back to, or the files of the target have changed.
     """
     workspace = workspace.resolve()
-    if not reason.strip():
+    reason = printed_line(reason)
+    if not reason:
         raise RlhfError("a rollback needs a reason; say why, it is recorded")
     with registry_session(workspace) as session:
         config, champion = session.config, session.version_with(CHAMPION)
@@ -206,8 +223,8 @@ def rollback(workspace: Path, reason: str, to: str | None = None) -> RollbackDec
         target = get_version(session.client, config.policy, to or history[-2])
         verified_folder(workspace, target, session.client)
         replaced = str(champion.version)
-        decision = RollbackDecision(config.policy, str(target.version), replaced, reason.strip())
-        tags = [VersionTag(config.policy, replaced, ROLLED_BACK_TAG, reason.strip()[:1000])]
+        decision = RollbackDecision(config.policy, str(target.version), replaced, reason)
+        tags = [VersionTag(config.policy, replaced, ROLLED_BACK_TAG, reason[:1000])]
         remaining = history[: history.index(str(target.version)) + 1]
         transaction = champion_transaction(session.client, config, remaining, tags, decision)
         return replace(decision, report=session.commit(transaction))

@@ -31,6 +31,7 @@ POLICY_FOLDER = "models/policy"
 GOOD, BAD, OPEN = "good", "bad", "open"
 CHANGE = ("rlhf run", "after a change of data or params.yaml; what is up to date is not repeated")
 EXPLAIN = ("rlhf promote --dry-run --explain", "every criterion with its value and margin")
+TERMS = ("rlhf terms", "what a promotion requires, and who set it")
 Record = Mapping[str, Any]
 
 
@@ -99,7 +100,7 @@ def read_release_decision(workspace: Path, notes: RunNotes) -> ReleaseDecision:
     model = registered_model(client, here.model)
     assert model is not None, "a version belongs to a registered model"
     entries = history_ledger(client, here.model, model).entries()
-    registered = _Registered(here, model, version, entries, checked_history(here.model, entries))
+    registered = _Registered(here, model, version, entries, checked_history(here.model, entries, model))
     standing = _standing(workspace, registered, notes)
     gates = f"; no gate vouches for it: {here.ungated}" if here.ungated else "; it passed its gates"
     is_champion = registered.champion == here.version
@@ -176,8 +177,6 @@ def _standing(workspace: Path, registered: _Registered, notes: RunNotes) -> _Sta
     made = [i for i, move in enumerate(moves) if _new_champion(move, registered.here.model) == registered.here.version]
     if registered.champion == registered.here.version:
         return _champion(registered, moves[made[-1]] if made else None)
-    if made and made[-1] + 1 < len(moves):
-        return _former_champion(registered, moves[made[-1] + 1])
     request = latest_request(registered.here.model, registered.entries)
     if request is not None and request.is_open and request.challenger == registered.here.version:
         return _Standing(
@@ -187,8 +186,10 @@ def _standing(workspace: Path, registered: _Registered, notes: RunNotes) -> _Sta
             f"Requested by {request.asked_by}, {_minute(request.asked_at)}",
             (f"rlhf approve --version {request.challenger}", "or `rlhf decline --reason TEXT`"),
         )
-    if DECLINED_TAG in registered.version.tags:
+    if DECLINED_TAG in registered.version.tags:  # a version that becomes champion loses it
         return _declined(registered)
+    if made and made[-1] + 1 < len(moves):
+        return _former_champion(registered, moves[made[-1] + 1])
     return _not_promoted(workspace, registered, notes)
 
 
@@ -230,8 +231,14 @@ def _not_promoted(workspace: Path, registered: _Registered, notes: RunNotes) -> 
     terms = terms_of_model(registered.here.model, registered.model)
     if obstacle := promotion_obstacle(registered.version, terms):
         unmet = unmet_conditions(workspace) if registered.here.ungated else ()
+        here = terms_of(workspace, load_section(workspace, "registry", RegistryConfig))
         explain = ("rlhf gate policy --explain", "every condition; `rlhf promote --force --reason TEXT` overrides")
-        return _Standing(OPEN, headline, f"{obstacle[0].upper()}{obstacle[1:]}.", "", explain, unmet)
+        if refusal(registered.here.model, terms, here, forced=True):
+            explain = TERMS
+        # Why no gate vouches for a version is said where it is named.
+        said = bool(registered.here.ungated) and registered.here.ungated in obstacle
+        reason = "" if said else f"{obstacle[0].upper()}{obstacle[1:]}."
+        return _Standing(OPEN, headline, reason, "", explain, unmet)
     for decision in reversed(read_decisions(workspace)):
         if decision.get("challenger") == registered.here.version and decision.get("model") == registered.here.model:
             return _refused(registered, headline, decision)
@@ -239,7 +246,7 @@ def _not_promoted(workspace: Path, registered: _Registered, notes: RunNotes) -> 
         return _Standing(OPEN, headline, registered.version.tags["decision.reason"], "", EXPLAIN)
     config = load_section(workspace, "registry", RegistryConfig)
     if not_allowed := refusal(registered.here.model, terms, terms_of(workspace, config), forced=False):
-        return _Standing(OPEN, headline, not_allowed, "", ("rlhf terms", "what a promotion requires, and who set it"))
+        return _Standing(OPEN, headline, not_allowed, "", TERMS)
     headline = f"Not released: nobody has decided on {registered.label}"
     return _Standing(OPEN, headline, notes.promotion, "", ("rlhf promote", "decide on it"))
 

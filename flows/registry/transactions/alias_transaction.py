@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from flows.registry.governance.history import chain_hash, checked_history, history_ledger
+from flows.registry.governance.history import HEAD_TAG, chain_hash, checked_history, head_of, history_ledger
 from flows.registry.governance.identity import actor
 from flows.registry.governance.ledger import Ledger
 from flows.registry.transactions.alias_events import emit_events
@@ -146,10 +146,13 @@ def finish_interrupted(
     Raises:
         RlhfError: The registry does not answer, or the history was changed: nothing is decided on it.
     """
-    ledger = history_ledger(client, config.policy)
+    before = registered_model(client, config.policy)
+    if before is None:
+        return None, ()
+    ledger = history_ledger(client, config.policy, before)
     while True:
         entries = ledger.entries()
-        checked_history(config.policy, entries)
+        checked_history(config.policy, entries, before)
         # Read after the history: what it holds has been carried out, or its announcement still stands.
         model = registered_model(client, config.policy)
         text = None if model is None else model.tags.get(INTENT_TAG)
@@ -205,6 +208,8 @@ def _carry_out(client: MlflowClient, workspace: Path, transaction: AliasTransact
         client.delete_registered_model_tag(transaction.model, INTENT_TAG)
     entries = ledger.entries()
     emit_events(workspace, entries, transaction.number)
+    with registry_errors("note where the history ends; the decision stands"):
+        client.set_registered_model_tag(transaction.model, HEAD_TAG, head_of(entries))
     if len(entries) > transaction.number:  # another machine decided meanwhile: the last decision holds
         _carry_out(client, workspace, AliasTransaction.from_json(entries[-1]), ledger)
     return report

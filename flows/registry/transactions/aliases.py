@@ -52,12 +52,6 @@ def aliases_of(model: RegisteredModel | None) -> dict[str, str]:
     return {} if model is None else {alias: str(version) for alias, version in model.aliases.items()}
 
 
-def alias_version(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
-    """The version that ``alias`` points to, None only if there is no such alias; ``RlhfError`` for any other error."""
-    number = read_aliases(client, name).get(alias)
-    return None if number is None else get_version(client, name, number)
-
-
 def get_version(client: MlflowClient, name: str, number: str) -> ModelVersion:
     """Version ``number`` of a registered model; ``RlhfError`` if there is none or the registry does not answer."""
     from mlflow.exceptions import MlflowException

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from flows.registry.governance.lock import registry_lock
 from flows.registry.mlflow_client import connect
 from flows.registry.transactions.alias_transaction import finish_interrupted, pending
-from flows.registry.transactions.aliases import CHAMPION, alias_version
+from flows.registry.transactions.aliases import CHALLENGER, CHAMPION, get_version, read_aliases
 from flows.registry.versions.model_artifacts import verified_folder
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations.operations import RegistryConfig
@@ -39,9 +39,11 @@ def policy_with_alias(workspace: Path, alias: str = CHAMPION) -> ModelVersion:
     if pending(client, config) is not None:  # else a match of another workspace need not be waited for
         with registry_lock(workspace, config.policy):
             finish_interrupted(client, workspace, config)
-    version = alias_version(client, config.policy, alias)
-    if version is None:
-        raise RlhfError(
-            f"no {alias} of {config.policy} in this workspace yet; `rlhf run` makes one, `rlhf status` shows what is"
-        )
-    return version
+    aliases = read_aliases(client, config.policy)
+    if alias in aliases:
+        return get_version(client, config.policy, aliases[alias])
+    if alias in (CHAMPION, CHALLENGER):
+        remedy = "in this workspace yet; `rlhf run` makes one, `rlhf status` shows what is"
+    else:
+        remedy = f"in this workspace; its aliases are {', '.join(sorted(aliases)) or 'none'}"
+    raise RlhfError(f"no {alias} of {config.policy} {remedy}")

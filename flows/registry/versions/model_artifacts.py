@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
     from mlflow.models import ModelSignature
 
-CONTENT_TAG = "content_sha256"
+CONTENT_TAG, COMPLETE_TAG = "content_sha256", "complete"
 SERVING_CODE = Path(__file__).resolve().with_name("model_pyfunc.py")
+REMEDY = (
+    "`rlhf run` registers the model again, and if it is the champion `rlhf promote --force --reason TEXT` replaces it; "
+    "or roll back"
+)
 REQUIREMENTS = ("mlflow", "torch", "transformers", "pandas")
 
 
@@ -131,8 +135,7 @@ def _folder_by_hash(workspace: Path, version: ModelVersion, client: MlflowClient
         if sha256_tree(folder) == expected:
             return folder
     raise ModelError(
-        f"the files of {name} version {number} are not the ones that were registered and judged ({folder}); "
-        "register the model again with `rlhf run`, or roll back"
+        f"the files of {name} version {number} are not the ones that were registered and judged ({folder}); {REMEDY}"
     )
 
 
@@ -149,7 +152,7 @@ def _locate(client: MlflowClient, workspace: Path, name: str, number: str) -> tu
         raise ModelError(f"cannot get {name} version {number} ({str(error).splitlines()[0]})") from error
     configs = sorted((root / "artifacts").glob("*/config.json"))
     if not configs:
-        raise ModelError(f"{name} version {number} has no model folder in {root}; register it again with `rlhf run`")
+        raise ModelError(f"{name} version {number} has no model folder in {root}; {REMEDY}")
     return configs[0].parent, downloaded
 
 

@@ -31,7 +31,8 @@ from flows.registry.transactions.aliases import (
     versions,
 )
 from flows.registry.transactions.session import registry_session
-from flows.registry.versions.model_artifacts import CONTENT_TAG, log_model
+from flows.registry.versions.known_version import known_version
+from flows.registry.versions.model_artifacts import COMPLETE_TAG, CONTENT_TAG, log_model
 from flows.registry.versions.registered_here import RegisteredHere, write_registered
 from flows.registry.versions.signing import SIGNER_TAG, Signer, require_signer, sign_version
 from flows.workspace.run_label import SEPARATOR, run_label
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
 
 REWARD_VERSION_TAG = "reward_model_version"
-COMPLETE_TAG, GATES_TAG, UNGATED_TAG, GATE_REPORT_TAG = "complete", "gates", "ungated", "gate"
+GATES_TAG, UNGATED_TAG, GATE_REPORT_TAG = "gates", "ungated", "gate"
 CONDITIONS_TAG = "gate_conditions"
 GATES_PASSED, GATES_FAILED = "passed", "ungated"
 TAG_LIMIT = 5000  # MLflow refuses longer values
@@ -113,7 +114,8 @@ def register(workspace: Path, run_id: str | None = None) -> Registration:
     A model is refused unless all gates upstream have passed on the files as they are. Where gates only report
     (``gates.mode: report``) and one of them failed, the version is registered as ungated: it is no challenger, and only
     a forced promotion with a reason makes it champion. So is a version whose gates required less than the terms of the
-    registered policy do. The same content is registered once: its version is used again.
+    registered policy do. The same content is registered once: its version is used again
+    while the store has its files.
     ``run_id`` is the pipeline run that the registration belongs to.
     """
     workspace = workspace.resolve()
@@ -167,7 +169,7 @@ def registered_before(workspace: Path) -> Registration | None:
             result.refused[model.name] = str(error)
             continue
         content = sha256_tree(workspace / model.folder)
-        known = _same_content(versions(client, model.name), content)
+        known = known_version(client, workspace, versions(client, model.name), workspace / model.folder, content)
         tags = _gate_tags(config.policy, model, evidence, held, here)
         if known is None or _changed_gate_tags(known, tags) or not _is_signed(known, signer):
             return None
@@ -203,7 +205,7 @@ def _register_one(
 ) -> RegisteredVersion:
     content = sha256_tree(workspace / model.folder)
     listed = versions(client, model.name)
-    known = _same_content(listed, content)
+    known = known_version(client, workspace, listed, workspace / model.folder, content)
     if not listed:
         _ensure_registered_model(client, model.name)
     if known is None:
@@ -254,16 +256,6 @@ def gate_summary(report: Mapping[str, Any]) -> str:
         if len(text) <= TAG_LIMIT:
             break
     return text[:TAG_LIMIT]
-
-
-def _same_content(listed: Sequence[ModelVersion], content: str) -> ModelVersion | None:
-    """The newest complete version with this content; one whose creation was interrupted lacks the tag "complete"."""
-    same = [
-        version
-        for version in listed
-        if version.tags.get(CONTENT_TAG) == content and version.tags.get(COMPLETE_TAG) == "true"
-    ]
-    return same[0] if same else None
 
 
 def _changed_gate_tags(version: ModelVersion, tags: Mapping[str, str]) -> dict[str, str | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -61,7 +61,7 @@ def paired_losses(
         there are such prompts), ``missing_ends``, ``length`` (tokens) and ``category.NAME``.
     """
     checks = GENERIC_CHECKS | (REFUSAL_CHECKS if world else {})
-    losses = {"missing_ends": _check_loss(_finished, prompts.judged, champion.judged, challenger.judged)}
+    losses = {"missing_ends": missing_ends_loss(champion.judged, challenger.judged)}
     if prompts.regression:
         losses["regression.passed"] = rate_loss(
             _passed(checks, prompts.regression, champion.regression),
@@ -90,8 +90,10 @@ def paired_losses(
     return losses | {f"category.{name}": loss for name, loss in categories.items()}
 
 
-def _finished(_: str, reply: Reply) -> bool | None:
-    return reply.finished
+def missing_ends_loss(champion: Sequence[Reply], challenger: Sequence[Reply]) -> PairedLoss:
+    """Compare the shares of replies that did not end by themselves."""
+    ended = rate_loss([reply.finished for reply in champion], [reply.finished for reply in challenger])
+    return replace(ended, champion=1 - ended.champion, challenger=1 - ended.challenger)
 
 
 def _check_loss(

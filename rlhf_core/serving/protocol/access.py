@@ -53,7 +53,10 @@ def require_access(token: str | None, authorization: str | None, host: str | Non
         host: The ``Host`` header.
     """
     if token is None:
-        name = urlsplit(f"//{host or ''}").hostname or ""
+        try:
+            name = urlsplit(f"//{host or ''}").hostname or ""
+        except ValueError:  # such as an IPv6 address that lacks a bracket
+            name = str(host)
         if not is_loopback(name):
             message = f"the server answers on loopback only, not as {name!r}; set {TOKEN_VARIABLE} to allow other names"
             raise ApiError(403, message, code="host_not_allowed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,9 +25,10 @@ from flows.registry.mlflow_client import (
     start_pipeline_run,
     tracking_uri,
 )
+from flows.registry.promotion.promote import promote
 from flows.registry.transactions.aliases import versions
 from flows.registry.versions.champion import champion_folder
-from flows.registry.versions.register import register
+from flows.registry.versions.register import register, registered_before
 from flows.supervision.environment import child_environment
 from flows.supervision.ports import free_port
 from rlhf_core.errors import ModelError, RlhfError
@@ -77,6 +79,30 @@ def test_the_same_content_is_registered_once(workspace: Path) -> None:
     assert (first.reused, again.reused) == (False, True)
     assert again.version == "1" and again.content_sha256 == first.content_sha256
     assert len(versions(connect(workspace), policy_name(workspace))) == 1
+
+
+def test_a_champion_whose_files_were_changed_is_registered_again_and_replaced(workspace: Path, tmp_path: Path) -> None:
+    """The remedy that every refusal of changed files names; there is no earlier champion to go back to."""
+    name, client = policy_name(workspace), connect(workspace)
+    register(workspace)
+    assert promote(workspace).promoted
+    model_id = client.get_model_version(name, "1").source.removeprefix("models:/")
+    (tmp_path / "changed" / "artifacts" / "policy").mkdir(parents=True)
+    (tmp_path / "changed" / "artifacts" / "policy" / "added.txt").write_text("not what was judged")
+    client.log_model_artifacts(model_id, str(tmp_path / "changed"))
+    shutil.rmtree(workspace / ".rlhf" / "models", ignore_errors=True)  # this machine's copy of what a server stores
+    with pytest.raises(
+        ModelError, match="`rlhf run` registers the model again, and if it is the champion `rlhf promot"
+    ):
+        champion_folder(workspace)
+    assert registered_before(workspace) is None, "there is something to do"
+    again = register(workspace).registered
+    assert again[name].version == "2" and not again[name].reused and again[reward_name(workspace)].reused
+    with pytest.raises(ModelError, match="version 1 are not the ones that were registered"):
+        promote(workspace)  # there is nothing to compare it with
+    assert promote(workspace, force_reason="the files of version 1 were changed").promoted
+    assert sha256_tree(champion_folder(workspace)) == sha256_tree(workspace / "models" / "policy")
+    assert registered_before(workspace) is not None
 
 
 def test_a_model_is_registered_as_ungated_where_a_gate_upstream_only_reported(

@@ -119,7 +119,7 @@ def test_a_version_is_found_by_number_run_and_alias(contest: Path) -> None:
         (PolicyChoice(version="9"), "has no version 9"),
         (PolicyChoice(run="0" * 32), "MLflow has no run 0000"),
         (PolicyChoice(run=other), "registered no version of"),
-        (PolicyChoice(alias="nobody"), "no nobody of"),
+        (PolicyChoice(alias="nobody"), "no nobody of .*; its aliases are champion$"),
     ):
         with pytest.raises(RlhfError, match=words):
             served_source(contest, choice)

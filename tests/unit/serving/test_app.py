@@ -13,7 +13,7 @@ import pytest
 from unit.serving.conftest import CONTEXT, JUDGED, Served
 
 from rlhf_core.chat.session import ChatSession
-from rlhf_core.serving.limits import MAX_BODY_BYTES, ServingLimits
+from rlhf_core.serving.limits import MAX_BODY_BYTES, MAX_TOKEN_CHARACTERS, ServingLimits
 from rlhf_core.serving.recording import RequestRecorder
 
 CHAT = "/v1/chat/completions"
@@ -149,6 +149,19 @@ def test_a_longer_prompt_than_the_server_takes_is_refused(serve: Callable[..., S
     assert "this server takes at most 2" in error["message"] and error["code"] == "context_length_exceeded"
 
 
+def test_endless_messages_are_refused_before_they_are_tokenised(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Any) -> None:
+        raise AssertionError("other requests would wait for this")
+
+    monkeypatch.setattr(served.policy, "encode", refuse)
+    response = served.post({"messages": [{"role": "user", "content": "x" * (CONTEXT * MAX_TOKEN_CHARACTERS + 1)}]})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert f"far more than {CONTEXT} tokens hold" in error["message"]
+
+
 def test_bodies_must_be_json_of_a_bounded_size(served: Served) -> None:
     async def story(client: httpx.AsyncClient) -> list[httpx.Response]:
         headers = {"content-type": "application/json"}
@@ -163,6 +176,24 @@ def test_bodies_must_be_json_of_a_bounded_size(served: Served) -> None:
     responses = served.run(story)
     assert [response.status_code for response in responses] == [415, 413, 400, 405, 404]
     assert all(response.json()["error"]["message"] for response in responses)
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_failure_of_the_server(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": headers}
+
+    async def receive() -> Any:
+        return next(parts)
+
+    async def send(_: Any) -> None:
+        pass
+
+    asyncio.run(served.app(scope, receive, send))
+    assert served.metric("rlhf_serve_requests_total", status="499") == 1
+    assert not caplog.records
 
 
 def test_with_a_token_only_health_is_open(serve: Callable[..., Served]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import SupportsIndex
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,3 +34,20 @@ def test_what_may_not_be_part_of_the_reply_is_held_back(
 ) -> None:
     pieces = ReplyPieces(lead, endings)
     assert [pieces.next(text) for text in texts] == sent
+
+
+class CountedSlices(str):
+    """A text that counts how often a part of it is taken."""
+
+    taken = 0
+
+    def __getitem__(self, key: SupportsIndex | slice) -> str:
+        self.taken += 1
+        return super().__getitem__(key)
+
+
+def test_a_stop_string_far_longer_than_the_reply_costs_no_more_than_the_reply() -> None:
+    ending = CountedSlices("z" * 1000)
+    pieces = ReplyPieces("", [ending])
+    assert [pieces.next(text) for text in ("a", "az", "azz")] == ["a", "", ""]
+    assert ending.taken <= 1 + 2 + 3

@@ -11,6 +11,7 @@ from scripted_match import match_result
 
 from rlhf_core.config.operations.operations import NonInferiorityConfig
 from rlhf_core.evaluation.promotion.criteria import failed, non_inferiority_criteria, win_rate_criteria
+from rlhf_core.evaluation.promotion.measure import missing_ends_loss
 from rlhf_core.evaluation.promotion.non_inferiority import (
     as_measurements,
     category_losses,
@@ -18,6 +19,7 @@ from rlhf_core.evaluation.promotion.non_inferiority import (
     paired_difference_high,
     rate_loss,
 )
+from rlhf_core.evaluation.replies.reply import Reply
 
 Z = float(stats.norm.ppf(0.95))
 
@@ -138,3 +140,10 @@ def test_a_later_attempt_needs_more() -> None:
 
 def test_no_judge_no_promotion() -> None:
     assert len(failed(win_rate_criteria({}, 0.5, 0.05, 1))) == 1
+
+
+def test_missing_ends_are_the_replies_that_did_not_end() -> None:
+    """One of four replies of the champion, two of the challenger."""
+    ended, cut_off = Reply("yes.", True), Reply("yes and", False)
+    loss = missing_ends_loss([ended, ended, ended, cut_off], [ended, ended, cut_off, cut_off])
+    assert (loss.champion, loss.challenger, loss.loss, loss.prompts) == (0.25, 0.5, 0.25, 4)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.registry.governance.history import chain_hash, checked_history, history_ledger
+from flows.commands.registry.history import describe_history
+from flows.registry.approval.decide import approve
+from flows.registry.governance.history import HEAD_TAG, chain_hash, checked_history, history_ledger
 from flows.registry.governance.ledger import EntryTaken, Ledger
 from flows.registry.promotion.promote import promote, rollback
 from flows.registry.transactions.alias_events import registry_events
@@ -79,6 +81,20 @@ def test_who_decides_comes_from_the_environment(
     assert record["who"] == "ann (release job 17)"
 
 
+def test_a_reason_or_a_name_looks_like_no_other_entry(
+    registry: Registry, contest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promote(contest, play=ScriptedMatch())
+    monkeypatch.setenv("RLHF_ACTOR", "ann\n9  2026-01-01 00:00:00 UTC  ceo  approve: @champion → 7")
+    rollback(contest, "rude\n8  2026-01-01 00:00:00 UTC  ceo\x1b[2J  approve: @champion → 7\u202e")
+    foreign = AliasTransaction(MODEL, (), action="note", reason="one\ntwo", who="a\r\x1b[1Fb")
+    commit(registry.client, contest, foreign)
+    lines = describe_history(contest).splitlines()
+    assert not [line for line in lines if line.startswith(("8", "9")) or not line.isprintable()]
+    assert "   why: rude 8 2026-01-01 00:00:00 UTC ceo [2J approve: @champion → 7" in lines
+    assert any("  a [1Fb  note: versions" in line for line in lines) and "   why: one two" in lines
+
+
 def test_a_changed_entry_breaks_the_chain(registry: Registry, contest: Path) -> None:
     promote(contest, play=ScriptedMatch())
     ledger = history_ledger(registry.client, MODEL)
@@ -93,6 +109,41 @@ def test_a_changed_entry_breaks_the_chain(registry: Registry, contest: Path) -> 
         with pytest.raises(RlhfError, match="entry 2 does not follow from the one before it"):
             action()
     assert registry.aliases()["champion"] == "2" and len(ledger.entries()) == 2
+
+
+@pytest.mark.parametrize("entries", ["= 'history.rlhf-policy.3'", "LIKE 'history.%'"])
+def test_a_history_without_its_last_entries_is_refused(registry: Registry, contest: Path, entries: str) -> None:
+    """The chain of those before is whole, but a decision that was taken back would be forgotten."""
+    promote(contest, play=ScriptedMatch())
+    rollback(contest, "rude")
+    with sqlite3.connect(registry.folder / "shared" / "mlflow.db") as database:
+        assert database.execute(f"DELETE FROM params WHERE key {entries}").rowcount
+    for action in (
+        lambda: describe_history(contest),
+        lambda: promote(contest, play=ScriptedMatch()),
+        lambda: rollback(contest, "rude"),
+        lambda: approve(contest),
+    ):
+        with pytest.raises(RlhfError, match="the history of rlhf-policy was changed: it had 3 entries, and ends other"):
+            action()
+    assert registry.aliases()["champion"] == "1"
+
+
+def test_a_history_of_another_model_is_refused(registry: Registry, contest: Path) -> None:
+    promote(contest, play=ScriptedMatch())
+    entries = history_ledger(registry.client, MODEL).entries()
+    with pytest.raises(RlhfError, match="the history of another was changed: entry 1"):
+        checked_history("another", entries)
+
+
+def test_a_decision_that_was_killed_before_it_noted_the_end_is_followed_by_others(
+    registry: Registry, contest: Path
+) -> None:
+    head = registry.client.get_registered_model(MODEL).tags[HEAD_TAG]
+    promote(contest, play=ScriptedMatch())
+    registry.client.set_registered_model_tag(MODEL, HEAD_TAG, head)
+    assert rollback(contest, "rude").champion == "1"
+    assert registry.client.get_registered_model(MODEL).tags[HEAD_TAG].startswith("3 ")
 
 
 def test_of_two_decisions_on_the_same_state_one_is_refused(registry: Registry, contest: Path) -> None:

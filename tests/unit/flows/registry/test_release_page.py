@@ -209,3 +209,27 @@ def test_a_registry_that_is_away_leaves_the_page_and_is_named(
     assert (contest / "release.html").read_text() == before
     assert not try_release_page(contest, RunNotes(nothing_because="MLflow does not answer")), "and then it says that"
     assert "MLflow does not answer" in (contest / "release.html").read_text()
+
+
+def test_a_former_champion_that_waits_for_approval_or_was_declined(registry: Registry, contest: Path) -> None:
+    hold(contest, "1")
+    assert promote(contest, play=ScriptedMatch()).promoted
+    assert decided(contest).headline == f"No longer released: version 2 has replaced {MODEL} version 1"
+    (contest / "params.yaml").write_text(APPROVAL)
+    assert promote(contest, version="1", play=ScriptedMatch()).awaiting_approval
+    waiting = decided(contest)
+    assert waiting.headline == f"Not released yet: {MODEL} version 1 waits for approval"
+    assert waiting.next_command == "rlhf approve --version 1"
+    decline(contest, "refuses too much")
+    assert decided(contest).headline == f"Not released: {MODEL} version 1 was declined"
+
+
+def test_a_version_of_weaker_gates_that_this_workspace_cannot_force(registry: Registry, contest: Path) -> None:
+    because = f"the terms of {MODEL} require more: gates.policy does not require kl <= 6"
+    number = registry.add_version(gates={}, ungated=because)
+    registry.client.set_model_version_tag(MODEL, number, "gates", "ungated")
+    second = registry.workspace("second", "seed: 1\n")
+    decision = decided(hold(second, number, because))
+    assert because in decision.registered and not decision.reason, "the reason is given once"
+    assert decision.next_command == "rlhf terms", "only the owner forces a promotion"
+    assert "--force" in decided(hold(contest, number, because)).next_hint

@@ -87,7 +87,7 @@ def test_a_version_that_passed_weaker_gates_is_not_promoted(registry: Registry, 
     registry.add_version(gates=trivial)
     refused = promote(contest, play=ScriptedMatch(0.9))
     assert "version 3 has passed weaker gates: gates.sft does not require perplexity" in refused.reason
-    assert "gates.policy does not require kl <= 6; gates.policy does not require accuracy >= 0.65" in refused.reason
+    assert "gates.policy does not require kl <= 6, accuracy >= 0.65" in refused.reason
     assert promote(contest, version="2", play=ScriptedMatch(0.9)).promoted
     smoke = registry.workspace("smoke", WEAK_GATES)
     registry.add_version(gates=GATES)
@@ -142,3 +142,14 @@ def test_promotions_on_the_same_terms_leave_who_set_them(
     assert promote(contest, play=ScriptedMatch()).promoted
     terms = read_terms(registry.client, MODEL)
     assert terms is not None and terms.prompts != before.prompts and terms.set_by == "somebody else"
+
+
+def test_a_champion_whose_alias_was_removed_is_not_replaced_without_a_match(registry: Registry, contest: Path) -> None:
+    registry.client.delete_registered_model_alias(MODEL, "champion")
+    match = ScriptedMatch(0.1)
+    refused = promote(contest, play=match)
+    assert not refused.promoted and match.played == 0 and "champion" not in registry.aliases()
+    assert "version 1 was champion, and @champion was removed by something else than rlhf" in refused.reason
+    assert promote(contest, version="1", force_reason="it was removed by mistake").promoted
+    assert registry.aliases() == {"challenger": "2", "champion": "1"}
+    assert not promote(contest, play=match).promoted and match.played == 1

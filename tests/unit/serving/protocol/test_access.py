@@ -44,7 +44,7 @@ def test_without_a_token_loopback_names_open(host: str) -> None:
     require_access(None, None, host)
 
 
-@pytest.mark.parametrize("host", ["rebound.example:8000", "", None, "127.0.0.1.example", "10.0.0.1"])
+@pytest.mark.parametrize("host", ["rebound.example:8000", "", None, "127.0.0.1.example", "10.0.0.1", "[", "[::1"])
 def test_without_a_token_a_page_under_another_name_is_refused(host: str | None) -> None:
     with pytest.raises(ApiError, match="loopback only"):
         require_access(None, None, host)
