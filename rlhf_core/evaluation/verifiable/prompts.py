@@ -20,6 +20,7 @@ from rlhf_core.evaluation.comparisons.comparison import Comparison, compare_outc
 from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.evaluation.verifiable.requirements import CheckFunction, Requirements, check_reply
 from rlhf_core.runtime.user_function import load_function
+from rlhf_core.storage.files import split_json_lines
 
 SIGNATURE = "f(prompt, reply) -> bool"
 
@@ -157,7 +158,7 @@ def read_lines(path: Path, functions: Mapping[str, CheckFunction]) -> list[Verif
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path}: {error}; correct evaluate.verifiable.path") from error
     lines = []
-    for number, text in enumerate(content.splitlines(), start=1):
+    for number, text in enumerate(split_json_lines(content), start=1):
         if not text.strip():
             continue
         where = f"{path}, line {number}"
