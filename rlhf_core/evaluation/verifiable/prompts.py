@@ -86,6 +86,7 @@ class VerifiablePrompts:
 
     lines: Sequence[VerifiableLine] = ()
     functions: Mapping[str, CheckFunction] | None = None
+    timeout_seconds: float = 60.0
 
     @classmethod
     def load(cls, config: VerifiableConfig | None, workspace: Path) -> VerifiablePrompts:
@@ -101,7 +102,7 @@ class VerifiablePrompts:
             name: load_function(target, workspace, f"evaluate.verifiable.functions.{name}", SIGNATURE)
             for name, target in config.functions.items()
         }
-        return cls(read_lines(workspace / config.path, functions), functions)
+        return cls(read_lines(workspace / config.path, functions), functions, config.timeout_seconds)
 
     @property
     def prompts(self) -> list[list[Message]]:
@@ -112,10 +113,17 @@ class VerifiablePrompts:
         """Check one reply per prompt.
 
         Raises:
-            DataError: A function raised.
+            DataError: A function raised, or a check did not end in time.
         """
         results = [
-            check_reply(line.require, line.messages(), reply.text, reply.finished, self.functions or {})
+            check_reply(
+                line.require,
+                line.messages(),
+                reply.text,
+                reply.finished,
+                self.functions or {},
+                self.timeout_seconds,
+            )
             for line, reply in zip(self.lines, replies, strict=True)
         ]
         return CheckedReplies(replies, results)
@@ -168,7 +176,7 @@ def read_lines(path: Path, functions: Mapping[str, CheckFunction]) -> list[Verif
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
             raise DataError(f"{where}: {field}: {first['msg'].removeprefix('Value error, ')}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is not JSON ({error})") from error
         if line.require.function is not None and line.require.function not in functions:
             raise DataError(
