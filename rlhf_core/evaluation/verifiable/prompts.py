@@ -39,6 +39,13 @@ class VerifiableLine(Strict):
     require: Requirements
     category: str = Field(default="", pattern=r"^[\w -]*$")
 
+    @field_validator("prompt")
+    @classmethod
+    def _a_reply_is_due(cls, prompt: tuple[Turn, ...]) -> tuple[Turn, ...]:
+        if prompt[-1].role != "user":
+            raise ValueError("a prompt must end with a user turn")
+        return prompt
+
     @field_validator("prompt", mode="before")
     @classmethod
     def _text_is_the_users(cls, prompt: Any) -> Any:

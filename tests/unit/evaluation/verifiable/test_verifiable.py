@@ -109,6 +109,10 @@ def written(folder: Path, *lines: Any, functions: dict[str, str] | None = None) 
         ({"prompt": "", "require": {"equals": "x"}}, r"line 2: prompt\.0\.content: String should have"),
         ({"prompt": [{"role": "bot", "content": "x"}], "require": {"equals": "x"}}, r"line 2: prompt\.0\.role: "),
         (
+            {"prompt": [{"role": "assistant", "content": "x"}], "require": {"equals": "x"}},
+            r"line 2: prompt: a prompt must end with a user turn",
+        ),
+        (
             {"prompt": "x", "require": {"function": "f"}},
             r"the function 'f' is not named in evaluate.verifiable.functions",
         ),
