@@ -45,7 +45,8 @@ class LlmJudgeConfig(Strict):
 
     ``template`` is the text of a question, with ``{conversation}``, ``{reply_a}`` and ``{reply_b}``; null: the built-in
     one. ``response_format`` asks the endpoint to enforce JSON, where it can. ``max_tokens`` limits an answer.
-    ``max_junk`` is the largest share of pairs without a usable answer at which the comparison counts.
+    ``max_junk`` is the largest share of the pairs of different replies without a usable answer at which the comparison
+    counts.
 
     ``concurrency`` requests wait for their answers at once. ``timeout_seconds`` bounds connecting, each wait for data,
     and the time from an answer's first byte to its last. A request that fails to connect, breaks off, times out, is

@@ -68,7 +68,14 @@ def test_a_model_that_always_prefers_the_first_reply_ties_everywhere(judge: Judg
     server.say = lambda a, b: '{"reason": "first", "verdict": "A"}'
     judgements = judge()
     assert outcomes(judgements) == [0.5] * 4
-    assert judgements.metrics["order_disagreement"] == 0.75 and judgements.metrics["first_preferred"] == 1.0
+    assert judgements.metrics["order_disagreement"] == 1.0 and judgements.metrics["first_preferred"] == 1.0
+
+
+def test_equal_replies_hide_no_junk(judge: Judged, server: ChatServer) -> None:
+    server.say = lambda a, b: "both are fine"
+    with pytest.raises(DataError, match="1 of 1 pairs of different replies have no usable answer"):
+        judge([*["same"] * 20, "one"], [*["same"] * 20, "two"])
+    assert judge(["same"], ["same"]).metrics["order_disagreement"] == 0.0
 
 
 def test_a_tie_in_one_order_alone_is_a_tie(judge: Judged, server: ChatServer) -> None:
@@ -213,25 +220,27 @@ def test_a_refused_key_stops_at_once_and_shows_nowhere(
 
 def test_junk_is_left_out_and_counted(judge: Judged, server: ChatServer) -> None:
     server.script = [(200, completion(text)) for text in ("Reply A!", '{"verdict": "B"}')]
-    judgements = judge(max_junk=0.3)
+    judgements = judge(max_junk=0.34)
     assert outcomes(judgements) == [None, 0.5, 0.0, 0.5]
     assert judgements.judged == [1, 2, 3] and judgements.outcomes() == [0.5, 0.0, 0.5]
-    assert judgements.metrics["junk_share"] == 0.25
+    assert judgements.metrics["junk_share"] == pytest.approx(1 / 3), "of three that were asked about"
     asked = len(server.requests)
-    assert judge(max_junk=0.3) == judgements and len(server.requests) == asked, "the same question, the same junk"
+    assert judge(max_junk=0.34) == judgements and len(server.requests) == asked, "the same question, the same junk"
 
 
 @pytest.mark.parametrize("text", ["我认为第一个回答更好。", None, '{"verdict": "both"}'])
 def test_too_much_junk_is_refused_in_one_line(judge: Judged, server: ChatServer, text: str | None) -> None:
     server.script = [(200, completion(text))] * 6
-    with pytest.raises(DataError, match=r"3 of 4 pairs have no usable answer, more than .*max_junk \(10%\)") as caught:
+    with pytest.raises(
+        DataError, match=r"3 of 3 pairs of different replies have no usable answer, more than .*max_junk \(10%\)"
+    ) as caught:
         judge()
     assert "\n" not in str(caught.value)
 
 
 def test_a_pair_that_is_too_long_for_the_model_counts_as_junk(judge: Judged, server: ChatServer) -> None:
     server.script = [(400, "maximum context length")]
-    assert outcomes(judge(max_junk=0.3))[0] is None
+    assert outcomes(judge(max_junk=0.34))[0] is None
     server.script = [(400, "maximum context length")] * 6
     with pytest.raises(DataError, match="the first one: answered 400 'maximum context length'"):
         judge(model="another")
