@@ -149,7 +149,7 @@ def _account(completed_by: Any) -> str:
 
 def _selected(result: Any) -> str | None:
     """The choice of one annotation; None if it has none, an unusable word if it selects a reply and a tie."""
-    choices = set()
+    choices: set[str] = set()
     for part in result if isinstance(result, list) else ():
         value = part.get("value") if isinstance(part, dict) else None
         if isinstance(value, dict):
