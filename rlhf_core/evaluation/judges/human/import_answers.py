@@ -19,9 +19,10 @@ from rlhf_core.evaluation.judges.human.agreement import Kappa, cohen_kappas, fle
 from rlhf_core.evaluation.judges.human.answers import Answer, FilledForm, read_form
 from rlhf_core.evaluation.judges.human.pairs import EXPORTS, AnnotationExport, AnnotationPair
 from rlhf_core.evaluation.judges.human.votes import Votes, count_votes, without_repeats
-from rlhf_core.storage.files import atomic_write_json, atomic_write_lines, split_json_lines
+from rlhf_core.storage.files import LockFile, atomic_write_json, atomic_write_lines, split_json_lines
 
 ANNOTATIONS = Path("data") / "annotations"
+LOCK = Path(".rlhf") / "annotations.lock"
 BOOTSTRAP = 2000
 
 
@@ -108,14 +109,16 @@ def import_answers(
         listed = ", ".join(str(file) for file in files)
         raise DataError(f"no pair is answered in {listed}; write 1, 2 or tie into the column choice")
     results = []
-    for name, answers in sorted(by_export.items()):
-        stored = _stored_answers(workspace, name)
-        if replace:
-            stored = [old for old in stored if old.annotator not in {answer.annotator for answer in answers}]
-        everything = without_repeats([*stored, *answers])
-        votes = count_votes(everything)
-        problems += votes.contradiction_lines()
-        results.append(_write(workspace, exports[name], everything, votes))
+    with LockFile(workspace / LOCK) as lock:
+        lock.acquire()  # another import must not read before this one has written
+        for name, answers in sorted(by_export.items()):
+            stored = _stored_answers(workspace, name)
+            if replace:
+                stored = [old for old in stored if old.annotator not in {answer.annotator for answer in answers}]
+            everything = without_repeats([*stored, *answers])
+            votes = count_votes(everything)
+            problems += votes.contradiction_lines()
+            results.append(_write(workspace, exports[name], everything, votes))
     return AnswerImport(results, problems)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,21 @@ def test_two_people_with_files_of_one_name_are_not_one_who_contradicts_himself(
     assert not (tmp_path / "data/annotations/exports" / f"{exported.name}.answers.jsonl").exists()
     jsonl(files[1], for_policy(exported))
     assert import_answers(tmp_path, files).results[0].answered == {"pairs": 4}
+
+
+def test_imports_at_the_same_time_lose_no_answer(tmp_path: Path, exported: AnnotationExport) -> None:
+    people = [f"person{number}" for number in range(8)]
+    files = [jsonl(tmp_path / f"{name}.jsonl", for_policy(exported)) for name in people]
+    together = threading.Barrier(len(files))
+
+    def add(file: Path) -> None:
+        together.wait()
+        import_answers(tmp_path, [file])
+
+    with ThreadPoolExecutor(len(files)) as pool:
+        list(pool.map(add, files))
+    result = json.loads((tmp_path / "data/annotations/exports" / f"{exported.name}.result.json").read_text())
+    assert sorted(result["answered"]) == people
 
 
 def test_kappas_by_hand() -> None:
