@@ -24,7 +24,7 @@ from rlhf_core.evaluation.regression import fixed_subset
 from rlhf_core.evaluation.replies.generation import evaluation_replies
 from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.models.starting.base import load_policy
-from rlhf_core.storage.files import atomic_write_lines
+from rlhf_core.storage.files import atomic_write_lines, split_json_lines
 
 TRAINING_PAIRS = Path("data") / "clean" / "preferences" / "train.parquet"
 Gains = npt.NDArray[np.float64]
@@ -59,7 +59,7 @@ def held_out_pairs(file: Path, workspace: Path, prompts: int, replies: int) -> l
     There are ``replies`` pairs in a row for each of at most ``prompts`` test prompts.
     """
     if file.is_file():
-        return [HeldOutPair(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+        return [HeldOutPair(**json.loads(line)) for line in split_json_lines(file.read_text(encoding="utf-8"))]
     config = load_section(workspace, "evaluate", EvaluateConfig)
     rows = fixed_subset(read_rows(workspace / TEST_PROMPTS, Prompt), prompts, "annotated cases")
     if not rows:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -15,6 +17,19 @@ from rlhf_core.errors import ConfigError, RlhfError
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 FIRST_WAIT, LONGEST_WAIT, LONGEST_REQUESTED_WAIT = 0.5, 30.0, 60.0  # seconds
 DESCRIBED_CHARACTERS = 120
+OF_THE_TRANSFER = frozenset({"content-encoding", "content-length", "transfer-encoding"})
+
+
+@dataclass(frozen=True)
+class AnswerLimits:
+    """The most that an answer may be: bytes of its body, decompressed, and seconds from its first byte to its last.
+
+    Without them a server that sends without end would fill the memory, and one that sends a byte now and then would
+    never time out.
+    """
+
+    size: int
+    seconds: float
 
 
 class RetriesExhausted(RlhfError):
@@ -35,6 +50,7 @@ def post_json(
     wait: Callable[[float], object],
     secret: str = "",
     final: Callable[[httpx.Response], bool] = is_final,
+    limits: AnswerLimits | None = None,
 ) -> httpx.Response:
     """Return the first answer that is not worth another attempt.
 
@@ -46,6 +62,7 @@ def post_json(
         wait: Sleeps for so many seconds.
         secret: The token, which is masked in messages.
         final: Whether an answer is not worth another attempt.
+        limits: What an answer may be; one that exceeds them is a failed request.
 
     Raises:
         RetriesExhausted: The server stayed out of reach, or every answer asked for another attempt.
@@ -54,7 +71,7 @@ def post_json(
     for attempt in range(attempts):
         requested_wait = 0.0
         try:
-            answer = client.post(url, json=body)
+            answer = client.post(url, json=body) if limits is None else _limited_post(client, url, body, limits)
         except httpx.RequestError as error:
             problem = f"{type(error).__name__}: {error}".removesuffix(": ")
         else:
@@ -64,6 +81,20 @@ def post_json(
         if attempt + 1 < attempts:
             wait(max(min(FIRST_WAIT * 2**attempt, LONGEST_WAIT), requested_wait))
     raise RetriesExhausted(f"failed {attempts} times, at last with {problem}")
+
+
+def _limited_post(client: httpx.Client, url: str, body: dict[str, Any], limits: AnswerLimits) -> httpx.Response:
+    content = bytearray()
+    with client.stream("POST", url, json=body) as answer:
+        begin = time.monotonic()
+        for part in answer.iter_bytes():
+            content += part
+            if len(content) > limits.size:
+                raise httpx.RequestError(f"the answer has more than {limits.size >> 20} MiB")
+            if time.monotonic() - begin > limits.seconds:
+                raise httpx.ReadTimeout(f"the answer was not whole after {limits.seconds:g} s")
+    headers = [(name, value) for name, value in answer.headers.items() if name not in OF_THE_TRANSFER]
+    return httpx.Response(answer.status_code, headers=headers, content=bytes(content))
 
 
 def describe_answer(answer: httpx.Response, secret: str) -> str:
@@ -95,6 +126,6 @@ def _retry_after(answer: httpx.Response) -> float:
         return min(float(value), LONGEST_REQUESTED_WAIT)
     try:
         seconds = (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return 0.0
     return min(max(seconds, 0.0), LONGEST_REQUESTED_WAIT)

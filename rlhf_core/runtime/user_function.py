@@ -31,7 +31,7 @@ def load_function(target: str, workspace: Path, who: str, signature: str) -> Use
         sys.path.append(str(workspace))
     try:
         function = getattr(importlib.import_module(module), name, None)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{who}: cannot import {module} ({type(error).__name__}: {error}); it must be installed, on PYTHONPATH or "
             f"in {workspace}"
@@ -42,7 +42,7 @@ def load_function(target: str, workspace: Path, who: str, signature: str) -> Use
     return cast(UserFunction, function)
 
 
-def describe_failure(error: Exception) -> str:
+def describe_failure(error: BaseException) -> str:
     """Say what a function raised, and in which file and line."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"raised {type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"

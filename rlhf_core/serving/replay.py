@@ -20,6 +20,7 @@ from rlhf_core.evaluation.metrics.text_metrics import measure_text
 from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.runtime.progress import progress
 from rlhf_core.serving.loaded_policy import LoadedPolicy, ReplySettings
+from rlhf_core.storage.files import split_json_lines
 
 # Of the text metrics, those that need no tokens: a record has texts alone.
 TEXT_METRICS = ("words", "repetition", "distinct_2", "missing_eos")
@@ -70,7 +71,7 @@ def read_record(path: Path) -> list[RecordedReply]:
         DataError: It is missing or empty, or a line is none that the server wrote.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = split_json_lines(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path} ({error}); name a file that rlhf serve --record wrote") from error
     recorded = [_parse(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]

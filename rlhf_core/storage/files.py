@@ -47,6 +47,16 @@ def atomic_write_lines(path: Path, rows: Iterable[Any]) -> None:
     atomic_write_text(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
 
 
+def split_json_lines(text: str) -> list[str]:
+    """Return the lines of a file of JSON lines.
+
+    Only a line feed ends a line. ``str.splitlines`` also splits at U+0085, U+2028 and U+2029, which stand unescaped in
+    JSON strings.
+    """
+    lines = text.split("\n")
+    return lines if lines[-1] else lines[:-1]
+
+
 @contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``path`` that takes the place of ``path`` when the block ends without an error."""

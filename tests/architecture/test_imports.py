@@ -93,6 +93,8 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.judges.final.stand_in_note",
         "evaluation.promotion.criteria.Criterion",
         "evaluation.promotion.criteria.failed",
+        "ppo.reward_sources.tracked_files.code_lines",
+        "ppo.reward_sources.tracked_files.verifiable_functions",
     },
     "flows.registry.promotion.promote": {
         "evaluation.promotion.criteria.non_inferiority_criteria",

@@ -1,11 +1,12 @@
-"""Locks that end with their process, and nested values as flat ones."""
+"""Locks that end with their process, nested values as flat ones, JSON lines."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
-from rlhf_core.storage.files import LockFile, flatten
+from rlhf_core.storage.files import LockFile, atomic_write_lines, flatten, split_json_lines
 
 
 def test_a_lock_excludes_others_until_it_is_closed(tmp_path: Path) -> None:
@@ -37,3 +38,10 @@ def test_a_lock_is_released_with_its_process(tmp_path: Path) -> None:
 
 def test_nested_values_become_dotted_names() -> None:
     assert flatten({"a": {"b": 1, "c": {"d": [2]}}, "e": None}, "x.") == {"x.a.b": 1, "x.a.c.d": [2], "x.e": None}
+
+
+def test_separators_of_unicode_end_no_json_line(tmp_path: Path) -> None:
+    rows = [{"text": "a\u2028b\u2029c\x85d\x0b\x0c\x1c\r\ne"}, {"text": ""}]
+    atomic_write_lines(tmp_path / "x.jsonl", rows)
+    assert [json.loads(line) for line in split_json_lines((tmp_path / "x.jsonl").read_text())] == rows
+    assert split_json_lines("") == [] and split_json_lines('{"cut": ') == ['{"cut": ']

@@ -20,6 +20,7 @@ from rlhf_core.config.stages.evaluate import EvaluateConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.final import judging_model, stand_in_note
 from rlhf_core.evaluation.promotion.criteria import Criterion, failed
+from rlhf_core.ppo.reward_sources.tracked_files import code_lines, verifiable_functions
 from rlhf_core.storage.files import atomic_write_json, read_json, sha256_file
 
 if TYPE_CHECKING:
@@ -33,10 +34,11 @@ MEASURED = 2  # what a match measures; kept results that measured less are playe
 
 
 def match_question(workspace: Path, challenger: ModelVersion, champion: ModelVersion) -> dict[str, Any]:
-    """What a match is about: models, prompts, judge and settings. While it is the same, so is the result."""
+    """What a match is about: models, prompts, judge, settings, checks. While it is the same, so is the result."""
     judge = judging_model(workspace)
     config = load_section(workspace, "evaluate", EvaluateConfig)
     checks = None if config.verifiable is None else workspace / config.verifiable.path
+    code = code_lines(workspace, verifiable_functions(config.verifiable))
     return {
         "challenger": challenger.tags[CONTENT_TAG],
         "champion": champion.tags[CONTENT_TAG],
@@ -45,6 +47,7 @@ def match_question(workspace: Path, challenger: ModelVersion, champion: ModelVer
         "settings": config.model_dump(mode="json", exclude_none=True),
         "measured": MEASURED,
         **({"verifiable": sha256_file(checks)} if checks is not None and checks.is_file() else {}),
+        **({"functions": code} if code else {}),
     }
 
 

@@ -45,11 +45,13 @@ class LlmJudgeConfig(Strict):
 
     ``template`` is the text of a question, with ``{conversation}``, ``{reply_a}`` and ``{reply_b}``; null: the built-in
     one. ``response_format`` asks the endpoint to enforce JSON, where it can. ``max_tokens`` limits an answer.
-    ``max_junk`` is the largest share of pairs without a usable answer at which the comparison counts.
+    ``max_junk`` is the largest share of the pairs of different replies without a usable answer at which the comparison
+    counts.
 
-    ``concurrency`` requests wait for their answers at once. ``timeout_seconds`` bounds connecting and each wait for
-    data. A request that fails to connect, breaks off, times out or is answered with 408, 425, 429 or 5xx is repeated up
-    to ``retries`` times, waiting 0.5 s, 1 s, 2 s … (at most 30 s; or as the answer's Retry-After says, up to 60 s).
+    ``concurrency`` requests wait for their answers at once. ``timeout_seconds`` bounds connecting, each wait for data,
+    and the time from an answer's first byte to its last. A request that fails to connect, breaks off, times out, is
+    answered with more than 8 MiB or with 408, 425, 429 or 5xx is repeated up to ``retries`` times, waiting 0.5 s, 1 s,
+    2 s … (at most 30 s; or as the answer's Retry-After says, up to 60 s).
     """
 
     base_url: str

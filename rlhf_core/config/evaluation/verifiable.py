@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from rlhf_core.config.model import Strict
 
@@ -16,10 +16,13 @@ class VerifiableConfig(Strict):
 
     ``functions`` gives names to Python functions ``f(prompt, reply) -> bool``, each ``package.module:function``, which
     a line may require by name. They run with your rights, like any code you start; a file alone runs nothing.
+
+    ``timeout_seconds`` bounds the check of one property of one reply.
     """
 
     path: str = Field(min_length=1)
     functions: dict[str, str] = {}
+    timeout_seconds: PositiveFloat = Field(default=60.0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _written_as_module_and_function(self) -> VerifiableConfig:

@@ -17,6 +17,7 @@ import numpy as np
 
 from rlhf_core.data.readers.containers.records import Record, load_records
 from rlhf_core.data.schema import ROLES, Message
+from rlhf_core.data.text.encodable import HALF_PAIR, is_encodable
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import bootstrap_bounds
 from rlhf_core.evaluation.judges.judge import Judge
@@ -84,11 +85,17 @@ def _row(record: Record, path: Path) -> BenchmarkRow:
         texts = [given] if isinstance(given, str) else given
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
             raise DataError(f"{where}: {name} is no list of texts")
+        if not all(map(is_encodable, texts)):
+            raise DataError(f"{where}: {name} {HALF_PAIR}")
         replies[name] = texts
     prompt, subset = value.get("prompt"), value.get("subset") or "all"
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(turns, list) or not turns or not all(_is_turn(turn) for turn in turns):
         raise DataError(f"{where}: prompt is neither a text nor a list of messages")
+    if not all(is_encodable(turn["content"]) for turn in turns):
+        raise DataError(f"{where}: prompt {HALF_PAIR}")
+    if turns[-1]["role"] != "user":
+        raise DataError(f"{where}: prompt does not end with a user turn")
     messages = [Message(turn["role"], turn["content"]) for turn in turns]
     return BenchmarkRow(messages, replies["chosen"], replies["rejected"], str(subset))
 

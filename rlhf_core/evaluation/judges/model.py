@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.data.batches.sharding import passes
 from rlhf_core.data.chat.encoding import encode_prompt, encode_reply, pad_id, vocabulary_id
 from rlhf_core.data.schema import Message
+from rlhf_core.errors import DataError
 from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.models.heads.scalar import ReplyScorer, ScalarModel
 from rlhf_core.models.starting.base import load_tokenizer
@@ -26,21 +27,36 @@ class ModelJudge:
         tokenizer: Its tokenizer, which encodes the prompts.
         name: See :class:`~rlhf_core.evaluation.judges.judge.Judge`.
         batch_size: Replies scored at once.
+        positions: How many tokens the model can read; None for any number.
     """
 
     absolute_tie: float | None = None
 
-    def __init__(self, model: ReplyScorer, tokenizer: PreTrainedTokenizerBase, name: str, batch_size: int = 64) -> None:
+    def __init__(
+        self,
+        model: ReplyScorer,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        batch_size: int = 64,
+        positions: int | None = None,
+    ) -> None:
         self.model, self.tokenizer, self.name, self.batch_size = model, tokenizer, name, batch_size
+        self.positions = positions
         self.vocabulary = vocabulary_id(tokenizer)
 
     @classmethod
     def load(cls, folder: Path, name: str, batch_size: int = 64) -> ModelJudge:
         """Load the model and tokenizer in ``folder``."""
-        return cls(ScalarModel.load(folder).eval(), load_tokenizer(folder), name, batch_size)
+        scorer = ScalarModel.load(folder).eval()
+        positions = getattr(scorer.model.config, "max_position_embeddings", None)
+        return cls(scorer, load_tokenizer(folder), name, batch_size, positions)
 
     def score(self, prompts: Sequence[Sequence[Message]], replies: Sequence[Reply]) -> list[float]:
-        """Return scores in the model's own unit. Ranks share the work; batching and padding change no score."""
+        """Return scores in the model's own unit. Ranks share the work; batching and padding change no score.
+
+        Raises:
+            DataError: A reply that no model of this run sampled, such as a third party's, is too long for the model.
+        """
         sequences = [self._encode(prompt, reply) for prompt, reply in zip(prompts, replies, strict=True)]
         by_length = sorted(range(len(sequences)), key=lambda i: sum(map(len, sequences[i])))
         scores = torch.zeros(len(sequences), dtype=torch.float64)
@@ -60,7 +76,14 @@ class ModelJudge:
         Ids of another vocabulary (a champion of an older tokenizer) mean nothing to this model; it gets the visible
         text in its own tokens, with an end marker only if the reply has one.
         """
-        token_ids: Sequence[int] = reply.token_ids
-        if reply.vocabulary != self.vocabulary:
-            token_ids = encode_reply(self.tokenizer, reply.text, reply.finished)
-        return encode_prompt(self.tokenizer, prompt), list(token_ids)
+        prompt_ids = encode_prompt(self.tokenizer, prompt)
+        if reply.vocabulary == self.vocabulary:
+            return prompt_ids, list(reply.token_ids)
+        token_ids = encode_reply(self.tokenizer, reply.text, reply.finished)
+        length = len(prompt_ids) + len(token_ids)
+        if self.positions is not None and length > self.positions:
+            raise DataError(
+                f"a prompt with its reply has {length} tokens, more than the {self.positions} positions of the model "
+                f"{self.name!r}; leave out or shorten {reply.text[:40]!r}…"
+            )
+        return prompt_ids, token_ids

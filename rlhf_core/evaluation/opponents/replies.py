@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_core.config.evaluation.opponents import OpponentConfig
 from rlhf_core.data.readers.containers.records import Record, load_records
 from rlhf_core.data.schema import ROLES, Prompt
+from rlhf_core.data.text.encodable import HALF_PAIR, is_encodable
 from rlhf_core.data.text.visible_text import comparable
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.replies.reply import Reply
@@ -87,6 +88,8 @@ def _row(record: Record, file: Path) -> tuple[Turns, str]:
         raise DataError(f"{where}, prompt: neither a text nor a list of messages")
     if not isinstance(reply, str):
         raise DataError(f"{where}, reply: {'missing' if reply is None else 'not a text'}")
+    if not is_encodable(reply):
+        raise DataError(f"{where}: reply {HALF_PAIR}")
     return _content((turn["role"], turn["content"]) for turn in turns), reply
 
 

@@ -12,7 +12,9 @@ from rlhf_core.data.batches.sharding import passes
 from rlhf_core.data.chat.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.data.tokens.batch_encoding import encode_prompts
+from rlhf_core.errors import DataError
 from rlhf_core.evaluation.replies.reply import Reply, generated_replies
+from rlhf_core.models.starting.base import fitting_length
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.generation import Rollout
@@ -58,9 +60,18 @@ def evaluation_replies(
     change a reply. Prompts of similar length share a batch; of several ranks each samples its share, and gets all.
 
     ``on_batch`` is called with the number of replies of each finished batch, of all ranks together.
+
+    Raises:
+        DataError: A prompt is as long as the model has positions, or longer.
     """
     sampling = EvaluationSampling.for_tokenizer(tokenizer, config)
     encoded = encode_prompts(tokenizer, prompts)
+    longest = max(range(len(encoded)), key=lambda row: len(encoded[row]), default=None)
+    if longest is not None and fitting_length(size := len(encoded[longest]) + 1, model) < size:
+        raise DataError(
+            f"a prompt of {size - 1} tokens leaves no room for a reply within the model's positions; leave out or "
+            f"shorten {prompts[longest][-1].content[:40]!r}…"
+        )
     order = by_length([len(ids) for ids in encoded])
     shared = list(passes(order, batch_size))
     steps = replies_per_prompt * len(shared) * config.max_new_tokens

@@ -17,7 +17,7 @@ from rlhf_core.evaluation.alternative_runs import evaluation_basis, read_alterna
 from rlhf_core.evaluation.replies.replayed import ReplayOutcome
 from rlhf_core.evaluation.report.parts.alternatives import OtherRuns
 from rlhf_core.evaluation.report.parts.lineage import ReportLineage
-from rlhf_core.storage.files import read_json, sha256_file
+from rlhf_core.storage.files import read_json, sha256_file, split_json_lines
 
 STAGES = ("data", "sft", "reward", "referee", "judge", "critic", "ppo", "evaluation")
 GATES = ("data", "sft", "reward", "policy")
@@ -159,7 +159,7 @@ def _read_lines(path: Path | None) -> list[JsonObject]:
     if path is None or not path.is_file():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in split_json_lines(path.read_text(encoding="utf-8")):
         try:
             row = json.loads(line)
         except json.JSONDecodeError:

@@ -20,6 +20,7 @@ from rlhf_core.evaluation.comparisons.comparison import Comparison, compare_outc
 from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.evaluation.verifiable.requirements import CheckFunction, Requirements, check_reply
 from rlhf_core.runtime.user_function import load_function
+from rlhf_core.storage.files import split_json_lines
 
 SIGNATURE = "f(prompt, reply) -> bool"
 
@@ -37,6 +38,13 @@ class VerifiableLine(Strict):
     prompt: tuple[Turn, ...] = Field(strict=False, min_length=1)
     require: Requirements
     category: str = Field(default="", pattern=r"^[\w -]*$")
+
+    @field_validator("prompt")
+    @classmethod
+    def _a_reply_is_due(cls, prompt: tuple[Turn, ...]) -> tuple[Turn, ...]:
+        if prompt[-1].role != "user":
+            raise ValueError("a prompt must end with a user turn")
+        return prompt
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -85,6 +93,7 @@ class VerifiablePrompts:
 
     lines: Sequence[VerifiableLine] = ()
     functions: Mapping[str, CheckFunction] | None = None
+    timeout_seconds: float = 60.0
 
     @classmethod
     def load(cls, config: VerifiableConfig | None, workspace: Path) -> VerifiablePrompts:
@@ -100,7 +109,7 @@ class VerifiablePrompts:
             name: load_function(target, workspace, f"evaluate.verifiable.functions.{name}", SIGNATURE)
             for name, target in config.functions.items()
         }
-        return cls(read_lines(workspace / config.path, functions), functions)
+        return cls(read_lines(workspace / config.path, functions), functions, config.timeout_seconds)
 
     @property
     def prompts(self) -> list[list[Message]]:
@@ -111,10 +120,17 @@ class VerifiablePrompts:
         """Check one reply per prompt.
 
         Raises:
-            DataError: A function raised.
+            DataError: A function raised, or a check did not end in time.
         """
         results = [
-            check_reply(line.require, line.messages(), reply.text, reply.finished, self.functions or {})
+            check_reply(
+                line.require,
+                line.messages(),
+                reply.text,
+                reply.finished,
+                self.functions or {},
+                self.timeout_seconds,
+            )
             for line, reply in zip(self.lines, replies, strict=True)
         ]
         return CheckedReplies(replies, results)
@@ -157,7 +173,7 @@ def read_lines(path: Path, functions: Mapping[str, CheckFunction]) -> list[Verif
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path}: {error}; correct evaluate.verifiable.path") from error
     lines = []
-    for number, text in enumerate(content.splitlines(), start=1):
+    for number, text in enumerate(split_json_lines(content), start=1):
         if not text.strip():
             continue
         where = f"{path}, line {number}"
@@ -167,7 +183,7 @@ def read_lines(path: Path, functions: Mapping[str, CheckFunction]) -> list[Verif
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
             raise DataError(f"{where}: {field}: {first['msg'].removeprefix('Value error, ')}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is not JSON ({error})") from error
         if line.require.function is not None and line.require.function not in functions:
             raise DataError(

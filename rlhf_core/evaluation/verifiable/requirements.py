@@ -9,11 +9,15 @@ from typing import Annotated, Any
 
 from jsonschema import Draft202012Validator, SchemaError
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 
 from rlhf_core.config.model import Strict
 from rlhf_core.data.schema import Message
 from rlhf_core.data.text.text_statistics import split_words
 from rlhf_core.errors import DataError
+from rlhf_core.runtime.time_limit import TimeLimitExceeded, time_limit
 from rlhf_core.runtime.user_function import describe_failure
 
 CheckFunction = Callable[[list[dict[str, str]], str], object]
@@ -22,7 +26,7 @@ CheckFunction = Callable[[list[dict[str, str]], str], object]
 def _pattern(text: str) -> str:
     try:
         re.compile(text)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{text!r} is no regular expression: {error}") from error
     return text
 
@@ -78,13 +82,7 @@ class Requirements(Strict):
         if not self.given():
             raise ValueError("nothing is required of the reply")
         if self.json_schema is not None:
-            foreign = [ref for ref in _references(self.json_schema) if not ref.startswith("#")]
-            if foreign:
-                raise ValueError(f"json_schema refers to {foreign[0]}, outside of itself; nothing is fetched")
-            try:
-                Draft202012Validator.check_schema(self.json_schema)
-            except SchemaError as error:
-                raise ValueError(f"json_schema is no JSON schema: {error.message}") from error
+            _require_usable(self.json_schema)
         return self
 
     def given(self) -> dict[str, Any]:
@@ -112,39 +110,79 @@ def check_reply(
     text: str,
     finished: bool,
     functions: Mapping[str, CheckFunction],
+    seconds: float,
 ) -> dict[str, bool]:
     """Return by required property whether the reply has it.
 
+    Args:
+        seconds: How long the check of one property may take.
+
     Raises:
-        DataError: A function raised.
+        DataError: A function raised, or a check did not end in time.
     """
-    reply = text.strip()
     results = {}
     for name, value in requirements.given().items():
-        if name == "finished":
-            results[name] = finished == value
-        elif name == "function":
-            turns = [{"role": turn.role, "content": turn.content} for turn in prompt]
-            try:
-                results[name] = bool(functions[value](turns, text))
-            except Exception as error:
-                raise DataError(f"the function {value} of evaluate.verifiable {describe_failure(error)}") from error
-        else:
-            results[name] = CHECKS[name](value, reply)
+        try:
+            with time_limit(seconds):
+                if name == "finished":
+                    results[name] = finished == value
+                elif name == "function":
+                    results[name] = _function_says(functions[value], value, prompt, text)
+                else:
+                    results[name] = CHECKS[name](value, text.strip())
+        except TimeLimitExceeded as error:
+            raise DataError(
+                f"evaluate.verifiable: {name} {value!r:.80} did not end within {seconds:g} s on a reply of {len(text)} "
+                "characters; correct it, or raise evaluate.verifiable.timeout_seconds"
+            ) from error
     return results
 
 
+def _function_says(function: CheckFunction, name: str, prompt: Sequence[Message], text: str) -> bool:
+    turns = [{"role": turn.role, "content": turn.content} for turn in prompt]
+    try:
+        return bool(function(turns, text))
+    except (Exception, SystemExit) as error:
+        raise DataError(f"the function {name} of evaluate.verifiable {describe_failure(error)}") from error
+
+
+def _require_usable(schema: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for a schema that cannot be applied to every reply."""
+    references = list(_references(schema))
+    foreign = [ref for ref in references if not ref.startswith("#")]
+    if foreign:
+        raise ValueError(f"json_schema refers to {foreign[0]}, outside of itself; nothing is fetched")
+    try:
+        Draft202012Validator.check_schema(schema)
+        resource = DRAFT202012.create_resource(schema)
+        resolver = Registry().with_resource(resource.id() or "", resource).resolver(resource.id() or "")
+        for reference in references:
+            resolver.lookup(reference)
+        Draft202012Validator(schema).is_valid(None)
+    except SchemaError as error:
+        raise ValueError(f"json_schema is no JSON schema: {error.message}") from error
+    except Unresolvable as error:
+        raise ValueError(f"json_schema refers to {error.ref}, which it does not define") from error
+    except RecursionError as error:
+        raise ValueError("json_schema refers to itself without end") from error
+
+
 def _references(schema: Any) -> Iterator[str]:
-    """All ``$ref`` of a schema."""
+    """All ``$ref`` and ``$dynamicRef`` of a schema."""
     values = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
-    if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
-        yield schema["$ref"]
+    for key in ("$ref", "$dynamicRef"):
+        if isinstance(schema, dict) and isinstance(schema.get(key), str):
+            yield schema[key]
     for value in values:
         yield from _references(value)
 
 
 def _is_valid_json(schema: Mapping[str, Any], reply: str) -> bool:
     try:
-        return bool(Draft202012Validator(schema).is_valid(json.loads(reply)))
-    except (ValueError, RecursionError):
+        return bool(Draft202012Validator(schema).is_valid(json.loads(reply, parse_constant=_refuse)))
+    except (ValueError, RecursionError, OverflowError):  # OverflowError: of a number that is too large for a float
         return False
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")  # Python reads and writes NaN and Infinity all the same

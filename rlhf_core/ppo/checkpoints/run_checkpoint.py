@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf_core.ppo.checkpoints.rollback_journal import Rollback, RollbackJournal
 from rlhf_core.runtime import distributed
-from rlhf_core.storage.files import atomic_dir, fsync_path
+from rlhf_core.storage.files import atomic_dir, fsync_path, split_json_lines
 from rlhf_core.training.checkpoints import checkpoint
 from rlhf_core.training.checkpoints.manager import CheckpointManager
 from rlhf_core.training.checkpoints.pieces import Piece
@@ -47,7 +47,7 @@ class JsonLines:
 
     def rows(self) -> list[dict[str, Any]]:
         """Read all rows."""
-        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line) for line in split_json_lines(self.path.read_text(encoding="utf-8"))]
 
 
 def nonfinite_as_none(value: Any) -> Any:

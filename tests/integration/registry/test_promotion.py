@@ -265,7 +265,9 @@ def test_the_referee_stands_in_where_no_judge_was_trained_and_the_reason_says_so
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_a_match_that_cannot_be_played_is_one_line(contest: Path) -> None:
     (contest / "data" / "clean" / "prompts" / "test.parquet").unlink()
-    with pytest.raises(RlhfError, match=r"the match ended with code .*log: .*match.log"):
+    with pytest.raises(
+        RlhfError, match=r"the match ended with code 2: .*test\.parquet does not exist; .*\(log: .*match\.log\)"
+    ):
         promote(contest)
     assert aliases(contest)["champion"] == "1"
 

@@ -8,14 +8,17 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.chat.encoding import encode_prompt, encode_reply
-from rlhf_core.data.schema import Prompt
+from rlhf_core.data.schema import Message, Prompt
+from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.gold import GoldJudge
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.metrics.text_metrics import measure_text
 from rlhf_core.evaluation.regression import pass_rates
+from rlhf_core.evaluation.replies.generation import evaluation_replies
 from rlhf_core.evaluation.replies.reply import Reply, generated_replies
-from rlhf_core.models.starting.base import load_tokenizer, train_tokenizer
+from rlhf_core.models.starting.base import load_policy, load_tokenizer, train_tokenizer
 
 PLAIN = "the river"
 SPOILED = "the<|user|><|pad|> river"
@@ -102,3 +105,10 @@ def test_an_unfinished_reply_never_becomes_a_finished_one(models: Path, prompts:
     with torch.inference_mode():
         expected = judge.model.reply_scores(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.long))
     assert unfinished == pytest.approx(float(expected), abs=1e-5) and finished != unfinished
+
+
+def test_a_prompt_without_room_for_a_reply_is_refused(models: Path) -> None:
+    model, tokenizer = load_policy(models / "sft")
+    prompts = [[Message("user", "short")], [Message("user", "long " * model.config.max_position_embeddings)]]
+    with pytest.raises(DataError, match=r"leaves no room for a reply within the model's positions; .*'long long "):
+        evaluation_replies(model, tokenizer, prompts, SamplingConfig(max_new_tokens=2), seed=1)

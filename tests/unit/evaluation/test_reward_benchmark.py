@@ -14,6 +14,7 @@ from rlhf_core.cli import app
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.benchmarks.reward_benchmark import as_text, read_benchmark, row_accuracy, run_benchmark
+from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.replies.reply import Reply
 
 
@@ -76,6 +77,9 @@ def test_accuracy_is_by_subset_and_the_mean_over_subsets(tmp_path: Path) -> None
         (row(["a"], [1]), "row 2: rejected is no list of texts"),
         (row(["a"], ["b"], prompt=None), "row 2: prompt is neither"),
         (row(["a"], ["b"], prompt=[{"role": "bot", "content": "x"}]), "row 2: prompt is neither"),
+        (row(["a"], ["b", "\ud800"]), "row 2: rejected holds half of a surrogate pair"),
+        (row(["a"], ["b"], prompt="\ud800"), "row 2: prompt holds half of a surrogate pair"),
+        (row(["a"], ["b"], prompt=[{"role": "assistant", "content": "x"}]), "row 2: prompt does not end with a user"),
         ([1], "row 2: no object"),
     ],
 )
@@ -92,3 +96,10 @@ def test_the_command_scores_with_a_model_folder(tmp_path: Path, models: Path) ->
     assert done.exit_code == 0, done.output
     printed = json.loads(done.output)
     assert set(printed["subsets"]) == {"Math", "Focus"} and 0 <= printed["mean"] <= 1
+
+
+def test_a_reply_beyond_the_models_positions_is_not_scored(models: Path) -> None:
+    judge = ModelJudge.load(models / "reward", "reward")
+    assert judge.positions is not None
+    with pytest.raises(DataError, match=rf"more than the {judge.positions} positions of the model 'reward'; leave out"):
+        judge.score([[Message("user", "?")]], [Reply("yes " * judge.positions, True)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from collections.abc import Iterator, Mapping
@@ -10,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.data.readers.containers.foreign_content import require_text
+from rlhf_core.data.readers.containers.records import csv_records, json_line_records
 from rlhf_core.errors import DataError
-from rlhf_core.storage.files import read_json
 
 CHOICES = {"1": "1", "1.0": "1", "2": "2", "2.0": "2", "tie": "tie"}
 SELECTED = {"left": "1", "right": "2"}
@@ -48,7 +48,7 @@ class FilledForm:
             self.unusable.setdefault("a choice other than 1, 2 or tie", []).append(line)
         else:
             note = comment.strip() if isinstance(comment, str) else ""
-            self.answers.append(Answer(pair.strip(), annotator, CHOICES[text], note))
+            self.answers.append(Answer(pair.strip(), _writable(annotator), CHOICES[text], _writable(note)))
 
     def problems(self) -> list[str]:
         """One line for each reason for which lines are left out."""
@@ -57,6 +57,11 @@ class FilledForm:
             f"{' …' if len(lines) > LISTED else ''})"
             for reason, lines in self.unusable.items()
         ]
+
+
+def _writable(text: str) -> str:
+    """The text without lone surrogates, which JSON can hold and no file can."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def read_form(path: Path, annotator: str | None = None) -> FilledForm:
@@ -78,59 +83,61 @@ def read_form(path: Path, annotator: str | None = None) -> FilledForm:
         return form
     if path.suffix not in (".jsonl", ".csv"):
         raise DataError(f"{path}: a filled form ends with .jsonl, .csv or .json (Label Studio)")
-    rows = _csv_rows if path.suffix == ".csv" else _json_rows
-    for line, row in rows(path):
-        if row is None:
-            form.unusable.setdefault("no JSON object", []).append(line)
+    for line, row in _csv_rows(path) if path.suffix == ".csv" else _json_rows(path):
+        if isinstance(row, str):
+            form.unusable.setdefault(row, []).append(line)
         else:
             who = annotator or str(row.get("annotator") or "").strip() or path.stem
             form.add(line, row.get("id"), who, row.get("choice"), row.get("comment"))
     return form
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8; save it as CSV UTF-8 or JSON lines") from error
+def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
+    """Lines with their numbers, each an object, or why it is none."""
+    for record in json_line_records(str(path), io.BytesIO(path.read_bytes())):
+        is_row = isinstance(record.value, dict) and not record.problem
+        yield record.position, record.value if is_row else "no JSON object"
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
-    for number, line in enumerate(_text(path).splitlines(), start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                row = None
-            yield number, row if isinstance(row, dict) else None
-
-
-def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
-    text = _text(path)
-    header = text.split("\n", 1)[0]
-    delimiter = max(",;\t", key=header.count)  # spreadsheets write that of their language
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
-    if not {"id", "choice"} <= set(reader.fieldnames or ()):
-        raise DataError(f"{path} has no columns id and choice; keep the header of the exported file")
-    for row in reader:
-        if any(row.values()):
-            yield reader.line_num, row
+def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
+    """Rows with the numbers of their lines, each by the names of its columns, or what is wrong with it."""
+    content = path.read_bytes()
+    if content:
+        require_text(str(path), content)
+    header = content.split(b"\n", 1)[0]
+    delimiter = max(",;\t", key=lambda mark: header.count(mark.encode()))  # spreadsheets write that of their language
+    rows = [
+        record
+        for record in csv_records(str(path), io.BytesIO(content), delimiter)
+        if any(record.value.values() if isinstance(record.value, dict) else record.value)
+    ]
+    if not all({"id", "choice"} <= row.value.keys() for row in rows if not row.problem) or not rows:
+        raise DataError(f"{path} has no columns id and choice, or no rows; keep the header of the exported file")
+    for row in rows:
+        yield row.position, row.problem or row.value
 
 
 def _read_label_studio(form: FilledForm, annotator: str | None) -> None:
     """Read the export named JSON, with one list of annotations per task."""
-    tasks = read_json(form.path)
-    if not isinstance(tasks, list) or not all(isinstance(task, dict) and "annotations" in task for task in tasks):
+    try:
+        tasks = json.loads(form.path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{form.path} is not valid JSON ({error}); export it from Label Studio again") from error
+    if not isinstance(tasks, list) or not all(_is_task(task) for task in tasks):
         raise DataError(f"{form.path} is no JSON export of Label Studio; export as JSON, not as JSON-MIN or CSV")
     for number, task in enumerate(tasks, start=1):
         data = task.get("data")
         pair = data.get("pair_id") if isinstance(data, dict) else None
-        done = [a for a in task["annotations"] or () if isinstance(a, dict) and not a.get("was_cancelled")]
+        done = [a for a in task["annotations"] if isinstance(a, dict) and not a.get("was_cancelled")]
         if not done:
             form.add(number, pair, "", None)
         for annotation in done:
             who = _account(annotation.get("completed_by"))
             form.add(number, pair, annotator or who, _selected(annotation.get("result")))
+
+
+def _is_task(task: Any) -> bool:
+    return isinstance(task, dict) and isinstance(task.get("annotations"), list)
 
 
 def _account(completed_by: Any) -> str:
@@ -142,11 +149,10 @@ def _account(completed_by: Any) -> str:
 
 def _selected(result: Any) -> str | None:
     """The choice of one annotation; None if it has none, an unusable word if it selects a reply and a tie."""
-    choices = set()
+    choices: set[str] = set()
     for part in result if isinstance(result, list) else ():
         value = part.get("value") if isinstance(part, dict) else None
         if isinstance(value, dict):
-            if value.get("selected") in SELECTED:
-                choices.add(SELECTED[value["selected"]])
-            choices.update(choice for choice in value.get("choices") or () if choice == "tie")
+            choices.update(SELECTED[side] for side in SELECTED if value.get("selected") == side)
+            choices.update({"tie"} if value.get("choices") == ["tie"] else ())
     return choices.pop() if len(choices) == 1 else " and ".join(sorted(choices)) or None

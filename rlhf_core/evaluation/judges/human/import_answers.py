@@ -19,9 +19,10 @@ from rlhf_core.evaluation.judges.human.agreement import Kappa, cohen_kappas, fle
 from rlhf_core.evaluation.judges.human.answers import Answer, FilledForm, read_form
 from rlhf_core.evaluation.judges.human.pairs import EXPORTS, AnnotationExport, AnnotationPair
 from rlhf_core.evaluation.judges.human.votes import Votes, count_votes, without_repeats
-from rlhf_core.storage.files import atomic_write_json, atomic_write_lines
+from rlhf_core.storage.files import LockFile, atomic_write_json, atomic_write_lines, split_json_lines
 
 ANNOTATIONS = Path("data") / "annotations"
+LOCK = Path(".rlhf") / "annotations.lock"
 BOOTSTRAP = 2000
 
 
@@ -89,6 +90,8 @@ def import_answers(
         DataError: A file cannot be read, or no line of it answers a pair of this workspace. Nothing is written then.
     """
     forms = [read_form(file, annotator) for file in files]
+    if annotator is None:
+        _require_distinct_names(forms)
     problems = [line for form in forms for line in form.problems()]
     by_export: dict[str, list[Answer]] = defaultdict(list)
     exports: dict[str, AnnotationExport] = {}
@@ -106,15 +109,35 @@ def import_answers(
         listed = ", ".join(str(file) for file in files)
         raise DataError(f"no pair is answered in {listed}; write 1, 2 or tie into the column choice")
     results = []
-    for name, answers in sorted(by_export.items()):
-        stored = _stored_answers(workspace, name)
-        if replace:
-            stored = [old for old in stored if old.annotator not in {answer.annotator for answer in answers}]
-        everything = without_repeats([*stored, *answers])
-        votes = count_votes(everything)
-        problems += votes.contradiction_lines()
-        results.append(_write(workspace, exports[name], everything, votes))
+    with LockFile(workspace / LOCK) as lock:
+        lock.acquire()  # another import must not read before this one has written
+        for name, answers in sorted(by_export.items()):
+            stored = _stored_answers(workspace, name)
+            if replace:
+                stored = [old for old in stored if old.annotator not in {answer.annotator for answer in answers}]
+            everything = without_repeats([*stored, *answers])
+            votes = count_votes(everything)
+            problems += votes.contradiction_lines()
+            results.append(_write(workspace, exports[name], everything, votes))
     return AnswerImport(results, problems)
+
+
+def _require_distinct_names(forms: Sequence[FilledForm]) -> None:
+    """Refuse files of one name, which say nothing of who filled them, with different answers.
+
+    They are probably of two people, whose answers would count as contradictions of one.
+    """
+    by_name: dict[str, list[tuple[Path, dict[str, str]]]] = defaultdict(list)
+    for form in forms:
+        name = form.path.stem
+        choices = {answer.pair: answer.choice for answer in form.answers if answer.annotator == name}
+        for path, earlier in by_name[name]:
+            if any(earlier.get(pair, choice) != choice for pair, choice in choices.items()) and path != form.path:
+                raise DataError(
+                    f"{path} and {form.path} answer the same pairs differently, and both would be of {name!r}; rename "
+                    "them after who filled them, or import the right one alone"
+                )
+        by_name[name].append((form.path, choices))
 
 
 def _form_lines(form: FilledForm) -> list[str]:
@@ -133,7 +156,7 @@ def _stored_answers(workspace: Path, name: str) -> list[Answer]:
     if not path.is_file():
         return []
     try:
-        return [Answer(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [Answer(**json.loads(line)) for line in split_json_lines(path.read_text(encoding="utf-8"))]
     except (ValueError, TypeError) as error:
         raise DataError(f"{path} is damaged ({error}); restore it from a copy, it holds people's answers") from error
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_core.data.schema import Prompt, read_rows, read_table
 from rlhf_core.errors import DataError
-from rlhf_core.storage.files import atomic_write_json, read_json
+from rlhf_core.storage.files import atomic_write_json, read_json, split_json_lines
 
 EXPORT_NAME = re.compile(r"a[0-9a-f]{8}")
 EXPORTS = Path("data") / "annotations" / "exports"
@@ -126,7 +126,7 @@ def evaluated_candidates(workspace: Path) -> tuple[list[Candidate], list[int]]:
     cases = workspace / "samples" / "bad_cases.jsonl"
     if not cases.is_file():
         raise DataError(f"{cases} does not exist; run the stage that writes it")
-    bad = [json.loads(line)["id"] for line in cases.read_text(encoding="utf-8").splitlines()]
+    bad = [json.loads(line)["id"] for line in split_json_lines(cases.read_text(encoding="utf-8"))]
     return candidates, [positions[case] for case in bad if case in positions]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.judges.llm.endpoint import Completion
+from rlhf_core.evaluation.judges.llm.endpoint import Completion, token_count
 from rlhf_core.storage.files import atomic_write_json, read_json
 
 
@@ -24,9 +24,11 @@ class AnswerCache:
         try:
             stored = read_json(self._path(key))
             completion = Completion(stored["text"], stored["prompt_tokens"], stored["completion_tokens"])
-        except (DataError, KeyError, TypeError):
+        except (DataError, KeyError, TypeError, ValueError, RecursionError, OSError):
             return None
-        return completion if isinstance(completion.text, str) else None
+        counts = completion.prompt_tokens, completion.completion_tokens
+        are_counts = all(count is None or token_count(count) is not None for count in counts)
+        return completion if isinstance(completion.text, str) and are_counts else None
 
     def put(self, key: str, request: dict[str, Any], completion: Completion) -> None:
         """Store the answer to a request."""

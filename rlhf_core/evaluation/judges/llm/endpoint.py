@@ -12,9 +12,11 @@ import httpx
 
 from rlhf_core.config.evaluation.llm_judge import LlmJudgeConfig
 from rlhf_core.errors import DataError
-from rlhf_core.runtime.http_retry import bearer_token, describe_answer, is_final, post_json
+from rlhf_core.runtime.http_retry import AnswerLimits, bearer_token, describe_answer, is_final, post_json
 
 REFUSED = frozenset({400, 413, 422})  # of one request, such as a prompt that is too long for the model
+LARGEST_ANSWER = 8 << 20  # bytes: far more than any model says
+MOST_TOKENS = 10**9  # of a count that an endpoint can mean
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,10 @@ class ChatEndpoint:
             self.url,
             body,
             retries=self.config.retries,
-            wait=self.wait,
+            wait=self._wait_for_retry,
             secret=self.token,
             final=lambda answer: is_final(answer) and (answer.status_code != 200 or _message(answer) is not None),
+            limits=AnswerLimits(LARGEST_ANSWER, self.config.timeout_seconds),
         )
         if answer.status_code in REFUSED:
             return Completion("", None, None, refused=describe_answer(answer, self.token))
@@ -101,7 +104,13 @@ class ChatEndpoint:
         content, usage = message.get("content"), answer.json().get("usage")
         # A lone surrogate cannot be written to a file.
         text = content.encode("utf-8", "replace").decode() if isinstance(content, str) else ""
-        return Completion(text, _count(usage, "prompt_tokens"), _count(usage, "completion_tokens"))
+        counts = usage if isinstance(usage, dict) else {}
+        return Completion(text, token_count(counts.get("prompt_tokens")), token_count(counts.get("completion_tokens")))
+
+    def _wait_for_retry(self, seconds: float) -> None:
+        """Sleep; a request that is repeated counts for the rate limit like any other."""
+        self.wait(seconds)
+        self.rate.acquire()
 
 
 def _message(answer: httpx.Response) -> dict[str, Any] | None:
@@ -113,6 +122,6 @@ def _message(answer: httpx.Response) -> dict[str, Any] | None:
     return message if isinstance(message, dict) else None
 
 
-def _count(usage: Any, name: str) -> int | None:
-    count = usage.get(name) if isinstance(usage, dict) else None
-    return count if isinstance(count, int) and not isinstance(count, bool) and count >= 0 else None
+def token_count(value: Any) -> int | None:
+    """Return a number of tokens; None for anything that is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS else None

@@ -34,8 +34,8 @@ class LlmJudgeMetrics:
     Attributes:
         pairs: All pairs.
         identical: Pairs of equal texts, which tie without being asked about.
-        junk_share: Share of the pairs without a usable answer.
-        order_disagreement: Share of the judged pairs whose verdict changed with the order of the replies.
+        junk_share: Share of the pairs that were asked about without a usable answer.
+        order_disagreement: Share of those with one whose verdict changed with the order of the replies.
         first_preferred: Share of the verdicts for one reply that are for the one shown first; ½ without position bias.
         prompt_tokens: Tokens of all questions.
         completion_tokens: Tokens of all answers.
@@ -102,8 +102,9 @@ class LlmJudge:
             None if first.text == second.text else self._questions(prompt, first.text, second.text)
             for prompt, first, second in zip(prompts, candidate, baseline, strict=True)
         ]
+        asked = [pair for pair in pairs if pair is not None]
         usage = UsageMeter(self.config.budget)
-        completions = self._completions([pair for pair in pairs if pair is not None], usage)
+        completions = self._completions(asked, usage)
         verdicts = {key: read_verdict(completion.text) for key, completion in completions.items()}
         judgements = [
             PairwiseJudgement(TIE, "both replies are the same")
@@ -112,12 +113,12 @@ class LlmJudge:
             for pair in pairs
         ]
         junk = [i for i, judgement in enumerate(judgements) if judgement.outcome is None]
-        if len(junk) > self.config.max_junk * len(pairs):
+        if len(junk) > self.config.max_junk * len(asked):
             example = next(
                 completions[question.key] for question in pairs[junk[0]] or () if verdicts[question.key] is None
             )
-            raise DataError(self._too_much_junk(len(junk), len(pairs), example))
-        metrics = self._metrics([pair for pair in pairs if pair is not None], verdicts, judgements, usage)
+            raise DataError(self._too_much_junk(len(junk), len(asked), example))
+        metrics = self._metrics(asked, verdicts, judgements, usage)
         return PairwiseJudgements(judgements, asdict(metrics))
 
     def _questions(self, prompt: Sequence[Message], candidate: str, baseline: str) -> tuple[_Question, _Question]:
@@ -185,9 +186,9 @@ class LlmJudge:
     def _too_much_junk(self, junk: int, pairs: int, example: Completion) -> str:
         excerpt = example.refused or repr(" ".join(example.text.split())[:JUNK_CHARACTERS])
         return (
-            f"llm judge: {junk} of {pairs} pairs have no usable answer, more than evaluate.llm_judge.max_junk "
-            f"({self.config.max_junk:.0%}) allows, so nothing is compared; the first one: {excerpt}; try another "
-            "model, template or response_format"
+            f"llm judge: {junk} of {pairs} pairs of different replies have no usable answer, more than "
+            f"evaluate.llm_judge.max_junk ({self.config.max_junk:.0%}) allows, so nothing is compared; the first one: "
+            f"{excerpt}; try another model, template or response_format"
         )
 
     def _metrics(
@@ -201,12 +202,11 @@ class LlmJudge:
         both = [(first, second) for first, second in asked if first is not None and second is not None]
         changed = sum(OUTCOMES[0][a.preferred] != OUTCOMES[1][b.preferred] for a, b in both)
         decided = [v.preferred for pair in both for v in pair if v.preferred != "tie"]
-        judged = sum(judgement.outcome is not None for judgement in judgements)
         return LlmJudgeMetrics(
             pairs=len(judgements),
             identical=len(judgements) - len(pairs),
-            junk_share=1 - judged / len(judgements),
-            order_disagreement=changed / judged,
+            junk_share=1 - len(both) / len(pairs) if pairs else 0.0,
+            order_disagreement=changed / len(both) if both else 0.0,
             first_preferred=decided.count("A") / len(decided) if decided else 0.5,
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,

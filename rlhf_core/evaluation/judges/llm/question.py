@@ -34,7 +34,8 @@ def question_text(template: str, prompt: Sequence[Message], reply_a: str, reply_
         "{reply_a}": reply_a,
         "{reply_b}": reply_b,
     }
-    return FIELD.sub(lambda field: values[field.group()], template)
+    text = FIELD.sub(lambda field: values[field.group()], template)
+    return text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be sent
 
 
 def request_body(config: LlmJudgeConfig, text: str) -> dict[str, Any]:
@@ -57,4 +58,4 @@ def request_body(config: LlmJudgeConfig, text: str) -> dict[str, Any]:
 
 def content_key(base_url: str, body: dict[str, Any]) -> str:
     """Return the SHA-256 of a request: the endpoint and everything that is asked of it."""
-    return hashlib.sha256(json.dumps([base_url, body], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([base_url.rstrip("/"), body], sort_keys=True).encode()).hexdigest()

@@ -94,7 +94,9 @@ def evaluated(root: Path) -> Path:
         for i, row in enumerate(rows)
     ]
     write_table(root / "samples/comparisons.parquet", pa.Table.from_pylist(pairs))
-    (root / "samples/bad_cases.jsonl").write_text(json.dumps({"id": rows[2].id}) + "\n")
+    (root / "samples/bad_cases.jsonl").write_text(
+        json.dumps({"id": rows[2].id, "sft_reply": "a\u2028b"}, ensure_ascii=False) + "\n"
+    )
     (root / "params.yaml").write_text("seed: 1\n")
     return root
 

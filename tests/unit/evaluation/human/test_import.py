@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,11 @@ from rlhf_core.data.schema import Preference, read_rows
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.human.agreement import cohen_kappas, fleiss_kappa
 from rlhf_core.evaluation.judges.human.answers import read_form
+from rlhf_core.evaluation.judges.human.forms import write_forms
 from rlhf_core.evaluation.judges.human.import_answers import import_answers
 from rlhf_core.evaluation.judges.human.pairs import AnnotationExport, Candidate, blinded_export
 from rlhf_core.stages.collect import collect
-from rlhf_core.storage.files import sha256_tree
+from rlhf_core.storage.files import sha256_tree, split_json_lines
 from rlhf_core.world import corpus
 
 CANDIDATES = [
@@ -113,12 +116,82 @@ def test_label_studio_is_read(tmp_path: Path) -> None:
         ("a.json", b"{", "is not valid JSON"),
         ("a.xlsx", b"", "ends with .jsonl, .csv or .json"),
         ("a.csv", b"", "has no columns"),
+        ("a.csv", b"id,choice,choice\na-1,1,2\n", "names 'choice' twice"),
+        ("a.csv", b'id,reply_1,choice\na-1,"not closed,1\na-2,x,2\n', "line 2: not readable CSV"),
+        ("a.csv", "id,choice\na-1,1\n".encode("utf-16"), "UTF-16"),
+        ("a.json", b"[" * 100_000, "is not valid JSON"),
+        ("a.json", b'[{"annotations": 5}]', "is no JSON export of Label Studio"),
     ],
 )
 def test_files_that_are_no_forms_are_refused_in_a_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         read_form(tmp_path / name)
+
+
+def test_odd_contents_of_label_studio_are_no_answers(tmp_path: Path) -> None:
+    file = tmp_path / "project.json"
+    values: list[Any] = [{"selected": ["left"]}, {"choices": 5}, {"choices": [["tie"]]}, {"selected": "middle"}, 7]
+    tasks = [label_studio("a-1") | {"annotations": [{"result": [{"value": value}]}]} for value in values]
+    file.write_text(json.dumps([*tasks, label_studio("a-2") | {"annotations": ["x"]}]), encoding="utf-8-sig")
+    form = read_form(file)
+    assert form.answers == [] and form.unanswered == 6
+
+
+def test_a_row_of_another_width_is_left_out_since_its_columns_may_have_moved(tmp_path: Path) -> None:
+    file = tmp_path / "alice.csv"
+    file.write_text("id,choice,comment\na-1,1,good, really\na-2,2\na-3,2,\n")
+    form = read_form(file)
+    assert [answer.pair for answer in form.answers] == ["a-3"]
+    assert form.problems() == [
+        "alice.csv: 1 left out for more fields than the header (line 2)",
+        "alice.csv: 1 left out for fewer fields than the header (line 3)",
+    ]
+
+
+def test_every_separator_of_lines_in_a_text_survives_the_round(tmp_path: Path) -> None:
+    odd = "a\u2028b\u2029c\x85d\x0ce"
+    export = blinded_export([Candidate([{"role": "user", "content": odd}], "", odd, "x")], [], 1, 1)
+    export.save_key(tmp_path)
+    (tmp_path / "params.yaml").write_text("seed: 1\n")
+    files = write_forms(export.pairs, tmp_path / "forms")
+    row = json.loads(files[0].read_text().rstrip("\n")) | {"choice": "1", "comment": odd, "annotator": "\ud800"}
+    file = tmp_path / "alice.jsonl"
+    file.write_text(json.dumps(row, ensure_ascii=False).replace("\ud800", "\\ud800") + "\n")
+    for _ in range(2):  # what was stored can be read again
+        (result,) = import_answers(tmp_path, [file]).results
+        assert result.answered == {"?": 1} and result.preferences == 1
+    (stored,) = split_json_lines((tmp_path / "data/annotations/exports" / f"{export.name}.answers.jsonl").read_text())
+    assert json.loads(stored)["comment"] == odd
+
+
+def test_two_people_with_files_of_one_name_are_not_one_who_contradicts_himself(
+    tmp_path: Path, exported: AnnotationExport
+) -> None:
+    files = [tmp_path / who / "pairs.jsonl" for who in ("alice", "bob")]
+    for file, choices in zip(files, (for_policy(exported), for_sft(exported)), strict=True):
+        file.parent.mkdir()
+        jsonl(file, choices)
+    with pytest.raises(DataError, match=r"alice/pairs.jsonl and .*bob/pairs.jsonl answer .* rename them after who"):
+        import_answers(tmp_path, files)
+    assert not (tmp_path / "data/annotations/exports" / f"{exported.name}.answers.jsonl").exists()
+    jsonl(files[1], for_policy(exported))
+    assert import_answers(tmp_path, files).results[0].answered == {"pairs": 4}
+
+
+def test_imports_at_the_same_time_lose_no_answer(tmp_path: Path, exported: AnnotationExport) -> None:
+    people = [f"person{number}" for number in range(8)]
+    files = [jsonl(tmp_path / f"{name}.jsonl", for_policy(exported)) for name in people]
+    together = threading.Barrier(len(files))
+
+    def add(file: Path) -> None:
+        together.wait()
+        import_answers(tmp_path, [file])
+
+    with ThreadPoolExecutor(len(files)) as pool:
+        list(pool.map(add, files))
+    result = json.loads((tmp_path / "data/annotations/exports" / f"{exported.name}.result.json").read_text())
+    assert sorted(result["answered"]) == people
 
 
 def test_kappas_by_hand() -> None:

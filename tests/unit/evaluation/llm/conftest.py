@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+ENDLESS: dict[Any, bytes] = {"drip": b" ", "flood": b" " * (1 << 20)}
 Answer = tuple[int, Any] | tuple[int, Any, dict[str, str]]
 REPLIES = re.compile(r"<reply_a>\n(.*)\n</reply_a>.*<reply_b>\n(.*)\n</reply_b>", re.DOTALL)
 
@@ -32,7 +33,8 @@ def completion(text: Any, usage: dict[str, int] | None = None) -> dict[str, Any]
 @dataclass
 class ChatServer:
     """``script`` answers the first requests in turn, then ``say`` does. An event holds a request until it is set;
-    ``"cut"`` sends half of the answer and closes the connection."""
+    ``"cut"`` sends half of the answer and closes the connection, ``"drip"`` and ``"flood"`` send spaces without end, a
+    few or many."""
 
     base_url: str = ""
     say: Callable[[str, str], str] = longer_is_better
@@ -51,7 +53,7 @@ class ChatServer:
 def server() -> Iterator[ChatServer]:
     """A chat server on a free port of 127.0.0.1."""
     state = ChatServer()
-    lock = threading.Lock()
+    lock, step_out = threading.Lock(), threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -64,6 +66,11 @@ def server() -> Iterator[ChatServer]:
                 step = state.script.pop(0) if state.script else None
             if isinstance(step, threading.Event):
                 step.wait()
+            if isinstance(step, str) and step in ENDLESS:
+                self.send_response(200)
+                self.end_headers()
+                while not step_out.wait(0.01 if step == "drip" else 0):
+                    self.wfile.write(ENDLESS[step])
             status, content, *more = step if isinstance(step, tuple) else (200, state.usual_answer(body))
             data = (content if isinstance(content, str) else json.dumps(content)).encode()
             self.send_response(status)
@@ -87,6 +94,7 @@ def server() -> Iterator[ChatServer]:
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield state
+    step_out.set()
     http.shutdown()
     http.server_close()
     thread.join()

@@ -68,7 +68,14 @@ def test_a_model_that_always_prefers_the_first_reply_ties_everywhere(judge: Judg
     server.say = lambda a, b: '{"reason": "first", "verdict": "A"}'
     judgements = judge()
     assert outcomes(judgements) == [0.5] * 4
-    assert judgements.metrics["order_disagreement"] == 0.75 and judgements.metrics["first_preferred"] == 1.0
+    assert judgements.metrics["order_disagreement"] == 1.0 and judgements.metrics["first_preferred"] == 1.0
+
+
+def test_equal_replies_hide_no_junk(judge: Judged, server: ChatServer) -> None:
+    server.say = lambda a, b: "both are fine"
+    with pytest.raises(DataError, match="1 of 1 pairs of different replies have no usable answer"):
+        judge([*["same"] * 20, "one"], [*["same"] * 20, "two"])
+    assert judge(["same"], ["same"]).metrics["order_disagreement"] == 0.0
 
 
 def test_a_tie_in_one_order_alone_is_a_tie(judge: Judged, server: ChatServer) -> None:
@@ -87,10 +94,19 @@ def test_a_damaged_answer_is_asked_for_again(judge: Judged, server: ChatServer) 
     judge()
     files = sorted(judge.folder.rglob("*.json"))
     assert len(files) == 6
-    for file, content in zip(files, ["", "{}", "[1]", '{"text": 1, "prompt_tokens": 1, "completion_tokens": 1}'],
+    for file, content in zip(files, ["", "{}", "[" * 100_000, '{"text": 1, "prompt_tokens": 1, "completion_tokens": 1}',
+                                     '{"text": "A", "prompt_tokens": "1", "completion_tokens": 1}'],
                              strict=False):  # fmt: skip
         file.write_text(content)
-    assert outcomes(judge()) == [1.0, 0.5, 0.0, 0.5] and len(server.requests) == 10
+    assert outcomes(judge()) == [1.0, 0.5, 0.0, 0.5] and len(server.requests) == 11
+    files[0].write_bytes(b"\xff")
+    assert outcomes(judge()) == [1.0, 0.5, 0.0, 0.5] and len(server.requests) == 12
+
+
+def test_a_slash_at_the_end_of_the_address_asks_nothing_again(judge: Judged, server: ChatServer) -> None:
+    judge()
+    judge(base_url=f"{server.base_url}/")
+    assert len(server.requests) == 6
 
 
 def test_an_endpoint_that_dies_in_the_middle_loses_no_answer(judge: Judged, server: ChatServer) -> None:
@@ -111,6 +127,47 @@ def test_a_busy_endpoint_is_waited_for_as_long_as_it_says(judge: Judged, server:
     ]
     assert outcomes(judge(CANDIDATE[:1], BASELINE[:1])) == [1.0]
     assert judge.waits == [7.0, 60.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [("-5", 0.5), ("1e9", 0.5), ("soon", 0.5), ("0", 0.5), ("9" * 400, 60.0), ("Thu, 01 Jan 1970 00:00:00 GMT", 0.5),
+     ("Fri, 31 Dec 2100 23:59:59 +99999999999999", 0.5)],
+    ids=range(7),
+)  # fmt: skip
+def test_an_absurd_time_to_wait_is_not_waited_for(
+    judge: Judged, server: ChatServer, value: str, seconds: float
+) -> None:
+    server.script = [(429, "later", {"Retry-After": value})]
+    assert outcomes(judge(CANDIDATE[:1], BASELINE[:1])) == [1.0]
+    assert judge.waits == [seconds]
+
+
+@pytest.mark.parametrize(("fault", "problem"), [("drip", "not whole after 0.3 s"), ("flood", "more than 8 MiB")])
+def test_an_answer_without_end_is_broken_off(judge: Judged, server: ChatServer, fault: str, problem: str) -> None:
+    server.script = [fault]
+    with pytest.raises(DataError, match=problem):
+        judge(CANDIDATE[:1], BASELINE[:1], timeout_seconds=0.3, retries=0)
+    assert len(server.requests) == 1
+
+
+def test_nothing_follows_a_redirection_with_the_key(
+    judge: Judged, server: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", "not-for-others")
+    elsewhere = f"{server.base_url}/elsewhere".replace("127.0.0.1", "localhost")
+    server.script = [(307, "", {"Location": elsewhere})]
+    with pytest.raises(DataError, match="answered 307"):
+        judge(token_env="KEY_OF_TEST")
+    assert [request["path"] for request in server.requests] == ["/v1/chat/completions"]
+
+
+def test_numbers_and_letters_that_no_file_can_hold_are_no_answer(judge: Judged, server: ChatServer) -> None:
+    absurd = {"prompt_tokens": 10**400, "completion_tokens": 10}
+    server.script = [(200, completion('{"verdict": "A", "reason": "\\ud83d"}', absurd))] * 2
+    judgements = judge(["\ud800"], ["b"])
+    assert judgements.metrics["prompt_tokens"] == 0 and "?" in server.requests[0]["messages"][0]["content"]
+    json.dumps(judgements.pairs[0].reason, ensure_ascii=False).encode()
 
 
 @pytest.mark.parametrize(
@@ -163,25 +220,27 @@ def test_a_refused_key_stops_at_once_and_shows_nowhere(
 
 def test_junk_is_left_out_and_counted(judge: Judged, server: ChatServer) -> None:
     server.script = [(200, completion(text)) for text in ("Reply A!", '{"verdict": "B"}')]
-    judgements = judge(max_junk=0.3)
+    judgements = judge(max_junk=0.34)
     assert outcomes(judgements) == [None, 0.5, 0.0, 0.5]
     assert judgements.judged == [1, 2, 3] and judgements.outcomes() == [0.5, 0.0, 0.5]
-    assert judgements.metrics["junk_share"] == 0.25
+    assert judgements.metrics["junk_share"] == pytest.approx(1 / 3), "of three that were asked about"
     asked = len(server.requests)
-    assert judge(max_junk=0.3) == judgements and len(server.requests) == asked, "the same question, the same junk"
+    assert judge(max_junk=0.34) == judgements and len(server.requests) == asked, "the same question, the same junk"
 
 
 @pytest.mark.parametrize("text", ["我认为第一个回答更好。", None, '{"verdict": "both"}'])
 def test_too_much_junk_is_refused_in_one_line(judge: Judged, server: ChatServer, text: str | None) -> None:
     server.script = [(200, completion(text))] * 6
-    with pytest.raises(DataError, match=r"3 of 4 pairs have no usable answer, more than .*max_junk \(10%\)") as caught:
+    with pytest.raises(
+        DataError, match=r"3 of 3 pairs of different replies have no usable answer, more than .*max_junk \(10%\)"
+    ) as caught:
         judge()
     assert "\n" not in str(caught.value)
 
 
 def test_a_pair_that_is_too_long_for_the_model_counts_as_junk(judge: Judged, server: ChatServer) -> None:
     server.script = [(400, "maximum context length")]
-    assert outcomes(judge(max_junk=0.3))[0] is None
+    assert outcomes(judge(max_junk=0.34))[0] is None
     server.script = [(400, "maximum context length")] * 6
     with pytest.raises(DataError, match="the first one: answered 400 'maximum context length'"):
         judge(model="another")
@@ -206,6 +265,13 @@ def test_a_budget_needs_an_endpoint_that_counts(judge: Judged, server: ChatServe
     with pytest.raises(DataError, match="does not say how many tokens"):
         judge(budget={"tokens": 1000})
     assert outcomes(judge()) == [1.0, 0.5, 0.0, 0.5]
+
+
+def test_a_repeated_request_counts_for_the_rate_limit(judge: Judged, server: ChatServer) -> None:
+    server.script = [(503, "busy")]
+    judge(CANDIDATE[:1], BASELINE[:1], requests_per_minute=60.0)
+    # The clock stands still: the second attempt and the second order begin one and two seconds after the first.
+    assert judge.waits == [0.5, 1.0, 2.0]
 
 
 def test_requests_are_spaced_by_the_rate_limit() -> None:

@@ -17,6 +17,7 @@ from rlhf_core.evaluation.judges.llm.verdict import Verdict, read_verdict
         ('```json\n{"reason": "clear", "verdict": "b"}\n```', "B"),
         ('<think>A {maybe}</think> {"verdict": "TIE ", "reason": "clear"} done', "tie"),
         ('{"reason": "第一个回答更有帮助", "verdict": "A"}', "A"),
+        ('{"verdict": "A", "verdict": "A"}', "A"),
         ('{"verdict": "A"} and once more {"verdict": "A"}', "A"),
     ],
 )
@@ -42,6 +43,9 @@ def test_a_verdict_is_read(text: str, preferred: str) -> None:
         '"A"',
         "[" * 5000 + "{" * 5000,
         '{"a":' * 20000,
+        '{"verdict": "A", "verdict": "B"}',
+        '{"verdict": "A", "n": ' + "1" * 5000 + "}",
+        '{"a' * 300_000 + '{"verdict": "A"}',
     ],
 )
 def test_anything_else_is_junk(text: str) -> None:

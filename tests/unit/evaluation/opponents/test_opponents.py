@@ -68,6 +68,7 @@ def test_replies_are_matched_by_content_and_missing_ones_counted(tmp_path: Path)
             {"prompt": PROMPTS[0].prompt[0].content, "reply": "another"},
             r"line 2: another reply to the prompt of line 1",
         ),
+        ({"prompt": "x", "reply": "\ud800"}, r"line \d+: reply holds half of a surrogate pair"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, row: Any, message: str) -> None:

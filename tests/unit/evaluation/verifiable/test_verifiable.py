@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rlhf_core.evaluation.verifiable.prompts import VerifiablePrompts
 from rlhf_core.evaluation.verifiable.requirements import Requirements, check_reply
 from rlhf_core.gates import check
 from rlhf_core.ppo.reward_sources.tracked_files import write_evaluation_inputs
+from rlhf_core.runtime.time_limit import time_limit
 from rlhf_core.stages import evaluate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
@@ -51,17 +53,20 @@ SCHEMA = {
         ({"json_schema": SCHEMA}, '{"a": 1}', '{"a": "1"}'),
         ({"json_schema": SCHEMA}, ' {"a": 1.5}\n', 'sure: {"a": 1}'),
         ({"json_schema": {"type": "array"}}, "[]", "[" * 100_000),
+        ({"json_schema": {"type": "number"}}, "1", "NaN"),
+        ({"json_schema": {"multipleOf": 0.5}}, "1", "1e999"),
+        ({"json_schema": {"type": "integer"}}, "1", "1" * 5000),
     ],
 )
 def test_properties_by_hand(require: dict[str, Any], passes: str, fails: str) -> None:
     requirements = Requirements.model_validate(require)
-    assert all(check_reply(requirements, PROMPT, passes, True, {}).values())
-    assert not all(check_reply(requirements, PROMPT, fails, True, {}).values())
+    assert all(check_reply(requirements, PROMPT, passes, True, {}, 9).values())
+    assert not all(check_reply(requirements, PROMPT, fails, True, {}, 9).values())
 
 
 def test_an_end_is_required_or_forbidden() -> None:
-    assert check_reply(Requirements(finished=True), PROMPT, "x", False, {}) == {"finished": False}
-    assert check_reply(Requirements(finished=False), PROMPT, "x", False, {}) == {"finished": True}
+    assert check_reply(Requirements(finished=True), PROMPT, "x", False, {}, 9) == {"finished": False}
+    assert check_reply(Requirements(finished=False), PROMPT, "x", False, {}, 9) == {"finished": True}
 
 
 @pytest.mark.parametrize(
@@ -71,6 +76,12 @@ def test_an_end_is_required_or_forbidden() -> None:
         ({"regex": "("}, "is no regular expression"),
         ({"json_schema": {"type": "thing"}}, "is no JSON schema"),
         ({"json_schema": {"$ref": "https://example.com/x.json"}}, "refers to https://example.com/x.json, outside"),
+        ({"json_schema": {"$dynamicRef": "http://example.com/x"}}, "refers to http://example.com/x, outside"),
+        ({"json_schema": {"properties": {"a": {"$ref": "#/none"}}}}, "/none, which it does not define"),
+        ({"json_schema": {"$ref": "#"}}, "refers to itself without end"),
+        ({"json_schema": {"pattern": "("}}, "is no JSON schema"),
+        ({"regex": "a{99999999999999999999}"}, "is no regular expression"),
+        ({"regex": "(" * 3000 + ")" * 3000}, "is no regular expression"),
         ({"max_word": 3}, "Extra inputs"),
         ({"contains": []}, "at least 1"),
         ({"min_words": "3"}, "valid integer"),
@@ -91,10 +102,16 @@ def written(folder: Path, *lines: Any, functions: dict[str, str] | None = None) 
     ("line", "message"),
     [
         ("{", r"checks.jsonl, line 2 is not JSON"),
+        ("[" * 100_000, r"checks.jsonl, line 2 is not JSON"),
+        ('{"prompt": "\\ud800", "require": {"equals": "x"}}', r"line 2: prompt\.0\.content: "),
         ({"prompt": "x"}, r"line 2: require: Field required"),
         ({"prompt": "x", "require": {}}, r"line 2: require: nothing is required of the reply"),
         ({"prompt": "", "require": {"equals": "x"}}, r"line 2: prompt\.0\.content: String should have"),
         ({"prompt": [{"role": "bot", "content": "x"}], "require": {"equals": "x"}}, r"line 2: prompt\.0\.role: "),
+        (
+            {"prompt": [{"role": "assistant", "content": "x"}], "require": {"equals": "x"}},
+            r"line 2: prompt: a prompt must end with a user turn",
+        ),
         (
             {"prompt": "x", "require": {"function": "f"}},
             r"the function 'f' is not named in evaluate.verifiable.functions",
@@ -134,6 +151,40 @@ def test_a_function_runs_only_if_it_is_named(tmp_path: Path) -> None:
         VerifiablePrompts.load(written(tmp_path, lines[0], functions={"polite": "no_such_module:f"}), tmp_path)
     with pytest.raises(ValidationError, match=r"a function is written package\.module:function"):
         VerifiableConfig(path="x", functions={"f": "os.system('x')"})
+
+
+def test_a_function_that_exits_or_hangs_ends_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "rules_that_end.py").write_text(
+        "import time\n\n\ndef leave(prompt, reply):\n    raise SystemExit(3)\n\n\n"
+        "def hang(prompt, reply):\n    try:\n        while True:\n            time.sleep(1)\n"
+        "    except Exception:\n        return True\n"
+    )
+    (tmp_path / "module_that_exits.py").write_text("import sys\n\nsys.exit(0)\n")
+    for name, message in (("leave", r"leave of .* raised SystemExit: 3"), ("hang", r"function 'hang' did not end")):
+        line = {"prompt": "?", "require": {"function": name}}
+        config = written(tmp_path, line, functions={name: f"rules_that_end:{name}"})
+        prompts = VerifiablePrompts.load(config.model_copy(update={"timeout_seconds": 0.1}), tmp_path)
+        with pytest.raises(DataError, match=message):
+            prompts.check([Reply("x", True)])
+    with pytest.raises(ConfigError, match=r"cannot import module_that_exits \(SystemExit: 0\)"):
+        VerifiablePrompts.load(written(tmp_path, line, functions={"hang": "module_that_exits:f"}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "require", [{"regex": "^(a+)+$"}, {"json_schema": {"pattern": "^(a+)+$"}}, {"not_regex": "(a|aa)+$"}]
+)
+def test_an_expression_that_backtracks_without_end_is_stopped(require: dict[str, Any]) -> None:
+    text = "a" * 60 + "!"
+    reply = json.dumps(text) if "json_schema" in require else text
+    with pytest.raises(DataError, match=r"evaluate\.verifiable: .* did not end within 0\.1 s on a reply of 6\d char"):
+        check_reply(Requirements.model_validate(require), PROMPT, reply, True, {}, 0.1)
+
+
+def test_a_limit_of_time_leaves_the_handler_of_the_process_alone() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    with time_limit(9):
+        pass
+    assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_a_changed_file_or_function_is_seen(tmp_path: Path) -> None:
