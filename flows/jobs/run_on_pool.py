@@ -1,4 +1,4 @@
-"""Submit a stage to a work pool and wait for its job; a preempted job is submitted again."""
+"""Submit a stage to a work pool and wait for its job; one that was preempted or never began is submitted again."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from rlhf_core.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 POLL_SECONDS = 0.5
 CANCEL_SECONDS = 6.0
 REPORT_POLLS = 10
+FALSE_STARTS = 2
 
 
 def run_on_remote_pool(
@@ -52,16 +53,20 @@ def run_on_pool(
     If another workspace with the same DVC cache is computing the same, its job is waited for first, and this job then
     finds the result in the cache. If that job fails or is stopped, this one does the work.
 
+    A job whose process ended before it began is submitted again, ``FALSE_STARTS`` times at most: a new process gives up
+    at once where the server does not answer its first request.
+
     Args:
         on_poll: called while waiting.
-        on_preempted: given a message each time the job was preempted and is about to be submitted again.
+        on_preempted: given a message each time the job is about to be submitted again.
     """
     started = time.time()
-    preemptions = 0
+    preemptions = false_starts = 0
     with get_client(sync_client=True) as client:
         while True:
             clear_outcome(job.workspace, job.stage)
-            attempt = f"{job.attempt}:{preemptions}" if preemptions else job.attempt
+            repeats = preemptions + false_starts
+            attempt = f"{job.attempt}:{repeats}" if repeats else job.attempt
             run = claim_flow_run(client, replace(job, attempt=attempt))
             if not is_own_run(run, job):
                 workspace = run.parameters.get("workspace")
@@ -80,6 +85,10 @@ def run_on_pool(
                     message = f"preempted more than {job.max_preemptions} times (flow.max_preemptions); run it again"
                     return StageOutcome.failed(job.stage, f"{message} to resume", EXIT_PREEMPTED, started=started)
                 on_preempted("preempted, waiting for a worker")
+                continue
+            if false_starts < FALSE_STARTS and _never_began(client, run.id, state):
+                false_starts += 1
+                on_preempted("its process ended before the job began, waiting for a worker")
                 continue
             reported = remote.receive() if remote is not None else None
             return reported or _outcome_in_workspace(job, state, started)
@@ -127,6 +136,12 @@ def _was_preempted(job: Job, state: State[Any] | None) -> bool:
         return False
     report = load_report(job.workspace, job.stage)
     return state.name == PREEMPTED or (report is not None and report.exit_code == EXIT_PREEMPTED)
+
+
+def _never_began(client: SyncPrefectClient, run: UUID, state: State[Any] | None) -> bool:
+    """Whether a job failed without having run for a moment, so that nothing of its stage was done."""
+    failed = state is not None and (state.is_crashed() or state.is_failed())
+    return failed and client.read_flow_run(run).run_count == 0
 
 
 def cancel_and_wait(client: SyncPrefectClient, run: UUID, seconds: float = CANCEL_SECONDS) -> State[Any] | None:

@@ -29,6 +29,7 @@ class Server:
     def __init__(self, *turns: Callable[[Server], None]) -> None:
         self.turns = list(turns)
         self.states: list[State[Any]] = []
+        self.begun: set[int] = set()
         self.attempts: list[str] = []
         self.messages: list[str] = []
 
@@ -39,10 +40,12 @@ class Server:
         return SimpleNamespace(id=len(self.states) - 1, parameters=parameters, state=self.states[-1])
 
     def read_flow_run(self, number: int) -> Any:
-        return SimpleNamespace(state=self.states[number])
+        return SimpleNamespace(state=self.states[number], run_count=int(number in self.begun))
 
     def set_flow_run_state(self, number: int, state: State[Any], force: bool = False) -> None:
         self.states[number] = state
+        if state.is_running():
+            self.begun.add(number % len(self.states))
 
     def turn(self) -> None:
         self.turns.pop(0)(self)
@@ -102,6 +105,23 @@ def test_a_preempted_job_is_submitted_again_with_a_message(run: Callable[..., St
     server = Server(becomes(Running), becomes(lost), becomes(Running), completes(tmp_path))
     assert run(server).action == "ran"
     assert server.attempts == ["a:1", "a:1:1"] and server.messages == ["preempted, waiting for a worker"]
+
+
+def test_a_job_whose_process_ended_before_it_began_costs_no_retry(
+    run: Callable[..., StageOutcome], tmp_path: Path
+) -> None:
+    false_start = becomes(lambda: Crashed(message="Flow run process exited with non-zero status code 1."))
+    server = Server(false_start, false_start, becomes(Running), completes(tmp_path))
+    assert run(server).action == "ran" and server.attempts == ["a:1", "a:1:1", "a:1:2"]
+    assert server.messages == ["its process ended before the job began, waiting for a worker"] * 2
+
+
+def test_a_job_that_never_begins_or_crashes_while_it_runs_fails(run: Callable[..., StageOutcome]) -> None:
+    crash = becomes(lambda: Crashed(message="Flow run process exited with non-zero status code 1."))
+    never = Server(crash, crash, crash)
+    assert run(never).message.endswith("status code 1.") and len(never.attempts) == 3
+    crashed = Server(becomes(Running), crash)
+    assert not run(crashed).ok and crashed.attempts == ["a:1"]
 
 
 def test_a_stage_that_left_in_good_order_while_its_job_died_counts_as_preempted(
