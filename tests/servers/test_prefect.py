@@ -24,6 +24,9 @@ TRAINING = """
 stages:
   ppo: {{cmd: "{python} train.py {steps}", deps: [train.py], outs: [policy.txt]}}
 """
+DATA = """
+  collect: {cmd: "touch collecting; until test -e released; do sleep 0.1; done; echo data > data.txt", outs: [data.txt]}
+"""
 UNTIL_RELEASED = """
 import pathlib, time
 work = pathlib.Path("work/ppo"); work.mkdir(parents=True, exist_ok=True)
@@ -112,14 +115,21 @@ def test_a_pipeline_runs_on_a_worker_of_the_server(login: dict[str, str], tmp_pa
     assert (toy / "policy.txt").read_text() == "done" and states(login, "theirs")[-1] == "COMPLETED"
 
 
-def test_an_outage_of_45_s_while_a_job_starts_costs_no_retry(
-    servers: Servers, login: dict[str, str], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("moment", ["while a job starts", "before a job is submitted"])
+def test_an_outage_of_45_s_costs_no_retry(servers: Servers, login: dict[str, str], tmp_path: Path, moment: str) -> None:
     toy = training(tmp_path / "toy", "own", 5)
+    if moment == "before a job is submitted":
+        (toy / "dvc.yaml").write_text(
+            (toy / "dvc.yaml").read_text().replace("[train.py]", "[train.py, data.txt]") + DATA
+        )
     run = begin("run", cwd=toy, **login)
     try:
-        wait_until(lambda: any(state == "PENDING" for state in _known(login, "own")), 900, "submitted job")
+        if moment == "while a job starts":
+            wait_until(lambda: any(state == "PENDING" for state in _known(login, "own")), 900, "submitted job")
+        else:
+            wait_until((toy / "collecting").exists, 900, "the stage before")
         servers.call("kill", "prefect")
+        (toy / "released").touch()
         time.sleep(45)
         servers.call("up", "prefect")
         assert run.wait(1500) == 0, (toy / "out.log").read_text()
