@@ -123,6 +123,14 @@ def test_a_history_that_was_changed_in_the_database(servers: Servers, registry: 
     assert registry.champion() == "2" and decided(registry) == 2
 
 
+def test_a_history_whose_last_entry_was_removed(servers: Servers, registry: SmallRegistry, contest: Path) -> None:
+    win(contest)
+    query(servers, f"DELETE FROM params WHERE key = 'history.{registry.name}.2'")
+    for action in (lambda: win(contest), lambda: rollback(contest, "why"), lambda: describe_history(contest)):
+        assert "was changed: it had 2 entries, and ends otherwise now" in refused(action)
+    assert registry.champion() == "2"
+
+
 def test_a_login_that_may_only_read(servers: Servers, registry: SmallRegistry, contest: Path) -> None:
     with reader(servers):
         line = refused(lambda: win(contest))

@@ -22,6 +22,7 @@ from integration.registry.test_promotion import (
     test_the_first_challenger_takes_the_empty_place_with_its_reward_model,
 )
 from integration.registry.test_registry import (
+    test_a_champion_whose_files_were_changed_is_registered_again_and_replaced,
     test_a_pipeline_run_holds_parameters_final_numbers_and_files,
     test_both_models_are_registered_with_lineage_and_gate_report,
     test_the_same_content_is_registered_once,
@@ -38,6 +39,7 @@ from rlhf_core.errors import RlhfError
 
 __all__ = [
     "contests",
+    "test_a_champion_whose_files_were_changed_is_registered_again_and_replaced",
     "test_a_person_decides",
     "test_a_pipeline_run_holds_parameters_final_numbers_and_files",
     "test_a_promotion_killed_at_any_step_is_completed_or_has_not_begun",
