@@ -104,6 +104,7 @@ class ChatEndpoint:
         content, usage = message.get("content"), answer.json().get("usage")
         # A lone surrogate cannot be written to a file.
         text = content.encode("utf-8", "replace").decode() if isinstance(content, str) else ""
+        text = text.replace(self.token, "***") if self.token else text  # some proxies answer with the request's headers
         counts = usage if isinstance(usage, dict) else {}
         return Completion(text, token_count(counts.get("prompt_tokens")), token_count(counts.get("completion_tokens")))
 

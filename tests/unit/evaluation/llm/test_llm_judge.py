@@ -213,7 +213,8 @@ def test_a_refused_key_stops_at_once_and_shows_nowhere(
     ):
         judge(token_env="JUDGE_KEY")
     assert len(server.requests) == 1 and server.headers[0]["Authorization"] == "Bearer s3cret"
-    judge(token_env="JUDGE_KEY")
+    server.say = lambda a, b: '{"verdict": "A", "reason": "you sent Bearer s3cret"}'
+    assert judge(token_env="JUDGE_KEY").pairs[0].reason.startswith("the order decides: you sent Bearer ***")
     files = "".join(file.read_text() for file in judge.folder.rglob("*.json"))
     assert "s3cret" not in str(caught.value) + caplog.text + files
 
