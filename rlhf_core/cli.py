@@ -160,6 +160,7 @@ def match(
     champion: Annotated[Path, typer.Option(help="Model folder of the champion.")],
     challenger: Annotated[Path, typer.Option(help="Model folder of the challenger.")],
     output: Annotated[Path, typer.Option(help="JSON file for the result.")],
+    prompt_set: Annotated[int, typer.Option(min=0, help="Which set of the test prompts (registry.prompt_sets).")] = 0,
     workspace: WorkspaceOption = None,
 ) -> None:
     """Compare the replies of two policies to the fixed test prompts by every judge that is available.
@@ -172,7 +173,7 @@ def match(
     from rlhf_core.storage.garbage_collection import skip_last_collection
 
     skip_last_collection()
-    atomic_write_json(output, run_match(workspace_root(workspace), champion=champion, challenger=challenger))
+    atomic_write_json(output, run_match(workspace_root(workspace), champion, challenger, prompt_set))
     typer.echo(output)
 
 

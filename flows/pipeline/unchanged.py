@@ -121,5 +121,5 @@ def undecided_because(promotes: bool, auto_promote: bool) -> str:
     return "" if auto_promote else "registry.auto_promote is off"
 
 
-def _no_match(workspace: Path, champion: Path, challenger: Path) -> NoReturn:
+def _no_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int) -> NoReturn:
     raise _MatchNeeded("the challenger has to play the champion")

@@ -26,8 +26,9 @@ def explain_promotion(decision: PromotionDecision) -> Group:
     if not decision.criteria:
         return Group(*lines, f"decided by: {decision.reason}")
     question = decision.question or {}
+    turn = f"set {question['prompt_set']} of {question['prompt_sets']}, " if "prompt_set" in question else ""
     lines.append(
-        f"judged: attempt {decision.attempt} on these test prompts (data {str(question.get('prompts'))[:12]}), "
+        f"judged: attempt {decision.attempt} on these test prompts ({turn}data {str(question.get('prompts'))[:12]}), "
         f"settings of section evaluate, level of the intervals 95 %"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")

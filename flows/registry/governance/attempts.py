@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 TRIES = 20  # other machines may take a number at the same time
 
 
+def expected_number(client: MlflowClient, model: str, prompts: str, question: Mapping[str, Any]) -> int:
+    """The number that :func:`attempt_number` would give if nobody else takes it before; nothing is recorded."""
+    known = list(_ledger(client, model, prompts).entries())
+    digest = question_digest(question)
+    return known.index(digest) + 1 if digest in known else len(known) + 1
+
+
 def attempt_number(client: MlflowClient, model: str, prompts: str, question: Mapping[str, Any]) -> int:
     """The number of the match about ``question`` among those of ``model`` on the test prompts ``prompts``, from 1.
 
@@ -23,10 +30,8 @@ def attempt_number(client: MlflowClient, model: str, prompts: str, question: Map
     Raises:
         RlhfError: There are no test prompts, or the registry does not answer.
     """
-    if not prompts:
-        raise RlhfError("there are no test prompts (data/clean/prompts/test.parquet), so nothing can be compared")
     digest = question_digest(question)
-    ledger = Ledger.open(client, model, f"attempts.{prompts[:16]}")
+    ledger = _ledger(client, model, prompts)
     for _ in range(TRIES):
         known = list(ledger.entries())
         if digest in known:
@@ -37,3 +42,9 @@ def attempt_number(client: MlflowClient, model: str, prompts: str, question: Map
             continue
         return len(known) + 1
     raise RlhfError(f"could not number the attempt on {model}: others promote at the same time; try again")
+
+
+def _ledger(client: MlflowClient, model: str, prompts: str) -> Ledger:
+    if not prompts:
+        raise RlhfError("there are no test prompts (data/clean/prompts/test.parquet), so nothing can be compared")
+    return Ledger.open(client, model, f"attempts.{prompts[:16]}")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
-PlayMatch = Callable[[Path, Path, Path], Mapping[str, Any]]
+PlayMatch = Callable[[Path, Path, Path, int], Mapping[str, Any]]
 MATCH_TAG = "match"
 MATCHES = Path(".rlhf") / "matches"
 MEASURED = 2  # what a match measures; kept results that measured less are played again
@@ -78,14 +78,19 @@ def match_result(
     return result
 
 
-def play_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, Any]:
-    """Run the match in a supervised process and return its result; ``RlhfError`` with its last line if it fails."""
+def play_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int) -> dict[str, Any]:
+    """Run the match on a set of test prompts in a supervised process and return its result.
+
+    Raises:
+        RlhfError: It fails; the last line of its output.
+    """
     output = workspace / ".rlhf" / "match.json"
     log = workspace / ".rlhf" / "logs" / "match.log"
     output.unlink(missing_ok=True)
     log.unlink(missing_ok=True)
     command = [sys.executable, "-m", "rlhf_core", "match", "--workspace", str(workspace)]
     command += ["--champion", str(champion), "--challenger", str(challenger), "--output", str(output)]
+    command += ["--prompt-set", str(prompt_set)]
     process = start_supervised(command, name="match", cwd=workspace, env=child_environment(workspace), log=log)
     try:
         while (code := process.poll()) is None:

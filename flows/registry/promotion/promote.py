@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from flows.registry.approval.decide import request_transaction, withdraw_transaction
 from flows.registry.approval.request import latest_request
-from flows.registry.governance.attempts import attempt_number
 from flows.registry.governance.printed_line import printed_line
 from flows.registry.governance.terms import TERMS_TAG, PromotionTerms, refusal, terms_of, updated
-from flows.registry.promotion.match import PlayMatch, decided_by, match_question, match_result, play_match
+from flows.registry.promotion.attempt import make_attempt
+from flows.registry.promotion.match import PlayMatch, decided_by, play_match
 from flows.registry.promotion.obstacles import promotion_obstacle
 from flows.registry.transactions.alias_transaction import AliasTransaction, VersionTag
 from flows.registry.transactions.aliases import CHALLENGER, CHAMPION, get_version, registry_errors
@@ -61,7 +61,7 @@ def promote(
             does a workspace that does not own the registered model.
         dry_run: Decide and change nothing.
         approval: Ask a person although the settings do not.
-        play: Plays the match of two model folders ``(workspace, champion, challenger)``.
+        play: Plays the match of two model folders ``(workspace, champion, challenger, prompt_set)``.
 
     Raises:
         RlhfError: The registry does not answer, there is no challenger, or its files have changed. Nothing has moved.
@@ -155,16 +155,16 @@ def _decide(
     else:
         try:
             champion_files = verified_folder(workspace, champion, client)
-            question = match_question(workspace, challenger, champion)
-            match = match_result(
-                client, workspace, challenger, question, lambda: play(workspace, champion_files, folder)
+            attempt = make_attempt(
+                *(client, workspace, config, here.prompts, challenger, champion),
+                lambda prompt_set: play(workspace, champion_files, folder, prompt_set),
             )
-            attempt = attempt_number(client, config.policy, here.prompts, question)
+            question, match = attempt.question, attempt.match
             criteria = (
-                *win_rate_criteria(match, config.promote_win_rate_low95, config.error_budget, attempt),
+                *win_rate_criteria(match, config.promote_win_rate_low95, config.error_budget, attempt.number),
                 *non_inferiority_criteria(match, config.non_inferiority),
             )
-            decision = replace(decision, question=question, match=match, attempt=attempt, criteria=criteria)
+            decision = replace(decision, question=question, match=match, attempt=attempt.number, criteria=criteria)
             passed, reason = decided_by(match, config.promote_win_rate_low95, criteria)
         except RlhfError as error:
             if force_reason is None:

@@ -82,7 +82,10 @@ class RegistryConfig(Strict):
     length-controlled. ``error_budget`` is the probability that any of all attempts on the same prompts promotes a
     challenger that is no better; the exact sign test of attempt k has the level ``error_budget / (k (k + 1))``.
 
-    Both and the margins of ``non_inferiority`` are those of the first promotion, until the owner sets others
+    ``prompt_sets`` is into how many sets of ``evaluate.prompts`` the test prompts are divided for matches: attempt k is
+    played on set ``(k - 1) mod prompt_sets``, so that no set decides each time. All of them share the budget.
+
+    Both bounds and the margins of ``non_inferiority`` are those of the first promotion, until the owner sets others
     (``rlhf terms``).
 
     With ``approval`` nothing becomes champion before a person has approved it (``rlhf approve``), whichever command,
@@ -93,6 +96,7 @@ class RegistryConfig(Strict):
     reward_model: str = "rlhf-reward-model"
     promote_win_rate_low95: float = Field(default=0.5, ge=0, le=1)
     error_budget: float = Field(default=0.05, gt=0, le=1)
+    prompt_sets: PositiveInt = 1
     non_inferiority: NonInferiorityConfig = NonInferiorityConfig()
     auto_promote: bool = True
     approval: bool = False

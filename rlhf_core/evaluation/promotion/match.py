@@ -23,7 +23,8 @@ from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.metrics.text_metrics import measure_text
 from rlhf_core.evaluation.promotion.measure import MatchPrompts, MatchReplies, paired_losses
 from rlhf_core.evaluation.promotion.non_inferiority import as_measurements
-from rlhf_core.evaluation.regression import fixed_subset, regression_set
+from rlhf_core.evaluation.promotion.prompt_sets import prompts_of_set
+from rlhf_core.evaluation.regression import regression_set
 from rlhf_core.evaluation.replies.generation import evaluation_replies
 from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.evaluation.safety.refusals import safety_prompts
@@ -36,13 +37,16 @@ from rlhf_core.world.grammar import is_world
 PROMPTS = Path("data") / "clean" / "prompts" / "test.parquet"
 
 
-def run_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, Any]:
+def run_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int = 0) -> dict[str, Any]:
     """Compare the model folders ``challenger`` and ``champion`` on the workspace's fixed test prompts.
 
     The judges are the workspace's judge; when every prompt is of the synthetic world, the gold judge; and where
     ``evaluate.llm_judge`` is set, the LLM judge. Never the reward model, which the policy was optimised against, nor
     the referee, which selected its checkpoint, unless the workspace has no judge. Both models get the evaluation's
     sampling and the same random numbers.
+
+    Args:
+        prompt_set: Which of the sets of ``evaluate.prompts`` test prompts is judged, from 0, which is the evaluation's.
 
     Returns:
         ``comparison`` (of the challenger, by judge: win, tie, lose, win_rate, …), ``losses`` (by how much the
@@ -51,9 +55,9 @@ def run_match(workspace: Path, champion: Path, challenger: Path) -> dict[str, An
     """
     config = load_section(workspace, "evaluate", EvaluateConfig)
     held_out = read_rows(workspace / PROMPTS, Prompt)
-    rows = fixed_subset(held_out, config.prompts, "evaluation")
-    if not rows:
+    if not held_out:
         raise DataError(f"{workspace / PROMPTS} has no rows; raise validate.split.test")
+    rows = prompts_of_set(held_out, config.prompts, prompt_set)
     prompts = [row.prompt for row in rows]
     world = all(is_world(prompt[-1].content) for prompt in prompts)
     safety = safety_prompts(0 if world else config.safety.prompts)

@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_core.config.operations.operations import NonInferiorityConfig
 from rlhf_core.data.schema import Prompt, write_rows
+from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.final import final_judges, judging_model, stand_in_note
 from rlhf_core.evaluation.promotion.criteria import non_inferiority_criteria
 from rlhf_core.evaluation.promotion.match import run_match
@@ -45,6 +46,8 @@ def test_the_model_that_selected_nothing_judges(tmp_path: Path, models: Path, ju
     result = run_match(tmp_path, models / "sft", models / "policy")
     assert set(result["comparison"]) == {judge} and result["comparison"][judge]["prompts"] == 4
     assert result["content"][judge] == sha256_tree(models / judge)
+    with pytest.raises(DataError, match="4 test prompts make 1 sets"):
+        run_match(tmp_path, models / "sft", models / "policy", prompt_set=1)
 
 
 def test_verifiable_prompts_are_measured_and_may_have_a_margin(tmp_path: Path, models: Path) -> None:

@@ -65,3 +65,18 @@ def test_false_promotions_over_thirty_attempts_stay_within_the_budget() -> None:
     assert promoted_without_budget > 0.2
     assert 0.01 < promoted <= BUDGET
     assert p_of_wins[200] == pytest.approx(stats.binom.sf(199, PROMPTS, 0.5))
+
+
+@pytest.mark.parametrize(("sets", "within_budget"), [(1, False), (8, True)])
+def test_prompts_that_challengers_were_made_for_break_the_budget_unless_sets_rotate(
+    sets: int, within_budget: bool
+) -> None:
+    """Challengers no better than the champion, but each time better by 4 % on prompts that were played on before."""
+    random = np.random.default_rng(2)
+    promoted = np.zeros(WORLDS, dtype=bool)
+    for attempt in range(1, 9):
+        played_before = (attempt - 1) // sets
+        wins = random.binomial(PROMPTS, 0.5 + 0.04 * played_before, size=WORLDS)
+        threshold = stats.binom.isf(level_of_attempt(BUDGET, attempt), PROMPTS, 0.5)
+        promoted |= wins > threshold
+    assert (promoted.mean() <= BUDGET) == within_budget

@@ -98,7 +98,7 @@ class ScriptedMatch:
     def __init__(self, low: float = 0.6, **losses_high95: float) -> None:
         self.low, self.losses, self.played = low, losses_high95, 0
 
-    def __call__(self, workspace: Path, champion: Path, challenger: Path) -> dict[str, Any]:
+    def __call__(self, workspace: Path, champion: Path, challenger: Path, prompt_set: int) -> dict[str, Any]:
         self.played += 1
         return match_result({"judge": self.low}, **self.losses)
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from scripted_match import match_result
 
 from flows.commands.registry.explain import explain_gate, explain_promotion, gate_report, gate_verdict, has_passed
 from flows.commands.registry.history import describe_history
+from flows.registry.governance.attempts import attempt_number
 from flows.registry.promotion.promote import promote, rollback
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import sha256_file
@@ -61,6 +63,42 @@ def test_each_match_on_the_same_prompts_is_an_attempt(registry: Registry, contes
     registry.add_version()
     (contest / "data/clean/prompts/test.parquet").write_text("new prompts")
     assert promote(contest, play=losing).attempt == 1
+
+
+def test_attempts_take_turns_on_the_sets_of_prompts_under_one_budget(registry: Registry, contest: Path) -> None:
+    (contest / "params.yaml").write_text(PARAMS + "registry: {prompt_sets: 3}\n")
+    played: list[int] = []
+
+    def play(workspace: Path, champion: Path, challenger: Path, prompt_set: int) -> dict[str, Any]:
+        played.append(prompt_set)
+        return match_result({"judge": 0.4})
+
+    attempts = []
+    for _ in range(4):
+        dry, decision = promote(contest, dry_run=True, play=play), promote(contest, play=play)
+        assert dry.attempt == decision.attempt
+        attempts.append((decision.attempt, (decision.question or {})["prompt_set"]))
+        registry.add_version()
+    assert played == [0, 1, 2, 0] and attempts == [(1, 1), (2, 2), (3, 3), (4, 1)]
+    (contest / "params.yaml").write_text(PARAMS + "registry: {prompt_sets: 4}\n")
+    assert promote(contest, version="2", play=play).attempt == 5, "another division is another attempt"
+
+
+def test_what_was_played_on_a_number_that_another_machine_took_counts_for_nothing(
+    registry: Registry, contest: Path
+) -> None:
+    (contest / "params.yaml").write_text(PARAMS + "registry: {prompt_sets: 2}\n")
+    played: list[int] = []
+
+    def play(workspace: Path, champion: Path, challenger: Path, prompt_set: int) -> dict[str, Any]:
+        played.append(prompt_set)
+        if len(played) == 1:  # meanwhile another machine numbers its attempt
+            prompts = sha256_file(contest / "data/clean/prompts/test.parquet")
+            attempt_number(registry.client, MODEL, prompts, {"another": "question"})
+        return match_result({"judge": 0.7 if prompt_set == 0 else 0.4})
+
+    decision = promote(contest, play=play)
+    assert played == [0, 1] and decision.attempt == 2 and not decision.promoted
 
 
 def test_the_history_tells_who_when_what_and_why(
