@@ -10,6 +10,7 @@ import numpy as np
 
 from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.model import SamplingConfig
+from rlhf_core.config.operations.operations import RegistryConfig
 from rlhf_core.config.stages.evaluate import EvaluateConfig
 from rlhf_core.data.schema import Message, Prompt, read_rows
 from rlhf_core.errors import DataError
@@ -57,7 +58,8 @@ def run_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int
     held_out = read_rows(workspace / PROMPTS, Prompt)
     if not held_out:
         raise DataError(f"{workspace / PROMPTS} has no rows; raise validate.split.test")
-    rows = prompts_of_set(held_out, config.prompts, prompt_set)
+    sets = load_section(workspace, "registry", RegistryConfig).prompt_sets
+    rows = prompts_of_set(held_out, config.prompts, prompt_set, sets)
     prompts = [row.prompt for row in rows]
     world = all(is_world(prompt[-1].content) for prompt in prompts)
     safety = safety_prompts(0 if world else config.safety.prompts)

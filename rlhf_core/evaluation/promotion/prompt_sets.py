@@ -14,15 +14,17 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation.regression import fixed_subset
 
 
-def prompts_of_set(rows: Sequence[Prompt], size: int, index: int) -> list[Prompt]:
-    """Return set ``index``, from 0, of the test prompts in the order of their hashes; each has ``size`` prompts.
+def prompts_of_set(rows: Sequence[Prompt], size: int, index: int, sets: int) -> list[Prompt]:
+    """Return set ``index``, from 0, of ``sets`` sets of the test prompts in the order of their hashes.
 
-    The first set is the one that policies are evaluated on, and may be smaller if there are no more prompts.
+    Each has ``size`` prompts. The first is the one that policies are evaluated on; where it is the only one, it may be
+    smaller.
 
     Raises:
         DataError: There are not enough prompts for that many sets.
     """
-    if index and len(rows) < size * (index + 1):
+    needed = max(sets, index + 1)
+    if needed > 1 and len(rows) < size * needed:
         raise DataError(
             f"{len(rows)} test prompts make {len(rows) // size} sets of evaluate.prompts = {size}, so "
             "registry.prompt_sets must not be more; or raise validate.split.test"

@@ -15,13 +15,15 @@ ROWS: list[Prompt] = [made_prompt(f"what is {i} and {i}?", "sums", "a file") for
 
 
 def test_sets_share_no_prompt_and_the_first_is_the_evaluations() -> None:
-    sets = [prompts_of_set(ROWS, 5, index) for index in range(2)]
+    sets = [prompts_of_set(ROWS, 5, index, 2) for index in range(2)]
     assert sets[0] == fixed_subset(ROWS, 5, "evaluation")
     assert [len(rows) for rows in sets] == [5, 5] and len({row.id for rows in sets for row in rows}) == 10
-    assert prompts_of_set(ROWS[::-1], 5, 1) == sets[1], "whatever the order of rows"
-    assert len(prompts_of_set(ROWS, 20, 0)) == 11
+    assert prompts_of_set(ROWS[::-1], 5, 1, 2) == sets[1], "whatever the order of rows"
+    assert len(prompts_of_set(ROWS, 20, 0, 1)) == 11
 
 
 def test_a_set_that_would_be_incomplete_is_refused() -> None:
     with pytest.raises(DataError, match=r"11 test prompts make 2 sets of evaluate\.prompts = 5"):
-        prompts_of_set(ROWS, 5, 2)
+        prompts_of_set(ROWS, 5, 0, 3)
+    with pytest.raises(DataError, match="11 test prompts make 1 sets"):
+        prompts_of_set(ROWS, 9, 1, 1)
