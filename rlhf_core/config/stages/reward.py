@@ -17,7 +17,10 @@ class PairBatchConfig(Strict):
     ``group_prompts`` puts all pairs of a prompt into one batch, where sequences that they share are computed once; see
     :mod:`rlhf_core.data.batches.prompt_batches`.
 
-    ``max_padding`` bounds the share of padding: the sequences of a batch over it are computed in micro-batches of
+    ``prefix_sharing`` computes a prompt once for all replies to it in a batch; see
+    :mod:`rlhf_core.models.prefix_sharing`.
+
+    ``max_padding`` bounds the share of padding: the rows of a batch over it are computed in micro-batches of
     similar length, of which the loss is taken together. With 1 every batch is padded as a whole.
     """
 
@@ -25,6 +28,7 @@ class PairBatchConfig(Strict):
     min_pairs: PositiveInt = 4
     max_pairs: PositiveInt = 128
     group_prompts: bool = False
+    prefix_sharing: bool = False
     max_padding: float = Field(default=0.1, gt=0, le=1)
 
     @model_validator(mode="after")

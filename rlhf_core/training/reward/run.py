@@ -23,6 +23,7 @@ from rlhf_core.errors import DataError
 from rlhf_core.models import shared_base
 from rlhf_core.models.adapters.lora import merge_adapters
 from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.prefix_sharing import require_prefix_sharing
 from rlhf_core.models.shared_base import Adapters, adapters_of
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text
 from rlhf_core.training.engine.factory import build_engine, finish
@@ -130,6 +131,7 @@ def train_scalar(
     Raises:
         DataError: The pairs are to be balanced by length, and too few of them can be, or a category that has a share
             of them has none.
+        ModelError: The prompt is to be shared, and the model's attention cannot do that.
     """
     if config.length_balance == "sampling":
         require_balanced_pairs(train, config.batch.min_pairs, name)
@@ -145,6 +147,8 @@ def train_scalar(
     if config.linear_probe is not None:
         probed = [train.pairs[row] for row in first_rows]
         fit_linear_probe(model, probed, -margins[first_rows], config.linear_probe, pad_id(tokenizer), name)
+    if config.batch.prefix_sharing:
+        require_prefix_sharing(model.model, config.max_tokens, f"{name}.batch.prefix_sharing")
     if config.lora is not None:
         model.add_adapters(config.lora, derive_seed(config.seed, name, "lora"))
     engine = build_engine(model, config.optimizer, config.steps, name, context)

@@ -1,7 +1,8 @@
 """The reward model's objective: pairwise ranking, imitation and centering, in dynamic batches (algorithms.md §2).
 
 Shapes: B pairs, L positions, H hidden. Chosen and rejected replies go through the backbone as 2B rows, or fewer where
-pairs of one prompt share them: all together, or in micro-batches of similar length where padding would be too much.
+pairs of one prompt share them, or the replies to a prompt share it: all together, or in micro-batches of similar length
+where padding would be too much.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import track
 from rlhf_core.training.device_scalars import Scalar, device_scalar, read_scalars
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.examples import ReplyBatch, by_length, collate
+from rlhf_core.training.examples import by_length, collate
 from rlhf_core.training.loop import StepReport
 from rlhf_core.training.losses import centering_loss, chunked_cross_entropy, pairwise_loss
+from rlhf_core.training.reward.pair_batch import PairBatch, pair_batch, row_lengths
 from rlhf_core.training.rng import derive_seed
 
 Rewards = npt.NDArray[np.float64]
@@ -166,7 +168,7 @@ class RewardTask:
         totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
         # Each rank takes its share of the batch.
         ((part, weight),) = passes(rows, len(rows))
-        shards = self._sequence_lengths(rows)
+        shards = self._row_lengths(rows)
         micro_batches = least_padded(shards, self.config.batch.max_padding)
         margins = torch.tensor([self.margins[row] for row in part]) if self.margins is not None else None
         own, own_micro_batches = [self.train[row] for row in part], micro_batches[distributed.rank()].micro_batches
@@ -182,13 +184,12 @@ class RewardTask:
         tokens = sum(real_tokens(pair) for pair in pairs)
         return StepReport(metrics | {"pairs": float(len(pairs))}, tokens, padding)
 
-    def _sequence_lengths(self, rows: list[int]) -> list[list[int]]:
-        """Tokens of each sequence that a rank computes, rank by rank."""
+    def _row_lengths(self, rows: list[int]) -> list[list[int]]:
+        """Tokens of each row that a rank computes, rank by rank."""
         count = distributed.world_size()
         # A rank without rows of its own repeats the first one, see passes.
         shards = [rows[rank::count] or rows[:1] for rank in range(count)]
-        share = self.config.batch.group_prompts
-        return [pair_sequences([self.train[row] for row in shard], share).lengths for shard in shards]
+        return [row_lengths([self.train[row] for row in shard], self.config.batch) for shard in shards]
 
     def evaluate(self) -> dict[str, float]:
         """Ranking ``loss``, ``accuracy`` and mean ``margin`` on held-out pairs (at most 512, for the curve)."""
@@ -200,45 +201,6 @@ class RewardTask:
 def real_tokens(pair: TokenisedPair) -> int:
     """Tokens of both sequences, without padding."""
     return 2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
-
-
-@dataclass(frozen=True)
-class PairBatch:
-    """The sequences of B pairs in micro-batches, and where each pair has its own.
-
-    Attributes:
-        micro_batches: Sequences that are right-padded together.
-        chosen: Row of each pair's chosen sequence among those of all micro-batches (B,).
-        rejected: Row of each pair's rejected sequence (B,).
-    """
-
-    micro_batches: list[ReplyBatch]
-    chosen: Tensor
-    rejected: Tensor
-
-
-def pair_batch(
-    pairs: Sequence[TokenisedPair],
-    pad: int,
-    device: torch.device,
-    share: bool,
-    micro_batches: Sequence[Sequence[int]] | None = None,
-) -> PairBatch:
-    """Collate pairs on ``device``; with ``share`` a sequence that several have takes one row.
-
-    Args:
-        micro_batches: Numbers of :func:`pair_sequences` that are padded together; None for one micro-batch of all.
-    """
-    sequences = pair_sequences(pairs, share)
-    micro_batches = micro_batches or [range(len(sequences.distinct))]
-    row_of = {number: row for row, number in enumerate(number for part in micro_batches for number in part)}
-    batches = []
-    for part in micro_batches:
-        prompts, replies = zip(*(sequences.distinct[number] for number in part), strict=True)
-        batches.append(collate(prompts, replies, pad).to(device))
-    chosen = torch.tensor([row_of[number] for number in sequences.chosen], device=device)
-    rejected = torch.tensor([row_of[number] for number in sequences.rejected], device=device)
-    return PairBatch(batches, chosen, rejected)
 
 
 def pair_loss(
@@ -256,16 +218,16 @@ def pair_loss(
     Args:
         pairs: All pairs of the optimiser step, or a rank's shard of them.
         totals: Sizes of the whole step.
-        micro_batches: Which sequences pass the backbone together, see :func:`pair_batch`. The loss joins them again.
+        micro_batches: Which rows pass the backbone together, see :func:`pair_batch`. The loss joins them again.
         logits_bytes: Bytes of float32 logits that may exist at a time.
 
     Returns:
         The shard's part of the step's loss, and its part of each metric.
     """
     device = next(model.parameters()).device
-    batch = pair_batch(pairs, pad, device, config.batch.group_prompts, micro_batches)
-    hidden = [model.hidden(part.input_ids, part.attention_mask) for part in batch.micro_batches]
-    parts = list(zip(hidden, batch.micro_batches, strict=True))
+    batch = pair_batch(pairs, pad, device, config.batch, micro_batches)
+    hidden = [part.hidden(model) for part in batch.micro_batches]
+    parts = [(h, part.sequences) for h, part in zip(hidden, batch.micro_batches, strict=True)]
     scores = torch.cat([model.scores(model.pool(h, part.attention_mask, part.reply_mask)) for h, part in parts])
     chosen, rejected = scores[batch.chosen], scores[batch.rejected]
     loss = pairwise_loss(chosen, rejected, margins.to(chosen) if margins is not None else None, totals.pairs)
@@ -305,7 +267,7 @@ def imitation_loss(
     for states, part in zip(hidden, batch.micro_batches, strict=True):
         own = ((batch.chosen >= first) & (batch.chosen < first + len(states))).nonzero().squeeze(1)
         rows = batch.chosen[own] - first
-        pair, column = part.select[rows].nonzero(as_tuple=True)
+        pair, column = part.sequences.select[rows].nonzero(as_tuple=True)
         predicting.append(states[rows[pair], column])
         targets += [token for i in own.tolist() for token in pairs[i].chosen]
         first += len(states)

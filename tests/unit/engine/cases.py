@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +32,7 @@ from rlhf_core.training.examples import Example
 from rlhf_core.training.reward.trainer import RewardTask
 from rlhf_core.training.sft import SftTask
 
-CASES = ("sft", "reward", "reward_in_micro_batches", "critic", "ppo")
+CASES = ("sft", "reward", "reward_in_micro_batches", "reward_in_micro_batches_of_prefixes", "critic", "ppo")
 MakeEngine = Callable[[nn.Module, OptimizerConfig, str], Engine]
 
 FEW_LOGITS = 4 * 23 * 5  # bytes of five positions: every pass is made in several chunks, unequal over ranks
@@ -94,8 +95,9 @@ def train(case: str, make: MakeEngine, lr: float, steps: int, stored: Path) -> t
     """``steps`` optimiser steps of a case; its engines, and the figures of the last step."""
     tiny = make_tiny()
     runners: dict[str, Callable[..., Any]] = {
-        "sft": _sft, "reward": _reward, "reward_in_micro_batches": _reward_in_micro_batches, "critic": _critic,
-        "ppo": _ppo,
+        "sft": _sft, "reward": _reward, "critic": _critic, "ppo": _ppo,
+        "reward_in_micro_batches": partial(_reward_in_micro_batches, prefix_sharing=False),
+        "reward_in_micro_batches_of_prefixes": partial(_reward_in_micro_batches, prefix_sharing=True),
     }  # fmt: skip
     engines, figures = runners[case](tiny, make, lr, steps, stored)
     return engines, figures
@@ -111,7 +113,7 @@ def start(case: str) -> dict[str, Tensor]:
     """The weights that every case begins with."""
     tiny = make_tiny()
     models = {"sft": {"policy": tiny.policy}, "reward": {"reward": with_unembedding(tiny)}}.get(
-        case.removesuffix("_in_micro_batches"),
+        case.partition("_")[0],
         {"critic": tiny.critic} if case == "critic" else {"policy": tiny.policy, "critic": tiny.critic},
     )
     return {f"{k}.{n}": p.detach().clone() for k, model in models.items() for n, p in model.named_parameters()}
@@ -157,11 +159,11 @@ def _reward(tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path) -
 
 
 def _reward_in_micro_batches(
-    tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path
+    tiny: Tiny, make: MakeEngine, lr: float, steps: int, stored: Path, *, prefix_sharing: bool
 ) -> tuple[list[Engine], dict[str, float]]:
-    """Batches that every rank cuts into several micro-batches of its own sequences."""
+    """Batches that every rank cuts into several micro-batches of its own rows."""
     model = with_unembedding(tiny)
-    batch = PairBatchConfig(token_budget=300, min_pairs=1, max_padding=0.01)
+    batch = PairBatchConfig(token_budget=300, min_pairs=1, max_padding=0.01, prefix_sharing=prefix_sharing)
     config = RewardConfig(batch=batch, centering=0.1, optimizer=optimizer(lr))
     engine = make(model, config.optimizer, "reward")
     task = RewardTask(engine, model, pairs(23), pairs(9), config, PAD, "reward")

@@ -13,17 +13,16 @@ from hypothesis import strategies as st
 from rlhf_core.config.stages.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.batches.padding import partitions
 from rlhf_core.data.batches.pairs import TokenisedPair
-from rlhf_core.data.batches.prompt_batches import pair_sequences
 from rlhf_core.data.chat.encoding import left_pad, right_pad
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.starting.base import new_model, train_tokenizer
 from rlhf_core.training.examples import Example, LengthBucketedBatches, collate
 from rlhf_core.training.losses import centering_loss, pairwise_loss, token_cross_entropy
+from rlhf_core.training.reward.pair_batch import pair_batch, row_lengths
 from rlhf_core.training.reward.trainer import (
     PairBatches,
     StepTotals,
-    pair_batch,
     pair_batches,
     pair_loss,
     score_pairs,
@@ -128,8 +127,8 @@ def test_the_loss_of_pairs_that_share_a_sequence_is_that_of_each_alone(scalar) -
     pairs.append(TokenisedPair(2, prompt, [11, 4], best))
     totals = StepTotals(3, 3 + 3 + 2)
     config = RewardConfig(centering=0.3, imitation=0.7, batch=PairBatchConfig(group_prompts=True))
-    batch = pair_batch(pairs, 0, torch.device("cpu"), share=True)
-    assert [part.input_ids.shape[0] for part in batch.micro_batches] == [3]
+    batch = pair_batch(pairs, 0, torch.device("cpu"), config.batch)
+    assert [part.sequences.input_ids.shape[0] for part in batch.micro_batches] == [3]
     assert (batch.chosen.tolist(), batch.rejected.tolist()) == ([0, 0, 1], [1, 2, 0])
     scalar.zero_grad()
     whole, _ = pair_loss(scalar, pairs, None, config, 0, totals)
@@ -144,13 +143,19 @@ def test_the_loss_of_pairs_that_share_a_sequence_is_that_of_each_alone(scalar) -
     scalar.zero_grad()
 
 
-@settings(max_examples=10, deadline=None)
-@given(st.lists(st.tuples(sequence, sequence, sequence), min_size=2, max_size=6), st.integers(2, 4), st.booleans())
-def test_micro_batches_of_sequences_change_neither_loss_nor_gradient(scalar, rows, count, share) -> None:  # type: ignore[no-untyped-def]
-    pairs = [TokenisedPair(i, *row) for i, row in enumerate([*rows, rows[0]])]
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.tuples(sequence, sequence, sequence), min_size=2, max_size=6),
+    st.integers(2, 4),
+    st.booleans(),
+    st.booleans(),
+)
+def test_micro_batches_of_rows_change_neither_loss_nor_gradient(scalar, rows, count, share, prefix_sharing) -> None:  # type: ignore[no-untyped-def]
+    pairs = [TokenisedPair(i, *row) for i, row in enumerate([*rows, rows[0], (rows[0][0], *rows[1][1:])])]
     totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
-    config = RewardConfig(centering=0.3, imitation=0.7, batch=PairBatchConfig(group_prompts=share))
-    lengths = pair_sequences(pairs, share).lengths
+    batch = PairBatchConfig(group_prompts=share, prefix_sharing=prefix_sharing)
+    config = RewardConfig(centering=0.3, imitation=0.7, batch=batch)
+    lengths = row_lengths(pairs, batch)
     parts = partitions(lengths, min(count, len(lengths)))[-1].micro_batches
     measured = []
     for micro_batches in (None, [list(range(len(lengths)))], parts):
@@ -164,6 +169,25 @@ def test_micro_batches_of_sequences_change_neither_loss_nor_gradient(scalar, row
     torch.testing.assert_close(measured[2][0], measured[0][0], rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(measured[2][1], measured[0][1], rtol=1e-4, atol=1e-6)
     assert measured[2][2] == pytest.approx(measured[0][2], rel=1e-5, abs=1e-6)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.tuples(sequence, sequence, sequence), min_size=1, max_size=5))
+def test_a_prompt_that_is_computed_once_changes_neither_loss_nor_gradient(scalar, rows) -> None:  # type: ignore[no-untyped-def]
+    pairs = [TokenisedPair(i, *row) for i, row in enumerate([*rows, (rows[0][0], *rows[-1][1:])])]
+    totals = StepTotals(len(pairs), sum(len(pair.chosen) for pair in pairs))
+    measured = []
+    for prefix_sharing in (False, True):
+        scalar.zero_grad()
+        config = RewardConfig(centering=0.3, imitation=0.7, batch=PairBatchConfig(prefix_sharing=prefix_sharing))
+        loss, _ = pair_loss(scalar, pairs, None, config, 0, totals)
+        loss.backward()
+        measured.append(
+            (loss.detach(), torch.cat([p.grad.flatten() for p in scalar.parameters() if p.grad is not None]))
+        )
+    scalar.zero_grad()
+    torch.testing.assert_close(measured[1][0], measured[0][0], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(measured[1][1], measured[0][1], rtol=1e-4, atol=1e-6)
 
 
 def test_a_sequence_that_pairs_share_is_scored_once_and_rewards_keep_their_order(scalar, monkeypatch) -> None:  # type: ignore[no-untyped-def]

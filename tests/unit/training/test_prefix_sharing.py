@@ -1,0 +1,46 @@
+"""Reward models that are trained with a prompt computed once for both replies of a pair."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import MistralConfig, MistralForCausalLM
+from unit.training.tiny import SHAPE, preferences, text
+
+from rlhf_core.api.reward_model import train_reward_model
+from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.config.stages.reward import PairBatchConfig, RewardConfig
+from rlhf_core.errors import ModelError
+from rlhf_core.models.starting.base import new_model, train_tokenizer
+
+TOKENIZER = train_tokenizer([text(i, 5) for i in range(20)], SHAPE.vocab_size)
+PAIRS = preferences(60)
+
+
+def config(prefix_sharing: bool) -> RewardConfig:
+    batch = PairBatchConfig(token_budget=400, min_pairs=4, max_pairs=8, prefix_sharing=prefix_sharing)
+    return RewardConfig(steps=12, eval_every=12, batch=batch, max_tokens=128, optimizer=OptimizerConfig(lr=1e-2))
+
+
+def test_the_model_is_the_same_but_for_rounding() -> None:
+    apart, shared = (
+        train_reward_model(new_model(SHAPE, TOKENIZER, seed=1), TOKENIZER, PAIRS, validation=PAIRS, config=config(on))
+        for on in (False, True)
+    )
+    assert shared.metrics["loss"] == pytest.approx(apart.metrics["loss"], rel=1e-3)
+    assert shared.metrics["margin_mean"] == pytest.approx(apart.metrics["margin_mean"], rel=1e-3, abs=1e-5)
+    assert apart.metrics["accuracy"] > 0.9
+
+
+def test_a_model_that_cannot_is_refused_by_the_name_of_the_setting() -> None:
+    shape = MistralConfig(
+        vocab_size=SHAPE.vocab_size,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        sliding_window=32,
+    )
+    refusal = r"reward\.batch\.prefix_sharing: MistralFor\w+ attends to the last 32 tokens only; set it to false"
+    with pytest.raises(ModelError, match=refusal):
+        train_reward_model(MistralForCausalLM(shape), TOKENIZER, PAIRS, config=config(prefix_sharing=True))
