@@ -1,16 +1,21 @@
-"""``python -m benchmarks.sampling FOLDER``: our sampler beside transformers' ``generate``, in turn in one process.
+"""``python -m benchmarks.sampling FOLDER``: our sampler beside transformers' ``generate`` and vLLM, in turn.
 
-Both sample replies of one length from the whole distribution at temperature 1. Adapters, where asked for, have random
-weights. Printed are the median tokens per second of wall time and of processor time, and their ratios.
+All sample replies of one length from the whole distribution at temperature 1. Adapters, where asked for, have random
+weights. Printed are the median tokens per second of wall time and of processor time, and how many times those of the
+others ours are. vLLM, where the Python of its environment is given, is a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,12 @@ from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.local import LocalSampler
 from rlhf_core.sampling.sampler import PromptBatch
 
+VLLM_PROGRAM = Path(__file__).with_name("sampling_by_vllm.py")
+ANSWER = "seconds: "
+
+# What samples all replies once; its seconds of wall time and of processor time.
+Run = Callable[[], tuple[float, float]]
+
 
 def main() -> int:
     """Measure with the threads that were asked for, print one table, and exit 0."""
@@ -39,7 +50,10 @@ def main() -> int:
     parser.add_argument("--reply", type=int, default=64, help="tokens of each reply")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--vllm-python", type=Path, help="the Python of an environment with vLLM")
     given = parser.parse_args()
+    if given.vllm_python and given.lora_rank:
+        parser.error("--vllm-python takes no adapters: leave out --lora-rank")
     torch.set_num_threads(given.threads)
 
     dtype = getattr(torch, given.dtype)
@@ -51,36 +65,71 @@ def main() -> int:
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(5, ours.config.vocab_size, (given.rows, given.prompt), generator=generator)
 
-    runs = {
-        "rlhf": lambda: _ours(ours, prompts, given.reply),
-        "transformers": lambda: _theirs(theirs, prompts, given.reply),
+    runs: dict[str, Run] = {
+        "rlhf": partial(_timed, lambda: _ours(ours, prompts, given.reply)),
+        "transformers": partial(_timed, lambda: _theirs(theirs, prompts, given.reply)),
     }
-    seconds = _in_turn(runs, given.repeats)
+    with ExitStack() as stack:
+        if given.vllm_python:
+            runs["vllm"] = _vllm(given, prompts, stack)
+        seconds = _in_turn(runs, given.repeats)
     tokens = given.rows * given.reply
     print(
         f"{given.folder.name}, {given.dtype}, adapters of rank {given.lora_rank}, {given.rows} x {given.reply} tokens"
     )
-    print(f"threads {given.threads}       wall tokens/s   tokens per processor second")
+    print(f"threads {given.threads}       wall tokens/s   tokens per processor second   ours: times as many")
     for name, (wall, processor) in seconds.items():
-        print(f"{name:<15} {tokens / wall:14.0f} {tokens / processor:29.0f}")
-    ratios = [theirs_s / ours_s for ours_s, theirs_s in zip(seconds["rlhf"], seconds["transformers"], strict=True)]
-    print(f"{'ratio':<15} {ratios[0]:14.2f} {ratios[1]:29.2f}")
+        ratios = f"{wall / seconds['rlhf'][0]:9.2f}, {processor / seconds['rlhf'][1]:.2f}" if name != "rlhf" else ""
+        print(f"{name:<15} {tokens / wall:14.0f} {tokens / processor:29.0f} {ratios}")
     return 0
 
 
-def _in_turn(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, tuple[float, float]]:
+def _in_turn(runs: Mapping[str, Run], repeats: int) -> dict[str, tuple[float, float]]:
     """The median wall and processor seconds of each run, taken in turn after one round to warm up."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for number in range(repeats + 1):
         for name, run in runs.items():
-            wall, processor = time.perf_counter(), time.process_time()
-            run()
+            taken = run()
             if number:
-                times[name].append((time.perf_counter() - wall, time.process_time() - processor))
+                times[name].append(taken)
     medians = {
         name: [sorted(column)[repeats // 2] for column in zip(*rows, strict=True)] for name, rows in times.items()
     }
     return {name: (wall, processor) for name, (wall, processor) in medians.items()}
+
+
+def _timed(work: Callable[[], None]) -> tuple[float, float]:
+    wall, processor = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - processor
+
+
+def _vllm(given: argparse.Namespace, prompts: torch.Tensor, stack: ExitStack) -> Run:
+    """Start vLLM, and return what makes it sample once."""
+    command = [given.vllm_python, VLLM_PROGRAM, given.folder, given.dtype, given.reply]
+    pipe, environment = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": str(given.threads)}
+    process = stack.enter_context(
+        subprocess.Popen(list(map(str, command)), stdin=pipe, stdout=pipe, text=True, env=environment)
+    )
+    requests, answers = process.stdin, process.stdout
+    assert requests is not None and answers is not None
+    stack.callback(requests.close)
+
+    def ask(line: str) -> list[float]:
+        requests.write(f"{line}\n")
+        requests.flush()
+        for answer in answers:
+            if answer.startswith(ANSWER):
+                return list(map(float, answer.removeprefix(ANSWER).split()))
+        raise SystemExit(f"vLLM ended with status {process.wait()}")
+
+    ask(json.dumps(prompts.tolist()))
+
+    def sample() -> tuple[float, float]:
+        wall, processor = ask("")
+        return wall, processor
+
+    return sample
 
 
 def _add_random_adapters(model: Any, rank: int) -> None:
