@@ -13,7 +13,7 @@ from rlhf_core.data.chat.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
 from rlhf_core.models.starting.base import load_policy
-from rlhf_core.sampling.decoding_layers import decoding_layers
+from rlhf_core.sampling.decoding.decoding_layers import decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, philox_uniforms
 from rlhf_core.sampling.reply import OnText, sample_reply
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from rlhf_core.data.chat.encoding import left_pad
 from rlhf_core.models.forward import position_ids_from_mask
+from rlhf_core.sampling.decoding.kv_cache import BlockCache
 from rlhf_core.sampling.distribution import TokenDistribution, inverse_cdf
-from rlhf_core.sampling.kv_cache import BlockCache
 
 OnTokens = Callable[[Tensor], None]
 COMPACT_BELOW = 0.75

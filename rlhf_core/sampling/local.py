@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import RlhfError
-from rlhf_core.sampling.decoding_layers import decoding_layers
+from rlhf_core.sampling.decoding.decoding_layers import decoding_layers
 from rlhf_core.sampling.distribution import TokenDistribution, philox_uniforms
 from rlhf_core.sampling.generation import Rollout, generate
 from rlhf_core.sampling.sampler import PromptBatch, require_version

@@ -27,9 +27,10 @@ from rlhf_core.config.lora import LoraConfig
 from rlhf_core.models.adapters.lora import add_adapters
 from rlhf_core.models.adapters.nf4 import NF4Linear
 from rlhf_core.models.float32_head import use_float32_unembedding
-from rlhf_core.sampling import decoding_layers as layers
 from rlhf_core.sampling import generation
-from rlhf_core.sampling.decoding_layers import PackedLinear, decoding_layers, packing_pays
+from rlhf_core.sampling.decoding import decoding_layers as layers
+from rlhf_core.sampling.decoding.decoding_layers import PackedLinear, decoding_layers, packing_pays
+from rlhf_core.sampling.decoding.kv_cache import BLOCK, BlockCache, BlockLayer
 from rlhf_core.sampling.distribution import (
     EvaluationSampling,
     Sampling,
@@ -38,7 +39,6 @@ from rlhf_core.sampling.distribution import (
     philox_uniforms,
 )
 from rlhf_core.sampling.generation import Rollout, generate
-from rlhf_core.sampling.kv_cache import BLOCK, BlockCache, BlockLayer
 
 V, STEPS = 29, 40
 SAMPLING = Sampling(

@@ -1,8 +1,9 @@
-"""Linear layers for decoding: adapters merged, heads held in float32, and on a CPU weights in oneDNN's packed layout.
+"""Layers for decoding: adapters merged, heads held in float32, on a CPU packed weights and grouped attention.
 
 They replace a model's own layers while it samples. Its own are left untouched and are put back afterwards, so a model
-that has sampled is bit for bit what it was. What is computed differs by rounding where adapters are merged or weights
-are packed; ``ppo.sampler_agreement`` measures that in every rollout. Elsewhere it is the same to the bit.
+that has sampled is bit for bit what it was. What is computed differs by rounding where adapters are merged, weights are
+packed as oneDNN orders them, or attention is grouped; ``ppo.sampler_agreement`` measures that in every rollout.
+Elsewhere it is the same to the bit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.models.adapters.lora import adapted_layers
 from rlhf_core.models.float32_head import Float32Linear
+from rlhf_core.sampling.decoding.grouped_attention import grouped_queries
 
 # Packing rounds otherwise than a plain product and takes about as long as five steps of 16 rows: it is left to models,
 # batches and replies where it pays.
@@ -48,7 +50,7 @@ class PackedLinear(nn.Linear):
 
 @contextmanager
 def decoding_layers(model: PreTrainedModel, rows: int, steps: int) -> Iterator[None]:
-    """Decode with merged, float32 and packed layers inside the block, each where it applies.
+    """Decode with merged, float32 and packed layers and grouped attention inside the block, each where it applies.
 
     Args:
         model: The model that samples. Its weights must not change inside the block.
@@ -67,7 +69,8 @@ def decoding_layers(model: PreTrainedModel, rows: int, steps: int) -> Iterator[N
     try:
         for name, layer in replacements.items():
             model.set_submodule(name, layer)
-        yield
+        with grouped_queries(model):
+            yield
     finally:
         for name, original in originals.items():
             model.set_submodule(name, original)
