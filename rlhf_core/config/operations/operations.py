@@ -107,6 +107,9 @@ class RegistryConfig(Strict):
 class ComputeConfig(Strict):
     """``threads`` is the number of CPU threads of each stage's process; ``null`` takes all cores.
 
+    ``spin`` has threads that wait for the next product spin for a tenth of a millisecond or two before they sleep. On a
+    machine of one's own that is faster, beside other work several times slower; see docs/performance.md.
+
     ``tf32`` lets a GPU multiply float32 matrices in TF32, several times faster and rounded to 11 significant bits; it
     changes nothing on CPUs.
 
@@ -118,6 +121,7 @@ class ComputeConfig(Strict):
     """
 
     threads: PositiveInt | None = None
+    spin: bool = False
     tf32: bool = True
     return_freed_memory: bool = True
     launch: dict[Launched, LaunchConfig] = {}

@@ -31,6 +31,7 @@ from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.stages.runtime.freed_memory import return_freed_memory
 from rlhf_core.stages.runtime.names import load_stage
 from rlhf_core.stages.runtime.outcome import OUTCOMES, StageExit, outcome_path
+from rlhf_core.stages.runtime.threads import limit_threads
 from rlhf_core.storage.files import atomic_write_json, flatten, sha256_tree
 from rlhf_core.tracking import Tracker, stage_tracker
 from rlhf_core.training.checkpoints.store import CheckpointStore
@@ -102,7 +103,7 @@ class _StageRun:
 
 def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, Any]:
     params = load_params(workspace)
-    _limit_threads(params.compute.threads)
+    limit_threads(params.compute, params.flow.parallel)
     stage = load_stage(name, params.policy.method)
     config = load_section(workspace, stage.section, stage.config)
     if tracked_files.FILE in stage.inputs.values() and launcher.rank() == 0:
@@ -181,15 +182,6 @@ def _run_on_other_rank(run: _StageRun) -> dict[str, Any]:
             return dict(stage.run(run.config, run.inputs, outputs, context))
         except NonzeroRankReleased:
             return {}
-
-
-def _limit_threads(threads: int | None) -> None:
-    """Tell OpenMP and the tokenizers before they are loaded. An explicit setting of the environment wins."""
-    # Two stages side by side on the same cores stall each other by orders of magnitude when idle threads spin.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if threads is not None:
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
 
 
 def _inputs(stage: Stage[Any], workspace: Path) -> Paths:
