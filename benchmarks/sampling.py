@@ -1,9 +1,9 @@
 """``python -m benchmarks.sampling FOLDER``: our sampler beside transformers' ``generate`` and vLLM, in turn.
 
 All sample replies of one length from the whole distribution at temperature 1. Adapters, where asked for, have random
-weights. Threads sleep between products, or spin, in all three, where GOMP_SPINCOUNT is set. Printed are the median tokens
-per second of wall time and of processor time, and how many times those of the others ours are. vLLM, where the Python
-of its environment is given, is a process of its own.
+weights. Threads sleep between products, or spin, in all three, where GOMP_SPINCOUNT is set. Printed are the median
+tokens per second of wall time and of processor time, and how many times those of the others ours are. vLLM, where the
+Python of its environment is given, is a process of its own.
 """
 
 from __future__ import annotations

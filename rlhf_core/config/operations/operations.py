@@ -107,7 +107,7 @@ class RegistryConfig(Strict):
 class ComputeConfig(Strict):
     """``threads`` is the number of CPU threads of each stage's process; ``null`` takes all cores.
 
-    ``spin`` has threads that wait for the next product spin for a tenth of a millisecond or two before they sleep. On a
+    ``spin`` has threads that wait for the next product spin for about a tenth of a millisecond before they sleep. On a
     machine of one's own that is faster, beside other work several times slower; see docs/performance.md.
 
     ``tf32`` lets a GPU multiply float32 matrices in TF32, several times faster and rounded to 11 significant bits; it

@@ -9,7 +9,7 @@ from rlhf_core.config.operations.operations import ComputeConfig
 
 logger = logging.getLogger(__name__)
 
-# Rounds of libgomp's waiting loop, a tenth of a millisecond or two: as long as a model's small operations take between
+# Rounds of libgomp's waiting loop, about a tenth of a millisecond: as long as a model's small operations take between
 # the products of a decoding step.
 SPIN_ROUNDS = 5000
 
