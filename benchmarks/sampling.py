@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.worker import Worker
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.models.adapters.lora import add_adapters
 from rlhf_core.models.io import load_model
@@ -107,27 +107,12 @@ def _timed(work: Callable[[], None]) -> tuple[float, float]:
 
 def _vllm(given: argparse.Namespace, prompts: torch.Tensor, stack: ExitStack) -> Run:
     """Start vLLM, and return what makes it sample once."""
-    command = [given.vllm_python, VLLM_PROGRAM, given.folder, given.dtype, given.reply]
-    pipe, environment = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": str(given.threads)}
-    process = stack.enter_context(
-        subprocess.Popen(list(map(str, command)), stdin=pipe, stdout=pipe, text=True, env=environment)
-    )
-    requests, answers = process.stdin, process.stdout
-    assert requests is not None and answers is not None
-    stack.callback(requests.close)
-
-    def ask(line: str) -> list[float]:
-        requests.write(f"{line}\n")
-        requests.flush()
-        for answer in answers:
-            if answer.startswith(ANSWER):
-                return list(map(float, answer.removeprefix(ANSWER).split()))
-        raise SystemExit(f"vLLM ended with status {process.wait()}")
-
-    ask(json.dumps(prompts.tolist()))
+    command = list(map(str, (given.vllm_python, VLLM_PROGRAM, given.folder, given.dtype, given.reply)))
+    environment = os.environ | {"OMP_NUM_THREADS": str(given.threads)}
+    worker = Worker(command, stack, ANSWER, environment, first=json.dumps(prompts.tolist()))
 
     def sample() -> tuple[float, float]:
-        wall, processor = ask("")
+        wall, processor = worker.ask()
         return wall, processor
 
     return sample

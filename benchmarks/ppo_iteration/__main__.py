@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,37 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.ppo_iteration.workload import ANSWER, Workload
+from benchmarks.worker import Worker
 
 SIZES = {
     "0.43 M": {"hidden": 96, "intermediate": 256, "layers": 3, "heads": 4},
     "4.3 M": {"hidden": 256, "intermediate": 688, "layers": 5, "heads": 8},
 }
-
-
-class Worker:
-    """A process that makes one iteration each time it is asked to."""
-
-    def __init__(self, command: Sequence[str], stack: ExitStack) -> None:
-        self._program = command[0]
-        pipe = subprocess.PIPE
-        self._process = stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
-        stack.callback(self._process.stdin.close)  # type: ignore[union-attr]
-        self.answer()
-
-    def iterate(self) -> float:
-        """Seconds of one iteration."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return float(self.answer())
-
-    def answer(self) -> str:
-        """Its next answer."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(ANSWER):
-                return line.removeprefix(ANSWER)
-        raise SystemExit(f"a trainer of {self._program} ended with status {self._process.wait()}")
 
 
 def main() -> int:
@@ -87,8 +61,8 @@ def _measure(workloads: Sequence[Workload], trl_python: Path, repeats: int) -> t
             workload.write(Path(folder))
         ours = [[sys.executable, "-m", "benchmarks.ppo_iteration.ours", folder] for folder in folders]
         theirs = [[str(trl_python), script, folder] for folder in folders]
-        workers = [Worker(command, stack) for command in (*ours, *theirs)]
-        laps = [[worker.iterate() for worker in workers] for _ in range(repeats)]
+        workers = [Worker(command, stack, ANSWER) for command in (*ours, *theirs)]
+        laps = [[worker.ask()[0] for worker in workers] for _ in range(repeats)]
     medians = [statistics.median(times) for times in zip(*laps, strict=True)]
     return medians[: len(ours)], medians[len(ours) :]
 

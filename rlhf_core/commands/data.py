@@ -6,6 +6,7 @@ Heavy imports wait until a command runs, and until its arguments are known to be
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -148,8 +149,6 @@ def validate(
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RlhfError(f"{output} exists already; name a new or empty folder")
     config = _validate_config(workspace, sets or [], tokenizer)
-    import tempfile
-
     from rlhf_core.data.collection.sources import sources_by_kind
     from rlhf_core.stages.checked_files import as_text, check_files
 

@@ -7,7 +7,6 @@ same bits as one after the other.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from rlhf_core.runtime import distributed
+from rlhf_core.runtime.cores import available_cores
 
 # Larger models use several cores in one product, and two at once would hold the activations of both.
 MAX_PARAMETERS = 10_000_000
@@ -45,7 +45,7 @@ def idle_workers() -> int:
     """Threads of models that the cores of this process have room for; 1 on GPUs, and where ranks take turns."""
     if distributed.active() or distributed.device().type != "cpu":
         return 1
-    return len(os.sched_getaffinity(0)) // torch.get_num_threads()
+    return available_cores() // torch.get_num_threads()
 
 
 def _small_and_stateless(model: object) -> bool:

@@ -55,9 +55,7 @@ def run_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int
         ``challenger`` (text metrics of each), ``prompts`` (how many) and ``content`` (sha256 of the folders).
     """
     config = load_section(workspace, "evaluate", EvaluateConfig)
-    held_out = read_rows(workspace / PROMPTS, Prompt)
-    if not held_out:
-        raise DataError(f"{workspace / PROMPTS} has no rows; raise validate.split.test")
+    held_out = _test_prompts(workspace)
     sets = load_section(workspace, "registry", RegistryConfig).prompt_sets
     rows = prompts_of_set(held_out, config.prompts, prompt_set, sets)
     prompts = [row.prompt for row in rows]
@@ -99,6 +97,13 @@ def run_match(workspace: Path, champion: Path, challenger: Path, prompt_set: int
         "prompts": len(prompts),
         "content": {role: sha256_tree(folder) for role, folder in folders.items()},
     }
+
+
+def _test_prompts(workspace: Path) -> list[Prompt]:
+    rows = read_rows(workspace / PROMPTS, Prompt)
+    if not rows:
+        raise DataError(f"{workspace / PROMPTS} has no rows; raise validate.split.test")
+    return rows
 
 
 def _sample(

@@ -6,6 +6,7 @@ import logging
 import os
 
 from rlhf_core.config.operations.operations import ComputeConfig
+from rlhf_core.runtime.cores import available_cores
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ def limit_threads(compute: ComputeConfig, parallel: int) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(compute.threads))
         os.environ.setdefault("RAYON_NUM_THREADS", str(compute.threads))
     if compute.spin and "GOMP_SPINCOUNT" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = available_cores()
         threads = parallel * (compute.threads or cores)
         if threads > cores:
             logger.warning(

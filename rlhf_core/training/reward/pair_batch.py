@@ -18,7 +18,7 @@ from rlhf_core.training.examples import ReplyBatch, collate
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class PairMicroBatch:
     """Sequences that pass the model together.
 
     Attributes:
@@ -46,7 +46,7 @@ class PairBatch:
         rejected: Row of each pair's rejected sequence (B,).
     """
 
-    micro_batches: list[MicroBatch]
+    micro_batches: list[PairMicroBatch]
     chosen: Tensor
     rejected: Tensor
 
@@ -71,15 +71,16 @@ def pair_batch(
     sequences = pair_sequences(pairs, config.group_prompts)
     rows = rows_of_sequences(sequences, config.prefix_sharing)
     parts = [[rows[number] for number in part] for part in micro_batches or [range(len(rows))]]
-    place = {number: i for i, number in enumerate(number for part in parts for row in part for number in row.numbers)}
+    in_order = [number for part in parts for row in part for number in row.numbers]
+    row_of = {number: row for row, number in enumerate(in_order)}
     return PairBatch(
         [_micro_batch(part, pad, device, config.prefix_sharing) for part in parts],
-        torch.tensor([place[number] for number in sequences.chosen], device=device),
-        torch.tensor([place[number] for number in sequences.rejected], device=device),
+        torch.tensor([row_of[number] for number in sequences.chosen], device=device),
+        torch.tensor([row_of[number] for number in sequences.rejected], device=device),
     )
 
 
-def _micro_batch(rows: Sequence[PrefixRow], pad: int, device: torch.device, prefix_sharing: bool) -> MicroBatch:
+def _micro_batch(rows: Sequence[PrefixRow], pad: int, device: torch.device, prefix_sharing: bool) -> PairMicroBatch:
     prompts, replies = zip(*((row.prompt, reply) for row in rows for reply in row.replies), strict=True)
     prefixes = prefix_batch(rows, pad).to(device) if prefix_sharing else None
-    return MicroBatch(collate(prompts, replies, pad).to(device), prefixes)
+    return PairMicroBatch(collate(prompts, replies, pad).to(device), prefixes)
