@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.hub import require_hub
 from rlhf_core.models.float32_head import use_float32_unembedding
+from rlhf_core.models.onednn_linear import use_onednn
 from rlhf_core.runtime import distributed
 from rlhf_core.storage.files import atomic_dir, atomic_write_json
 
@@ -185,6 +186,7 @@ def load_model(
             "%s: %d weights, such as %s, are no part of a %s and left out", source, len(names), names[0], kind
         )
     use_float32_unembedding(model)
+    use_onednn(model)
     return model.to(distributed.device()).eval()
 
 

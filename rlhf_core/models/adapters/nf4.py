@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.io import quiet
+from rlhf_core.models.onednn_linear import is_plain_linear
 
 BLOCK = 64
 MISSING = "quantize: nf4 is set, but bitsandbytes is not installed: pip install 'rlhf-pipeline[4bit]', or remove it"
@@ -95,14 +96,14 @@ def packed(weight: Tensor) -> PackedWeight:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether ``module`` is a plain or a packed linear layer, and not a subclass of them."""
-    return type(module) in (nn.Linear, NF4Linear)
+    return is_plain_linear(module) or type(module) is NF4Linear
 
 
 def pack_linear_layers(model: PreTrainedModel) -> None:
     """Pack every linear layer below the head of ``model``, in place."""
     backbone = model.base_model
     for name, layer in list(backbone.named_modules()):
-        if type(layer) is nn.Linear:
+        if is_plain_linear(layer):
             _replace(backbone, name, NF4Linear(layer))
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.models.adapters.lora import adapted_layers
 from rlhf_core.models.float32_head import Float32Linear
+from rlhf_core.models.onednn_linear import is_plain_linear
 from rlhf_core.sampling.decoding.grouped_attention import grouped_queries
 
 # Packing rounds otherwise than a plain product and takes about as long as five steps of 16 rows: it is left to models,
@@ -94,7 +95,7 @@ def _decoding_weights(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear, 
     inside = tuple(f"{name}." for name in adapted)
     for name, adapters in adapted.items():
         base = adapters.get_base_layer()
-        if type(base) is nn.Linear:
+        if is_plain_linear(base):
             weight: Tensor = base.weight
             for adapter in () if adapters.disable_adapters else adapters.active_adapters:
                 delta = adapters.get_delta_weight(adapter)
@@ -103,7 +104,7 @@ def _decoding_weights(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear, 
     for name, layer in model.named_modules():
         if type(layer) is Float32Linear:
             yield name, layer, layer.weight.float()
-        elif type(layer) is nn.Linear and not name.startswith(inside):
+        elif is_plain_linear(layer) and not name.startswith(inside):
             yield name, layer, layer.weight
 
 

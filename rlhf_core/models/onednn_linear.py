@@ -1,0 +1,101 @@
+"""Linear layers in float32 on x86 processors with AVX-512, whose products oneDNN computes in place of MKL.
+
+PyTorch gives float32 products to MKL, which on processors of another maker than its own keeps to half as wide a vector
+instruction: on an AMD EPYC core oneDNN computes the same products, forward and backward, 2.2 times as fast
+(docs/performance.md). They are sums of the same terms in another order. The product of one row stays as it is, since
+that is faster there.
+
+Shapes: M rows of the input, flattened; K inputs; N outputs.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+X86 = ("x86_64", "amd64")
+
+
+class OneDnnLinear(nn.Linear):
+    """A linear layer that computes products of two and more float32 rows on a CPU by oneDNN."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., K) -> (..., N)."""
+        weight = self.weight
+        of_float32 = input.dtype == weight.dtype == torch.float32
+        if not of_float32 or input.device.type != "cpu" or input.numel() < 2 * self.in_features:
+            return functional.linear(input, weight, self.bias)
+        if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
+            result: Tensor = _Product.apply(input, weight)  # type: ignore[no-untyped-call]
+            return result if self.bias is None else result + self.bias
+        return product(input, weight, self.bias)
+
+
+class _Product(torch.autograd.Function):
+    """``x W^T`` of inputs (..., K) and a weight (N, K)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_input, of_weight = ctx.needs_input_grad
+        rows = gradient.reshape(-1, weight.shape[0])
+        return (
+            product(gradient, weight.t()) if of_input else None,
+            _transposed_product(rows, x.reshape(-1, weight.shape[1])) if of_weight else None,
+        )
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x W^T + b`` by oneDNN: (..., K), (N, K) or a view of that shape, (N,) -> (..., N)."""
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return result
+
+
+def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
+    """``A^T B`` of (M, N) and (M, K), (N, K): oneDNN is faster with the smaller number as that of rows."""
+    if a.shape[1] <= b.shape[1]:
+        return product(a.t(), b.t())
+    return product(b.t(), a.t()).t()
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether ``module`` is a linear layer that is nothing more, whichever library computes its products."""
+    return type(module) in (nn.Linear, OneDnnLinear)
+
+
+def onednn_pays() -> bool:
+    """Whether this processor computes float32 products by oneDNN at least as fast as by PyTorch's default."""
+    if platform.machine().lower() not in X86 or not torch.backends.mkldnn.is_available():
+        return False
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def use_onednn(model: nn.Module) -> None:
+    """Compute the products of a float32 model's linear layers by oneDNN from now on, where that pays.
+
+    Parameters stay the very same, and on other devices and in other precisions the layers compute as before. Heads of
+    one output are left alone, whose products are none of matrices.
+    """
+    if not onednn_pays():
+        return
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and layer.out_features > 1:
+            model.set_submodule(name, _with_onednn(layer))
+
+
+def _with_onednn(layer: nn.Linear) -> OneDnnLinear:
+    made = OneDnnLinear(layer.in_features, layer.out_features, bias=False, device="meta")
+    made.weight, made.bias = layer.weight, layer.bias
+    made.train(layer.training)
+    return made
