@@ -42,8 +42,8 @@ def contract_policy() -> LlamaForCausalLM:
 
 
 def batch_of(rows: Sequence[int], seed: int = 11) -> PromptBatch:
-    """The prompts ``rows``, each with the random stream of its number."""
-    return PromptBatch([PROMPTS[row] for row in rows], rows, seed)
+    """The prompts ``rows``, each with the random stream of its number, padded to the longest of all."""
+    return PromptBatch([PROMPTS[row] for row in rows], rows, seed, max(map(len, PROMPTS)))
 
 
 def drawn(sampler: Sampler, batch: PromptBatch, version: int = 1, sampling: Sampling = SAMPLING) -> Rollout:
@@ -147,8 +147,7 @@ class SamplerContract:
     def test_ranks_with_replies_of_unequal_lengths_make_one_rollout(
         self, sampler: Sampler, policy: PreTrainedModel
     ) -> None:
-        """Each rank has every second prompt. One with a share of short prompts and replies is narrower; one may have
-        none at all."""
+        """Each rank has every second prompt. One with short replies is narrower; one may have none at all."""
         sampler.sync(policy, 1)
         whole = drawn(sampler, batch_of(range(16)))
         shares = [drawn(sampler, batch_of(range(rank, 16, 2))) for rank in range(2)]

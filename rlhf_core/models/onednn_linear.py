@@ -19,6 +19,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 X86 = ("x86_64", "amd64")
+# Half a millisecond for each new number of rows, in which oneDNN compiles a product, takes most of what products of
+# smaller models gain. They keep their bits.
+FEWEST_PARAMETERS = 1_000_000
 
 
 class OneDnnLinear(nn.Linear):
@@ -87,7 +90,7 @@ def use_onednn(model: nn.Module) -> None:
     Parameters stay the very same, and on other devices and in other precisions the layers compute as before. Heads of
     one output are left alone, whose products are none of matrices.
     """
-    if not onednn_pays():
+    if not onednn_pays() or sum(parameter.numel() for parameter in model.parameters()) < FEWEST_PARAMETERS:
         return
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and layer.out_features > 1:

@@ -30,8 +30,10 @@ def sample_replies(
         batch_size: Bounds the memory of one call of the sampler.
 
     Returns:
-        The replies to all prompts, on every rank; those of a bit-exact sampler equal those of one process and batch.
+        The replies to all prompts, on every rank. Those of a bit-exact sampler have the bits of one process and batch,
+        as far as a row's products do not depend on the number of rows.
     """
+    width = max(map(len, prompts.ids), default=0)
     ids, streams = distributed.shard_for_rank(prompts.ids), distributed.shard_for_rank(prompts.streams)
     together = batch_size or max(len(ids), 1)
     starts = range(0, max(len(ids), 1), together)
@@ -39,24 +41,20 @@ def sample_replies(
     with sampler.awake(version, min(together, len(ids)), len(starts) * sampling.max_new_tokens):
         for start in starts:
             rows = slice(start, start + together)
-            parts.append(sampler.sample(PromptBatch(ids[rows], streams[rows], prompts.seed), sampling))
-    own = concatenate(parts, sampling.pad_id)
-    rollout = gather_rollout(own, [len(prompt) for prompt in prompts.ids], sampling.pad_id)
+            parts.append(sampler.sample(PromptBatch(ids[rows], streams[rows], prompts.seed, width), sampling))
+    rollout = gather_rollout(concatenate(parts, sampling.pad_id), len(prompts), sampling.pad_id)
     # Inference tensors cannot take part in autograd later, so plain copies go on.
     return Rollout(**{field.name: getattr(rollout, field.name).clone() for field in fields(Rollout)})
 
 
 def concatenate(parts: Sequence[Rollout], pad_id: int) -> Rollout:
-    """Join rollouts of several batches: prompts padded on the left, responses on the right, to the widest."""
+    """Join rollouts of several batches, whose prompts are equally wide: responses are padded to the widest."""
     if len(parts) == 1:
         return parts[0]
-    prompt = max(part.tokens.shape[1] - part.response_mask.shape[1] for part in parts)
-    reply = max(part.response_mask.shape[1] for part in parts)
+    widest = max(part.response_mask.shape[1] for part in parts)
 
     def widened(part: Rollout, values: Tensor, fill: float) -> Tensor:
-        width = part.response_mask.shape[1]
-        left = prompt - (part.tokens.shape[1] - width) if values.shape[1] > width else 0
-        return torch.nn.functional.pad(values, (left, reply - width), value=fill)
+        return torch.nn.functional.pad(values, (0, widest - part.response_mask.shape[1]), value=fill)
 
     return Rollout(
         tokens=torch.cat([widened(part, part.tokens, pad_id) for part in parts]),
@@ -67,25 +65,12 @@ def concatenate(parts: Sequence[Rollout], pad_id: int) -> Rollout:
     )
 
 
-def gather_rollout(own: Rollout, prompt_lengths: Sequence[int], pad_id: int) -> Rollout:
-    """Join the rollouts of all ranks, given the lengths of all prompts."""
-    if distributed.world_size() == 1:
-        return own
-    total, width = len(prompt_lengths), own.response_mask.shape[1]
-    prompt = own.tokens.shape[1] - width
-    missing = max(prompt_lengths) - prompt
-
-    def gathered(values: Tensor, fill: float = 0) -> Tensor:
-        return distributed.gather_rows(values, total, fill)
-
-    def gathered_prompts(values: Tensor, fill: float) -> Tensor:
-        return gathered(torch.nn.functional.pad(values[:, :prompt], (missing, 0), value=fill))
-
-    attention = gathered_prompts(own.attention_mask, 0), gathered(own.attention_mask[:, prompt:])
+def gather_rollout(own: Rollout, total: int, pad_id: int) -> Rollout:
+    """Join the rollouts of all ranks, whose prompts are equally wide, to one of ``total`` rows."""
     return Rollout(
-        tokens=torch.cat([gathered_prompts(own.tokens, pad_id), gathered(own.tokens[:, prompt:], pad_id)], dim=1),
-        attention_mask=torch.cat(attention, dim=1),
-        response_mask=gathered(own.response_mask),
-        logprobs=gathered(own.logprobs),
-        finished=gathered(own.finished),
+        tokens=distributed.gather_rows(own.tokens, total, pad_id),
+        attention_mask=distributed.gather_rows(own.attention_mask, total),
+        response_mask=distributed.gather_rows(own.response_mask, total),
+        logprobs=distributed.gather_rows(own.logprobs, total),
+        finished=distributed.gather_rows(own.finished, total),
     )

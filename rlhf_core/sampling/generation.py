@@ -86,6 +86,7 @@ def generate(
     uniforms: Tensor,
     sampling: TokenDistribution,
     on_tokens: OnTokens | None = None,
+    width: int = 0,
 ) -> Rollout:
     """Sample one reply per prompt, of which there may be none.
 
@@ -95,9 +96,10 @@ def generate(
         uniforms: (B, max_new_tokens) float64, which decide every draw; see ``philox_uniforms``.
         sampling: The training distribution, or the filtered one, whose log-probabilities are of no use to PPO.
         on_tokens: Called after each step with the new token of every reply that was still being written.
+        width: Columns of prompts, at least.
     """
     base = sampling.base
-    prompts, prompt_mask = left_pad(prompt_ids, base.pad_id)
+    prompts, prompt_mask = left_pad(prompt_ids, base.pad_id, width)
     prompts, prompt_mask = prompts.to(model.device), prompt_mask.to(model.device)
     count, steps = len(prompt_ids), base.max_new_tokens
     response = prompts.new_full((count, steps), base.pad_id)

@@ -53,4 +53,4 @@ class LocalSampler:
             raise RlhfError("a sampler samples only while it is awake: call sample inside of awake")
         assert self._policy is not None
         uniforms = philox_uniforms(prompts.seed, prompts.streams, sampling.base.max_new_tokens)
-        return generate(self._policy, prompts.ids, uniforms, sampling)
+        return generate(self._policy, prompts.ids, uniforms, sampling, width=prompts.width)

@@ -23,11 +23,14 @@ class PromptBatch:
         streams: Number of each reply's random stream. With ``seed`` it alone decides the reply's draws, whatever rank
             or batch the prompt falls into.
         seed: Seed of all streams.
+        width: Columns that prompts are padded to where none of them is longer. Another width rounds logits otherwise:
+            parts of a batch that have that of the whole get the very replies that the whole would.
     """
 
     ids: Sequence[Sequence[int]]
     streams: Sequence[int]
     seed: int
+    width: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.stages.sft import SftConfig
-from rlhf_core.data.batches.sharding import passes
+from rlhf_core.data.batches.sharding import passes, whole_passes
 from rlhf_core.data.chat.encoding import decode_reply, encode_prompt, left_pad, pad_id, stop_token_ids
 from rlhf_core.data.schema import Demonstration
 from rlhf_core.models.forward import position_ids_from_mask, selected_logits
@@ -99,7 +99,7 @@ def mean_reply_loss(
     """Mean cross-entropy in nats per reply token, computed in batches of ``size`` rows of similar length."""
     order = by_length([example.length for example in examples])
     nats = 0.0
-    for part, weight in passes(order, size):
+    for part, weight in whole_passes(order, size):
         rows = [examples[row] for row in part]
         nats += weight * float(reply_loss(model, example_batch(rows, pad, model.device), 1, logits_bytes))
     return distributed.reduce_metrics({"nats": nats})["nats"] / sum(len(example.reply) for example in examples)

@@ -24,3 +24,15 @@ def passes(rows: Rows, size: int) -> Iterator[tuple[Rows, float]]:
     for start in range(0, count * size, size):
         part = mine[start : start + size]
         yield (part, 1.0) if len(part) else (rows[:1], 0.0)
+
+
+def whole_passes(rows: list[int], size: int) -> Iterator[tuple[list[int], float]]:
+    """Yield this rank's share of the micro-batches that one process makes of ``rows``, as :func:`passes` does.
+
+    A row has the same companions, and with them the same padding and the same bits, on any number of ranks. Every rank
+    makes as many passes as in :func:`passes`, but of a last round of them some ranks may have none of their own.
+    """
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    mine = distributed.shard_for_rank(parts)
+    for number in range(math.ceil(len(parts) / distributed.world_size())):
+        yield (mine[number], 1.0) if number < len(mine) else (rows[:1], 0.0)

@@ -116,9 +116,12 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
 
 
-def left_pad(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that end together, for generation. Returns ids and attention mask, both LongTensor (B, L)."""
-    return _pad(sequences, pad_id, left=True)
+def left_pad(sequences: Sequence[Sequence[int]], pad_id: int, width: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that end together, for generation. Returns ids and attention mask, both LongTensor (B, L).
+
+    L is the length of the longest row, and at least ``width``.
+    """
+    return _pad(sequences, pad_id, left=True, width=width)
 
 
 def right_pad(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,8 +129,10 @@ def right_pad(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Te
     return _pad(sequences, pad_id, left=False)
 
 
-def _pad(sequences: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max((len(sequence) for sequence in sequences), default=0)
+def _pad(
+    sequences: Sequence[Sequence[int]], pad_id: int, *, left: bool, width: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(width, *(len(sequence) for sequence in sequences), 0)
     ids = torch.full((len(sequences), width), pad_id, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, sequence in enumerate(sequences):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.batches.sharding import passes
+from rlhf_core.data.batches.sharding import whole_passes
 from rlhf_core.data.chat.encoding import encode_prompt, encode_reply, pad_id, vocabulary_id
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError
@@ -60,7 +60,7 @@ class ModelJudge:
         sequences = [self._encode(prompt, reply) for prompt, reply in zip(prompts, replies, strict=True)]
         by_length = sorted(range(len(sequences)), key=lambda i: sum(map(len, sequences[i])))
         scores = torch.zeros(len(sequences), dtype=torch.float64)
-        for rows, weight in passes(by_length, self.batch_size):
+        for rows, weight in whole_passes(by_length, self.batch_size):
             prompts_of, replies_of = zip(*(sequences[i] for i in rows), strict=True)
             batch = collate(prompts_of, replies_of, pad_id(self.tokenizer)).to(distributed.device())
             with torch.inference_mode():

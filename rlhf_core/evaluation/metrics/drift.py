@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -35,22 +36,22 @@ class Drift:
 
 def measure_drift(sampled: OnPolicyReplies, reference: PreTrainedModel) -> Drift:
     """Measure how far the policy that wrote ``sampled`` is from ``reference``; ranks share the work."""
-    log_ratios: list[float] = []
+    log_ratios: list[list[float]] = []  # by batch
     reference_nats, tokens = 0.0, 0
     for rollout, weight in zip(sampled.rollouts, sampled.weights, strict=True):
         reference_logprobs = _score_tokens(rollout, reference, sampled.sampling)
         if not weight:
             continue
         policy_logprobs = rollout.logprobs.double().masked_fill(~rollout.response_mask, 0.0)
-        log_ratios += (policy_logprobs - reference_logprobs).sum(dim=1).tolist()
+        log_ratios.append((policy_logprobs - reference_logprobs).sum(dim=1).tolist())
         reference_nats -= float(reference_logprobs.sum())
         tokens += int(rollout.response_mask.sum())
-    log_ratios = distributed.gather_items(log_ratios)
+    of_replies = list(chain.from_iterable(distributed.gather_items(log_ratios)))
     sums = distributed.reduce_metrics({"nats": reference_nats, "tokens": tokens})
-    error = float(np.std(log_ratios, ddof=1)) / math.sqrt(len(log_ratios)) if len(log_ratios) > 1 else 0.0
+    error = float(np.std(of_replies, ddof=1)) / math.sqrt(len(of_replies)) if len(of_replies) > 1 else 0.0
     # The exponent is bounded so that a ruined policy gives a huge finite number, which JSON and gates can hold.
     perplexity = math.exp(min(sums["nats"] / max(sums["tokens"], 1), 700.0))
-    return Drift(float(np.mean(log_ratios)), error, perplexity)
+    return Drift(float(np.mean(of_replies)), error, perplexity)
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.stages.evaluate import HeldOutPerplexityConfig
-from rlhf_core.data.batches.sharding import passes
+from rlhf_core.data.batches.sharding import whole_passes
 from rlhf_core.data.chat.encoding import encode_dialogue, encode_text, pad_id
 from rlhf_core.data.schema import Preference, PretrainText, read_rows
 from rlhf_core.evaluation.regression import fixed_subset
@@ -103,7 +103,7 @@ def reply_perplexity(model: PreTrainedModel, examples: Sequence[Example], pad: i
     """Return exp of the mean cross-entropy per reply token of ``examples``; ranks share the work."""
     order = by_length([example.length for example in examples])
     nats = 0.0
-    for part, weight in passes(order, ROWS_PER_PASS):
+    for part, weight in whole_passes(order, ROWS_PER_PASS):
         if weight:
             rows = [examples[row] for row in part]
             batch = collate([row.prompt for row in rows], [row.reply for row in rows], pad)

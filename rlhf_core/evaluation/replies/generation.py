@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.batches.sharding import passes
+from rlhf_core.data.batches.sharding import whole_passes
 from rlhf_core.data.chat.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.data.tokens.batch_encoding import encode_prompts
@@ -56,8 +57,9 @@ def evaluation_replies(
     """Sample replies with the evaluation filters (top-p, repetition penalty), those to one prompt in a row.
 
     Prompt ``i`` uses random stream ``i`` of ``seed`` for its first reply, and of seeds derived from it for the others,
-    so two models get the same random numbers, and neither the batch size nor the number of ranks nor further replies
-    change a reply. Prompts of similar length share a batch; of several ranks each samples its share, and gets all.
+    so two models get the same random numbers, and further replies change none. Prompts of similar length share a batch.
+    Of several ranks each samples its share of the batches, and gets all replies, which have the same bits as those of
+    one process; another batch size changes them by rounding, where that decides a draw.
 
     ``on_batch`` is called with the number of replies of each finished batch, of all ranks together.
 
@@ -73,21 +75,21 @@ def evaluation_replies(
             f"shorten {prompts[longest][-1].content[:40]!r}…"
         )
     order = by_length([len(ids) for ids in encoded])
-    shared = list(passes(order, batch_size))
+    shared = list(whole_passes(order, batch_size))
     steps = replies_per_prompt * len(shared) * config.max_new_tokens
     draws: list[list[list[int]]] = []
     sampler = LocalSampler.of(model)
     with sampler.awake(0, max((len(rows) for rows, _ in shared), default=0), steps):
         for number in range(replies_per_prompt):
             draw_seed = derive_seed(seed, "evaluation replies", number) if number else seed
-            own: list[list[int]] = []
+            own: list[list[list[int]]] = []  # by batch
             for done, (rows, weight) in enumerate(shared):
                 if weight:
                     batch = PromptBatch([encoded[row] for row in rows], rows, draw_seed)
-                    own += sampler.sample(batch, sampling).replies()
+                    own.append(sampler.sample(batch, sampling).replies())
                 together = batch_size * distributed.world_size()
                 on_batch(min(together, len(prompts) - done * together))
-            draws.append(_in_order(order, distributed.gather_items(own)))
+            draws.append(_in_order(order, list(chain.from_iterable(distributed.gather_items(own)))))
     return generated_replies(tokenizer, [reply for of_prompt in zip(*draws, strict=True) for reply in of_prompt])
 
 
@@ -109,9 +111,9 @@ def on_policy_replies(
 
     Prompts use their random streams as in :func:`evaluation_replies`; of several ranks each samples its share.
     """
-    sequences: list[list[int]] = []
+    sequences: list[list[list[int]]] = []  # by batch
     rollouts, weights = [], []
-    shared = list(passes(list(range(len(prompts))), batch_size))
+    shared = list(whole_passes(list(range(len(prompts))), batch_size))
     largest = max((len(rows) for rows, _ in shared), default=0)
     sampler = LocalSampler.of(model)
     with sampler.awake(0, largest, len(shared) * sampling.max_new_tokens):
@@ -120,6 +122,6 @@ def on_policy_replies(
             rollouts.append(sampler.sample(PromptBatch(ids, rows, seed), sampling))
             weights.append(weight)
             if weight:
-                sequences += rollouts[-1].replies()
-    replies = generated_replies(tokenizer, distributed.gather_items(sequences))
+                sequences.append(rollouts[-1].replies())
+    replies = generated_replies(tokenizer, list(chain.from_iterable(distributed.gather_items(sequences))))
     return OnPolicyReplies(replies, rollouts, weights, sampling)

@@ -178,7 +178,7 @@ class VllmSampler:
 def rollout_of(prompts: PromptBatch, replies: list[SampledTokens], sampling: Sampling) -> Rollout:
     """The replies to ``prompts`` as tensors on this rank's device."""
     device = distributed.device()
-    ids, mask = left_pad(prompts.ids, sampling.pad_id)
+    ids, mask = left_pad(prompts.ids, sampling.pad_id, prompts.width)
     response = ids.new_full((len(replies), sampling.max_new_tokens), sampling.pad_id)
     logprobs = torch.zeros(response.shape)
     for row, reply in enumerate(replies):

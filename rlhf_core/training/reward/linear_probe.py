@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhf_core.data.batches.pairs import TokenisedPair
 from rlhf_core.data.batches.prompt_batches import pair_sequences
-from rlhf_core.data.batches.sharding import passes
+from rlhf_core.data.batches.sharding import whole_passes
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import progress
@@ -75,7 +75,7 @@ def pooled_features(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int
     head = model.model.get_submodule("score")
     device = head.get_parameter("weight").device
     features: Tensor = torch.zeros(len(lengths), head.get_parameter("weight").shape[1], dtype=torch.float64)
-    micro_batches = list(passes(by_length(lengths), size))
+    micro_batches = list(whole_passes(by_length(lengths), size))
     with progress(len(micro_batches), name) as bar:
         for rows, weight in micro_batches:
             prompts, replies = zip(*(sequences.distinct[row] for row in rows), strict=True)

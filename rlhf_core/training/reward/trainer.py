@@ -22,7 +22,7 @@ from rlhf_core.data.batches.length_balance import length_balanced_epoch
 from rlhf_core.data.batches.padding import least_padded, padding_share
 from rlhf_core.data.batches.pairs import TokenisedPair
 from rlhf_core.data.batches.prompt_batches import PromptBatches, pair_sequences
-from rlhf_core.data.batches.sharding import passes
+from rlhf_core.data.batches.sharding import passes, whole_passes
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.lazy_logits import LOGITS_BYTES
 from rlhf_core.runtime import distributed
@@ -290,7 +290,7 @@ def score_pairs(model: ScalarModel, pairs: Sequence[TokenisedPair], pad: int, na
     size = max(1, min(SCORING_ROWS, SCORING_TOKENS // max(lengths)))
     scores = torch.zeros(len(lengths), dtype=torch.float64)
     device = next(model.parameters()).device
-    micro_batches = list(passes(by_length(lengths), size))
+    micro_batches = list(whole_passes(by_length(lengths), size))
     for rows, weight in track(micro_batches, name) if name else micro_batches:
         prompts, replies = zip(*(sequences.distinct[row] for row in rows), strict=True)
         batch = collate(prompts, replies, pad).to(device)

@@ -163,3 +163,18 @@ def test_every_row_is_computed_once_and_all_ranks_make_as_many_passes(rows: int,
             assert all(1 <= len(part) <= size for part, _ in parts)
             seen += [row for part, weight in parts if weight for row in part]
     assert len(counts) == 1 and sorted(seen) == list(range(rows))
+
+
+@given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 9))
+def test_whole_passes_are_those_of_one_process(rows: int, size: int, ranks: int) -> None:
+    alone = list(sharding.whole_passes(list(range(rows)), size))
+    assert alone == list(sharding.passes(list(range(rows)), size))
+    shared: list[list[tuple[list[int], float]]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "world_size", lambda: ranks)
+        for rank in range(ranks):
+            patch.setattr(distributed, "rank", lambda rank=rank: rank)
+            shared.append(list(sharding.whole_passes(list(range(rows)), size)))
+    in_turn = [part for round_of_ranks in zip(*shared, strict=True) for part in round_of_ranks]
+    assert [part for part in in_turn if part[1]] == alone
+    assert all(part == ([0], 0.0) for part in in_turn if not part[1])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from sampler_contract import SamplerContract, contract_policy
+from sampler_contract import SAMPLING, SamplerContract, batch_of, contract_policy
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import RlhfError
+from rlhf_core.sampling.data_parallel import sample_replies
 from rlhf_core.sampling.local import LocalSampler
-from rlhf_core.sampling.sampler import Sampler
+from rlhf_core.sampling.sampler import PromptBatch, Sampler
 
 
 @pytest.fixture
@@ -20,6 +21,22 @@ class TestLocalSampler(SamplerContract):
     @pytest.fixture
     def sampler(self) -> Sampler:
         return LocalSampler()
+
+
+def test_the_width_of_prompts_is_that_of_the_whole_batch(policy: PreTrainedModel) -> None:
+    """Padding decides how attention rounds, so that a rank with the shorter prompts needs that of the others."""
+    sampler, whole = LocalSampler.of(policy), batch_of(range(16))
+    longest = max(map(len, whole.ids))
+    prompts = sample_replies(sampler, 0, whole, SAMPLING, batch_size=5)
+    assert prompts.tokens.shape[1] - prompts.response_mask.shape[1] == longest
+    shortest = min(range(16), key=lambda row: len(whole.ids[row]))
+    with sampler.awake(0, 1, SAMPLING.max_new_tokens):
+        narrow, wide = (
+            sampler.sample(PromptBatch([whole.ids[shortest]], [0], 1, width), SAMPLING) for width in (0, 40)
+        )
+    assert narrow.tokens.shape[1] - narrow.response_mask.shape[1] == len(whole.ids[shortest])
+    assert wide.tokens.shape[1] - wide.response_mask.shape[1] == 40
+    assert wide.replies() == narrow.replies()
 
 
 def test_a_sampler_without_weights_samples_nothing() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.data.batches.sharding import passes
+from rlhf_core.data.batches.sharding import whole_passes
 from rlhf_core.data.chat.encoding import encode_prompt, encode_reply, pad_id, right_pad
 from rlhf_core.evaluation.benchmarks.multiple_choice.questions import MultipleChoiceSet
 from rlhf_core.models.forward import lazy_logits, position_ids_from_mask
@@ -63,7 +63,7 @@ def reply_log_likelihoods(
         users.setdefault(sequence, []).append(number)
     sequences = list(users)
     log_likelihoods = torch.zeros(len(examples), dtype=torch.float64)
-    for part, weight in passes(by_length([len(sequence) for sequence in sequences]), batch_size):
+    for part, weight in whole_passes(by_length([len(sequence) for sequence in sequences]), batch_size):
         if not weight:
             continue
         rows = [sequences[number] for number in part]

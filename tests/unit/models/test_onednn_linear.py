@@ -1,0 +1,171 @@
+"""Products by oneDNN: those of a linear layer, forward and backward, the same bits for any number of rows."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from unit.ppo.tiny import make_tiny
+
+from rlhf_core.config.lora import LoraConfig
+from rlhf_core.models import onednn_linear
+from rlhf_core.models.adapters.lora import adapted_layers, add_adapters
+from rlhf_core.models.adapters.nf4 import is_linear
+from rlhf_core.models.heads.scalar import ScalarModel
+from rlhf_core.models.onednn_linear import OneDnnLinear, is_plain_linear, use_onednn
+from rlhf_core.models.starting.base import load_policy, save_policy
+from rlhf_core.sampling.decoding.decoding_layers import decoding_layers
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"),
+    reason="this PyTorch has no oneDNN",
+)
+
+
+@pytest.fixture(autouse=True)
+def on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN computes the same on processors, and in models, where it does not pay."""
+    monkeypatch.setattr(onednn_linear, "onednn_pays", lambda: True)
+    monkeypatch.setattr(onednn_linear, "FEWEST_PARAMETERS", 0)
+
+
+def both(inputs: int, outputs: int, bias: bool) -> tuple[nn.Linear, nn.Linear]:
+    """A layer in float64, and its oneDNN form in float32."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(inputs * 1000 + outputs)
+        exact = nn.Linear(inputs, outputs, bias=bias, dtype=torch.float64)
+    holder = nn.Sequential(copy.deepcopy(exact).float())
+    use_onednn(holder)
+    return exact, holder[0]
+
+
+def results(layer: nn.Linear, x: Tensor, gradient: Tensor) -> list[Tensor]:
+    """Output and gradients of the input and all parameters."""
+    x = x.to(layer.weight.dtype).detach().requires_grad_()
+    output = layer(x)
+    output.backward(gradient.to(output.dtype))
+    return [output, x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=3), st.integers(1, 70), st.integers(2, 70),
+    st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_outputs_and_gradients_are_those_of_a_linear_layer(
+    shape: list[int], inputs: int, outputs: int, bias: bool, transposed: bool
+) -> None:
+    exact, layer = both(inputs, outputs, bias)
+    generator = torch.Generator().manual_seed(len(shape))
+    x, gradient = (torch.randn(*shape, width, generator=generator) for width in (inputs, outputs))
+    if transposed and len(shape) > 1:  # inputs and gradients in another order of memory
+        x, gradient = (values.transpose(0, 1) for values in (x, gradient))
+    assert type(layer) is OneDnnLinear
+    for found, expected in zip(results(layer, x, gradient), results(exact, x, gradient), strict=True):
+        assert found.dtype == torch.float32 and found.shape == expected.shape
+        torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_row_has_the_same_bits_among_any_number_of_rows() -> None:
+    """Sampler and trainer, and ranks with different shares, see the same rows in batches of other sizes."""
+    _, layer = both(96, 256, bias=False)
+    rows = torch.randn(130, 96, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        whole = layer(rows)
+        assert all(torch.equal(layer(rows[:count]), whole[:count]) for count in range(2, 131))
+
+
+def test_only_the_gradients_that_are_asked_for_are_computed() -> None:
+    _, layer = both(8, 4, bias=False)
+    x = torch.randn(3, 8)
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None and x.grad is None
+    layer.weight.requires_grad_(False).grad = None
+    layer(x.requires_grad_()).sum().backward()
+    assert layer.weight.grad is None and x.grad is not None
+    with torch.no_grad():
+        assert not layer(x).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_precisions_keep_their_bits(dtype: torch.dtype) -> None:
+    exact, layer = both(16, 8, bias=True)
+    plain = exact.to(dtype)
+    layer.to(dtype).load_state_dict(plain.state_dict())
+    x = torch.randn(5, 16, dtype=dtype)
+    assert torch.equal(layer(x), plain(x))
+
+
+def test_a_model_keeps_its_parameters_names_and_ties() -> None:
+    policy = make_tiny().policy
+    before = dict(policy.named_parameters())
+    policy.tie_weights()
+    use_onednn(policy)
+    assert [(name, id(p)) for name, p in policy.named_parameters()] == [(name, id(p)) for name, p in before.items()]
+    assert type(policy.lm_head) is OneDnnLinear
+    copied = copy.deepcopy(policy)
+    assert type(copied.lm_head) is OneDnnLinear and copied.lm_head.weight is not policy.lm_head.weight
+    scores: nn.Module = ScalarModel.from_causal_lm(policy, 0).model.get_submodule("score")
+    holder = nn.Sequential(scores)
+    use_onednn(holder)
+    assert type(holder[0]) is nn.Linear, "a head of one output is no product of matrices"
+
+
+def test_a_saved_model_comes_back_with_the_layers(models: Path, tmp_path: Path) -> None:
+    policy, tokenizer = load_policy(models / "sft")
+    assert type(policy.lm_head) is OneDnnLinear
+    save_policy(tmp_path / "copy", policy, tokenizer)
+    copied, _ = load_policy(tmp_path / "copy")
+    ids = torch.arange(12).view(3, 4) + 5
+    with torch.no_grad():
+        assert torch.equal(copied(input_ids=ids).logits, policy(input_ids=ids).logits)
+    scorer = ScalarModel.load(models / "reward")
+    assert type(scorer.model.get_submodule("score")) is nn.Linear
+    assert any(type(module) is OneDnnLinear for module in scorer.modules())
+
+
+def test_adapters_packing_and_decoding_take_the_layers_for_plain_ones() -> None:
+    policy = make_tiny().policy
+    use_onednn(policy)
+    assert is_plain_linear(policy.lm_head) and is_linear(policy.lm_head)
+    add_adapters(policy, LoraConfig(rank=2), seed=0)
+    adapted = dict(adapted_layers(policy))
+    assert adapted and all(type(layer.get_base_layer()) is OneDnnLinear for layer in adapted.values())
+    ids = torch.arange(12).view(3, 4) + 5
+    with torch.no_grad():
+        expected = policy(input_ids=ids).logits
+        with decoding_layers(policy, rows=3, steps=8):
+            assert not any("lora_A" in name for name, _ in policy.named_modules())
+            torch.testing.assert_close(policy(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
+    assert dict(adapted_layers(policy)).keys() == adapted.keys()
+
+
+def test_a_model_stays_as_it_is_where_onednn_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_tiny().policy
+    monkeypatch.setattr(onednn_linear, "FEWEST_PARAMETERS", 1 + sum(p.numel() for p in policy.parameters()))
+    use_onednn(policy)
+    assert type(policy.lm_head) is nn.Linear
+    monkeypatch.setattr(onednn_linear, "FEWEST_PARAMETERS", 0)
+    monkeypatch.setattr(onednn_linear, "onednn_pays", lambda: False)
+    use_onednn(policy)
+    assert type(policy.lm_head) is nn.Linear
+    monkeypatch.undo()
+    assert onednn_linear.FEWEST_PARAMETERS > 500_000, "the demo keeps its bits"
+
+
+@pytest.mark.parametrize(
+    ("machine", "capability", "pays"),
+    [("x86_64", "AVX512", True), ("AMD64", "AVX512", True), ("x86_64", "AVX2", False), ("aarch64", "DEFAULT", False)],
+)
+def test_processors_on_which_it_pays(
+    machine: str, capability: str, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(onednn_linear.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert onednn_linear.onednn_pays() is pays
