@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from unit.ppo.tiny import make_tiny
 
 from rlhf_core.config.lora import LoraConfig
+from rlhf_core.config.stages.base import BaseConfig
 from rlhf_core.models import onednn_linear
 from rlhf_core.models.adapters.lora import adapted_layers, add_adapters
 from rlhf_core.models.adapters.nf4 import is_linear
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.onednn_linear import OneDnnLinear, is_plain_linear, use_onednn
-from rlhf_core.models.starting.base import load_policy, save_policy
+from rlhf_core.models.starting.base import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.sampling.decoding.decoding_layers import decoding_layers
 
 pytestmark = pytest.mark.skipif(
@@ -116,15 +117,22 @@ def test_a_model_keeps_its_parameters_names_and_ties() -> None:
     assert type(holder[0]) is nn.Linear, "a head of one output is no product of matrices"
 
 
-def test_a_saved_model_comes_back_with_the_layers(models: Path, tmp_path: Path) -> None:
-    policy, tokenizer = load_policy(models / "sft")
-    assert type(policy.lm_head) is OneDnnLinear
+def test_a_saved_model_comes_back_with_the_layers(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["the cat sat on the mat"], 280)
+    shape = BaseConfig(vocab_size=280, hidden_size=16, intermediate_size=32, layers=1, heads=2, max_positions=64)
+    plain = new_model(shape, tokenizer, 1)
+    save_policy(tmp_path / "policy", plain, tokenizer)
+    policy, _ = load_policy(tmp_path / "policy")
+    assert type(plain.lm_head) is nn.Linear and type(policy.lm_head) is OneDnnLinear
     save_policy(tmp_path / "copy", policy, tokenizer)
     copied, _ = load_policy(tmp_path / "copy")
     ids = torch.arange(12).view(3, 4) + 5
     with torch.no_grad():
-        assert torch.equal(copied(input_ids=ids).logits, policy(input_ids=ids).logits)
-    scorer = ScalarModel.load(models / "reward")
+        logits = policy(input_ids=ids).logits
+        assert torch.equal(copied(input_ids=ids).logits, logits)
+        torch.testing.assert_close(logits, plain(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
+    ScalarModel.from_causal_lm(tmp_path / "policy", 2).save(tmp_path / "reward", tokenizer)
+    scorer = ScalarModel.load(tmp_path / "reward")
     assert type(scorer.model.get_submodule("score")) is nn.Linear
     assert any(type(module) is OneDnnLinear for module in scorer.modules())
 
