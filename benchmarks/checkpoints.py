@@ -25,6 +25,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config.model import OptimizerConfig
+from rlhf_core.models.onednn_linear import use_onednn
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.manager import CheckpointManager
 from rlhf_core.training.engine import LocalEngine
@@ -127,7 +128,9 @@ def new_model(millions: int) -> LlamaForCausalLM:
         vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
         num_attention_heads=hidden // HEAD, max_position_embeddings=2048, tie_word_embeddings=True,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    use_onednn(model)  # as loading a folder does
+    return model
 
 
 def _train(engine: LocalEngine, sizes: RunSizes, steps: int) -> None:

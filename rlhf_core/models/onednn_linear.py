@@ -44,18 +44,18 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        for_input, for_weight = ctx.needs_input_grad
+        # As a linear layer does: under adapters the inputs of frozen weights are not kept.
+        ctx.save_for_backward(x if for_weight else None, weight if for_input else None)
         return product(x, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        of_input, of_weight = ctx.needs_input_grad
-        rows = gradient.reshape(-1, weight.shape[0])
         return (
-            product(gradient, weight.t()) if of_input else None,
-            _transposed_product(rows, x.reshape(-1, weight.shape[1])) if of_weight else None,
+            product(gradient, weight.t()) if weight is not None else None,
+            _transposed_product(gradient.flatten(0, -2), x.flatten(0, -2)) if x is not None else None,
         )
 
 

@@ -84,10 +84,14 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows() -> None:
 def test_only_the_gradients_that_are_asked_for_are_computed() -> None:
     _, layer = both(8, 4, bias=False)
     x = torch.randn(3, 8)
-    layer(x).sum().backward()
+    output = layer(x)
+    assert [saved is None for saved in output.grad_fn.saved_tensors] == [False, True]
+    output.sum().backward()
     assert layer.weight.grad is not None and x.grad is None
     layer.weight.requires_grad_(False).grad = None
-    layer(x.requires_grad_()).sum().backward()
+    output = layer(x.requires_grad_())
+    assert [saved is None for saved in output.grad_fn.saved_tensors] == [True, False], "inputs take memory"
+    output.sum().backward()
     assert layer.weight.grad is None and x.grad is not None
     with torch.no_grad():
         assert not layer(x).requires_grad
