@@ -186,8 +186,9 @@ def load_model(
             "%s: %d weights, such as %s, are no part of a %s and left out", source, len(names), names[0], kind
         )
     use_float32_unembedding(model)
+    model = model.to(distributed.device()).eval()
     use_onednn(model)
-    return model.to(distributed.device()).eval()
+    return model
 
 
 @contextmanager

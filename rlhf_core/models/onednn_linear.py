@@ -30,8 +30,8 @@ class OneDnnLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
         weight = self.weight
-        of_float32 = input.dtype == weight.dtype == torch.float32
-        if not of_float32 or input.device.type != "cpu" or input.numel() < 2 * self.in_features:
+        several_rows = input.numel() >= 2 * self.in_features
+        if not several_rows or not _in_float32_on_cpu(input) or not _in_float32_on_cpu(weight):
             return functional.linear(input, weight, self.bias)
         if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
             result: Tensor = _Product.apply(input, weight)  # type: ignore[no-untyped-call]
@@ -85,16 +85,20 @@ def onednn_pays() -> bool:
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Compute the products of a float32 model's linear layers by oneDNN from now on, where that pays.
+    """Compute the products of a model's float32 linear layers on the CPU by oneDNN from now on, where that pays.
 
-    Parameters stay the very same, and on other devices and in other precisions the layers compute as before. Heads of
-    one output are left alone, whose products are none of matrices.
+    Parameters stay the very same. Moved to another device or precision, the layers compute as before. Heads of one
+    output are left alone, whose products are none of matrices.
     """
     if not onednn_pays() or sum(parameter.numel() for parameter in model.parameters()) < FEWEST_PARAMETERS:
         return
     for name, layer in list(model.named_modules()):
-        if type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and layer.out_features > 1:
+        if type(layer) is nn.Linear and _in_float32_on_cpu(layer.weight) and layer.out_features > 1:
             model.set_submodule(name, _with_onednn(layer))
+
+
+def _in_float32_on_cpu(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
 def _with_onednn(layer: nn.Linear) -> OneDnnLinear:
