@@ -14,18 +14,21 @@ class PtxConfig(Strict):
     """PPO-ptx: cross-entropy on ``batch_size`` pretraining or demonstration texts in every policy update.
 
     Texts may be far longer than replies: ``micro_batch_size`` bounds those of one pass (null: as PPO's own) and never
-    changes a gradient. ``category_shares`` gives categories a share of the texts, whatever number of them there is; see
-    :mod:`rlhf_core.data.batches.category_shares`.
+    changes a gradient. With ``data: both`` demonstrations and pretraining texts are drawn alike, so that each set has a
+    share by its size. ``category_shares`` gives categories of one set a share of the texts, whatever number of them there
+    is; see :mod:`rlhf_core.data.batches.category_shares`.
     """
 
     weight: NonNegativeFloat = 0.1
     batch_size: PositiveInt = 16
     micro_batch_size: PositiveInt | None = None
-    data: Literal["demonstrations", "pretrain"] = "demonstrations"
+    data: Literal["demonstrations", "pretrain", "both"] = "demonstrations"
     category_shares: CategoryShares = {}
 
     @model_validator(mode="after")
     def _shares_of_texts(self) -> PtxConfig:
         if self.category_shares and self.weight == 0:
             raise ValueError("category_shares mixes the ptx texts, but weight is 0; set it, or take the shares out")
+        if self.category_shares and self.data == "both":
+            raise ValueError("category_shares mixes the texts of one set, but data is both; name one, or take them out")
         return self

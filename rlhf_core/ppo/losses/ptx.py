@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import overload
+from typing import Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -69,17 +69,26 @@ class PtxTexts(Sequence[tuple[list[int], list[int]]]):
         return list(self.contexts[row]) if self.contexts is not None else [], list(self.targets[row])
 
 
+class Texts(Protocol):
+    """Texts by number, each as ``(context ids, target ids)``."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> tuple[list[int], list[int]]: ...
+
+
 @dataclass(frozen=True)
 class PtxData:
     """Sequences as ``(context ids, target ids)``; only the targets count. Plain text has an empty context."""
 
-    sequences: Sequence[tuple[list[int], list[int]]]
+    sequences: Texts
     batch_size: int
     seed: int
     pad_id: int
 
     def __post_init__(self) -> None:
-        if not any(context or len(target) > 1 for context, target in self.sequences):
+        texts = (self.sequences[number] for number in range(len(self.sequences)))
+        if not any(context or len(target) > 1 for context, target in texts):
             raise DataError("there is no text for the ptx loss; set ppo.ptx.weight to 0 or ppo.ptx.data to another set")
 
     def batch(self, step: int) -> list[tuple[list[int], list[int]]]:

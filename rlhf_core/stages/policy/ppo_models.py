@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import ConcatDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.stages.ppo import PpoConfig
@@ -27,6 +28,13 @@ from rlhf_core.storage.files import read_json
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
+
+# The data sets that ``ppo.ptx.data`` names.
+PTX_KINDS = {
+    "demonstrations": (Demonstration.KIND,),
+    "pretrain": (PretrainText.KIND,),
+    "both": (Demonstration.KIND, PretrainText.KIND),
+}
 
 
 @dataclass
@@ -114,8 +122,13 @@ def ptx_data(
     """
     if config.ptx.weight == 0:
         return None
-    kind = Demonstration.KIND if config.ptx.data == "demonstrations" else PretrainText.KIND
-    table = read_tokens(tokens, clean / kind / "train.parquet", kind, tokenizer)
     seed, shares = derive_seed(config.seed, "ppo", "ptx"), config.ptx.category_shares
-    fitting = PtxTexts.of_table(table, positions).with_category_shares(shares, seed, "ppo.ptx.category_shares")
-    return PtxData(fitting, config.ptx.batch_size, seed, pad_id(tokenizer))
+    tables = [
+        read_tokens(tokens, clean / kind / "train.parquet", kind, tokenizer) for kind in PTX_KINDS[config.ptx.data]
+    ]
+    fitting = [
+        PtxTexts.of_table(table, positions).with_category_shares(shares, seed, "ppo.ptx.category_shares")
+        for table in tables
+    ]
+    texts = ConcatDataset(fitting)  # type: ignore[arg-type]  # it takes all that have a length and items
+    return PtxData(texts, config.ptx.batch_size, seed, pad_id(tokenizer))
