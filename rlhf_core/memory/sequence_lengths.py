@@ -121,7 +121,9 @@ def lengths_of_workspace(root: Path, params: Params, positions: int | None = Non
         None where the data or the tokenizer has not been made yet.
     """
     clean, tokenizer_folder = root / "data" / "clean", root / "models" / "base"
-    from_pretrain = params.ppo.ptx.weight > 0 and params.ppo.ptx.data != "demonstrations"
+    ptx_config, texts_file = params.ppo.ptx, clean / "pretrain" / "train.parquet"
+    reads_texts = ptx_config.data == "pretrain" or (ptx_config.data == "both" and texts_file.is_file())
+    from_pretrain = ptx_config.weight > 0 and reads_texts
     kinds = ("demonstrations", "preferences", "prompts", *(["pretrain"] if from_pretrain else []))
     needed = [tokenizer_folder / "config.json", *(clean / kind / "train.parquet" for kind in kinds)]
     if not all(path.is_file() for path in needed):
@@ -130,10 +132,10 @@ def lengths_of_workspace(root: Path, params: Params, positions: int | None = Non
     demonstrations = _demonstration_lengths(tokenizer, clean)
     ptx = demonstrations
     if from_pretrain:
-        texts = read_rows(clean / "pretrain" / "train.parquet", PretrainText)
+        texts = read_rows(texts_file, PretrainText)
         lengths = [len(encode_text(tokenizer, row.text)) for row in _longest(texts, lambda row: len(row.text))]
         plain = [(length, length) for length in lengths]
-        ptx = [*demonstrations, *plain] if params.ppo.ptx.data == "both" else plain
+        ptx = [*demonstrations, *plain] if ptx_config.data == "both" else plain
     prompts = _longest(read_rows(clean / "prompts" / "train.parquet", Prompt), _prompt_characters)
     return SequenceLengths(
         prompt=max(len(encode_prompt(tokenizer, row.prompt)) for row in prompts),

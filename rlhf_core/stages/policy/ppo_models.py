@@ -123,12 +123,14 @@ def ptx_data(
     if config.ptx.weight == 0:
         return None
     seed, shares = derive_seed(config.seed, "ppo", "ptx"), config.ptx.category_shares
-    tables = [
-        read_tokens(tokens, clean / kind / "train.parquet", kind, tokenizer) for kind in PTX_KINDS[config.ptx.data]
-    ]
+    files = {kind: clean / kind / "train.parquet" for kind in PTX_KINDS[config.ptx.data]}
+    if config.ptx.data == "both":
+        files = {kind: file for kind, file in files.items() if file.is_file()}
+    tables = [read_tokens(tokens, file, kind, tokenizer) for kind, file in files.items()]
     fitting = [
         PtxTexts.of_table(table, positions).with_category_shares(shares, seed, "ppo.ptx.category_shares")
         for table in tables
     ]
-    texts = ConcatDataset(fitting)  # type: ignore[arg-type]  # it takes all that have a length and items
+    # It takes all that have a length and items.
+    texts: ConcatDataset[tuple[list[int], list[int]]] = ConcatDataset(fitting)  # type: ignore[arg-type]
     return PtxData(texts, config.ptx.batch_size, seed, pad_id(tokenizer))

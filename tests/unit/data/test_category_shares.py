@@ -79,6 +79,11 @@ def test_a_mixture_of_no_ptx_texts_is_refused() -> None:
         PpoConfig.model_validate({"ptx": {"weight": 0.0, "category_shares": {"harmless": 0.17}}})
 
 
+def test_a_mixture_of_two_sets_of_ptx_texts_is_refused() -> None:
+    with pytest.raises(ValueError, match="category_shares mixes the texts of one set, but data is both"):
+        PpoConfig.model_validate({"ptx": {"data": "both", "category_shares": {"harmless": 0.17}}})
+
+
 def test_pairs_are_balanced_by_length_within_a_category_and_then_mixed() -> None:
     """In each category one pair in four prefers the shorter reply."""
 

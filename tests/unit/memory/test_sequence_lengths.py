@@ -89,9 +89,13 @@ def test_the_longest_rows_that_training_keeps_are_found(tmp_path: Path) -> None:
     _, rejected = encode_dialogue(tokenizer, paired[1].prompt, paired[1].rejected)
     assert found.pairs.rows[0] == (len(prompt) + len(rejected), len(chosen)) and len(rejected) > len(chosen)
 
+    of_both = check_params({"sft": {"max_tokens": 60}, "ppo": {"ptx": {"data": "both"}}})
+    assert lengths_of_workspace(tmp_path, of_both) == found  # there are no plain texts
     given = check_params({"plan": {"prompt_tokens": 50, "ptx_tokens": 900}, "ppo": {"ptx": {"data": "pretrain"}}})
     assert lengths_of_workspace(tmp_path, given) is None  # the texts of ptx are not there
     write_rows(clean / "pretrain" / "train.parquet", [PretrainText("1", "why so", "text", "test", "1")])
     again = lengths_of_workspace(tmp_path, given)
     # What can be measured is not taken from the settings.
     assert again is not None and again.prompt == found.prompt and again.ptx.width < found.ptx.width
+    both = lengths_of_workspace(tmp_path, of_both)
+    assert both is not None and list(both.ptx.rows) == [*found.ptx.rows, *again.ptx.rows]

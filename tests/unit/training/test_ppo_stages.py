@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from transformers import AutoModelForCausalLM
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
 from rlhf_core.config.stages.critic import CriticStageConfig
 from rlhf_core.config.stages.ppo import PpoConfig
+from rlhf_core.data.schema import PretrainText, write_rows
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.models.heads.scalar import Pooling, ScalarModel
 from rlhf_core.models.starting.base import load_tokenizer
+from rlhf_core.ppo.losses.ptx import PtxData
 from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
 from rlhf_core.stages import critic, ppo
 from rlhf_core.stages.policy.ppo_models import ptx_data
@@ -179,6 +182,28 @@ def test_texts_over_the_models_positions_are_left_out_or_refused_never_cut(works
     TrainingPrompts([], [[1] * 20]).require_room(10, 30)
     with pytest.raises(DataError, match=r"longest prompt \(21 tokens\)"):
         TrainingPrompts([], [[1], [1] * 21]).require_room(10, 30)
+
+
+def test_ptx_draws_from_demonstrations_and_plain_texts_alike(workspace: Path, tmp_path: Path) -> None:
+    tokenizer, clean = load_tokenizer(workspace / "models/sft"), tmp_path / "clean"
+    (clean / "demonstrations").mkdir(parents=True)
+    shutil.copy(workspace / "data/clean/demonstrations/train.parquet", clean / "demonstrations")
+
+    def texts(data: str) -> PtxData:
+        config = PpoConfig.model_validate(SETTINGS | {"ptx": {"data": data, "batch_size": 4}})
+        found = ptx_data(config, clean, tokenizer, None)
+        assert found is not None
+        return found
+
+    asked = [texts("demonstrations").sequences[row] for row in range(len(texts("demonstrations").sequences))]
+    assert len(texts("both").sequences) == len(asked), "without plain texts there are the demonstrations"
+    plain = [PretrainText(str(row), "the lamp is " + "very " * row, "text", "test", "g") for row in range(6)]
+    write_rows(clean / "pretrain/train.parquet", plain)
+    both = texts("both")
+    assert [both.sequences[row] for row in range(len(both.sequences))] == [*asked, *texts("pretrain").sequences]
+    steps = -(-len(both.sequences) // 4)
+    drawn = [text for step in range(steps) for text in both.batch(step)]
+    assert all(text in drawn for text in (*asked, *texts("pretrain").sequences)), "an epoch has every text"
 
 
 def test_every_field_of_a_critic_history_is_in_the_glossary(shared: Path) -> None:
