@@ -14,9 +14,9 @@ class PtxConfig(Strict):
     """PPO-ptx: cross-entropy on ``batch_size`` pretraining or demonstration texts in every policy update.
 
     Texts may be far longer than replies: ``micro_batch_size`` bounds those of one pass (null: as PPO's own) and never
-    changes a gradient. With ``data: both`` demonstrations and pretraining texts, if there are any, are drawn alike: each
-    set has a share by its size. ``category_shares`` gives categories of one set a share of the texts, whatever number of
-    them there is; see :mod:`rlhf_core.data.batches.category_shares`.
+    changes a gradient. With ``data: both`` demonstrations and pretraining texts, if there are any, are drawn alike, so
+    each set has a share by its size. ``category_shares`` gives categories of one set a share of the texts, whatever
+    number of them there is; see :mod:`rlhf_core.data.batches.category_shares`.
     """
 
     weight: NonNegativeFloat = 0.1
