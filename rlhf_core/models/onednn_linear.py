@@ -1,9 +1,8 @@
 """Linear layers in float32 on x86 processors with AVX-512, whose products oneDNN computes in place of MKL.
 
-PyTorch gives float32 products to MKL, which on processors of another maker than its own keeps to half as wide a vector
-instruction: on an AMD EPYC core oneDNN computes the same products, forward and backward, 2.2 times as fast
-(docs/performance.md). They are sums of the same terms in another order. The product of one row stays as it is, since
-that is faster there.
+PyTorch gives float32 products to MKL. On an AMD EPYC core oneDNN computes the same products, forward and backward, more
+than twice as fast (docs/performance.md). They are sums of the same terms in another order. The product of one row stays
+as it is, since that is faster there.
 
 Shapes: M rows of the input, flattened; K inputs; N outputs.
 """

@@ -1,0 +1,108 @@
+"""``python -m benchmarks.float32_products``: linear layers in float32 by PyTorch's default and by oneDNN, in turn.
+
+First the speed of single products, forward and backward with gradients of input and weight. Then forward and backward
+passes of a random Llama over batches of rows and widths drawn anew for each, and processor time by oneDNN over that by
+the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlhf_core.models.onednn_linear import OneDnnLinear, use_onednn
+
+SHAPES = ((96, 256), (256, 256), (256, 688), (688, 256))  # inputs and outputs
+VOCABULARY, HEAD = 1024, 32
+
+
+def main() -> int:
+    """Measure, print two tables, and exit 0."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.float32_products", description=__doc__)
+    parser.add_argument("--rows", type=int, default=2688, help="rows of a single product")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[128, 256], help="widths of models of five layers")
+    parser.add_argument("--passes", type=int, default=8, help="batches of one turn")
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    print(f"{given.rows} rows   GFLOP/s: default  oneDNN")
+    for inputs, outputs in SHAPES:
+        speeds = [gigaflops(layer, given.rows) for layer in both_layers(inputs, outputs)]
+        print(f"{inputs:5d} x {outputs:<5d} {speeds[0]:12.0f} {speeds[1]:7.0f}", flush=True)
+    print("parameters   seconds: default  oneDNN  ratio")
+    for hidden in given.hidden:
+        models = both_models(hidden)
+        for model in models:
+            passes_of(model, 2, seed=0)
+        taken = [0.0, 0.0]
+        for turn in range(1, given.repeats + 1):
+            taken = [sofar + passes_of(m, given.passes, turn) for sofar, m in zip(taken, models, strict=True)]
+        size = sum(parameter.numel() for parameter in models[0].parameters())
+        print(f"{size:10,d} {taken[0]:17.2f} {taken[1]:7.2f} {taken[1] / taken[0]:6.2f}", flush=True)
+    return 0
+
+
+def both_layers(inputs: int, outputs: int) -> tuple[nn.Linear, nn.Linear]:
+    """The same random layer twice, the second with oneDNN's products whether they pay or not."""
+    plain, other = nn.Linear(inputs, outputs, bias=False), OneDnnLinear(inputs, outputs, bias=False)
+    other.load_state_dict(plain.state_dict())
+    return plain, other
+
+
+def both_models(hidden: int) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    """The same random model twice, the second as a stage would load it."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=hidden * 43 // 16, num_hidden_layers=5,
+        num_attention_heads=hidden // HEAD, tie_word_embeddings=True,
+    )  # fmt: skip
+    plain = LlamaForCausalLM(config)
+    other = copy.deepcopy(plain)
+    use_onednn(other)
+    return plain, other
+
+
+def gigaflops(layer: nn.Linear, rows: int) -> float:
+    """Operations of a product and its two gradients over the median time, in 1e9 a second."""
+    x = torch.randn(rows, layer.in_features, requires_grad=True)
+    gradient = torch.randn(rows, layer.out_features)
+    seconds = median_seconds(lambda: layer(x).backward(gradient))
+    return 6 * rows * layer.in_features * layer.out_features / seconds / 1e9
+
+
+def median_seconds(function: Callable[[], None], calls: int = 20) -> float:
+    """The median of ``calls`` after three that warm up."""
+    times = []
+    for _ in range(calls + 3):
+        started = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[3:])
+
+
+def passes_of(model: LlamaForCausalLM, count: int, seed: int) -> float:
+    """Processor seconds of ``count`` passes over batches that ``seed`` decides."""
+    draw = random.Random(seed)
+    started = time.process_time()
+    for _ in range(count):
+        ids = torch.randint(VOCABULARY, (draw.randint(8, 16), draw.randint(40, 100)))
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        model.zero_grad()
+    return time.process_time() - started
+
+
+if __name__ == "__main__":
+    sys.exit(main())
