@@ -10,6 +10,9 @@ Shapes: M rows of the input, flattened; K inputs; N outputs.
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,6 +25,9 @@ X86 = ("x86_64", "amd64")
 # smaller models gain. They keep their bits.
 FEWEST_PARAMETERS = 1_000_000
 
+# Of the current thread.
+_default_products = ContextVar("default_products", default=False)
+
 
 class OneDnnLinear(nn.Linear):
     """A linear layer that computes products of two and more float32 rows on a CPU by oneDNN."""
@@ -29,8 +35,8 @@ class OneDnnLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
         weight = self.weight
-        several_rows = input.numel() >= 2 * self.in_features
-        if not several_rows or not _in_float32_on_cpu(input) or not _in_float32_on_cpu(weight):
+        by_onednn = input.numel() >= 2 * self.in_features and not _default_products.get()
+        if not by_onednn or not _in_float32_on_cpu(input) or not _in_float32_on_cpu(weight):
             return functional.linear(input, weight, self.bias)
         if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
             result: Tensor = _Product.apply(input, weight)  # type: ignore[no-untyped-call]
@@ -94,6 +100,19 @@ def use_onednn(model: nn.Module) -> None:
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and _in_float32_on_cpu(layer.weight) and layer.out_features > 1:
             model.set_submodule(name, _with_onednn(layer))
+
+
+@contextmanager
+def default_products() -> Iterator[None]:
+    """Compute by PyTorch's default inside the block, as a model in memory and its copy from the disk are compared.
+
+    One of them may never have been given to :func:`use_onednn`. Only the calling thread computes so.
+    """
+    token = _default_products.set(True)
+    try:
+        yield
+    finally:
+        _default_products.reset(token)
 
 
 def _in_float32_on_cpu(tensor: Tensor) -> bool:

@@ -31,6 +31,7 @@ from rlhf_core.models.forward import embedding_weight, hidden_states, last_token
 from rlhf_core.models.heads.reply_pooling import mean_over_reply, mean_so_far
 from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, save_folder
 from rlhf_core.models.lazy_logits import LazyLogits
+from rlhf_core.models.onednn_linear import default_products
 
 Pooling = Literal["last", "mean"]
 POOLING = "reply_pooling"  # its name in config.json
@@ -218,6 +219,7 @@ def last_hidden(hidden: Tensor, attention_mask: Tensor) -> Tensor:
 def _probe(model: ScalarModel, ids: Tensor) -> Tensor:
     """Scores of the probe tokens, without drop-out."""
     training = model.training
-    scores = model.eval().token_scores(ids, torch.ones_like(ids)).cpu()
+    with default_products():
+        scores = model.eval().token_scores(ids, torch.ones_like(ids)).cpu()
     model.train(training)
     return scores

@@ -30,6 +30,7 @@ from rlhf_core.models.io import (
     require_room_for,
     save_folder,
 )
+from rlhf_core.models.onednn_linear import default_products
 from rlhf_core.models.precision import weights_precision
 from rlhf_core.models.starting.model_kind import require_replies
 from rlhf_core.models.starting.stop_tokens import complete_generation_config
@@ -186,7 +187,7 @@ def save_policy(
 def _probe(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Logits of the probe tokens, without drop-out."""
     training = model.training
-    with float32_unembedding(model):
+    with float32_unembedding(model), default_products():
         logits: Tensor = model.eval()(input_ids=ids.to(model.device), use_cache=False).logits.cpu()
     model.train(training)
     return logits

@@ -18,7 +18,8 @@ from rlhf_core.models import onednn_linear
 from rlhf_core.models.adapters.lora import adapted_layers, add_adapters
 from rlhf_core.models.adapters.nf4 import is_linear
 from rlhf_core.models.heads.scalar import ScalarModel
-from rlhf_core.models.onednn_linear import OneDnnLinear, is_plain_linear, use_onednn
+from rlhf_core.models.io import probe_ids
+from rlhf_core.models.onednn_linear import OneDnnLinear, default_products, is_plain_linear, use_onednn
 from rlhf_core.models.starting.base import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.sampling.decoding.decoding_layers import decoding_layers
 
@@ -139,6 +140,27 @@ def test_a_saved_model_comes_back_with_the_layers(tmp_path: Path) -> None:
     scorer = ScalarModel.load(tmp_path / "reward")
     assert type(scorer.model.get_submodule("score")) is nn.Linear
     assert any(type(module) is OneDnnLinear for module in scorer.modules())
+
+
+def test_rounding_alone_does_not_refuse_a_saved_model(tmp_path: Path) -> None:
+    """A model in memory multiplies by the default, its copy by oneDNN; their large logits differ by more than 1e-5."""
+    tokenizer = train_tokenizer(["the cat sat on the mat"], 280)
+    shape = BaseConfig(vocab_size=280, hidden_size=256, intermediate_size=1024, layers=4, heads=4, max_positions=64)
+    plain = new_model(shape, tokenizer, 1)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.mul_(1.0 if "norm" in name else 8.0)
+    save_policy(tmp_path / "policy", plain, tokenizer)
+    copied, _ = load_policy(tmp_path / "policy")
+    ids = probe_ids(len(tokenizer))
+    with torch.no_grad():
+        expected, found = plain(input_ids=ids).logits, copied(input_ids=ids).logits
+        assert not torch.allclose(found, expected, atol=1e-5, rtol=1e-4), "the case is not one"
+        with default_products():
+            assert torch.equal(copied(input_ids=ids).logits, expected)
+        assert torch.equal(copied(input_ids=ids).logits, found)
+    scorer = ScalarModel.from_causal_lm(plain, 2)
+    scorer.save(tmp_path / "reward", tokenizer)
 
 
 def test_adapters_packing_and_decoding_take_the_layers_for_plain_ones() -> None:
