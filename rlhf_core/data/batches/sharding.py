@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TypeVar
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from rlhf_core.runtime import distributed
 
 Rows = TypeVar("Rows", list[int], Tensor)
+Result = TypeVar("Result")
 
 
 def passes(rows: Rows, size: int) -> Iterator[tuple[Rows, float]]:
@@ -36,3 +38,12 @@ def whole_passes(rows: list[int], size: int) -> Iterator[tuple[list[int], float]
     mine = distributed.shard_for_rank(parts)
     for number in range(math.ceil(len(parts) / distributed.world_size())):
         yield (mine[number], 1.0) if number < len(mine) else (rows[:1], 0.0)
+
+
+def gather_passes(own: Sequence[Sequence[Result]]) -> list[Result]:
+    """What all ranks computed of the rows of :func:`whole_passes`, in the order of the rows, on every rank.
+
+    Args:
+        own: JSON values of this rank, a list for each pass whose weight was 1.
+    """
+    return list(chain.from_iterable(distributed.gather_items(own)))

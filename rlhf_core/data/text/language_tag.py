@@ -19,9 +19,9 @@ def language_tag(text: str) -> str:
 
     These share ideographs, but not their shapes. Alphabets say less: English and Indonesian look the same.
     """
-    letters = len(_LETTER.findall(text))
+    letter_count = len(_LETTER.findall(text))
     kana, han, hangul = (len(script.findall(text)) for script in (_KANA, _HAN, _HANGUL))
-    if not letters or kana + han + hangul < MIN_SHARE * letters:
+    if not letter_count or kana + han + hangul < MIN_SHARE * letter_count:
         return ""
     if hangul > kana + han:
         return "ko"

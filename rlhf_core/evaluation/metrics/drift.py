@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf_core.data.batches.sharding import gather_passes
 from rlhf_core.evaluation.replies.generation import OnPolicyReplies
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import Sampling
@@ -46,7 +46,7 @@ def measure_drift(sampled: OnPolicyReplies, reference: PreTrainedModel) -> Drift
         log_ratios.append((policy_logprobs - reference_logprobs).sum(dim=1).tolist())
         reference_nats -= float(reference_logprobs.sum())
         tokens += int(rollout.response_mask.sum())
-    of_replies = list(chain.from_iterable(distributed.gather_items(log_ratios)))
+    of_replies = gather_passes(log_ratios)
     sums = distributed.reduce_metrics({"nats": reference_nats, "tokens": tokens})
     error = float(np.std(of_replies, ddof=1)) / math.sqrt(len(of_replies)) if len(of_replies) > 1 else 0.0
     # The exponent is bounded so that a ruined policy gives a huge finite number, which JSON and gates can hold.

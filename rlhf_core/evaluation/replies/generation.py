@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.batches.sharding import whole_passes
+from rlhf_core.data.batches.sharding import gather_passes, whole_passes
 from rlhf_core.data.chat.encoding import encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.data.tokens.batch_encoding import encode_prompts
@@ -89,7 +88,7 @@ def evaluation_replies(
                     own.append(sampler.sample(batch, sampling).replies())
                 together = batch_size * distributed.world_size()
                 on_batch(min(together, len(prompts) - done * together))
-            draws.append(_in_order(order, list(chain.from_iterable(distributed.gather_items(own)))))
+            draws.append(_in_order(order, gather_passes(own)))
     return generated_replies(tokenizer, [reply for of_prompt in zip(*draws, strict=True) for reply in of_prompt])
 
 
@@ -123,5 +122,5 @@ def on_policy_replies(
             weights.append(weight)
             if weight:
                 sequences.append(rollouts[-1].replies())
-    replies = generated_replies(tokenizer, list(chain.from_iterable(distributed.gather_items(sequences))))
+    replies = generated_replies(tokenizer, gather_passes(sequences))
     return OnPolicyReplies(replies, rollouts, weights, sampling)
