@@ -25,7 +25,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.models.onednn_linear import use_onednn
+from rlhf_core.models.openblas_linear import use_openblas
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints.manager import CheckpointManager
 from rlhf_core.training.engine import LocalEngine
@@ -129,7 +129,7 @@ def new_model(millions: int) -> LlamaForCausalLM:
         num_attention_heads=hidden // HEAD, max_position_embeddings=2048, tie_word_embeddings=True,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    use_onednn(model)  # as loading a folder does
+    use_openblas(model)  # as loading a folder does
     return model
 
 

@@ -1,8 +1,8 @@
-"""``python -m benchmarks.float32_products``: linear layers in float32 by PyTorch's default and by oneDNN, in turn.
+"""``python -m benchmarks.float32_products``: linear layers in float32 by PyTorch's default and by OpenBLAS, in turn.
 
 First the speed of single products, forward and backward with gradients of input and weight. Then forward and backward
-passes of a random Llama over batches of rows and widths drawn anew for each, and processor time by oneDNN over that by
-the default.
+passes of a random Llama over batches of rows and widths drawn anew for each, and processor time by OpenBLAS over that
+by the default.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_core.models.onednn_linear import OneDnnLinear, use_onednn
+from rlhf_core.models.openblas_linear import OpenBlasLinear, openblas_pays, use_openblas
+from rlhf_core.runtime.openblas import numpy_kernels, set_openblas_threads
 
 SHAPES = ((96, 256), (256, 256), (256, 688), (688, 256))  # inputs and outputs
 VOCABULARY, HEAD = 1024, 32
@@ -38,11 +39,13 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    print(f"{given.rows} rows   GFLOP/s: default  oneDNN")
+    set_openblas_threads(given.threads)
+    print(f"OpenBLAS: kernels of {numpy_kernels()}; stages {'use it' if openblas_pays() else 'do not use it here'}")
+    print(f"{given.rows} rows   GFLOP/s: default  OpenBLAS")
     for inputs, outputs in SHAPES:
         speeds = [gigaflops(layer, given.rows) for layer in both_layers(inputs, outputs)]
-        print(f"{inputs:5d} x {outputs:<5d} {speeds[0]:12.0f} {speeds[1]:7.0f}", flush=True)
-    print("parameters   seconds: default  oneDNN  ratio")
+        print(f"{inputs:5d} x {outputs:<5d} {speeds[0]:12.0f} {speeds[1]:9.0f}", flush=True)
+    print("parameters   seconds: default  OpenBLAS  ratio")
     for hidden in given.hidden:
         models = both_models(hidden)
         for model in models:
@@ -51,13 +54,13 @@ def main() -> int:
         for turn in range(1, given.repeats + 1):
             taken = [sofar + passes_of(m, given.passes, turn) for sofar, m in zip(taken, models, strict=True)]
         size = sum(parameter.numel() for parameter in models[0].parameters())
-        print(f"{size:10,d} {taken[0]:17.2f} {taken[1]:7.2f} {taken[1] / taken[0]:6.2f}", flush=True)
+        print(f"{size:10,d} {taken[0]:17.2f} {taken[1]:9.2f} {taken[1] / taken[0]:6.2f}", flush=True)
     return 0
 
 
 def both_layers(inputs: int, outputs: int) -> tuple[nn.Linear, nn.Linear]:
-    """The same random layer twice, the second with oneDNN's products whether they pay or not."""
-    plain, other = nn.Linear(inputs, outputs, bias=False), OneDnnLinear(inputs, outputs, bias=False)
+    """The same random layer twice, the second with OpenBLAS's products whether they pay or not."""
+    plain, other = nn.Linear(inputs, outputs, bias=False), OpenBlasLinear(inputs, outputs, bias=False)
     other.load_state_dict(plain.state_dict())
     return plain, other
 
@@ -70,7 +73,7 @@ def both_models(hidden: int) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
     )  # fmt: skip
     plain = LlamaForCausalLM(config)
     other = copy.deepcopy(plain)
-    use_onednn(other)
+    use_openblas(other)
     return plain, other
 
 

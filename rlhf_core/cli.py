@@ -33,8 +33,9 @@ def stage(
     stage goes on from its last checkpoint.
     """
     from rlhf_core.stages.runtime.runner import run_stage, workspace_root
-    from rlhf_core.storage.garbage_collection import skip_last_collection
+    from rlhf_core.storage.garbage_collection import collect_rarely, skip_last_collection
 
+    collect_rarely()
     skip_last_collection()
     run_stage(name, workspace_root(workspace))
 

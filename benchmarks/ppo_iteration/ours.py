@@ -12,7 +12,7 @@ from benchmarks.ppo_iteration.workload import EOS, PAD, Stopwatch, Workload
 from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.models.heads.scalar import ScalarModel
-from rlhf_core.models.onednn_linear import use_onednn
+from rlhf_core.models.openblas_linear import use_openblas
 from rlhf_core.ppo.learners.actor_critic_pair import separate_actor_critic
 from rlhf_core.ppo.rewards.reward_normalization import RunningMeanStd
 from rlhf_core.ppo.rewards.token_rewards import reward_model_fn
@@ -57,7 +57,7 @@ def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
         for name in ("value", "reward")
     )
     for model in (policy, reference, value, reward):
-        use_onednn(model)  # as loading a folder with a tokenizer does
+        use_openblas(model)  # as loading a folder with a tokenizer does
     sampling = Sampling(EOS, PAD, workload.reply, min_new_tokens=workload.reply)
     pair = separate_actor_critic(config, policy, value, sampling, RunContext(work))
     ids = workload.prompt_ids()

@@ -115,6 +115,7 @@ class PipelineRun:
         self.events: list[PipelineEvent] = []
         self.reader = EventReader(new_events_file(workspace))
         self.flow: SupervisedProcess | None = None
+        self.go = private_path(workspace, "go")  # the flow waits until this file exists
         self.problem: str | None = None
 
     def execute(self) -> int:
@@ -136,8 +137,11 @@ class PipelineRun:
         if services.embedded:
             self.display.line(f"Prefect UI {services.ui_url} (while this runs)")
         try:
-            monitor = self._prepare(services)
+            self.go.unlink(missing_ok=True)
             self.flow = self._start_flow(services)
+            monitor = self._prepare(services)
+            self.display.phase("reading the stages")
+            self.go.touch()
             self._watch(self.flow, monitor)
         except KeyboardInterrupt:
             signals.STOP.set()
@@ -175,8 +179,8 @@ class PipelineRun:
         return monitor
 
     def _start_flow(self, services: Services) -> SupervisedProcess:
-        self.display.phase("reading the stages")
-        command = [sys.executable, "-m", "flows.pipeline.run_flow", str(self.workspace)]
+        """Start the process of the flow, which loads what it needs and waits."""
+        command = [sys.executable, "-m", "flows.pipeline.run_flow", str(self.workspace), "--after", str(self.go)]
         variables = {LOCK_HELD_VARIABLE: os.environ[LOCK_HELD_VARIABLE], EVENTS_VARIABLE: str(self.reader.path)}
         return start_supervised(
             command if self.options.promote else [*command, "--no-promote"],
@@ -211,6 +215,8 @@ class PipelineRun:
 
                 status = self.flow.stop()
                 self._show_new_events()
+                if not self.go.exists():
+                    return
                 if not stopped and not self.problem and self._end() is None:
                     log = private_path(self.workspace, "logs", "flow.log")
                     self.problem = f"the pipeline process exited without a result (status {status}); see {log}"
@@ -218,6 +224,7 @@ class PipelineRun:
                 end_active_runs(services, stopped, message, self.display.line)
         finally:
             services.stop()
+            self.go.unlink(missing_ok=True)
             cleanup(self.workspace)
 
     def _print_result(self, stopped: bool) -> int:

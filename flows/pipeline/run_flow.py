@@ -1,20 +1,37 @@
-"""The pipeline flow in a process of its own: ``python -m flows.pipeline.run_flow WORKSPACE [--no-promote]``.
+"""The pipeline flow in its own process: ``python -m flows.pipeline.run_flow WORKSPACE --after FILE [--no-promote]``.
 
-The process ends with the flow; the command that started it owns the services and shows progress and summary.
+The process ends with the flow; the command that started it owns the services and shows progress and summary. It loads
+Prefect and MLflow while they start, and begins once FILE exists.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+import time
+from pathlib import Path
 
-from flows.pipeline.flow import rlhf_pipeline
-from rlhf_core.storage.garbage_collection import skip_last_collection
+from rlhf_core.storage.garbage_collection import paused_collector, skip_last_collection
+
+POLL_SECONDS = 0.05
 
 
 def main(argv: list[str]) -> int:
     """Run the flow; return 0 if it completed, else 1. The details are in the events file and on the server."""
+    parser = argparse.ArgumentParser(prog="flows.pipeline.run_flow", description=__doc__)
+    parser.add_argument("workspace")
+    parser.add_argument("--after", type=Path, required=True)
+    parser.add_argument("--no-promote", action="store_true")
+    given = parser.parse_args(argv)
     skip_last_collection()
-    state = rlhf_pipeline(argv[0], promote="--no-promote" not in argv, return_state=True)
+    with paused_collector():
+        from flows.pipeline.flow import rlhf_pipeline
+        from flows.registry.mlflow_client import load_mlflow
+
+        load_mlflow()
+    while not given.after.exists():
+        time.sleep(POLL_SECONDS)
+    state = rlhf_pipeline(given.workspace, promote=not given.no_promote, return_state=True)
     return 0 if state.is_completed() else 1
 
 

@@ -61,10 +61,7 @@ def has_record(workspace: Path) -> bool:
 
 def connect(workspace: Path) -> MlflowClient:
     """A client of the workspace's record; ``RlhfError`` at once when a server does not answer."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    load_mlflow()
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -80,6 +77,15 @@ def connect(workspace: Path) -> MlflowClient:
             f"MLflow at {uri} does not answer ({reason}); start it, or unset MLFLOW_TRACKING_URI"
         ) from error
     return client
+
+
+def load_mlflow() -> None:
+    """Import MLflow, which takes a second, with the settings that it reads then."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    import mlflow  # noqa: F401
 
 
 @cache

@@ -10,6 +10,7 @@ from pathlib import Path
 from rlhf_core.config.stages.policy import Method
 from rlhf_core.fingerprint.reach import Package
 from rlhf_core.storage.files import atomic_write_text
+from rlhf_core.storage.garbage_collection import paused_collector
 
 PACKAGE = "rlhf_core"
 FOLDER = ".fingerprints"
@@ -50,7 +51,8 @@ def fingerprint(stage: str, method: Method = "ppo") -> str:
         stage: Name of the stage.
         method: How the policy is trained, which decides what the stage ``ppo`` reaches.
     """
-    return package().digest(stage_module_name(stage, method), *ROOTS)
+    with paused_collector():
+        return package().digest(stage_module_name(stage, method), *ROOTS)
 
 
 def reached(stage: str) -> frozenset[str]:

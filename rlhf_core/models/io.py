@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.hub import require_hub
 from rlhf_core.models.float32_head import use_float32_unembedding
-from rlhf_core.models.onednn_linear import use_onednn
+from rlhf_core.models.openblas_linear import use_openblas
 from rlhf_core.runtime import distributed
 from rlhf_core.storage.files import atomic_dir, atomic_write_json
 
@@ -187,7 +187,7 @@ def load_model(
         )
     use_float32_unembedding(model)
     model = model.to(distributed.device()).eval()
-    use_onednn(model)
+    use_openblas(model)
     return model
 
 

@@ -53,6 +53,7 @@ FLOWS_MAY_ALSO_USE = {
         "training.history.read_history",
     },
     "flows.commands.compare.table": {"evaluation.judges.final.JUDGE"},
+    "flows.commands.checks.machine": {"runtime.openblas"},
     "flows.commands.checks.workspace": {"models.starting.starting_model.open_starting_model"},
     "flows.commands.serving.replay": {
         "evaluation.comparisons.comparison.Comparison",

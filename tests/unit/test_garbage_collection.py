@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 
-from rlhf_core.storage.garbage_collection import paused_collector
+from rlhf_core.storage.garbage_collection import collect_rarely, paused_collector
 
 
 def test_the_collector_pauses_and_goes_on_even_after_an_error() -> None:
@@ -26,6 +27,23 @@ def test_a_collector_that_was_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_stage_collects_rarely_and_still_frees_cycles() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    before = gc.get_threshold()
+    gc.collect()
+    try:
+        collect_rarely()
+        freed = weakref.ref(Cycle())
+        assert freed() is not None
+        kept = [[number] for number in range(gc.get_threshold()[0] + 1000)]
+        assert freed() is None and kept
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_at_exit_handlers_run_and_then_nothing_is_left_to_search() -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from flows.commands.checks import FAIL, OK, WARN, DoctorCheck
+from rlhf_core.runtime.openblas import AVX512_KERNELS, is_amd_with_avx512, numpy_kernels
 
 SUPPORTED = ((3, 11), (3, 13))
 REINSTALL = "install the pinned requirements.lock again (`make setup`)"
@@ -32,6 +33,7 @@ def machine_checks() -> Iterator[DoctorCheck]:
         yield check_package(requirement, consequence)
     yield _git()
     yield from _processors()
+    yield from _products()
     yield _memory()
 
 
@@ -80,6 +82,15 @@ def _processors() -> Iterator[DoctorCheck]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
     yield DoctorCheck(OK, "gpu", f"{count}: {names}" if count else "none; training runs on the CPU")
+
+
+def _products() -> Iterator[DoctorCheck]:
+    """Say it where NumPy lacks what ``rlhf_core.models.openblas_linear`` would use."""
+    kernels = numpy_kernels()
+    if is_amd_with_avx512() and kernels not in AVX512_KERNELS:
+        finding = f"NumPy's ({kernels} of OpenBLAS)" if kernels else "NumPy's, which are not OpenBLAS's,"
+        remedy = "training in float32 takes up to half as long again; unset OPENBLAS_CORETYPE, or install NumPy by pip"
+        yield DoctorCheck(WARN, "products", f"{finding} do without this processor's AVX-512", remedy)
 
 
 def _memory() -> DoctorCheck:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.io import quiet
-from rlhf_core.models.onednn_linear import is_plain_linear
+from rlhf_core.models.openblas_linear import is_plain_linear
 
 BLOCK = 64
 MISSING = "quantize: nf4 is set, but bitsandbytes is not installed: pip install 'rlhf-pipeline[4bit]', or remove it"

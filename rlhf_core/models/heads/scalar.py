@@ -14,7 +14,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -31,7 +30,7 @@ from rlhf_core.models.forward import embedding_weight, hidden_states, last_token
 from rlhf_core.models.heads.reply_pooling import mean_over_reply, mean_so_far
 from rlhf_core.models.io import load_model, probe_ids, reading, require_equal, save_folder
 from rlhf_core.models.lazy_logits import LazyLogits
-from rlhf_core.models.onednn_linear import default_products
+from rlhf_core.models.openblas_linear import default_products, fastest_linear
 
 Pooling = Literal["last", "mean"]
 POOLING = "reply_pooling"  # its name in config.json
@@ -177,7 +176,7 @@ class ScalarModel(nn.Module):
         weight = self.unembedding if self.unembedding is not None else embedding_weight(self.model)
         if weight.dtype in LOW_PRECISION:
             hidden, weight = hidden.float(), weight.float()
-        return LazyLogits(hidden, partial(functional.linear, weight=weight), weight.shape[0])
+        return LazyLogits(hidden, partial(fastest_linear(), weight=weight), weight.shape[0])
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Same as :meth:`token_scores`."""

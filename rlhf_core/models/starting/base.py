@@ -30,7 +30,7 @@ from rlhf_core.models.io import (
     require_room_for,
     save_folder,
 )
-from rlhf_core.models.onednn_linear import default_products
+from rlhf_core.models.openblas_linear import default_products
 from rlhf_core.models.precision import weights_precision
 from rlhf_core.models.starting.model_kind import require_replies
 from rlhf_core.models.starting.stop_tokens import complete_generation_config

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.models.adapters.lora import adapted_layers
 from rlhf_core.models.float32_head import Float32Linear
-from rlhf_core.models.onednn_linear import is_plain_linear
+from rlhf_core.models.openblas_linear import is_plain_linear
 from rlhf_core.sampling.decoding.grouped_attention import grouped_queries
 
 # Packing rounds otherwise than a plain product and takes about as long as five steps of 16 rows: it is left to models,

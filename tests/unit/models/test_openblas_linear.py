@@ -1,48 +1,45 @@
-"""Products by oneDNN: those of a linear layer, forward and backward, the same bits for any number of rows."""
+"""Products by OpenBLAS: those of a linear layer, forward and backward, whatever kernels it has."""
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threadpoolctl import threadpool_info
 from torch import Tensor, nn
 from unit.ppo.tiny import make_tiny
 
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.config.stages.base import BaseConfig
-from rlhf_core.models import onednn_linear
+from rlhf_core.models import openblas_linear
 from rlhf_core.models.adapters.lora import adapted_layers, add_adapters
 from rlhf_core.models.adapters.nf4 import is_linear
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.io import probe_ids
-from rlhf_core.models.onednn_linear import OneDnnLinear, default_products, is_plain_linear, use_onednn
+from rlhf_core.models.openblas_linear import OpenBlasLinear, default_products, is_plain_linear, use_openblas
 from rlhf_core.models.starting.base import load_policy, new_model, save_policy, train_tokenizer
 from rlhf_core.sampling.decoding.decoding_layers import decoding_layers
-
-pytestmark = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"),
-    reason="this PyTorch has no oneDNN",
-)
 
 
 @pytest.fixture(autouse=True)
 def on_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN computes the same on processors, and in models, where it does not pay."""
-    monkeypatch.setattr(onednn_linear, "onednn_pays", lambda: True)
-    monkeypatch.setattr(onednn_linear, "FEWEST_PARAMETERS", 0)
+    """The products are the same on processors, and of numbers of rows, for which they do not pay."""
+    monkeypatch.setattr(openblas_linear, "openblas_pays", lambda: True)
+    monkeypatch.setattr(openblas_linear, "FEWEST_ROWS", 1)
 
 
 def both(inputs: int, outputs: int, bias: bool) -> tuple[nn.Linear, nn.Linear]:
-    """A layer in float64, and its oneDNN form in float32."""
+    """A layer in float64, and its OpenBLAS form in float32."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(inputs * 1000 + outputs)
         exact = nn.Linear(inputs, outputs, bias=bias, dtype=torch.float64)
     holder = nn.Sequential(copy.deepcopy(exact).float())
-    use_onednn(holder)
+    use_openblas(holder)
     return exact, holder[0]
 
 
@@ -52,6 +49,16 @@ def results(layer: nn.Linear, x: Tensor, gradient: Tensor) -> list[Tensor]:
     output = layer(x)
     output.backward(gradient.to(output.dtype))
     return [output, x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+def products(output: Tensor) -> list[Any]:
+    """The products by OpenBLAS that made a tensor, as nodes of its graph."""
+    found, waiting = [], [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        found += [node] if node.name() == "_ProductBackward" else []
+        waiting += [before for before, _ in node.next_functions if before is not None]
+    return found
 
 
 @settings(deadline=None, max_examples=60)
@@ -67,31 +74,22 @@ def test_outputs_and_gradients_are_those_of_a_linear_layer(
     x, gradient = (torch.randn(*shape, width, generator=generator) for width in (inputs, outputs))
     if transposed and len(shape) > 1:  # inputs and gradients in another order of memory
         x, gradient = (values.transpose(0, 1) for values in (x, gradient))
-    assert type(layer) is OneDnnLinear
+    assert type(layer) is OpenBlasLinear
     for found, expected in zip(results(layer, x, gradient), results(exact, x, gradient), strict=True):
         assert found.dtype == torch.float32 and found.shape == expected.shape
         torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
-
-
-def test_a_row_has_the_same_bits_among_any_number_of_rows() -> None:
-    """Sampler and trainer, and ranks with different shares, see the same rows in batches of other sizes."""
-    _, layer = both(96, 256, bias=False)
-    rows = torch.randn(130, 96, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        whole = layer(rows)
-        assert all(torch.equal(layer(rows[:count]), whole[:count]) for count in range(2, 131))
 
 
 def test_only_the_gradients_that_are_asked_for_are_computed() -> None:
     _, layer = both(8, 4, bias=False)
     x = torch.randn(3, 8)
     output = layer(x)
-    assert [saved is None for saved in output.grad_fn.saved_tensors] == [False, True]
+    assert [saved is None for saved in products(output)[0].saved_tensors] == [False, True]
     output.sum().backward()
     assert layer.weight.grad is not None and x.grad is None
     layer.weight.requires_grad_(False).grad = None
     output = layer(x.requires_grad_())
-    assert [saved is None for saved in output.grad_fn.saved_tensors] == [True, False], "inputs take memory"
+    assert [saved is None for saved in products(output)[0].saved_tensors] == [True, False], "inputs take memory"
     output.sum().backward()
     assert layer.weight.grad is None and x.grad is not None
     with torch.no_grad():
@@ -111,14 +109,14 @@ def test_a_model_keeps_its_parameters_names_and_ties() -> None:
     policy = make_tiny().policy
     before = dict(policy.named_parameters())
     policy.tie_weights()
-    use_onednn(policy)
+    use_openblas(policy)
     assert [(name, id(p)) for name, p in policy.named_parameters()] == [(name, id(p)) for name, p in before.items()]
-    assert type(policy.lm_head) is OneDnnLinear
+    assert type(policy.lm_head) is OpenBlasLinear
     copied = copy.deepcopy(policy)
-    assert type(copied.lm_head) is OneDnnLinear and copied.lm_head.weight is not policy.lm_head.weight
+    assert type(copied.lm_head) is OpenBlasLinear and copied.lm_head.weight is not policy.lm_head.weight
     scores: nn.Module = ScalarModel.from_causal_lm(policy, 0).model.get_submodule("score")
     holder = nn.Sequential(scores)
-    use_onednn(holder)
+    use_openblas(holder)
     assert type(holder[0]) is nn.Linear, "a head of one output is no product of matrices"
 
 
@@ -128,7 +126,7 @@ def test_a_saved_model_comes_back_with_the_layers(tmp_path: Path) -> None:
     plain = new_model(shape, tokenizer, 1)
     save_policy(tmp_path / "policy", plain, tokenizer)
     policy, _ = load_policy(tmp_path / "policy")
-    assert type(plain.lm_head) is nn.Linear and type(policy.lm_head) is OneDnnLinear
+    assert type(plain.lm_head) is nn.Linear and type(policy.lm_head) is OpenBlasLinear
     save_policy(tmp_path / "copy", policy, tokenizer)
     copied, _ = load_policy(tmp_path / "copy")
     ids = torch.arange(12).view(3, 4) + 5
@@ -139,17 +137,16 @@ def test_a_saved_model_comes_back_with_the_layers(tmp_path: Path) -> None:
     ScalarModel.from_causal_lm(tmp_path / "policy", 2).save(tmp_path / "reward", tokenizer)
     scorer = ScalarModel.load(tmp_path / "reward")
     assert type(scorer.model.get_submodule("score")) is nn.Linear
-    assert any(type(module) is OneDnnLinear for module in scorer.modules())
+    assert any(type(module) is OpenBlasLinear for module in scorer.modules())
 
 
-def test_rounding_alone_does_not_refuse_a_saved_model(tmp_path: Path) -> None:
-    """A model in memory multiplies by the default, its copy by oneDNN; their large logits differ by more than 1e-5."""
+def test_rounding_alone_does_not_refuse_a_saved_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model in memory multiplies by the default, its copy by OpenBLAS, whose rounding is made coarse here."""
+    product = openblas_linear.product
+    monkeypatch.setattr(openblas_linear, "product", lambda a, b: product(a, b) * 1.001)
     tokenizer = train_tokenizer(["the cat sat on the mat"], 280)
-    shape = BaseConfig(vocab_size=280, hidden_size=256, intermediate_size=1024, layers=4, heads=4, max_positions=64)
+    shape = BaseConfig(vocab_size=280, hidden_size=32, intermediate_size=64, layers=2, heads=4, max_positions=64)
     plain = new_model(shape, tokenizer, 1)
-    with torch.no_grad():
-        for name, parameter in plain.named_parameters():
-            parameter.mul_(1.0 if "norm" in name else 8.0)
     save_policy(tmp_path / "policy", plain, tokenizer)
     copied, _ = load_policy(tmp_path / "policy")
     ids = probe_ids(len(tokenizer))
@@ -165,11 +162,11 @@ def test_rounding_alone_does_not_refuse_a_saved_model(tmp_path: Path) -> None:
 
 def test_adapters_packing_and_decoding_take_the_layers_for_plain_ones() -> None:
     policy = make_tiny().policy
-    use_onednn(policy)
+    use_openblas(policy)
     assert is_plain_linear(policy.lm_head) and is_linear(policy.lm_head)
     add_adapters(policy, LoraConfig(rank=2), seed=0)
     adapted = dict(adapted_layers(policy))
-    assert adapted and all(type(layer.get_base_layer()) is OneDnnLinear for layer in adapted.values())
+    assert adapted and all(type(layer.get_base_layer()) is OpenBlasLinear for layer in adapted.values())
     ids = torch.arange(12).view(3, 4) + 5
     with torch.no_grad():
         expected = policy(input_ids=ids).logits
@@ -179,27 +176,49 @@ def test_adapters_packing_and_decoding_take_the_layers_for_plain_ones() -> None:
     assert dict(adapted_layers(policy)).keys() == adapted.keys()
 
 
-def test_a_model_stays_as_it_is_where_onednn_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_keep_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openblas_linear, "FEWEST_ROWS", 64)
+    exact, layer = both(96, 40, bias=True)
+    few, many = torch.randn(63, 96), torch.randn(64, 96)
+    assert torch.equal(layer(few), exact.float()(few))
+    assert not products(layer(few)) and len(products(layer(many))) == 1
+
+
+def test_the_imitation_loss_of_a_reward_model_multiplies_by_openblas_too() -> None:
+    scorer = ScalarModel.from_causal_lm(make_tiny().policy, 0)
+    hidden = torch.randn(70, scorer.model.config.hidden_size, requires_grad=True)
+    logits = scorer.lm_logits(hidden).whole()
+    assert len(products(logits)) == 1
+    torch.testing.assert_close(logits, hidden @ scorer.unembedding.t(), atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_stays_as_it_is_where_openblas_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = make_tiny().policy
-    monkeypatch.setattr(onednn_linear, "FEWEST_PARAMETERS", 1 + sum(p.numel() for p in policy.parameters()))
-    use_onednn(policy)
+    monkeypatch.setattr(openblas_linear, "openblas_pays", lambda: False)
+    use_openblas(policy)
     assert type(policy.lm_head) is nn.Linear
-    monkeypatch.setattr(onednn_linear, "FEWEST_PARAMETERS", 0)
-    monkeypatch.setattr(onednn_linear, "onednn_pays", lambda: False)
-    use_onednn(policy)
-    assert type(policy.lm_head) is nn.Linear
-    monkeypatch.undo()
-    assert onednn_linear.FEWEST_PARAMETERS > 500_000, "the demo keeps its bits"
 
 
 @pytest.mark.parametrize(
-    ("machine", "capability", "pays"),
-    [("x86_64", "AVX512", True), ("AMD64", "AVX512", True), ("x86_64", "AVX2", False), ("aarch64", "DEFAULT", False)],
+    ("amd", "kernels", "pays"),
+    [(True, "SkylakeX", True), (True, "Haswell", False), (True, None, False), (False, "SkylakeX", False)],
 )
-def test_processors_on_which_it_pays(
-    machine: str, capability: str, pays: bool, monkeypatch: pytest.MonkeyPatch
+def test_processors_and_kernels_with_which_it_pays(
+    amd: bool, kernels: str | None, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(onednn_linear.platform, "machine", lambda: machine)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert onednn_linear.onednn_pays() is pays
+    monkeypatch.setattr(openblas_linear, "is_amd_with_avx512", lambda: amd)
+    monkeypatch.setattr(openblas_linear, "numpy_kernels", lambda: kernels)
+    assert openblas_linear.openblas_pays() is pays
+
+
+def test_openblas_has_the_threads_of_pytorch() -> None:
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            use_openblas(nn.Sequential(nn.Linear(4, 4)))
+            libraries = [library for library in threadpool_info() if library["internal_api"] == "openblas"]
+            assert {library["num_threads"] for library in libraries} == {count}
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,133 @@
+"""Linear layers in float32 whose products NumPy computes, by OpenBLAS, on AMD processors with AVX-512.
+
+PyTorch gives float32 products to MKL, which computes them there as if vectors had half their width. OpenBLAS computes
+the same products, forward and backward, about twice as fast (docs/performance.md), with the terms of a sum in another
+order.
+
+Shapes: M rows of the input, flattened; K inputs; N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from rlhf_core.runtime.openblas import AVX512_KERNELS, is_amd_with_avx512, numpy_kernels, set_openblas_threads
+
+# Below, MKL is as fast or faster.
+FEWEST_ROWS = 64
+
+# Of the current thread.
+_default_products = ContextVar("default_products", default=False)
+
+
+class OpenBlasLinear(nn.Linear):
+    """A linear layer that computes products of 64 and more float32 rows on a CPU by OpenBLAS."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., K) -> (..., N)."""
+        return linear(input, self.weight, self.bias)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x W^T + b`` as of :class:`OpenBlasLinear`: (..., K), (N, K), (N,) -> (..., N)."""
+    by_openblas = input.numel() >= FEWEST_ROWS * weight.shape[1] and not _default_products.get()
+    if not by_openblas or not _in_float32_on_cpu(input) or not _in_float32_on_cpu(weight):
+        return functional.linear(input, weight, bias)
+    rows: Tensor = _Product.apply(input.reshape(-1, weight.shape[1]), weight)  # type: ignore[no-untyped-call]
+    result = rows.view(*input.shape[:-1], weight.shape[0])
+    return result if bias is None else result + bias
+
+
+class _Product(torch.autograd.Function):
+    """``x W^T`` of inputs (M, K) and a weight (N, K)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        for_input, for_weight = ctx.needs_input_grad
+        # As a linear layer does: under adapters the inputs of frozen weights are not kept.
+        ctx.save_for_backward(x if for_weight else None, weight if for_input else None)
+        return product(x, weight.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        return (
+            product(gradient, weight) if weight is not None else None,
+            product(gradient.t(), x) if x is not None else None,
+        )
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``A B`` of float32 matrices on the CPU, by OpenBLAS; no gradient."""
+    result = torch.empty(a.shape[0], b.shape[1])
+    np.matmul(_for_blas(a), _for_blas(b), out=result.numpy())
+    return result
+
+
+def _for_blas(matrix: Tensor) -> np.ndarray[Any, Any]:
+    """The matrix, copied where neither its rows nor its columns are contiguous: NumPy gives only such ones to BLAS."""
+    matrix = matrix.detach()
+    return (matrix if 1 in matrix.stride() and 0 not in matrix.stride() else matrix.contiguous()).numpy()
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether ``module`` is a linear layer that is nothing more, whichever library computes its products."""
+    return type(module) in (nn.Linear, OpenBlasLinear)
+
+
+def openblas_pays() -> bool:
+    """Whether OpenBLAS, with the kernels it has in this process, computes float32 products faster than MKL."""
+    return is_amd_with_avx512() and numpy_kernels() in AVX512_KERNELS
+
+
+def use_openblas(model: nn.Module) -> None:
+    """Compute the products of a model's float32 linear layers on the CPU by OpenBLAS from now on, where that pays.
+
+    Parameters stay the very same. Moved to another device or precision, the layers compute as before. Heads of one
+    output are left alone, whose products are none of matrices. OpenBLAS gets as many threads as PyTorch has now.
+    """
+    if not openblas_pays():
+        return
+    set_openblas_threads(torch.get_num_threads())
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear and _in_float32_on_cpu(layer.weight) and layer.out_features > 1:
+            model.set_submodule(name, _with_openblas(layer))
+
+
+def fastest_linear() -> Callable[..., Tensor]:
+    """Return :func:`linear` where that pays, else PyTorch's own, for products of weights that are in no layer."""
+    return linear if openblas_pays() else functional.linear
+
+
+@contextmanager
+def default_products() -> Iterator[None]:
+    """Compute by PyTorch's default inside the block, as a model in memory and its copy from the disk are compared.
+
+    One of them may never have been given to :func:`use_openblas`. Only the calling thread computes so.
+    """
+    token = _default_products.set(True)
+    try:
+        yield
+    finally:
+        _default_products.reset(token)
+
+
+def _in_float32_on_cpu(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter)
+
+
+def _with_openblas(layer: nn.Linear) -> OpenBlasLinear:
+    made = OpenBlasLinear(layer.in_features, layer.out_features, bias=False, device="meta")
+    made.weight, made.bias = layer.weight, layer.bias
+    made.train(layer.training)
+    return made

@@ -1,0 +1,81 @@
+"""Which processors and which library of NumPy are told apart, and what `rlhf doctor` says of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+
+from flows.commands.checks import machine
+from rlhf_core.runtime import openblas
+
+FLAGS = "fpu sse4_2 avx2 avx512f avx512cd avx512bw avx512dq avx512vl avx512_bf16"
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    yield
+    openblas.is_amd_with_avx512.cache_clear()
+    openblas.numpy_kernels.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "found"),
+    [
+        ("AuthenticAMD", FLAGS, True),
+        ("AuthenticAMD", FLAGS.replace(" avx512dq", ""), False),
+        ("AuthenticAMD", "fpu sse4_2 avx2", False),
+        ("GenuineIntel", FLAGS, False),
+    ],
+)
+def test_the_first_processor_is_looked_at(
+    vendor: str, flags: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: X: Y\nflags\t\t: {flags}\n\n"
+    other = f"processor\t: 1\nvendor_id\t: Authentic{'' if found else 'AMD'}\nflags\t\t: {FLAGS}\n\n"
+    monkeypatch.setattr(openblas, "CPUINFO", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text(first + other)
+    openblas.is_amd_with_avx512.cache_clear()
+    assert openblas.is_amd_with_avx512() is found
+
+
+def test_a_system_without_that_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openblas, "CPUINFO", tmp_path / "absent")
+    openblas.is_amd_with_avx512.cache_clear()
+    assert not openblas.is_amd_with_avx512()
+
+
+def test_numpy_of_another_library_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numpy, "show_config", lambda mode: {"Build Dependencies": {"blas": {"name": "mkl"}}})
+    openblas.numpy_kernels.cache_clear()
+    assert openblas.numpy_kernels() is None
+
+
+@pytest.mark.skipif(not openblas.is_amd_with_avx512(), reason="no AMD processor with AVX-512")
+@pytest.mark.parametrize("named", ["Haswell", "SkylakeX"])
+def test_kernels_are_those_that_openblas_took(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_CORETYPE", named)
+    code = "from rlhf_core.runtime.openblas import numpy_kernels; print(numpy_kernels())"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == named
+
+
+@pytest.mark.parametrize(
+    ("amd", "kernels", "said"),
+    [
+        (True, "Haswell", "(Haswell of OpenBLAS)"),
+        (True, None, "not OpenBLAS's"),
+        (True, "Cooperlake", ""),
+        (False, None, ""),
+    ],
+)
+def test_doctor_says_when_numpy_lacks_the_kernels(
+    amd: bool, kernels: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "is_amd_with_avx512", lambda: amd)
+    monkeypatch.setattr(machine, "numpy_kernels", lambda: kernels)
+    findings = [check.finding for check in machine.machine_checks() if check.name == "products"]
+    assert len(findings) == bool(said) and said in "".join(findings)
