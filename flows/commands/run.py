@@ -115,7 +115,7 @@ class PipelineRun:
         self.events: list[PipelineEvent] = []
         self.reader = EventReader(new_events_file(workspace))
         self.flow: SupervisedProcess | None = None
-        self.go = private_path(workspace, "go")  # the flow waits until this file exists
+        self.start_file = private_path(workspace, "go")  # the flow waits until this file exists
         self.problem: str | None = None
 
     def execute(self) -> int:
@@ -137,11 +137,11 @@ class PipelineRun:
         if services.embedded:
             self.display.line(f"Prefect UI {services.ui_url} (while this runs)")
         try:
-            self.go.unlink(missing_ok=True)
+            self.start_file.unlink(missing_ok=True)
             self.flow = self._start_flow(services)
             monitor = self._prepare(services)
             self.display.phase("reading the stages")
-            self.go.touch()
+            self.start_file.touch()
             self._watch(self.flow, monitor)
         except KeyboardInterrupt:
             signals.STOP.set()
@@ -152,7 +152,7 @@ class PipelineRun:
 
     def _prepare(self, services: Services) -> ServiceMonitor:
         """Wait for the server, then set up work pools, deployments and workers."""
-        # These load Prefect, which takes a second, in which the server starts.
+        # Imported here: loading Prefect takes a second, while the server starts.
         from flows.commands.serving.service_monitor import ServiceMonitor
         from flows.jobs.deployments import deploy_jobs
         from flows.prefect_server.automations import try_zombie_automation
@@ -180,7 +180,8 @@ class PipelineRun:
 
     def _start_flow(self, services: Services) -> SupervisedProcess:
         """Start the process of the flow, which loads what it needs and waits."""
-        command = [sys.executable, "-m", "flows.pipeline.run_flow", str(self.workspace), "--after", str(self.go)]
+        arguments = [str(self.workspace), "--after", str(self.start_file)]
+        command = [sys.executable, "-m", "flows.pipeline.run_flow", *arguments]
         variables = {LOCK_HELD_VARIABLE: os.environ[LOCK_HELD_VARIABLE], EVENTS_VARIABLE: str(self.reader.path)}
         return start_supervised(
             command if self.options.promote else [*command, "--no-promote"],
@@ -215,8 +216,8 @@ class PipelineRun:
 
                 status = self.flow.stop()
                 self._show_new_events()
-                if not self.go.exists():
-                    return
+                if not self.start_file.exists():
+                    return  # the flow never began, so there are no runs to end
                 if not stopped and not self.problem and self._end() is None:
                     log = private_path(self.workspace, "logs", "flow.log")
                     self.problem = f"the pipeline process exited without a result (status {status}); see {log}"
@@ -224,7 +225,7 @@ class PipelineRun:
                 end_active_runs(services, stopped, message, self.display.line)
         finally:
             services.stop()
-            self.go.unlink(missing_ok=True)
+            self.start_file.unlink(missing_ok=True)
             cleanup(self.workspace)
 
     def _print_result(self, stopped: bool) -> int:

@@ -22,10 +22,10 @@ from torch.nn import functional
 
 from rlhf_core.runtime.openblas import AVX512_KERNELS, is_amd_with_avx512, numpy_kernels, set_openblas_threads
 
-# Below, MKL is as fast or faster.
+# With fewer rows MKL is as fast.
 FEWEST_ROWS = 64
 
-# Of the current thread.
+# Per thread: the forward pass of a model takes no such argument.
 _default_products = ContextVar("default_products", default=False)
 
 
@@ -81,7 +81,7 @@ def _for_blas(matrix: Tensor) -> np.ndarray[Any, Any]:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is a linear layer that is nothing more, whichever library computes its products."""
+    """Whether ``module`` is exactly a linear layer, no other subclass, whichever library computes its products."""
     return type(module) in (nn.Linear, OpenBlasLinear)
 
 
@@ -93,8 +93,8 @@ def openblas_pays() -> bool:
 def use_openblas(model: nn.Module) -> None:
     """Compute the products of a model's float32 linear layers on the CPU by OpenBLAS from now on, where that pays.
 
-    Parameters stay the very same. Moved to another device or precision, the layers compute as before. Heads of one
-    output are left alone, whose products are none of matrices. OpenBLAS gets as many threads as PyTorch has now.
+    The parameters are kept. Moved to another device or precision, the layers compute as before. Layers of one output
+    stay with PyTorch: theirs is a product of a matrix and a vector. OpenBLAS gets as many threads as PyTorch has now.
     """
     if not openblas_pays():
         return
@@ -111,7 +111,7 @@ def fastest_linear() -> Callable[..., Tensor]:
 
 @contextmanager
 def default_products() -> Iterator[None]:
-    """Compute by PyTorch's default inside the block, as a model in memory and its copy from the disk are compared.
+    """Compute by PyTorch's products inside the block, to compare a model in memory with its saved copy.
 
     One of them may never have been given to :func:`use_openblas`. Only the calling thread computes so.
     """
@@ -127,7 +127,7 @@ def _in_float32_on_cpu(tensor: Tensor) -> bool:
 
 
 def _with_openblas(layer: nn.Linear) -> OpenBlasLinear:
-    made = OpenBlasLinear(layer.in_features, layer.out_features, bias=False, device="meta")
-    made.weight, made.bias = layer.weight, layer.bias
-    made.train(layer.training)
-    return made
+    by_openblas = OpenBlasLinear(layer.in_features, layer.out_features, bias=False, device="meta")
+    by_openblas.weight, by_openblas.bias = layer.weight, layer.bias
+    by_openblas.train(layer.training)
+    return by_openblas

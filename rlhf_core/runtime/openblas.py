@@ -1,9 +1,10 @@
-"""Whether OpenBLAS, which comes with NumPy, multiplies float32 matrices faster here than PyTorch does by MKL."""
+"""Detect where NumPy's OpenBLAS multiplies float32 matrices faster than PyTorch does by MKL, and set its threads."""
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 CPUINFO = Path("/proc/cpuinfo")  # only Linux has it
 AVX512 = frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})
@@ -13,7 +14,7 @@ AVX512_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")
 
 @cache
 def is_amd_with_avx512() -> bool:
-    """Whether Linux says so of the first processor. MKL has no vectors of full width for those."""
+    """Return whether the first processor is one of AMD's with AVX-512, by ``/proc/cpuinfo``; False elsewhere."""
     fields: dict[str, str] = {}
     try:
         with CPUINFO.open(encoding="utf-8", errors="replace") as lines:
@@ -37,12 +38,22 @@ def numpy_kernels() -> str | None:
     from threadpoolctl import threadpool_info
 
     built_with = numpy.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"]
+    if "openblas" not in built_with.lower():
+        return None
     libraries = [library for library in threadpool_info() if library.get("internal_api") == "openblas"]
-    return str(libraries[0].get("architecture")) if libraries and "openblas" in built_with.lower() else None
+    # SciPy may have loaded another copy, with kernels of its own.
+    own = [library for library in libraries if _is_of_numpy(library, Path(numpy.__file__).parent)]
+    return str((own or libraries)[0].get("architecture")) if libraries else None
+
+
+def _is_of_numpy(library: dict[str, Any], package: Path) -> bool:
+    """Whether the library lies in NumPy's folder, or beside it in the folder ``numpy.libs`` of a wheel."""
+    folders = Path(str(library.get("filepath"))).parents
+    return package in folders or package.with_name("numpy.libs") in folders
 
 
 def set_openblas_threads(count: int) -> None:
-    """Let OpenBLAS compute each product on ``count`` threads, which wait for work in its own pool."""
+    """Let every OpenBLAS of this process compute each product on ``count`` threads."""
     from threadpoolctl import ThreadpoolController
 
     ThreadpoolController().select(internal_api="openblas").limit(limits=count)

@@ -30,8 +30,8 @@ def paused_collector() -> Iterator[None]:
 def collect_rarely() -> None:
     """Have the collector look for cycles of objects after 100,000 new ones, in place of some hundreds, from now on.
 
-    Rows of data are many objects that stay, and passes of a model free theirs without a collector. Stages take .7 to
-    .95 of the time and the same memory (docs/performance.md).
+    Rows of data are many objects that stay, and passes of a model free theirs without a collector. Stages take 0.73 to
+    0.92 of the time and the same memory (docs/performance.md).
     """
     gc.set_threshold(*RARELY)
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
     [
         ("checkpoints", "--millions 1 --every 1 --rounds 1 --threads 1", "share"),
         ("data_scale", "--pairs 200", "pairs"),
-        ("float32_products", "--rows 8 --hidden 32 --passes 1 --repeats 1", "OpenBLAS"),
+        ("float32_products", "--rows 64 --hidden 32 --passes 1 --repeats 1", "64 rows"),
         ("evaluation_ranks", "--prompts 4 --processes 1", "prompts"),
         ("token_cache", "--pairs 300", "held beside texts"),
         ("vocabulary_memory", "--vocabulary 2000 --hidden 16 --repeats 1 --threads 1", "whole"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+import threadpoolctl
 
 from flows.commands.checks import machine
 from rlhf_core.runtime import openblas
@@ -18,13 +19,15 @@ FLAGS = "fpu sse4_2 avx2 avx512f avx512cd avx512bw avx512dq avx512vl avx512_bf16
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
+    for cached in (openblas.is_amd_with_avx512, openblas.numpy_kernels):
+        cached.cache_clear()
     yield
-    openblas.is_amd_with_avx512.cache_clear()
-    openblas.numpy_kernels.cache_clear()
+    for cached in (openblas.is_amd_with_avx512, openblas.numpy_kernels):
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize(
-    ("vendor", "flags", "found"),
+    ("vendor", "flags", "expected"),
     [
         ("AuthenticAMD", FLAGS, True),
         ("AuthenticAMD", FLAGS.replace(" avx512dq", ""), False),
@@ -33,26 +36,37 @@ def nothing_remembered() -> Iterator[None]:
     ],
 )
 def test_the_first_processor_is_looked_at(
-    vendor: str, flags: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vendor: str, flags: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: X: Y\nflags\t\t: {flags}\n\n"
-    other = f"processor\t: 1\nvendor_id\t: Authentic{'' if found else 'AMD'}\nflags\t\t: {FLAGS}\n\n"
+    second = f"processor\t: 1\nvendor_id\t: Authentic{'' if expected else 'AMD'}\nflags\t\t: {FLAGS}\n\n"
     monkeypatch.setattr(openblas, "CPUINFO", tmp_path / "cpuinfo")
-    (tmp_path / "cpuinfo").write_text(first + other)
-    openblas.is_amd_with_avx512.cache_clear()
-    assert openblas.is_amd_with_avx512() is found
+    (tmp_path / "cpuinfo").write_text(first + second)
+    assert openblas.is_amd_with_avx512() is expected
 
 
 def test_a_system_without_that_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openblas, "CPUINFO", tmp_path / "absent")
-    openblas.is_amd_with_avx512.cache_clear()
     assert not openblas.is_amd_with_avx512()
 
 
 def test_numpy_of_another_library_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numpy, "show_config", lambda mode: {"Build Dependencies": {"blas": {"name": "mkl"}}})
-    openblas.numpy_kernels.cache_clear()
     assert openblas.numpy_kernels() is None
+
+
+def test_another_copy_of_openblas_is_not_taken_for_that_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(numpy.__file__).parent
+    libraries = [
+        {"internal_api": "openblas", "architecture": name, "filepath": str(path)}
+        for name, path in (
+            ("Haswell", folder.with_name("scipy.libs") / "libscipy_openblas.so"),
+            ("SkylakeX", folder.with_name("numpy.libs") / "libscipy_openblas64_.so"),
+        )
+    ]
+    monkeypatch.setattr(threadpoolctl, "threadpool_info", lambda: libraries)
+    monkeypatch.setattr(numpy, "show_config", lambda mode: {"Build Dependencies": {"blas": {"name": "openblas"}}})
+    assert openblas.numpy_kernels() == "SkylakeX"
 
 
 @pytest.mark.skipif(not openblas.is_amd_with_avx512(), reason="no AMD processor with AVX-512")
@@ -64,18 +78,18 @@ def test_kernels_are_those_that_openblas_took(named: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("amd", "kernels", "said"),
+    ("amd", "kernels", "finding"),
     [
-        (True, "Haswell", "(Haswell of OpenBLAS)"),
-        (True, None, "not OpenBLAS's"),
+        (True, "Haswell", "NumPy's OpenBLAS has Haswell kernels"),
+        (True, None, "NumPy has no OpenBLAS"),
         (True, "Cooperlake", ""),
         (False, None, ""),
     ],
 )
 def test_doctor_says_when_numpy_lacks_the_kernels(
-    amd: bool, kernels: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+    amd: bool, kernels: str | None, finding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "is_amd_with_avx512", lambda: amd)
     monkeypatch.setattr(machine, "numpy_kernels", lambda: kernels)
     findings = [check.finding for check in machine.machine_checks() if check.name == "products"]
-    assert len(findings) == bool(said) and said in "".join(findings)
+    assert len(findings) == bool(finding) and finding in "".join(findings)

@@ -88,9 +88,11 @@ def _products() -> Iterator[DoctorCheck]:
     """Say it where NumPy lacks what ``rlhf_core.models.openblas_linear`` would use."""
     kernels = numpy_kernels()
     if is_amd_with_avx512() and kernels not in AVX512_KERNELS:
-        finding = f"NumPy's ({kernels} of OpenBLAS)" if kernels else "NumPy's, which are not OpenBLAS's,"
+        finding = "NumPy has no OpenBLAS, which would use this processor's AVX-512"
+        if kernels:
+            finding = f"NumPy's OpenBLAS has {kernels} kernels, which do without this processor's AVX-512"
         remedy = "training in float32 takes up to half as long again; unset OPENBLAS_CORETYPE, or install NumPy by pip"
-        yield DoctorCheck(WARN, "products", f"{finding} do without this processor's AVX-512", remedy)
+        yield DoctorCheck(WARN, "products", finding, remedy)
 
 
 def _memory() -> DoctorCheck:

@@ -53,12 +53,12 @@ def results(layer: nn.Linear, x: Tensor, gradient: Tensor) -> list[Tensor]:
 
 def products(output: Tensor) -> list[Any]:
     """The products by OpenBLAS that made a tensor, as nodes of its graph."""
-    found, waiting = [], [output.grad_fn]
+    nodes, waiting = [], [output.grad_fn]
     while waiting:
         node = waiting.pop()
-        found += [node] if node.name() == "_ProductBackward" else []
+        nodes += [node] if node.name() == "_ProductBackward" else []
         waiting += [before for before, _ in node.next_functions if before is not None]
-    return found
+    return nodes
 
 
 @settings(deadline=None, max_examples=60)
@@ -75,9 +75,9 @@ def test_outputs_and_gradients_are_those_of_a_linear_layer(
     if transposed and len(shape) > 1:  # inputs and gradients in another order of memory
         x, gradient = (values.transpose(0, 1) for values in (x, gradient))
     assert type(layer) is OpenBlasLinear
-    for found, expected in zip(results(layer, x, gradient), results(exact, x, gradient), strict=True):
-        assert found.dtype == torch.float32 and found.shape == expected.shape
-        torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
+    for actual, expected in zip(results(layer, x, gradient), results(exact, x, gradient), strict=True):
+        assert actual.dtype == torch.float32 and actual.shape == expected.shape
+        torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=2e-5)
 
 
 def test_only_the_gradients_that_are_asked_for_are_computed() -> None:
@@ -114,8 +114,8 @@ def test_a_model_keeps_its_parameters_names_and_ties() -> None:
     assert type(policy.lm_head) is OpenBlasLinear
     copied = copy.deepcopy(policy)
     assert type(copied.lm_head) is OpenBlasLinear and copied.lm_head.weight is not policy.lm_head.weight
-    scores: nn.Module = ScalarModel.from_causal_lm(policy, 0).model.get_submodule("score")
-    holder = nn.Sequential(scores)
+    score_head: nn.Module = ScalarModel.from_causal_lm(policy, 0).model.get_submodule("score")
+    holder = nn.Sequential(score_head)
     use_openblas(holder)
     assert type(holder[0]) is nn.Linear, "a head of one output is no product of matrices"
 
@@ -151,11 +151,11 @@ def test_rounding_alone_does_not_refuse_a_saved_model(tmp_path: Path, monkeypatc
     copied, _ = load_policy(tmp_path / "policy")
     ids = probe_ids(len(tokenizer))
     with torch.no_grad():
-        expected, found = plain(input_ids=ids).logits, copied(input_ids=ids).logits
-        assert not torch.allclose(found, expected, atol=1e-5, rtol=1e-4), "the case is not one"
+        expected, coarse = plain(input_ids=ids).logits, copied(input_ids=ids).logits
+        assert not torch.allclose(coarse, expected, atol=1e-5, rtol=1e-4), "the rounding is not coarse enough"
         with default_products():
             assert torch.equal(copied(input_ids=ids).logits, expected)
-        assert torch.equal(copied(input_ids=ids).logits, found)
+        assert torch.equal(copied(input_ids=ids).logits, coarse)
     scorer = ScalarModel.from_causal_lm(plain, 2)
     scorer.save(tmp_path / "reward", tokenizer)
 
