@@ -9,11 +9,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.batches.sharding import gather_passes, whole_passes
-from rlhf_core.data.chat.encoding import encode_prompt
+from rlhf_core.data.chat.encoding import (
+    decode_reply,
+    encode_prompt,
+    reply_length,
+    special_token_ids,
+    vocabulary_id,
+)
 from rlhf_core.data.schema import Message
 from rlhf_core.data.tokens.batch_encoding import encode_prompts
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.replies.reply import Reply, generated_replies
+from rlhf_core.evaluation.replies.reply import Reply
 from rlhf_core.models.starting.base import fitting_length
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
@@ -124,3 +130,15 @@ def on_policy_replies(
                 sequences.append(rollouts[-1].replies())
     replies = generated_replies(tokenizer, gather_passes(sequences))
     return OnPolicyReplies(replies, rollouts, weights, sampling)
+
+
+def generated_replies(tokenizer: PreTrainedTokenizerBase, sequences: Sequence[Sequence[int]]) -> list[Reply]:
+    """Turn sequences of generated token ids into replies; what follows an end marker is left out."""
+    special, vocabulary = special_token_ids(tokenizer), vocabulary_id(tokenizer)
+    replies = []
+    for sequence in sequences:
+        text, finished = decode_reply(tokenizer, sequence)
+        length, _ = reply_length(tokenizer, sequence)
+        token_ids = tuple(int(i) for i in sequence[:length])
+        replies.append(Reply(text, finished, token_ids, sum(i in special for i in token_ids), vocabulary))
+    return replies
