@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -39,6 +39,7 @@ from flows.pipeline.events import (
 )
 from flows.pipeline.late_runs import cancel_late_runs
 from flows.pipeline.preflight import memory_refusal
+from flows.pipeline.record_delivery import delivered_records, without_delivery
 from flows.pipeline.registration import MATCH_LOG, promote_task, register_task
 from flows.pipeline.release_page import with_release_page
 from flows.pipeline.schedule import Schedule, final_name
@@ -135,12 +136,13 @@ def _run_pipeline(workspace: Path, promote: bool, events: EventWriter) -> State[
     name = runtime.flow_run.name or run_label(workspace, params.profile, datetime.now())
     run_id = start_pipeline_run(workspace, name) if has_gated_policy(graph) else None
     environment = {PARENT_RUN_VARIABLE: run_id} if run_id else {}
-    context = PipelineContext(workspace, params.pools, params.flow, environment, events)
-    events.emit(RunPlanned(tuple(graph)))
-    outcomes = _run_stages(graph, context)
-    failed = next((o for o in outcomes.values() if not o.ok and o.action != "skipped"), None)
-    if failed and REPORT_STAGE in graph and not signals.STOP.is_set():
-        outcomes[REPORT_STAGE] = write_report.with_options(task_run_name=REPORT_STAGE)(context, graph[REPORT_STAGE])
+    with delivered_records(workspace, bool(run_id)) as delivery:
+        context = PipelineContext(workspace, params.pools, params.flow, {**environment, **delivery}, events)
+        events.emit(RunPlanned(tuple(graph)))
+        outcomes = _run_stages(graph, context)
+        failed = next((o for o in outcomes.values() if not o.ok and o.action != "skipped"), None)
+        if failed and REPORT_STAGE in graph and not signals.STOP.is_set():
+            outcomes[REPORT_STAGE] = write_report.with_options(task_run_name=REPORT_STAGE)(context, graph[REPORT_STAGE])
     state = _final_state(outcomes, failed)
     verdict: RunVerdict | None = None
     registration = RegistrationResult()
@@ -266,9 +268,12 @@ def _run_here(context: PipelineContext, node: StageNode) -> StageOutcome:
 def _run_as_job(context: PipelineContext, node: StageNode, placement: Placement, attempt_id: str) -> StageOutcome:
     """Run the stage as a job of its pool."""
     progress = ProgressArtifact(context.workspace, node.name)
-    # Workspaces that do not see each other cannot share a job.
+    # Workspaces that do not see each other cannot share a job, nor does this process see the records of its stage.
     shared_hash = stage_hash(context.workspace, node) if placement.shared else None
-    job = Job(context.spec(node), placement, attempt_id, shared_hash, context.flow.max_preemptions)
+    spec = context.spec(node)
+    if not placement.shared:
+        spec = replace(spec, environment=without_delivery(spec.environment))
+    job = Job(spec, placement, attempt_id, shared_hash, context.flow.max_preemptions)
 
     def on_preempted(message: str) -> None:
         context.events.emit(StagePreempted(node.name, f"{message} of {placement.pool}"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from rlhf_core.storage.files import LockFile
 from rlhf_core.tracking.journal import Journal, JournalRecord, waiting_journals
 
 logger = logging.getLogger(__name__)
@@ -19,6 +20,8 @@ MOST = {"metrics": 1000, "params": 100, "tags": 100, "artifact": 1, "end": 1}
 LONGEST_PARAM = 500
 ACCESS_DENIED = frozenset({401, 403})
 NOT_FINAL = frozenset({408, 425, 429})
+# Held by the process that delivers a workspace's records for as long as it does.
+DELIVERY_LOCK = Path(".rlhf") / "tracking.lock"
 
 
 class ServerAway(Exception):
@@ -115,34 +118,46 @@ def deliver(client: Any, experiment_id: Callable[[], str], journal: Journal) -> 
     Raises:
         ServerAway: The journal stays as it was.
     """
-    from mlflow.exceptions import MlflowException
+    records = send(client, experiment_id, journal)
+    journal.delete()
+    return len(records)
 
-    records = journal.records()
+
+def send(client: Any, experiment_id: Callable[[], str], journal: Journal) -> list[JournalRecord]:
+    """Send what waits in ``journal``, whose stage may be running, and return it; as :func:`deliver` otherwise."""
+    from mlflow.exceptions import MlflowException
+    from requests import RequestException
+
+    records, position = journal.undelivered()
     run_id = make_run(client, experiment_id, journal)
     for request in requests_for(records):
         try:
             with away_errors():
                 request(client, run_id)
-        except MlflowException as error:
+        except (MlflowException, RequestException) as error:
             logger.warning("MLflow refused records of run %s: %s", run_id, " ".join(str(error).split())[:200])
-    journal.delete()
-    return len(records)
+    if records:
+        journal.mark_delivered(position)
+    return records
 
 
 def deliver_waiting(client: Any, experiment_id: Callable[[], str], workspace: Path, uri: str) -> int:
     """Send what earlier runs of ``workspace`` have left undelivered; returns how many records those were.
 
     Records of a run that the server at another address made stay where they are. If the server goes away meanwhile,
-    the rest waits on.
+    the rest waits on. Nothing is done while another process delivers the workspace's records.
     """
     delivered = 0
-    for journal in waiting_journals(workspace):
-        if journal.header.run_id is not None and journal.header.server != address(uri):
-            continue
-        try:
-            delivered += deliver(client, experiment_id, journal)
-        except ServerAway:
-            break
+    with LockFile(workspace / DELIVERY_LOCK) as lock:
+        if not lock.try_acquire():
+            return 0
+        for journal in waiting_journals(workspace):
+            if journal.header.run_id is not None and journal.header.server != address(uri):
+                continue
+            try:
+                delivered += deliver(client, experiment_id, journal)
+            except ServerAway:
+                break
     if delivered:
         logger.warning("delivered %d records of earlier runs that MLflow was away for", delivered)
     return delivered

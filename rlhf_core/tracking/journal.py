@@ -1,8 +1,8 @@
-"""Records of a run on disk, while the server that they are for is away.
+"""Records of a run on disk, while they wait for the server or for the process that delivers them.
 
 A journal is a folder ``.rlhf/tracking/ID`` with ``run.json`` (whose records they are), ``records.jsonl`` (one a line,
-in order) and ``files/`` (copies of artifacts, which the stage may overwrite). Delivering a record twice changes nothing
-in MLflow, so a journal is deleted as a whole once all of it has arrived.
+in order), ``delivered`` (how many bytes of those have arrived) and ``files/`` (copies of artifacts, which the stage may
+overwrite). Delivering a record twice changes nothing in MLflow. A journal is deleted as a whole.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from rlhf_core.storage.files import LockFile, atomic_write_json, read_json
+from rlhf_core.storage.files import LockFile, atomic_write_json, atomic_write_text, read_json
 
 FOLDER = Path(".rlhf") / "tracking"
-HEADER, RECORDS, FILES, LOCK = "run.json", "records.jsonl", "files", "lock"
+HEADER, RECORDS, DELIVERED, FILES, LOCK = "run.json", "records.jsonl", "delivered", "files", "lock"
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,11 @@ class Journal:
         """An empty journal of ``workspace``."""
         return cls(workspace / FOLDER / uuid4().hex, header)
 
+    @classmethod
+    def existing(cls, folder: Path) -> Journal:
+        """The journal in ``folder``, without its lock."""
+        return cls(folder, RunHeader(**read_json(folder / HEADER)))
+
     @property
     def is_empty(self) -> bool:
         """Whether no record waits."""
@@ -82,23 +87,41 @@ class Journal:
         with (self.folder / RECORDS).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(asdict(record)) + "\n")
 
-    def records(self) -> list[JournalRecord]:
-        """All records in order. A last line that a killed process left unfinished is no record."""
-        path = self.folder / RECORDS
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
-        records = [JournalRecord(**json.loads(line)) for line in lines]
-        return [
+    def undelivered(self) -> tuple[list[JournalRecord], int]:
+        """Records that have not arrived, in order, and the position in bytes behind them.
+
+        A last line that is unfinished, as of a killed process, is no record.
+        """
+        delivered = delivered_bytes(self.folder)
+        waiting = _bytes_from(self.folder / RECORDS, delivered)
+        complete = waiting[: waiting.rfind(b"\n") + 1]
+        records = [JournalRecord(**json.loads(line)) for line in complete.splitlines()]
+        records = [
             replace(record, values={str(self.folder / file): folder for file, folder in record.values.items()})
             if record.kind == "artifact"
             else record
             for record in records
         ]
+        return records, delivered + len(complete)
+
+    def mark_delivered(self, position: int) -> None:
+        """Note that all records up to ``position``, in bytes, have arrived."""
+        atomic_write_text(self.folder / DELIVERED, str(position))
 
     def assign_run(self, run_id: str) -> None:
         """Note that the server has made the run."""
         self.header = replace(self.header, run_id=run_id)
-        if self.lock is not None:
+        if (self.folder / HEADER).is_file():
             atomic_write_json(self.folder / HEADER, asdict(self.header))
+
+    def try_lock(self) -> bool:
+        """Take the lock of an existing journal, unless its stage or another process has it; whether it is held now."""
+        lock = LockFile(self.folder / LOCK).__enter__()
+        if not lock.try_acquire() or not (self.folder / HEADER).is_file():  # or it was delivered meanwhile
+            lock.__exit__(None, None, None)
+            return False
+        self.lock = lock
+        return True
 
     def delete(self) -> None:
         """Delete all records, once they have arrived."""
@@ -125,22 +148,39 @@ class Journal:
         atomic_write_json(self.folder / HEADER, asdict(self.header))
 
 
+def journals(workspace: Path) -> list[Journal]:
+    """All journals of ``workspace``, oldest first, without their locks."""
+    headers = [(header.stat().st_mtime, header) for header in (workspace / FOLDER).glob(f"*/{HEADER}")]
+    return [Journal.existing(header.parent) for _, header in sorted(headers)]
+
+
 def waiting_journals(workspace: Path) -> Iterator[Journal]:
     """Journals of runs that have ended, oldest first, each locked until it is deleted or released."""
-    for header in sorted((workspace / FOLDER).glob(f"*/{HEADER}"), key=lambda path: path.stat().st_mtime):
-        journal = Journal(header.parent, RunHeader(**read_json(header)))
-        lock = LockFile(header.parent / LOCK).__enter__()
-        if not lock.try_acquire() or not header.is_file():  # its stage still runs, or it was delivered meanwhile
-            lock.__exit__(None, None, None)
-            continue
-        journal.lock = lock
-        try:
-            yield journal
-        finally:
-            journal.release()
+    for journal in journals(workspace):
+        if journal.try_lock():
+            try:
+                yield journal
+            finally:
+                journal.release()
 
 
 def waiting_records(workspace: Path) -> int:
     """How many records of ``workspace`` have not reached their server."""
-    files = (workspace / FOLDER).glob(f"*/{RECORDS}")
-    return sum(path.read_text(encoding="utf-8").count("\n") for path in files)
+    folders = [path.parent for path in (workspace / FOLDER).glob(f"*/{RECORDS}")]
+    return sum(_bytes_from(folder / RECORDS, delivered_bytes(folder)).count(b"\n") for folder in folders)
+
+
+def delivered_bytes(folder: Path) -> int:
+    """How much of the records in a journal's folder has arrived."""
+    path = folder / DELIVERED
+    return int(path.read_text(encoding="utf-8")) if path.is_file() else 0
+
+
+def _bytes_from(path: Path, position: int) -> bytes:
+    """The content of a file behind ``position``; nothing where it does not exist (yet, or any more)."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(position)
+            return stream.read()
+    except FileNotFoundError:
+        return b""

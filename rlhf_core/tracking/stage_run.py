@@ -14,9 +14,11 @@ from rlhf_core.errors import Preempted
 from rlhf_core.runtime.preemption import StopNow
 from rlhf_core.storage.files import LockFile
 from rlhf_core.storage.garbage_collection import paused_collector
+from rlhf_core.tracking.courier import DEFERRED_VARIABLE
 from rlhf_core.tracking.delivery import address, deliver_waiting
 from rlhf_core.tracking.journal import Journal, RunHeader
 from rlhf_core.tracking.mlflow_tracker import MlflowTracker
+from rlhf_core.tracking.run_records import JournalTracker, RunRecords
 from rlhf_core.tracking.tracker import NullTracker, Tracker
 
 PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
@@ -56,7 +58,8 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
 
     ``RLHF_TRACKING=off`` switches it off. The run ends as FINISHED, as KILLED when it is preempted, or as FAILED
     when the block raises anything else. While its server is away, what is recorded waits in ``.rlhf/tracking`` of the
-    workspace, and the stage goes on.
+    workspace, and the stage goes on. So does everything where ``RLHF_TRACKING_DEFERRED`` says that another process
+    delivers it: the stage then never loads MLflow.
 
     Raises:
         ConfigError: The server does not accept the login.
@@ -70,6 +73,10 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
     if os.environ.get(PARENT_RUN_VARIABLE):
         tags["mlflow.parentRunId"] = os.environ[PARENT_RUN_VARIABLE]
     header = RunHeader(address(uri), None, experiment, tags, int(time.time() * 1000))
+    if os.environ.get(DEFERRED_VARIABLE):
+        with _ending(JournalTracker(Journal.new(workspace, header))) as journal_tracker:
+            yield journal_tracker
+        return
     with (
         _default_environment(CLIENT_SETTINGS),
         paused_collector(),
@@ -85,16 +92,22 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
         )
         if tracker.begin():
             deliver_waiting(client, tracker.experiment_id, workspace, uri)
-    with _default_environment(CLIENT_SETTINGS):
-        try:
-            yield tracker
-        except (Preempted, StopNow):
-            tracker.end("KILLED")
-            raise
-        except BaseException:
-            tracker.end("FAILED")
-            raise
-        tracker.end("FINISHED")
+    with _default_environment(CLIENT_SETTINGS), _ending(tracker):
+        yield tracker
+
+
+@contextmanager
+def _ending(tracker: RunRecords) -> Iterator[RunRecords]:
+    """End the run as the block ends."""
+    try:
+        yield tracker
+    except (Preempted, StopNow):
+        tracker.end("KILLED")
+        raise
+    except BaseException:
+        tracker.end("FAILED")
+        raise
+    tracker.end("FINISHED")
 
 
 @contextmanager

@@ -4,60 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from requests import HTTPError, Response
+from unit.tracking.fake_mlflow import AWAY, URI, Clock, Server
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.tracking.delivery import ServerAway, address, away_errors, deliver_waiting
 from rlhf_core.tracking.journal import Journal, JournalRecord, RunHeader, waiting_records
 from rlhf_core.tracking.mlflow_tracker import MlflowTracker
-
-URI = "http://user:secret@127.0.0.1:5000"
-
-
-@dataclass
-class Server:
-    """MLflow's client for a server that a test lets go away; ``calls`` are the requests that arrived."""
-
-    error: Exception | None = None
-    calls: list[tuple[str, Any]] = field(default_factory=list)
-    attempts: int = 0
-
-    def _request(self, name: str, content: Any) -> None:
-        self.attempts += 1
-        if self.error is not None:
-            raise self.error
-        self.calls.append((name, content))
-
-    def create_run(self, experiment: str, start_time: int, tags: dict[str, str]) -> Any:
-        self._request("create", (experiment, start_time, tags["stage"]))
-        return SimpleNamespace(info=SimpleNamespace(run_id="run"))
-
-    def log_batch(self, run_id: str, metrics: Any = (), params: Any = (), tags: Any = ()) -> None:
-        rows = [(m.key, m.value, m.step) for m in metrics] + [(row.key, row.value) for row in (*params, *tags)]
-        self._request("batch", rows)
-
-    def log_artifact(self, run_id: str, path: str, folder: str | None) -> None:
-        self._request("artifact", (Path(path).name, Path(path).read_text(), folder))
-
-    def set_terminated(self, run_id: str, status: str, time: int) -> None:
-        self._request("end", status)
-
-
-class Clock:
-    """Monotonic time that a test moves."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -73,9 +32,6 @@ def clock() -> Clock:
 def new_tracker(server: Server, workspace: Path, clock: Clock | None = None) -> MlflowTracker:
     header = RunHeader(address(URI), None, "rlhf", {"stage": "sft"}, 1000)
     return MlflowTracker(server, lambda: "7", Journal.new(workspace, header), clock or Clock())
-
-
-AWAY = MlflowException("API request to http://127.0.0.1:5000 failed with exception connection refused")
 
 
 def test_while_the_server_answers_nothing_is_written(server: Server, tmp_path: Path) -> None:

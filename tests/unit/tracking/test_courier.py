@@ -1,0 +1,204 @@
+"""Records that stages leave in their journals, and the process that delivers them while they run."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+from requests import HTTPError, Response
+from unit.tracking.fake_mlflow import AWAY, URI, Clock, Server
+
+from rlhf_core.runtime.preemption import StopNow
+from rlhf_core.tracking.courier import DEFERRED_VARIABLE, Courier
+from rlhf_core.tracking.delivery import address, deliver_waiting
+from rlhf_core.tracking.journal import Journal, RunHeader, waiting_records
+from rlhf_core.tracking.run_records import JournalTracker
+from rlhf_core.tracking.stage_run import stage_tracker
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def courier(server: Server, clock: Clock, tmp_path: Path) -> Iterator[Courier]:
+    with Courier(server, lambda: "7", tmp_path, URI, clock) as courier:
+        yield courier
+
+
+def begin_stage(workspace: Path, name: str = "sft", server: str = URI, run_id: str | None = None) -> JournalTracker:
+    return JournalTracker(Journal.new(workspace, RunHeader(address(server), run_id, "rlhf", {"stage": name}, 1000)))
+
+
+def left(workspace: Path) -> list[Path]:
+    return list((workspace / ".rlhf" / "tracking").glob("*"))
+
+
+def test_records_arrive_while_the_stage_runs_each_once(server: Server, courier: Courier, tmp_path: Path) -> None:
+    plot = tmp_path / "plot.txt"
+    plot.write_text("as it was")
+    stage = begin_stage(tmp_path)
+    stage.log_params({"lr": 0.1})
+    courier.deliver_new()
+    assert server.calls == [("create", ("7", 1000, "sft")), ("batch", [("lr", "0.1")])]
+    stage.log_metrics({"loss": 1.0, "bad": float("nan")}, 3)
+    stage.log_artifact(plot, "plots")
+    plot.write_text("overwritten since")
+    assert waiting_records(tmp_path) == 2
+    courier.deliver_new()
+    courier.deliver_new()
+    assert server.calls[2:] == [("batch", [("loss", 1.0, 3)]), ("artifact", ("plot.txt", "as it was", "plots"))]
+    assert waiting_records(tmp_path) == 0 and len(left(tmp_path)) == 1
+    stage.end("FINISHED")
+    courier.deliver_new()
+    assert server.calls[4:] == [("end", "FINISHED")] and left(tmp_path) == []
+
+
+def test_several_stages_have_runs_of_their_own(server: Server, courier: Courier, tmp_path: Path) -> None:
+    stages = [begin_stage(tmp_path, name) for name in ("reward", "judge")]
+    for stage in stages:
+        stage.log_metrics({"loss": 1.0}, 1)
+    courier.deliver_new()
+    assert {content[2] for name, content in server.calls if name == "create"} == {"reward", "judge"}
+    for stage in stages:
+        stage.end("FINISHED")
+    courier.deliver_rest()
+    assert left(tmp_path) == [] and [name for name, _ in server.calls].count("create") == 2
+
+
+def test_a_stage_that_was_killed_is_delivered_when_all_have_ended(
+    server: Server, courier: Courier, tmp_path: Path
+) -> None:
+    stage = begin_stage(tmp_path)
+    stage.log_metrics({"loss": 1.0}, 1)
+    stage.journal.release()  # the kernel does
+    courier.deliver_new()
+    assert len(left(tmp_path)) == 1, (
+        "another host's lock may be invisible: only the last record tells that it has ended"
+    )
+    courier.deliver_rest()
+    assert left(tmp_path) == [] and [name for name, _ in server.calls] == ["create", "batch"]
+
+
+def test_a_job_that_outlives_the_run_keeps_its_journal(server: Server, courier: Courier, tmp_path: Path) -> None:
+    stage = begin_stage(tmp_path)
+    stage.log_metrics({"loss": 1.0}, 1)
+    courier.deliver_rest()
+    stage.log_metrics({"loss": 0.5}, 2)
+    stage.end("FINISHED")
+    courier.lock.__exit__(None, None, None)
+    assert deliver_waiting(server, lambda: "7", tmp_path, URI) == 2
+    assert [name for name, _ in server.calls] == ["create", "batch", "batch", "end"] and left(tmp_path) == []
+
+
+def test_a_server_that_is_away_is_left_alone_and_then_gets_everything(
+    server: Server, clock: Clock, courier: Courier, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = begin_stage(tmp_path)
+    stage.log_metrics({"loss": 1.0}, 1)
+    server.error = AWAY
+    for _ in range(5):
+        courier.deliver_new()
+    assert server.attempts == 1 and "MLflow at http://127.0.0.1:5000 is away" in caplog.text
+    stage.log_metrics({"loss": 0.5}, 2)
+    server.error, clock.now = None, 2.0
+    courier.deliver_new()
+    assert server.calls[1:] == [("batch", [("loss", 1.0, 1), ("loss", 0.5, 2)])]
+
+
+def test_what_is_left_at_the_end_is_said_and_goes_on_where_it_stopped(
+    server: Server, courier: Courier, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = begin_stage(tmp_path)
+    stage.log_metrics({"loss": 1.0}, 1)
+    courier.deliver_new()
+    server.error = AWAY
+    stage.end("FAILED")
+    courier.deliver_rest()
+    assert "1 records wait for MLflow to answer again" in caplog.text
+    server.error, server.calls = None, []
+    courier.lock.__exit__(None, None, None)
+    assert deliver_waiting(server, lambda: "7", tmp_path, URI) == 1 and server.calls == [("end", "FAILED")]
+
+
+def test_nobody_else_delivers_meanwhile(server: Server, courier: Courier, tmp_path: Path) -> None:
+    stage = begin_stage(tmp_path)
+    stage.end("FINISHED")
+    assert deliver_waiting(server, lambda: "7", tmp_path, URI) == 0 and server.calls == []
+    courier.deliver_new()
+    assert [name for name, _ in server.calls] == ["create", "end"]
+
+
+def test_runs_of_a_server_at_another_address_are_left(server: Server, courier: Courier, tmp_path: Path) -> None:
+    elsewhere = "http://127.0.0.1:6000"
+    begun, new = begin_stage(tmp_path, "sft", elsewhere, "theirs"), begin_stage(tmp_path, "ppo", elsewhere)
+    for stage in (begun, new):
+        stage.end("FINISHED")
+    courier.deliver_new()
+    assert [content for name, content in server.calls if name == "create"] == [("7", 1000, "ppo")]
+    assert left(tmp_path) == [begun.journal.folder], "a run that no server has made is made by the one of this process"
+
+
+@pytest.mark.parametrize("too_large", [True, False])
+def test_a_refused_record_is_a_warning(
+    too_large: bool, server: Server, courier: Courier, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = begin_stage(tmp_path)
+    stage.log_params({"lr": 1})
+    courier.deliver_new()
+    response = Response()
+    response.status_code = 413
+    refusal = HTTPError("no", response=response) if too_large else MlflowException("no", INVALID_PARAMETER_VALUE)
+    server.error = refusal
+    stage.log_params({"lr": 2})
+    with caplog.at_level(logging.WARNING):
+        courier.deliver_new()
+    assert "MLflow refused records of run run: " in caplog.text and waiting_records(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(None, "FINISHED"), (StopNow("now"), "KILLED"), (ValueError("x"), "FAILED")]
+)
+def test_a_stage_says_how_it_ended(
+    error: BaseException | None, status: str, server: Server, courier: Courier, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv(DEFERRED_VARIABLE, "1")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", URI)
+    monkeypatch.delenv("RLHF_TRACKING", raising=False)
+    try:
+        with stage_tracker("sft", tmp_path, "rlhf") as tracker:
+            tracker.log_metrics({"loss": 1.0})
+            if error is not None:
+                raise error
+    except (StopNow, ValueError):
+        pass
+    courier.deliver_new()
+    assert server.calls == [
+        ("create", ("7", server.calls[0][1][1], "sft")), ("batch", [("loss", 1.0, 0)]), ("end", status),
+    ]  # fmt: skip
+    assert left(tmp_path) == []
+
+
+def test_a_stage_whose_records_are_delivered_does_not_load_mlflow(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from rlhf_core.tracking import stage_tracker\n"
+        "with stage_tracker('sft', Path(sys.argv[1]), 'rlhf') as tracker: tracker.log_metrics({'loss': 1.0})\n"
+        "print('mlflow' in sys.modules)"
+    )
+    environment = {DEFERRED_VARIABLE: "1", "PATH": "/usr/bin"}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout == "False\n" and waiting_records(tmp_path) == 2
