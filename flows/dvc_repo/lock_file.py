@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,16 @@ class RecordedStage:
 def recorded_stages(workspace: Path) -> dict[str, RecordedStage]:
     """Return what dvc.lock records of each stage by its name; empty before the first stage has run."""
     lock = workspace / LOCK_FILE
-    stages = (plain(read(lock)) if lock.is_file() else {}).get("stages") or {}
+    if not lock.is_file():
+        return {}
+    status = lock.stat()
+    return dict(_recorded_stages(lock, (status.st_ino, status.st_size, status.st_mtime_ns)))
+
+
+@lru_cache(maxsize=4)
+def _recorded_stages(lock: Path, _: tuple[int, ...]) -> Mapping[str, RecordedStage]:
+    """Read a file of that inode, size and time. It is read several times in a registration, and slowly: 0.2 s."""
+    stages = plain(read(lock)).get("stages") or {}
     return {
         name: RecordedStage(
             _hashes(stage.get("deps")), _hashes(stage.get("outs")), (stage.get("params") or {}).get("params.yaml") or {}

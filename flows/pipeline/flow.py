@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -40,7 +40,7 @@ from flows.pipeline.events import (
 from flows.pipeline.late_runs import cancel_late_runs
 from flows.pipeline.preflight import memory_refusal
 from flows.pipeline.record_delivery import delivered_records, without_delivery
-from flows.pipeline.registration import MATCH_LOG, promote_task, register_task
+from flows.pipeline.registration import MATCH_LOG, LibraryLoader, promote_task, register_task
 from flows.pipeline.release_page import with_release_page
 from flows.pipeline.schedule import Schedule, final_name
 from flows.pipeline.unchanged import find_unchanged, has_gated_policy, undecided_because
@@ -79,6 +79,7 @@ class PipelineContext:
     flow: FlowConfig
     environment: Mapping[str, str]
     events: EventWriter
+    libraries: LibraryLoader = field(default_factory=LibraryLoader)
 
     def spec(self, node: StageNode, command: tuple[str, ...] | None = None) -> StageSpec:
         """Return how to run the stage ``node``, with ``command`` in place of DVC if given."""
@@ -195,6 +196,8 @@ def _run_stages(graph: Mapping[str, StageNode], context: PipelineContext) -> dic
 def _submit(node: StageNode, context: PipelineContext) -> Any:
     placement = context.pools.get(node.name)
     context.events.emit(_stage_started(context, node, placement))
+    if node.name == REPORT_STAGE:
+        context.libraries.start()
     options = stage_task.with_options(
         name=node.name,
         task_run_name=node.name,
@@ -307,6 +310,7 @@ def _register(context: PipelineContext, run_id: str, promote: bool) -> Registrat
     """Register what passed its gates and promote it if params.yaml allows; a refusal does not fail the run."""
     config = load_params(context.workspace).registry
     registered = ""
+    context.libraries.wait()
     try:
         context.events.emit(PhaseStarted("registering the models"))
         registration = register_task(context.workspace, run_id)

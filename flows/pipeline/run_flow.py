@@ -1,7 +1,7 @@
 """The pipeline flow in its own process: ``python -m flows.pipeline.run_flow WORKSPACE --after FILE [--no-promote]``.
 
 The process ends with the flow; the command that started it owns the services and shows progress and summary. It loads
-Prefect and MLflow while they start, and begins once FILE exists.
+Prefect and MLflow and makes MLflow's schema while they start, and begins once FILE exists.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+from rlhf_core.errors import RlhfError
 from rlhf_core.storage.garbage_collection import paused_collector, skip_last_collection
 
 POLL_SECONDS = 0.05
@@ -29,10 +31,22 @@ def main(argv: list[str]) -> int:
         from flows.registry.mlflow_client import load_mlflow
 
         load_mlflow()
+    _prepare_record(Path(given.workspace))
     while not given.after.exists():
         time.sleep(POLL_SECONDS)
     state = rlhf_pipeline(given.workspace, promote=not given.no_promote, return_state=True)
     return 0 if state.is_completed() else 1
+
+
+def _prepare_record(workspace: Path) -> None:
+    """Make MLflow's schema where the flow will open a run. What is wrong with the workspace the flow itself says."""
+    from flows.dvc_repo.graph import read_graph
+    from flows.pipeline.unchanged import has_gated_policy
+    from flows.registry.mlflow_client import prepare_tracking
+
+    with suppress(RlhfError):
+        if has_gated_policy(read_graph(workspace)):
+            prepare_tracking(workspace)
 
 
 if __name__ == "__main__":

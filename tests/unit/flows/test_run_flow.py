@@ -37,6 +37,7 @@ def test_the_flow_begins_once_its_file_exists(
     monkeypatch.setattr(flows.pipeline.flow, "rlhf_pipeline", pipeline)
     monkeypatch.setattr(flows.registry.mlflow_client, "load_mlflow", lambda: None)
     monkeypatch.setattr(run_flow, "skip_last_collection", lambda: None)
+    monkeypatch.setattr(run_flow, "_prepare_record", lambda workspace: None)
     monkeypatch.setattr(run_flow.time, "sleep", poll)
     assert run_flow.main([str(tmp_path), "--after", str(start_file), *options]) == status
     assert len(polls) == POLLS
