@@ -116,6 +116,7 @@ class PipelineRun:
         self.reader = EventReader(new_events_file(workspace))
         self.flow: SupervisedProcess | None = None
         self.start_file = private_path(workspace, "go")  # the flow waits until this file exists
+        self.begun = False
         self.problem: str | None = None
 
     def execute(self) -> int:
@@ -140,9 +141,11 @@ class PipelineRun:
             self.start_file.unlink(missing_ok=True)
             self.flow = self._start_flow(services)
             monitor = self._prepare(services)
-            self.display.phase("reading the stages")
-            self.start_file.touch()
-            self._watch(self.flow, monitor)
+            if self.flow.poll() is None and not signals.STOP.is_set():
+                self.display.phase("reading the stages")
+                self.start_file.touch()
+                self.begun = True
+                self._watch(self.flow, monitor)
         except KeyboardInterrupt:
             signals.STOP.set()
         finally:
@@ -216,11 +219,11 @@ class PipelineRun:
 
                 status = self.flow.stop()
                 self._show_new_events()
-                if not self.start_file.exists():
-                    return  # the flow never began, so there are no runs to end
                 if not stopped and not self.problem and self._end() is None:
                     log = private_path(self.workspace, "logs", "flow.log")
                     self.problem = f"the pipeline process exited without a result (status {status}); see {log}"
+                if not self.begun:
+                    return  # there are no runs to end
                 message = "stopped by a signal" if stopped else "the pipeline process has ended"
                 end_active_runs(services, stopped, message, self.display.line)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -32,7 +33,7 @@ def ensure_dvc(workspace: Path, cache: Path | None = None) -> None:
         _restage(workspace, staged)
         _write_settings(workspace / ".dvc" / "config")
         if cache is not None:
-            _run_dvc(workspace, "cache", "dir", "--local", str(cache.resolve()))
+            _run_dvc(workspace, "cache", "dir", "--local", _writable_by_dvc(cache.resolve(), workspace.resolve()))
     except OSError as error:
         raise cannot_write(workspace, error) from error
 
@@ -40,6 +41,11 @@ def ensure_dvc(workspace: Path, cache: Path | None = None) -> None:
 def cache_of(workspace: Path) -> Path:
     """Return the DVC cache folder that a workspace uses."""
     return (workspace / _run_dvc(workspace, "cache", "dir").strip()).resolve()
+
+
+def _writable_by_dvc(path: Path, workspace: Path) -> str:
+    """The path, relative to the workspace where it has letters beyond ASCII, which DVC cannot write."""
+    return str(path) if str(path).isascii() else os.path.relpath(path, workspace)
 
 
 def _write_settings(config: Path) -> None:

@@ -7,6 +7,7 @@ Prefect and MLflow and makes MLflow's schema while they start, and begins once F
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from contextlib import suppress
@@ -32,7 +33,10 @@ def main(argv: list[str]) -> int:
 
         load_mlflow()
     _prepare_record(Path(given.workspace))
+    parent = os.getppid()
     while not given.after.exists():
+        if os.getppid() != parent:
+            return 1  # whoever would have made the file has died
         time.sleep(POLL_SECONDS)
     state = rlhf_pipeline(given.workspace, promote=not given.no_promote, return_state=True)
     return 0 if state.is_completed() else 1

@@ -30,7 +30,10 @@ _default_products = ContextVar("default_products", default=False)
 
 
 class OpenBlasLinear(nn.Linear):
-    """A linear layer that computes products of 64 and more float32 rows on a CPU by OpenBLAS."""
+    """A linear layer that computes products of 64 and more float32 rows on a CPU by OpenBLAS.
+
+    Those have first derivatives only, and none under the transforms of ``torch.func``.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
@@ -40,7 +43,8 @@ class OpenBlasLinear(nn.Linear):
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x W^T + b`` as of :class:`OpenBlasLinear`: (..., K), (N, K), (N,) -> (..., N)."""
     by_openblas = input.numel() >= FEWEST_ROWS * weight.shape[1] and not _default_products.get()
-    if not by_openblas or not _in_float32_on_cpu(input) or not _in_float32_on_cpu(weight):
+    by_openblas = by_openblas and _in_float32_on_cpu(input) and _in_float32_on_cpu(weight)
+    if not by_openblas or torch.is_autocast_enabled("cpu"):
         return functional.linear(input, weight, bias)
     rows: Tensor = _Product.apply(input.reshape(-1, weight.shape[1]), weight)  # type: ignore[no-untyped-call]
     result = rows.view(*input.shape[:-1], weight.shape[0])
@@ -69,8 +73,10 @@ class _Product(torch.autograd.Function):
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """``A B`` of float32 matrices on the CPU, by OpenBLAS; no gradient."""
-    result = torch.empty(a.shape[0], b.shape[1])
-    np.matmul(_for_blas(a), _for_blas(b), out=result.numpy())
+    # Another thread may be loading a model, and has changed the default type or device.
+    result = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device="cpu")
+    with np.errstate(all="ignore"):  # as PyTorch does of products that are not finite
+        np.matmul(_for_blas(a), _for_blas(b), out=result.numpy())
     return result
 
 
@@ -99,9 +105,9 @@ def use_openblas(model: nn.Module) -> None:
     if not openblas_pays():
         return
     set_openblas_threads(torch.get_num_threads())
-    for name, layer in list(model.named_modules()):
+    for layer in model.modules():
         if type(layer) is nn.Linear and _in_float32_on_cpu(layer.weight) and layer.out_features > 1:
-            model.set_submodule(name, _with_openblas(layer))
+            layer.__class__ = OpenBlasLinear  # in place, so that hooks and other names of the layer stay
 
 
 def fastest_linear() -> Callable[..., Tensor]:
@@ -124,10 +130,3 @@ def default_products() -> Iterator[None]:
 
 def _in_float32_on_cpu(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter)
-
-
-def _with_openblas(layer: nn.Linear) -> OpenBlasLinear:
-    by_openblas = OpenBlasLinear(layer.in_features, layer.out_features, bias=False, device="meta")
-    by_openblas.weight, by_openblas.bias = layer.weight, layer.bias
-    by_openblas.train(layer.training)
-    return by_openblas

@@ -37,8 +37,8 @@ def numpy_kernels() -> str | None:
     import numpy
     from threadpoolctl import threadpool_info
 
-    built_with = numpy.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"]
-    if "openblas" not in built_with.lower():
+    built_with = numpy.show_config(mode="dicts").get("Build Dependencies", {}).get("blas", {})
+    if "openblas" not in str(built_with.get("name")).lower():
         return None
     libraries = [library for library in threadpool_info() if library.get("internal_api") == "openblas"]
     # SciPy may have loaded another copy, with kernels of its own.

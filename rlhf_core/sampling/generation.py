@@ -103,7 +103,8 @@ def generate(
     prompts, prompt_mask = prompts.to(model.device), prompt_mask.to(model.device)
     count, steps = len(prompt_ids), base.max_new_tokens
     response = prompts.new_full((count, steps), base.pad_id)
-    logprobs = torch.zeros(count, steps, device=model.device)
+    # Loading a model sets the default type of the whole process meanwhile.
+    logprobs = torch.zeros(count, steps, dtype=torch.float32, device=model.device)
     lengths = torch.full((count,), steps, device=model.device)
     finished = torch.zeros(count, dtype=torch.bool, device=model.device)
     if count == 0:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import atexit
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 # New objects before the youngest are looked through, and how often that is done before older ones are.
 RARELY = (100_000, 20, 100)
+
+# Blocks of all threads in which the collector pauses now, and whether it was on before the first of them.
+_pauses, _enabled_before = 0, True
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -16,15 +21,21 @@ def paused_collector() -> Iterator[None]:
     """Run the block, which imports large libraries or parses modules, without garbage collection.
 
     The collector runs whenever the number of objects has grown. Such blocks make hundreds of thousands and drop almost
-    none, and the collector would take a quarter to a half of their time.
+    none, and the collector would take a quarter to a half of their time. Several threads may be in such blocks.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
+    global _pauses, _enabled_before
+    with _lock:
+        if _pauses == 0:
+            _enabled_before = gc.isenabled()
+        _pauses += 1
+        gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        with _lock:
+            _pauses -= 1
+            if _pauses == 0 and _enabled_before:
+                gc.enable()
 
 
 def collect_rarely() -> None:

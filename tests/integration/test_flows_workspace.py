@@ -16,7 +16,7 @@ from flow_toys import CommandLine, environment, make_toy, rlhf
 
 from flows.commands.summary import busy_seconds
 from flows.dvc_repo.graph import StageNode, read_graph
-from flows.dvc_repo.root import ensure_dvc
+from flows.dvc_repo.root import cache_of, ensure_dvc
 from flows.pipeline.schedule import Schedule
 from flows.stage.outcome import Action, LoggedProgress, StageOutcome, last_progress
 from flows.stage.run import StageSpec, run_stage
@@ -83,6 +83,14 @@ def test_dvc_reads_the_settings_of_a_new_root(tmp_path: Path, in_git: bool) -> N
     listed = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.split()
     settings = {"core.analytics=false", "core.check_update=false"}
     assert set(listed) == settings | (set() if in_git else {"core.no_scm=True"})
+
+
+def test_a_cache_under_a_name_beyond_ascii_is_shared(tmp_path: Path) -> None:
+    clone, workspace = tmp_path / "wörk 中", tmp_path / "wörk 中" / "workspaces" / "smoke"
+    workspace.mkdir(parents=True)
+    ensure_dvc(clone)
+    ensure_dvc(workspace, cache_of(clone))
+    assert cache_of(workspace) == cache_of(clone) == clone / ".dvc" / "cache"
 
 
 @pytest.mark.parametrize("folder", ["", "inside/run"])

@@ -29,6 +29,16 @@ def test_a_collector_that_was_off_stays_off() -> None:
         gc.enable()
 
 
+def test_blocks_of_two_threads_that_overlap_leave_the_collector_as_it_was() -> None:
+    first, second = paused_collector(), paused_collector()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled(), "the second block still runs"
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
 def test_a_stage_collects_rarely_and_still_frees_cycles() -> None:
     class Cycle:
         def __init__(self) -> None:

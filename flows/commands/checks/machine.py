@@ -86,8 +86,7 @@ def _processors() -> Iterator[DoctorCheck]:
 
 def _products() -> Iterator[DoctorCheck]:
     """Say it where NumPy lacks what ``rlhf_core.models.openblas_linear`` would use."""
-    kernels = numpy_kernels()
-    if is_amd_with_avx512() and kernels not in AVX512_KERNELS:
+    if is_amd_with_avx512() and (kernels := numpy_kernels()) not in AVX512_KERNELS:
         finding = "NumPy has no OpenBLAS, which would use this processor's AVX-512"
         if kernels:
             finding = f"NumPy's OpenBLAS has {kernels} kernels, which do without this processor's AVX-512"

@@ -42,3 +42,13 @@ def test_the_flow_begins_once_its_file_exists(
     assert run_flow.main([str(tmp_path), "--after", str(start_file), *options]) == status
     assert len(polls) == POLLS
     assert begun == [{"workspace": str(tmp_path), "promote": promote, "return_state": True}]
+
+
+def test_a_flow_whose_command_died_before_it_began_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parents = iter([100, 100, 1])
+    monkeypatch.setattr(run_flow.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(run_flow.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(flows.registry.mlflow_client, "load_mlflow", lambda: None)
+    monkeypatch.setattr(run_flow, "skip_last_collection", lambda: None)
+    monkeypatch.setattr(run_flow, "_prepare_record", lambda workspace: None)
+    assert run_flow.main([str(tmp_path), "--after", str(tmp_path / "go")]) == 1

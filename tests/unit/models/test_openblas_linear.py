@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +223,47 @@ def test_openblas_has_the_threads_of_pytorch() -> None:
             assert {library["num_threads"] for library in libraries} == {count}
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_model_that_another_thread_loads_changes_no_product() -> None:
+    _, layer = both(8, 4, bias=True)
+    x = torch.randn(70, 8)
+    expected = layer(x)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)  # as from_pretrained does for the whole process
+        assert torch.equal(layer(x), expected)
+        with torch.device("meta"):
+            assert torch.equal(layer(x), expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_products_that_are_not_finite_pass_in_silence() -> None:
+    _, layer = both(8, 4, bias=False)
+    x = torch.full((3, 8), float("inf"))
+    x[0, 0] = float("nan")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not layer(x).isfinite().any()
+
+
+def test_hooks_and_second_names_of_a_layer_stay() -> None:
+    layer = nn.Linear(4, 3)
+    calls: list[str] = []
+    layer.register_forward_hook(lambda *_: calls.append("forward"))
+    model = nn.ModuleDict({"one": layer, "two": layer})
+    use_openblas(model)
+    assert type(model["one"]) is OpenBlasLinear and model["two"] is model["one"]
+    model["two"](torch.randn(2, 4))
+    assert calls == ["forward"]
+    bare = nn.Linear(4, 3)
+    use_openblas(bare)
+    assert type(bare) is OpenBlasLinear
+
+
+def test_automatic_casts_are_those_of_pytorch() -> None:
+    exact, layer = both(8, 4, bias=True)
+    x = torch.randn(5, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer(x), exact.float()(x)) and layer(x).dtype == torch.bfloat16

@@ -319,3 +319,16 @@ def test_sampling_a_few_prompts_at_a_time_gives_the_same_rollout(tiny: Tiny, at_
     for name in ("tokens", "attention_mask", "response_mask", "finished"):
         assert torch.equal(getattr(parts, name), getattr(whole, name)), name
     torch.testing.assert_close(parts.logprobs, whole.logprobs)
+
+
+def test_a_model_that_another_thread_loads_changes_no_reply(tiny: Tiny) -> None:
+    batch = PromptBatch(tiny.prompts[:12], range(12), 11)
+    expected = sample_replies(LocalSampler.of(tiny.policy), 0, batch, tiny.sampling)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)  # as from_pretrained does for the whole process
+        replies = sample_replies(LocalSampler.of(tiny.policy), 0, batch, tiny.sampling)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(replies.tokens, expected.tokens)
+    assert replies.logprobs.dtype == torch.float32 and torch.equal(replies.logprobs, expected.logprobs)
