@@ -25,6 +25,7 @@ RESTART_SECONDS = 60.0
 STOP_GRACE = 3.0
 SERVER = "server"
 WORKER_PREFIX = "worker-"
+PREFECT = (sys.executable, "-m", "flows.prefect_server.prefect_command")
 
 
 @dataclass
@@ -69,7 +70,7 @@ class Services:
 
         When it is stopped, its jobs have the grace period of a stage to save their state.
         """
-        command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
+        command = [*PREFECT, "worker", "start", "--pool", pool, "--type", "process"]
         command += ["--limit", str(limit), "--install-policy", "never"]
         grace = STOP_GRACE + load_params(self.workspace).flow.stop_grace_seconds
         return self.start(worker_name(pool), command, grace=grace, **self.client_settings)
@@ -173,7 +174,7 @@ def restart_server(services: Services, stopping: Callable[[], bool]) -> None:
 
 
 def _server_command(port: int) -> list[str]:
-    return [sys.executable, "-m", "prefect", "server", "start", "--host", LOOPBACK, "--port", str(port)]
+    return [*PREFECT, "server", "start", "--host", LOOPBACK, "--port", str(port)]
 
 
 def wait_for_server(services: Services, stopping: Callable[[], bool]) -> None:
