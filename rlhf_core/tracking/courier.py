@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from rlhf_core.storage.files import LockFile
-from rlhf_core.tracking.delivery import DELIVERY_LOCK, ServerAway, address, send
+from rlhf_core.tracking.delivery import DELIVERY_LOCK, ServerAway, address, finish, send
 from rlhf_core.tracking.journal import Journal, journals, waiting_records
 from rlhf_core.tracking.retry_pauses import RetryPauses
 
@@ -72,7 +72,10 @@ class Courier:
                 if any(record.kind == "end" for record in send(self.client, self.experiment_id, journal)):
                     self.ended.add(journal.folder)
                 if journal.folder in self.ended and journal.try_lock():
-                    journal.delete()
+                    try:
+                        finish(self.client, journal)
+                    finally:
+                        journal.release()
         except ServerAway as error:
             logger.warning("MLflow at %s is away (%s): records of stages wait", self.server, error)
             self.pauses.failed(started)

@@ -123,22 +123,42 @@ def deliver(client: Any, experiment_id: Callable[[], str], journal: Journal) -> 
     return len(records)
 
 
+def finish(client: Any, journal: Journal) -> None:
+    """Delete the journal of a stage that has ended and whose records have arrived. A killed stage's run has failed.
+
+    Raises:
+        ServerAway: The journal stays as it was.
+    """
+    if not journal.has_end():
+        with _refusals_logged(journal):
+            client.set_terminated(journal.header.run_id, "FAILED")
+    journal.delete()
+
+
 def send(client: Any, experiment_id: Callable[[], str], journal: Journal) -> list[JournalRecord]:
     """Send what waits in ``journal``, whose stage may be running, and return it; as :func:`deliver` otherwise."""
-    from mlflow.exceptions import MlflowException
-    from requests import RequestException
-
     records, position = journal.undelivered()
     run_id = make_run(client, experiment_id, journal)
     for request in requests_for(records):
-        try:
-            with away_errors():
-                request(client, run_id)
-        except (MlflowException, RequestException) as error:
-            logger.warning("MLflow refused records of run %s: %s", run_id, " ".join(str(error).split())[:200])
+        with _refusals_logged(journal):
+            request(client, run_id)
     if records:
         journal.mark_delivered(position)
     return records
+
+
+@contextmanager
+def _refusals_logged(journal: Journal) -> Iterator[None]:
+    """Go on after a request that the server refuses for good, with a warning."""
+    from mlflow.exceptions import MlflowException
+    from requests import RequestException
+
+    try:
+        with away_errors():
+            yield
+    except (MlflowException, RequestException) as error:
+        reason = " ".join(str(error).split())[:200]
+        logger.warning("MLflow refused records of run %s: %s", journal.header.run_id, reason)
 
 
 def deliver_waiting(client: Any, experiment_id: Callable[[], str], workspace: Path, uri: str) -> int:
@@ -155,7 +175,8 @@ def deliver_waiting(client: Any, experiment_id: Callable[[], str], workspace: Pa
             if journal.header.run_id is not None and journal.header.server != address(uri):
                 continue
             try:
-                delivered += deliver(client, experiment_id, journal)
+                delivered += len(send(client, experiment_id, journal))
+                finish(client, journal)
             except ServerAway:
                 break
     if delivered:

@@ -80,7 +80,7 @@ class Journal:
 
     def append(self, record: JournalRecord) -> None:
         """Write ``record`` behind the others; the file of an artifact is copied."""
-        if self.lock is None:
+        if self.lock is None or not self.folder.is_dir():  # somebody has removed it, which must not end a training
             self._open()
         if record.kind == "artifact":
             record = replace(record, values={self._keep(Path(file)): folder for file, folder in record.values.items()})
@@ -103,6 +103,11 @@ class Journal:
             for record in records
         ]
         return records, delivered + len(complete)
+
+    def has_end(self) -> bool:
+        """Whether the stage has recorded its end; one that was killed has not."""
+        lines = _bytes_from(self.folder / RECORDS, 0).split(b"\n")[:-1]
+        return bool(lines) and json.loads(lines[-1])["kind"] == "end"
 
     def mark_delivered(self, position: int) -> None:
         """Note that all records up to ``position``, in bytes, have arrived."""

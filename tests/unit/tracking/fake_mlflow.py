@@ -38,7 +38,7 @@ class Server:
     def log_artifact(self, run_id: str, path: str, folder: str | None) -> None:
         self._request("artifact", (Path(path).name, Path(path).read_text(), folder))
 
-    def set_terminated(self, run_id: str, status: str, time: int) -> None:
+    def set_terminated(self, run_id: str, status: str, time: int = 0) -> None:
         self._request("end", status)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,7 +90,7 @@ def test_a_stage_that_was_killed_is_delivered_when_all_have_ended(
         "another host's lock may be invisible: only the last record tells that it has ended"
     )
     courier.deliver_rest()
-    assert left(tmp_path) == [] and [name for name, _ in server.calls] == ["create", "batch"]
+    assert left(tmp_path) == [] and server.calls[2:] == [("end", "FAILED")]
 
 
 def test_a_job_that_outlives_the_run_keeps_its_journal(server: Server, courier: Courier, tmp_path: Path) -> None:
@@ -101,6 +102,16 @@ def test_a_job_that_outlives_the_run_keeps_its_journal(server: Server, courier: 
     courier.lock.__exit__(None, None, None)
     assert deliver_waiting(server, lambda: "7", tmp_path, URI) == 2
     assert [name for name, _ in server.calls] == ["create", "batch", "batch", "end"] and left(tmp_path) == []
+
+
+def test_a_removed_journal_does_not_end_the_stage(server: Server, courier: Courier, tmp_path: Path) -> None:
+    stage = begin_stage(tmp_path)
+    stage.log_metrics({"loss": 1.0}, 1)
+    shutil.rmtree(stage.journal.folder)
+    stage.log_metrics({"loss": 0.5}, 2)
+    stage.end("FINISHED")
+    courier.deliver_new()
+    assert server.calls[1:] == [("batch", [("loss", 0.5, 2)]), ("end", "FINISHED")] and left(tmp_path) == []
 
 
 def test_a_server_that_is_away_is_left_alone_and_then_gets_everything(

@@ -135,7 +135,7 @@ def test_a_killed_stage_leaves_what_it_had_written(server: Server, tmp_path: Pat
     tracker.journal.release()  # the kernel does
     server.error = None
     assert deliver_waiting(server, lambda: "7", tmp_path, URI) == 1
-    assert server.calls[-1] == ("batch", [("loss", 1.0, 1)])
+    assert server.calls[-2:] == [("batch", [("loss", 1.0, 1)]), ("end", "FAILED")]
 
 
 def test_no_name_or_password_is_written(server: Server, tmp_path: Path) -> None:
