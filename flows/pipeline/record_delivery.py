@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flows.registry.mlflow_client import connect, experiment_id, tracking_uri
+from rlhf_core.tracking.client_settings import CLIENT_SETTINGS, default_environment
 from rlhf_core.tracking.courier import DEFERRED_VARIABLE, Courier
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,10 @@ def delivered_records(workspace: Path, tracked: bool) -> Iterator[Mapping[str, s
     client = connect(workspace)
     own = experiment_id(client, workspace)
     ended = threading.Event()
-    with Courier(client, lambda: own, workspace, tracking_uri(workspace)) as courier:
+    with (
+        default_environment(CLIENT_SETTINGS),  # a server that is away holds nothing up for minutes
+        Courier(client, lambda: own, workspace, tracking_uri(workspace)) as courier,
+    ):
         thread = threading.Thread(target=_deliver_until, args=(courier, ended), name="record-delivery", daemon=True)
         thread.start()
         try:

@@ -22,7 +22,8 @@ DEFERRED_VARIABLE = "RLHF_TRACKING_DEFERRED"  # set for stages by the process th
 class Courier:
     """Sends records of running stages through one client, so that stages neither load MLflow nor wait for its server.
 
-    It is entered for as long as stages run with ``RLHF_TRACKING_DEFERRED``. Meanwhile no other process delivers.
+    It is entered for as long as stages run with ``RLHF_TRACKING_DEFERRED``. Meanwhile no other process delivers what
+    earlier runs left. Journals of stages that deliver for themselves are left alone.
     """
 
     def __init__(
@@ -65,19 +66,23 @@ class Courier:
         started = self.clock()
         try:
             for journal in waiting:
-                if journal.header.run_id is None:
-                    journal.header = replace(journal.header, server=self.server)
-                elif journal.header.server != self.server:
-                    continue  # the server at another address made the run
-                if any(record.kind == "end" for record in send(self.client, self.experiment_id, journal)):
-                    self.ended.add(journal.folder)
-                if journal.folder in self.ended and journal.try_lock():
-                    try:
-                        finish(self.client, journal)
-                    finally:
-                        journal.release()
+                if journal.header.deferred:
+                    self._deliver_journal(journal)
         except ServerAway as error:
             logger.warning("MLflow at %s is away (%s): records of stages wait", self.server, error)
             self.pauses.failed(started)
         else:
             self.pauses.succeeded()
+
+    def _deliver_journal(self, journal: Journal) -> None:
+        if journal.header.run_id is None:
+            journal.header = replace(journal.header, server=self.server)
+        elif journal.header.server != self.server:
+            return  # the server at another address made the run
+        if any(record.kind == "end" for record in send(self.client, self.experiment_id, journal)):
+            self.ended.add(journal.folder)
+        if journal.folder in self.ended and journal.try_lock():
+            try:
+                finish(self.client, journal)
+            finally:
+                journal.release()

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from rlhf_core.storage.files import LockFile
-from rlhf_core.tracking.journal import Journal, JournalRecord, waiting_journals
+from rlhf_core.tracking.journal import JOURNAL_TAG, Journal, JournalRecord, waiting_journals
 
 logger = logging.getLogger(__name__)
 # How much one request takes, by MLflow's limits.
@@ -104,10 +104,17 @@ def make_run(client: Any, experiment_id: Callable[[], str], journal: Journal) ->
     """
     if journal.header.run_id is None:
         with away_errors():
-            run = client.create_run(experiment_id(), journal.header.started, dict(journal.header.tags))
+            experiment = experiment_id()
+            # A process that was killed may have made the run without noting it.
+            before = client.search_runs([experiment], _of_journal(journal)) if journal.is_on_disk else []
+            run = before[0] if before else client.create_run(experiment, journal.header.started, journal.header.tags)
         journal.assign_run(str(run.info.run_id))
     assert journal.header.run_id is not None
     return journal.header.run_id
+
+
+def _of_journal(journal: Journal) -> str:
+    return f"tags.`{JOURNAL_TAG}` = '{journal.folder.name}'"
 
 
 def deliver(client: Any, experiment_id: Callable[[], str], journal: Journal) -> int:
@@ -149,15 +156,14 @@ def send(client: Any, experiment_id: Callable[[], str], journal: Journal) -> lis
 
 @contextmanager
 def _refusals_logged(journal: Journal) -> Iterator[None]:
-    """Go on after a request that the server refuses for good, with a warning."""
-    from mlflow.exceptions import MlflowException
-    from requests import RequestException
-
+    """Go on, with a warning, after a request that the server refuses for good, or a file that cannot be stored."""
     try:
         with away_errors():
             yield
-    except (MlflowException, RequestException) as error:
-        reason = " ".join(str(error).split())[:200]
+    except ServerAway:
+        raise
+    except Exception as error:  # stores of artifacts have errors of their own
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         logger.warning("MLflow refused records of run %s: %s", journal.header.run_id, reason)
 
 

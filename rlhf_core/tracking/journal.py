@@ -7,7 +7,10 @@ overwrite). Delivering a record twice changes nothing in MLflow. A journal is de
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -15,9 +18,12 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
+from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import LockFile, atomic_write_json, atomic_write_text, read_json
 
+logger = logging.getLogger(__name__)
 FOLDER = Path(".rlhf") / "tracking"
+JOURNAL_TAG = "rlhf.journal"
 HEADER, RECORDS, DELIVERED, FILES, LOCK = "run.json", "records.jsonl", "delivered", "files", "lock"
 
 
@@ -47,6 +53,7 @@ class RunHeader:
         run_id: None as long as the server has not been there to make the run.
         experiment: Name of its experiment.
         started: When it began, in milliseconds since 1970.
+        deferred: Whether another process delivers the records while the stage runs.
     """
 
     server: str
@@ -54,6 +61,7 @@ class RunHeader:
     experiment: str
     tags: Mapping[str, str]
     started: int
+    deferred: bool = False
 
 
 class Journal:
@@ -65,8 +73,9 @@ class Journal:
 
     @classmethod
     def new(cls, workspace: Path, header: RunHeader) -> Journal:
-        """An empty journal of ``workspace``."""
-        return cls(workspace / FOLDER / uuid4().hex, header)
+        """An empty journal of ``workspace``, whose name becomes a tag of the run."""
+        name = uuid4().hex
+        return cls(workspace / FOLDER / name, replace(header, tags={**header.tags, JOURNAL_TAG: name}))
 
     @classmethod
     def existing(cls, folder: Path) -> Journal:
@@ -78,24 +87,33 @@ class Journal:
         """Whether no record waits."""
         return self.lock is None
 
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether there is a folder that another process may have found."""
+        return (self.folder / HEADER).is_file()
+
     def append(self, record: JournalRecord) -> None:
         """Write ``record`` behind the others; the file of an artifact is copied."""
-        if self.lock is None or not self.folder.is_dir():  # somebody has removed it, which must not end a training
+        if self.lock is None or not self.is_on_disk:  # removing it must not end a training
             self._open()
         if record.kind == "artifact":
             record = replace(record, values={self._keep(Path(file)): folder for file, folder in record.values.items()})
-        with (self.folder / RECORDS).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(asdict(record)) + "\n")
+        line = json.dumps(asdict(record)).encode() + b"\n"
+        with (self.folder / RECORDS).open("ab", buffering=0) as stream:
+            position = stream.tell()
+            if stream.write(line) != len(line):
+                stream.truncate(position)  # the next record must not begin in the middle of a line
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
 
     def undelivered(self) -> tuple[list[JournalRecord], int]:
         """Records that have not arrived, in order, and the position in bytes behind them.
 
-        A last line that is unfinished, as of a killed process, is no record.
+        A last line that is unfinished, as of a killed process, is no record, nor is a damaged one.
         """
         delivered = delivered_bytes(self.folder)
         waiting = _bytes_from(self.folder / RECORDS, delivered)
         complete = waiting[: waiting.rfind(b"\n") + 1]
-        records = [JournalRecord(**json.loads(line)) for line in complete.splitlines()]
+        records = [record for line in complete.split(b"\n")[:-1] if (record := _record_of(line)) is not None]
         records = [
             replace(record, values={str(self.folder / file): folder for file, folder in record.values.items()})
             if record.kind == "artifact"
@@ -106,8 +124,8 @@ class Journal:
 
     def has_end(self) -> bool:
         """Whether the stage has recorded its end; one that was killed has not."""
-        lines = _bytes_from(self.folder / RECORDS, 0).split(b"\n")[:-1]
-        return bool(lines) and json.loads(lines[-1])["kind"] == "end"
+        *_, last = [None, *map(_record_of, _bytes_from(self.folder / RECORDS, 0).split(b"\n")[:-1])]
+        return last is not None and last.kind == "end"
 
     def mark_delivered(self, position: int) -> None:
         """Note that all records up to ``position``, in bytes, have arrived."""
@@ -116,13 +134,13 @@ class Journal:
     def assign_run(self, run_id: str) -> None:
         """Note that the server has made the run."""
         self.header = replace(self.header, run_id=run_id)
-        if (self.folder / HEADER).is_file():
+        if self.is_on_disk:
             atomic_write_json(self.folder / HEADER, asdict(self.header))
 
     def try_lock(self) -> bool:
         """Take the lock of an existing journal, unless its stage or another process has it; whether it is held now."""
         lock = LockFile(self.folder / LOCK).__enter__()
-        if not lock.try_acquire() or not (self.folder / HEADER).is_file():  # or it was delivered meanwhile
+        if not lock.try_acquire() or not self.is_on_disk:  # or it was delivered meanwhile
             lock.__exit__(None, None, None)
             return False
         self.lock = lock
@@ -130,6 +148,7 @@ class Journal:
 
     def delete(self) -> None:
         """Delete all records, once they have arrived."""
+        (self.folder / HEADER).unlink(missing_ok=True)  # first: what a killed process leaves is no journal any more
         shutil.rmtree(self.folder, ignore_errors=True)
         self.release()
 
@@ -156,7 +175,13 @@ class Journal:
 def journals(workspace: Path) -> list[Journal]:
     """All journals of ``workspace``, oldest first, without their locks."""
     headers = [(header.stat().st_mtime, header) for header in (workspace / FOLDER).glob(f"*/{HEADER}")]
-    return [Journal.existing(header.parent) for _, header in sorted(headers)]
+    readable = []
+    for _, header in sorted(headers):
+        try:
+            readable.append(Journal.existing(header.parent))
+        except (RlhfError, TypeError) as error:
+            logger.warning("%s is damaged (%s); its records are not delivered", header, error)
+    return readable
 
 
 def waiting_journals(workspace: Path) -> Iterator[Journal]:
@@ -171,14 +196,25 @@ def waiting_journals(workspace: Path) -> Iterator[Journal]:
 
 def waiting_records(workspace: Path) -> int:
     """How many records of ``workspace`` have not reached their server."""
-    folders = [path.parent for path in (workspace / FOLDER).glob(f"*/{RECORDS}")]
+    folders = [path.parent for path in (workspace / FOLDER).glob(f"*/{HEADER}")]
     return sum(_bytes_from(folder / RECORDS, delivered_bytes(folder)).count(b"\n") for folder in folders)
 
 
 def delivered_bytes(folder: Path) -> int:
-    """How much of the records in a journal's folder has arrived."""
-    path = folder / DELIVERED
-    return int(path.read_text(encoding="utf-8")) if path.is_file() else 0
+    """How much of the records in a journal's folder has arrived; nothing where that is unreadable or impossible."""
+    try:
+        position = int((folder / DELIVERED).read_text(encoding="utf-8"))
+        return position if 0 <= position <= (folder / RECORDS).stat().st_size else 0
+    except (OSError, ValueError):
+        return 0
+
+
+def _record_of(line: bytes) -> JournalRecord | None:
+    try:
+        return JournalRecord(**json.loads(line))
+    except (ValueError, TypeError):
+        logger.warning("a damaged record was left out: %s", line[:80])
+        return None
 
 
 def _bytes_from(path: Path, position: int) -> bytes:

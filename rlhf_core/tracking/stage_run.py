@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rlhf_core.errors import Preempted
 from rlhf_core.runtime.preemption import StopNow
 from rlhf_core.storage.files import LockFile
 from rlhf_core.storage.garbage_collection import paused_collector
+from rlhf_core.tracking.client_settings import CLIENT_SETTINGS, default_environment
 from rlhf_core.tracking.courier import DEFERRED_VARIABLE
 from rlhf_core.tracking.delivery import address, deliver_waiting
 from rlhf_core.tracking.journal import Journal, RunHeader
@@ -22,13 +24,6 @@ from rlhf_core.tracking.run_records import JournalTracker, RunRecords
 from rlhf_core.tracking.tracker import NullTracker, Tracker
 
 PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
-CLIENT_SETTINGS = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "DO_NOT_TRACK": "1",
-    # MLflow's client itself would hold a training up for minutes.
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
-}
 
 
 def tracking_uri(workspace: Path) -> str:
@@ -74,11 +69,11 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
         tags["mlflow.parentRunId"] = os.environ[PARENT_RUN_VARIABLE]
     header = RunHeader(address(uri), None, experiment, tags, int(time.time() * 1000))
     if os.environ.get(DEFERRED_VARIABLE):
-        with _ending(JournalTracker(Journal.new(workspace, header))) as journal_tracker:
+        with _ending(JournalTracker(Journal.new(workspace, replace(header, deferred=True)))) as journal_tracker:
             yield journal_tracker
         return
     with (
-        _default_environment(CLIENT_SETTINGS),
+        default_environment(CLIENT_SETTINGS),
         paused_collector(),
         LockFile(workspace / ".rlhf" / "mlflow.lock") as lock,
     ):
@@ -92,7 +87,7 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
         )
         if tracker.begin():
             deliver_waiting(client, tracker.experiment_id, workspace, uri)
-    with _default_environment(CLIENT_SETTINGS), _ending(tracker):
+    with default_environment(CLIENT_SETTINGS), _ending(tracker):
         yield tracker
 
 
@@ -108,15 +103,3 @@ def _ending(tracker: RunRecords) -> Iterator[RunRecords]:
         tracker.end("FAILED")
         raise
     tracker.end("FINISHED")
-
-
-@contextmanager
-def _default_environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables that are not set, for the block."""
-    added = {name: value for name, value in settings.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)

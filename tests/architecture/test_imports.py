@@ -88,7 +88,7 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.report.render.with_release",
     },
     "flows.registry.mlflow_client": {"tracking.delivery.deliver_waiting"},
-    "flows.pipeline.record_delivery": {"tracking.courier"},
+    "flows.pipeline.record_delivery": {"tracking.courier", "tracking.client_settings"},
     "flows.commands.status": {"tracking.journal.waiting_records"},
     "flows.registry.promotion.match": {
         "evaluation.judges.final.judging_model",

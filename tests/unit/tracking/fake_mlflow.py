@@ -20,6 +20,7 @@ class Server:
     error: Exception | None = None
     calls: list[tuple[str, Any]] = field(default_factory=list)
     attempts: int = 0
+    runs: dict[str, Any] = field(default_factory=dict)
 
     def _request(self, name: str, content: Any) -> None:
         self.attempts += 1
@@ -29,7 +30,12 @@ class Server:
 
     def create_run(self, experiment: str, start_time: int, tags: dict[str, str]) -> Any:
         self._request("create", (experiment, start_time, tags["stage"]))
-        return SimpleNamespace(info=SimpleNamespace(run_id="run"))
+        run = SimpleNamespace(info=SimpleNamespace(run_id="run"))
+        self.runs[tags["rlhf.journal"]] = run
+        return run
+
+    def search_runs(self, experiments: list[str], query: str) -> list[Any]:
+        return [run for tag, run in self.runs.items() if tag in query]
 
     def log_batch(self, run_id: str, metrics: Any = (), params: Any = (), tags: Any = ()) -> None:
         rows = [(m.key, m.value, m.step) for m in metrics] + [(row.key, row.value) for row in (*params, *tags)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,7 +42,9 @@ def courier(server: Server, clock: Clock, tmp_path: Path) -> Iterator[Courier]:
 
 
 def begin_stage(workspace: Path, name: str = "sft", server: str = URI, run_id: str | None = None) -> JournalTracker:
-    return JournalTracker(Journal.new(workspace, RunHeader(address(server), run_id, "rlhf", {"stage": name}, 1000)))
+    return JournalTracker(
+        Journal.new(workspace, RunHeader(address(server), run_id, "rlhf", {"stage": name}, 1000, True))
+    )
 
 
 def left(workspace: Path) -> list[Path]:
@@ -213,3 +217,92 @@ def test_a_stage_whose_records_are_delivered_does_not_load_mlflow(tmp_path: Path
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert done.stdout == "False\n" and waiting_records(tmp_path) == 2
+
+
+def test_a_run_that_a_killed_process_made_without_noting_it_is_found(
+    server: Server, courier: Courier, tmp_path: Path
+) -> None:
+    stage = begin_stage(tmp_path)
+    stage.log_metrics({"loss": 1.0}, 1)
+    header = stage.journal.header
+    server.create_run("7", header.started, dict(header.tags))
+    courier.deliver_new()
+    assert [name for name, _ in server.calls] == ["create", "batch"]
+
+
+def test_journals_of_stages_that_deliver_for_themselves_are_left_alone(
+    server: Server, courier: Courier, tmp_path: Path
+) -> None:
+    direct = JournalTracker(Journal.new(tmp_path, RunHeader(address(URI), None, "rlhf", {"stage": "sft"}, 1000)))
+    direct.log_metrics({"loss": 1.0}, 1)
+    courier.deliver_new()
+    courier.deliver_rest()
+    assert server.calls == [] and waiting_records(tmp_path) == 1
+
+
+@pytest.mark.parametrize("position", ["", "what", "99999999", "-3"])
+def test_an_impossible_position_delivers_everything_again(
+    position: str, server: Server, courier: Courier, tmp_path: Path
+) -> None:
+    stage = begin_stage(tmp_path)
+    stage.log_metrics({"loss": 1.0}, 1)
+    (stage.journal.folder / "delivered").write_text(position)
+    courier.deliver_new()
+    assert server.calls[1:] == [("batch", [("loss", 1.0, 1)])]
+
+
+def test_a_damaged_record_or_journal_holds_up_no_other(
+    server: Server, courier: Courier, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged, sound = begin_stage(tmp_path, "damaged"), begin_stage(tmp_path, "sound")
+    for stage in (damaged, sound):
+        stage.log_metrics({"loss": 1.0}, 1)
+    with (damaged.journal.folder / "records.jsonl").open("ab") as stream:
+        stream.write(b'{"kind": "metrics", "values": {"lo\0\n{"kind": 3}\n')
+    damaged.end("FINISHED")
+    unreadable = begin_stage(tmp_path, "unreadable")
+    unreadable.end("FINISHED")
+    (unreadable.journal.folder / "run.json").write_text('{"server": ')
+    (tmp_path / ".rlhf" / "tracking" / "empty").mkdir()
+    sound.end("FINISHED")
+    courier.deliver_new()
+    batches = [content for name, content in server.calls if name == "batch"]
+    assert batches == [[("loss", 1.0, 1)]] * 2
+    assert "a damaged record was left out" in caplog.text and "run.json is damaged" in caplog.text
+    assert {path.name for path in left(tmp_path)} == {unreadable.journal.folder.name, "empty"}
+
+
+def test_a_file_that_cannot_be_stored_is_a_warning(
+    server: Server, courier: Courier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_store(*_: object) -> None:
+        raise PermissionError("/no/such/store")
+
+    monkeypatch.setattr(server, "log_artifact", no_store)
+    stage = begin_stage(tmp_path)
+    plot = tmp_path / "plot.svg"
+    plot.write_text("<svg/>")
+    stage.log_artifact(plot)
+    stage.log_metrics({"loss": 1.0}, 1)
+    stage.end("FINISHED")
+    courier.deliver_new()
+    assert [name for name, _ in server.calls] == ["create", "batch", "end"] and left(tmp_path) == []
+    assert "PermissionError: /no/such/store" in caplog.text
+
+
+def test_a_full_disk_leaves_no_half_record(server: Server, courier: Courier, tmp_path: Path) -> None:
+    stage = begin_stage(tmp_path)
+    stage.log_metrics({"loss": 1.0}, 1)
+    size = (stage.journal.folder / "records.jsonl").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
+        with pytest.raises(OSError, match=r"No space left|File too large"):
+            stage.log_metrics({"loss": 0.5}, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    stage.end("FAILED")
+    courier.deliver_new()
+    assert server.calls[1:] == [("batch", [("loss", 1.0, 1)]), ("end", "FAILED")]
