@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from servers.conftest import Servers
 
+from flows.pipeline.record_delivery import delivered_records
 from flows.registry.mlflow_client import connect, prepare_tracking
 from rlhf_core.tracking import stage_tracker
 from rlhf_core.tracking.journal import waiting_records
@@ -79,3 +80,32 @@ def test_what_a_stage_could_not_deliver_is_delivered_by_the_next_command(toy: Pa
     assert waiting_records(moved) == 0
     run_id = newest_run(moved)
     assert losses(moved, run_id) == [(1, 1.0)] and connect(moved).get_run(run_id).info.status == "FINISHED"
+
+
+def test_a_run_delivers_what_its_stage_recorded_while_the_server_was_away(
+    toy: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with delivered_records(toy, True) as variables:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with stage_tracker("sft", toy, "away") as tracker:
+            tracker.log_metrics({"loss": 3.0}, 1)
+            until_delivered(toy)
+            servers.call("kill", "mlflow")
+            for step in range(2, 500):
+                tracker.log_metrics({"loss": 3.0 / step}, step)
+            while "mlflow: up" in servers.call("status"):
+                time.sleep(0.1)
+            servers.call("up", "mlflow")
+            until_delivered(toy)
+            tracker.log_metrics({"loss": 3.0 / 500}, 500)
+    run_id = newest_run(toy)
+    assert losses(toy, run_id) == [(n, 3.0 / n) for n in range(1, 501)], "each once and in order"
+    assert connect(toy).get_run(run_id).info.status == "FINISHED" and waiting_records(toy) == 0
+
+
+def until_delivered(workspace: Path) -> None:
+    deadline = time.monotonic() + 300
+    while waiting_records(workspace) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert waiting_records(workspace) == 0
