@@ -28,6 +28,7 @@ from rlhf_core.config.loading.load import load_params
 from rlhf_core.config.loading.yaml_text import plain, read
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import read_json
+from rlhf_core.tracking.client_settings import CLIENT_SETTINGS, default_environment
 from rlhf_core.tracking.journal import waiting_records
 
 DETAIL = 70
@@ -52,6 +53,7 @@ class StagesStatus:
     stale: int = 0
 
 
+@default_environment(CLIENT_SETTINGS)  # a server that hangs is given up soon
 def status(workspace: Path, width: int | None = None) -> str:
     """Describe stages (as DVC sees them), gates, partial work, the last run, the registry, and the next command.
 

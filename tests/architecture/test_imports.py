@@ -89,7 +89,7 @@ FLOWS_MAY_ALSO_USE = {
     },
     "flows.registry.mlflow_client": {"tracking.delivery.deliver_waiting"},
     "flows.pipeline.record_delivery": {"tracking.courier", "tracking.client_settings"},
-    "flows.commands.status": {"tracking.journal.waiting_records"},
+    "flows.commands.status": {"tracking.client_settings", "tracking.journal.waiting_records"},
     "flows.registry.promotion.match": {
         "evaluation.judges.final.judging_model",
         "evaluation.judges.final.stand_in_note",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import time
 from pathlib import Path
 
@@ -81,6 +82,20 @@ def test_status_of_a_new_workspace_creates_nothing(workspace: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_status_gives_up_on_a_server_that_hangs(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts connections and answers nothing
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+        assert "does not answer" in status(workspace)
+        server.setblocking(False)
+        connections = 0
+        with pytest.raises(BlockingIOError):
+            while True:
+                server.accept()[0].close()
+                connections += 1
+        assert connections <= 4, "one to look for a listener and one request, by each of two sections"
+
+
 def test_status_names_the_holder_of_the_lock(workspace: Path) -> None:
     (workspace / ".rlhf").mkdir(exist_ok=True)
     record = {"pid": os.getpid(), "since": "2026-01-01T00:00:00", "command": "rlhf run"}
