@@ -26,16 +26,6 @@ from rlhf_core.tracking.stage_run import stage_tracker
 
 
 @pytest.fixture
-def server() -> Server:
-    return Server()
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def courier(server: Server, clock: Clock, tmp_path: Path) -> Iterator[Courier]:
     with Courier(server, lambda: "7", tmp_path, URI, clock) as courier:
         yield courier

@@ -19,16 +19,6 @@ from rlhf_core.tracking.journal import Journal, JournalRecord, RunHeader, waitin
 from rlhf_core.tracking.mlflow_tracker import MlflowTracker
 
 
-@pytest.fixture
-def server() -> Server:
-    return Server()
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 def new_tracker(server: Server, workspace: Path, clock: Clock | None = None) -> MlflowTracker:
     header = RunHeader(address(URI), None, "rlhf", {"stage": "sft"}, 1000)
     return MlflowTracker(server, lambda: "7", Journal.new(workspace, header), clock or Clock())
