@@ -13,7 +13,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from rlhf_core.errors import RlhfError
 from rlhf_core.storage.garbage_collection import paused_collector, skip_last_collection
 
 POLL_SECONDS = 0.05
@@ -48,7 +47,7 @@ def _prepare_record(workspace: Path) -> None:
     from flows.pipeline.unchanged import has_gated_policy
     from flows.registry.mlflow_client import prepare_tracking
 
-    with suppress(RlhfError):
+    with suppress(Exception):
         if has_gated_policy(read_graph(workspace)):
             prepare_tracking(workspace)
 

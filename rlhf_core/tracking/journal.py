@@ -124,7 +124,8 @@ class Journal:
 
     def has_end(self) -> bool:
         """Whether the stage has recorded its end; one that was killed has not."""
-        *_, last = [None, *map(_record_of, _bytes_from(self.folder / RECORDS, 0).split(b"\n")[:-1])]
+        lines = _bytes_from(self.folder / RECORDS, 0).split(b"\n")[:-1]
+        last = _record_of(lines[-1]) if lines else None
         return last is not None and last.kind == "end"
 
     def mark_delivered(self, position: int) -> None:
