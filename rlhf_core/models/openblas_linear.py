@@ -1,4 +1,4 @@
-"""Linear layers in float32 whose products NumPy computes, by OpenBLAS, on AMD processors with AVX-512.
+"""Linear layers in float32 whose products NumPy computes, by OpenBLAS, on AMD processors with full AVX-512.
 
 PyTorch gives float32 products to MKL, which computes them there as if vectors had half their width. OpenBLAS computes
 the same products, forward and backward, about twice as fast (docs/performance.md), with the terms of a sum in another
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from rlhf_core.runtime.openblas import AVX512_KERNELS, is_amd_with_avx512, numpy_kernels, set_openblas_threads
+from rlhf_core.runtime.openblas import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels, set_openblas_threads
 
 # With fewer rows MKL is as fast.
 FEWEST_ROWS = 64
@@ -93,7 +93,7 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 def openblas_pays() -> bool:
     """Whether OpenBLAS, with the kernels it has in this process, computes float32 products faster than MKL."""
-    return is_amd_with_avx512() and numpy_kernels() in AVX512_KERNELS
+    return is_amd_with_full_avx512() and numpy_kernels() in AVX512_KERNELS
 
 
 def use_openblas(model: nn.Module) -> None:

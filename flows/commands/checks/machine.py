@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from flows.commands.checks import FAIL, OK, WARN, DoctorCheck
-from rlhf_core.runtime.openblas import AVX512_KERNELS, is_amd_with_avx512, numpy_kernels
+from rlhf_core.runtime.openblas import AVX512_KERNELS, is_amd_with_full_avx512, numpy_kernels
 
 SUPPORTED = ((3, 11), (3, 13))
 REINSTALL = "install the pinned requirements.lock again (`make setup`)"
@@ -86,7 +86,7 @@ def _processors() -> Iterator[DoctorCheck]:
 
 def _products() -> Iterator[DoctorCheck]:
     """Say it where NumPy lacks what ``rlhf_core.models.openblas_linear`` would use."""
-    if is_amd_with_avx512() and (kernels := numpy_kernels()) not in AVX512_KERNELS:
+    if is_amd_with_full_avx512() and (kernels := numpy_kernels()) not in AVX512_KERNELS:
         finding = "NumPy has no OpenBLAS, which would use this processor's AVX-512"
         if kernels:
             finding = f"NumPy's OpenBLAS has {kernels} kernels, which do without this processor's AVX-512"

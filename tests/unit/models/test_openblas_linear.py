@@ -208,7 +208,7 @@ def test_processors_and_kernels_with_which_it_pays(
     amd: bool, kernels: str | None, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(openblas_linear, "is_amd_with_avx512", lambda: amd)
+    monkeypatch.setattr(openblas_linear, "is_amd_with_full_avx512", lambda: amd)
     monkeypatch.setattr(openblas_linear, "numpy_kernels", lambda: kernels)
     assert openblas_linear.openblas_pays() is pays
 
