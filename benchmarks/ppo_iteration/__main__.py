@@ -1,9 +1,9 @@
 """``python -m benchmarks.ppo_iteration``: seconds per PPO iteration, this project's trainer and TRL's in turn.
 
 Both make the same work: as many prompts, forced replies of one length, epochs and minibatches of the same random
-models in float32, with value and reward model of the policy's size, without texts of pretraining and referee. Each is
-a process of its own, with each of some numbers of threads, and they make iterations in turn, so that other work on the
-machine meets all of them. Printed are medians. ``make bench`` makes TRL's environment.
+models in float32, with value and reward model of the policy's size, without texts of pretraining and referee. Each
+divides the cores as it is told to: as threads of one process, or as data-parallel processes. All make iterations in
+turn, so that other work on the machine meets all of them. Printed are medians. ``make bench`` makes TRL's environment.
 """
 
 from __future__ import annotations
@@ -36,15 +36,21 @@ def main() -> int:
     parser.add_argument("--size", choices=SIZES, nargs="+", default=list(SIZES), help="parameters of each model")
     parser.add_argument("--reply", type=int, nargs="+", default=[64, 128], help="tokens of each reply")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, torch.get_num_threads()}))
+    cores = torch.get_num_threads()
+    parser.add_argument("--cores", type=_division, nargs="+", default=sorted({(1, 1), (1, cores), (cores, 1)}),
+                        help="processes x threads of each, such as 1x2 2x1; by default one core, and all of them as "
+                        "threads and as processes", metavar="PxT")  # fmt: skip
     given = parser.parse_args()
-    table = Table("parameters", "reply", "threads", "ours, s", "TRL, s", title="seconds of one PPO iteration")
+    table = Table("parameters", "reply", "processes x threads", "ours, s", "TRL, s", title="one PPO iteration")
     for size in given.size:
         for reply in given.reply:
-            workloads = [Workload(**SIZES[size], reply=reply, threads=threads) for threads in given.threads]
+            workloads = [
+                Workload(**SIZES[size], reply=reply, processes=processes, threads=threads)
+                for processes, threads in given.cores
+            ]
             ours, theirs = _measure(workloads, given.trl_python, given.repeats)
-            for threads, mine, other in zip(given.threads, ours, theirs, strict=True):
-                table.add_row(size, str(reply), str(threads), f"{mine:.2f}", f"{other:.2f}")
+            for (processes, threads), mine, other in zip(given.cores, ours, theirs, strict=True):
+                table.add_row(size, str(reply), f"{processes} x {threads}", f"{mine:.2f}", f"{other:.2f}")
             table.add_row(
                 size, str(reply), "each's best", "", f"{min(theirs) / min(ours):.2f} times ours", end_section=True
             )
@@ -52,11 +58,17 @@ def main() -> int:
     return 0
 
 
+def _division(text: str) -> tuple[int, int]:
+    """Processes and threads of ``PxT``."""
+    processes, _, threads = text.partition("x")
+    return int(processes), int(threads)
+
+
 def _measure(workloads: Sequence[Workload], trl_python: Path, repeats: int) -> tuple[list[float], list[float]]:
     """The median seconds of both systems with each workload, all in turn."""
     script = str(Path(__file__).with_name("trl_trainer.py"))
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
-        folders = [str(Path(temporary) / str(workload.threads)) for workload in workloads]
+        folders = [str(Path(temporary) / f"{workload.processes}x{workload.threads}") for workload in workloads]
         for workload, folder in zip(workloads, folders, strict=True):
             workload.write(Path(folder))
         ours = [[sys.executable, "-m", "benchmarks.ppo_iteration.ours", folder] for folder in folders]

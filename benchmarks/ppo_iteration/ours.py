@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
-from benchmarks.ppo_iteration.workload import EOS, PAD, Stopwatch, Workload
+from benchmarks.ppo_iteration.workload import EOS, PAD, EndOfInput, Stopwatch, Workload, ranks
 from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.data.schema import Message
 from rlhf_core.models.heads.scalar import ScalarModel
@@ -19,6 +20,7 @@ from rlhf_core.ppo.rewards.token_rewards import reward_model_fn
 from rlhf_core.ppo.rollouts.prompts import TrainingPrompts
 from rlhf_core.ppo.trainer import Trainer
 from rlhf_core.ppo.update import Learner
+from rlhf_core.runtime.distributed import process_group
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.training.run_context import RunContext
 
@@ -29,7 +31,7 @@ def main() -> int:
     """Load the models, and make iterations until the input ends."""
     folder = Path(sys.argv[1])
     workload = Workload.read(folder)
-    with tempfile.TemporaryDirectory() as work:
+    with ranks(workload.processes), suppress(EndOfInput), tempfile.TemporaryDirectory() as work, process_group():
         Stopwatch().repeat(_trainer(workload, folder, Path(work)).iterate)
     return 0
 

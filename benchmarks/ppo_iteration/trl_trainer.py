@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast, TrainerCallback
 from trl.experimental.ppo import PPOConfig, PPOTrainer
-from workload import EOS, PAD, VOCABULARY, Stopwatch, Workload
+from workload import EOS, PAD, VOCABULARY, EndOfInput, Stopwatch, Workload, ranks
 
 ITERATIONS = 10_000  # more than are asked for
 
@@ -38,7 +39,7 @@ def main() -> int:
         model.generation_config.eos_token_id = None  # every reply has the full length
     value, reward = (LlamaForSequenceClassification.from_pretrained(folder / name) for name in ("value", "reward"))
     ids = workload.prompt_ids()
-    with tempfile.TemporaryDirectory() as work:
+    with ranks(workload.processes), suppress(EndOfInput), tempfile.TemporaryDirectory() as work:
         trainer = PPOTrainer(
             args=_arguments(workload, work),
             processing_class=_tokenizer(),
@@ -59,12 +60,13 @@ def _arguments(workload: Workload, work: str) -> PPOConfig:
         bf16=False,
         use_cpu=True,
         gradient_checkpointing=False,
-        per_device_train_batch_size=workload.prompts // workload.minibatches,
+        ddp_backend="gloo" if workload.processes > 1 else None,
+        per_device_train_batch_size=workload.prompts // workload.minibatches // workload.processes,
         gradient_accumulation_steps=workload.minibatches,
         num_mini_batches=workload.minibatches,
         num_ppo_epochs=workload.epochs,
         total_episodes=workload.prompts * ITERATIONS,
-        local_rollout_forward_batch_size=workload.prompts,
+        local_rollout_forward_batch_size=workload.prompts // workload.processes,
         response_length=workload.reply,
         temperature=1.0,
         num_sample_generations=0,

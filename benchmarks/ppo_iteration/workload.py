@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,13 +27,17 @@ ANSWER = "benchmark: "  # trainers print lines of their own
 
 @dataclass(frozen=True)
 class Workload:
-    """One PPO iteration: every reply has ``reply`` tokens, whatever is sampled."""
+    """One PPO iteration: every reply has ``reply`` tokens, whatever is sampled.
+
+    ``processes`` divide the prompts among themselves, and have ``threads`` each.
+    """
 
     hidden: int
     intermediate: int
     layers: int
     heads: int
     reply: int
+    processes: int
     threads: int
     prompts: int = 64
     prompt: int = 20
@@ -75,21 +82,58 @@ class Workload:
         ]
 
 
+@contextmanager
+def ranks(processes: int) -> Iterator[None]:
+    """Make this process the first of ``processes`` ranks, which all run its own command, for the length of the block.
+
+    The others are stopped with it.
+    """
+    if processes == 1 or "RANK" in os.environ:
+        yield
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    size = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    os.environ.update(size, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0")
+    others = [
+        subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env={**os.environ, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in map(str, range(1, processes))
+    ]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+class EndOfInput(BaseException):
+    """No further iteration is asked for; not an ``Exception``, which a trainer might catch."""
+
+
 class Stopwatch:
     """Answers each line of standard input with the seconds of one iteration, and ends with the input.
 
-    An iteration is made between two calls of :meth:`lap`; the first lap only warms up.
+    An iteration is made between two calls of :meth:`lap`; the first lap only warms up. Of several ranks the first one
+    answers, and the others keep step with it.
     """
 
     def __init__(self) -> None:
         self._started: float | None = None
 
     def lap(self) -> None:
-        """End an iteration, print what it took, and wait until the next one is asked for."""
+        """End an iteration, print what it took, and wait until the next one is asked for.
+
+        Raises:
+            EndOfInput: None will be.
+        """
+        if os.environ.get("RANK", "0") != "0":
+            return
         now = time.perf_counter()
         print(f"{ANSWER}{now - self._started if self._started else 'ready'}", flush=True)
         if not sys.stdin.readline():
-            os._exit(0)  # a trainer's loop may be around this call
+            raise EndOfInput
         self._started = time.perf_counter()
 
     def repeat(self, iteration: Callable[[], object]) -> None:
