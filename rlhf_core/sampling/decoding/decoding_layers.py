@@ -8,8 +8,10 @@ Elsewhere it is the same to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from rlhf_core.models.adapters.lora import adapted_layers
 from rlhf_core.models.float32_head import Float32Linear
 from rlhf_core.models.openblas_linear import is_plain_linear
 from rlhf_core.sampling.decoding.grouped_attention import grouped_queries
+from rlhf_core.sampling.decoding.packed_linear import PackedLinear, PackedWeight
 
 # Packing rounds otherwise than a plain product and takes about as long as five steps of 16 rows: it is left to models,
 # batches and replies where it pays.
@@ -26,27 +29,8 @@ PACKED_PARAMETERS = 10_000_000
 PACKED_ROWS = 4
 PACKED_STEPS = 16
 PACKABLE = (torch.float32, torch.bfloat16)
-
-
-class PackedLinear(nn.Linear):
-    """A linear layer without gradient that holds ``weight`` as oneDNN orders it for products with about ``rows`` rows.
-
-    With the few rows of a decoding step it takes about half the time of a plain product, which reads its weight in an
-    order made for many rows. Input and output are of the precision of ``weight``. The attribute ``weight`` is that of
-    the layer it replaces, for models that look at its precision or device.
-    """
-
-    def __init__(self, replaced: nn.Linear, weight: Tensor, rows: int) -> None:
-        super().__init__(replaced.in_features, replaced.out_features, bias=False, device="meta")
-        self.weight, self.precision = replaced.weight, weight.dtype
-        self.bias_values = None if replaced.bias is None else replaced.bias.detach().to(weight.dtype)
-        self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
-        input = input.to(self.precision)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias_values, "none", [], "")
-        return product
+# Layers of one block that read the same input, as Llama and its relatives name them.
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @contextmanager
@@ -58,18 +42,16 @@ def decoding_layers(model: PreTrainedModel, rows: int, steps: int) -> Iterator[N
         rows: Sequences of one decoding step.
         steps: Decoding steps of all batches inside the block, at most.
     """
-    packed = packing_pays(model, rows, steps)
-    replacements: dict[str, nn.Linear] = {}
     with torch.inference_mode():
-        for name, layer, weight in _decoding_weights(model):
-            if packed and weight.dtype in PACKABLE:
-                replacements[name] = PackedLinear(layer, weight, rows)
-            elif weight is not layer.weight:
-                replacements[name] = _plain(layer, weight)
+        layers = dict(_decoded_layers(model))
+        replacements = _packed(layers, rows) if packing_pays(model, rows, steps) else {}
+        for name, layer in layers.items():
+            if name not in replacements and layer.is_changed:
+                replacements[name] = _plain(layer)
     originals = {name: model.get_submodule(name) for name in replacements}
     try:
-        for name, layer in replacements.items():
-            model.set_submodule(name, layer)
+        for name, replacement in replacements.items():
+            model.set_submodule(name, replacement)
         with grouped_queries(model):
             yield
     finally:
@@ -85,31 +67,80 @@ def packing_pays(model: PreTrainedModel, rows: int, steps: int) -> bool:
     return sum(parameter.numel() for parameter in model.parameters()) >= PACKED_PARAMETERS
 
 
-def _decoding_weights(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear, Tensor]]:
-    """Every linear layer of ``model`` by name, with the weight that decoding uses in place of the layer's own.
+@dataclass(frozen=True)
+class _DecodedLayer:
+    """A linear layer of the model, and which weight decoding uses in place of its own.
 
-    Adapters are merged into it, with one rounding to the layer's precision; heads that compute in float32 have it in
-    float32. Layers in 4 bits and their adapters are left out: they are not to be unpacked as a whole.
+    Adapters are merged into it, with one rounding to the layer's precision; a head that computes in float32 has it in
+    float32.
     """
+
+    own: nn.Linear
+    in_float32: bool = False
+    adapted: Any = None
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the weight is another than the layer's own."""
+        return bool(self.adapters) or (self.in_float32 and self.own.weight.dtype != torch.float32)
+
+    @property
+    def precision(self) -> torch.dtype:
+        """That of the weight."""
+        return torch.float32 if self.in_float32 else self.own.weight.dtype
+
+    def weight(self) -> Tensor:
+        """(out, in), computed anew where it is changed: all of them at once would take the model's memory again."""
+        weight: Tensor = self.own.weight
+        for adapter in self.adapters:
+            delta = self.adapted.get_delta_weight(adapter)
+            weight = weight.to(torch.promote_types(weight.dtype, delta.dtype)) + delta
+        return weight.to(self.precision)
+
+
+def _decoded_layers(model: PreTrainedModel) -> Iterator[tuple[str, _DecodedLayer]]:
+    """Every linear layer of ``model`` by name, but layers in 4 bits: they are not to be unpacked as a whole."""
     adapted = dict(adapted_layers(model))
     inside = tuple(f"{name}." for name in adapted)
-    for name, adapters in adapted.items():
-        base = adapters.get_base_layer()
-        if is_plain_linear(base):
-            weight: Tensor = base.weight
-            for adapter in () if adapters.disable_adapters else adapters.active_adapters:
-                delta = adapters.get_delta_weight(adapter)
-                weight = weight.to(torch.promote_types(weight.dtype, delta.dtype)) + delta
-            yield name, base, weight.to(base.weight.dtype)
+    for name, layer in adapted.items():
+        if is_plain_linear(base := layer.get_base_layer()):
+            adapters = () if layer.disable_adapters else tuple(layer.active_adapters)
+            yield name, _DecodedLayer(base, adapted=layer, adapters=adapters)
     for name, layer in model.named_modules():
         if type(layer) is Float32Linear:
-            yield name, layer, layer.weight.float()
+            yield name, _DecodedLayer(layer, in_float32=True)
         elif is_plain_linear(layer) and not name.startswith(inside):
-            yield name, layer, layer.weight
+            yield name, _DecodedLayer(layer)
 
 
-def _plain(replaced: nn.Linear, weight: Tensor) -> nn.Linear:
-    """The layer of the same kind with another weight."""
-    layer = type(replaced)(replaced.in_features, replaced.out_features, bias=False, device="meta")
-    layer.weight, layer.bias = nn.Parameter(weight, requires_grad=False), replaced.bias
-    return layer
+def _packed(layers: Mapping[str, _DecodedLayer], rows: int) -> dict[str, nn.Linear]:
+    """The layers that compute by packed weights, by name; those of the same input share one product."""
+    packed: dict[str, nn.Linear] = {}
+    for name, layer in layers.items():
+        if name in packed or layer.precision not in PACKABLE:
+            continue
+        names = _same_input(name, layers)
+        own = [layers[member].own for member in names]
+        shared = PackedWeight(own, [layers[member].weight() for member in names], rows)
+        for position, member in enumerate(names):
+            packed[member] = PackedLinear(own[position], shared, position)
+    return packed
+
+
+def _same_input(name: str, layers: Mapping[str, _DecodedLayer]) -> list[str]:
+    """The names of all layers of the same block that read the input of layer ``name``, itself among them."""
+    block, _, own = name.rpartition(".")
+    for members in SAME_INPUT:
+        names = [f"{block}.{member}" for member in members]
+        if own in members and all(member in layers for member in names):
+            kinds = {(layers[member].precision, layers[member].own.in_features) for member in names}
+            return names if len(kinds) == 1 else [name]
+    return [name]
+
+
+def _plain(layer: _DecodedLayer) -> nn.Linear:
+    """A layer of the same kind with the weight for decoding."""
+    plain = type(layer.own)(layer.own.in_features, layer.own.out_features, bias=False, device="meta")
+    plain.weight, plain.bias = nn.Parameter(layer.weight(), requires_grad=False), layer.own.bias
+    return plain

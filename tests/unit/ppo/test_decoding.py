@@ -29,8 +29,9 @@ from rlhf_core.models.adapters.nf4 import NF4Linear
 from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.sampling import generation
 from rlhf_core.sampling.decoding import decoding_layers as layers
-from rlhf_core.sampling.decoding.decoding_layers import PackedLinear, decoding_layers, packing_pays
+from rlhf_core.sampling.decoding.decoding_layers import decoding_layers, packing_pays
 from rlhf_core.sampling.decoding.kv_cache import BLOCK, BlockCache, BlockLayer
+from rlhf_core.sampling.decoding.packed_linear import PackedLinear
 from rlhf_core.sampling.distribution import (
     EvaluationSampling,
     Sampling,
