@@ -87,7 +87,7 @@ $(DOCS_VENV)/.installed: requirements-docs.lock
 	@$(call pip_install,$(DOCS_VENV)/bin) -r requirements-docs.lock
 	@touch $@
 
-# Options of the comparison with TRL; in its smallest form BENCH='--size "0.43 M" --reply 8 --repeats 1 --threads 1'.
+# Options of the comparison with TRL; in its smallest form BENCH='--size "0.43 M" --reply 8 --repeats 1 --cores 1x1'.
 BENCH ?=
 bench: setup $(BENCH_VENV)/.installed
 	$(BIN)/python -m benchmarks
