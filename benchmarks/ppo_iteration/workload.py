@@ -86,7 +86,7 @@ class Workload:
 def ranks(processes: int) -> Iterator[None]:
     """Make this process the first of ``processes`` ranks, which all run its own command, for the length of the block.
 
-    The others are stopped with it.
+    The others end with it.
     """
     if processes == 1 or "RANK" in os.environ:
         yield
@@ -104,8 +104,11 @@ def ranks(processes: int) -> Iterator[None]:
         yield
     finally:
         for other in others:
-            other.kill()
-            other.wait()
+            try:
+                other.wait(20)
+            except subprocess.TimeoutExpired:
+                other.kill()
+                other.wait()
 
 
 class EndOfInput(BaseException):
@@ -128,11 +131,18 @@ class Stopwatch:
         Raises:
             EndOfInput: None will be.
         """
-        if os.environ.get("RANK", "0") != "0":
-            return
+        several = "RANK" in os.environ
+        if several:
+            torch.distributed.barrier()
         now = time.perf_counter()
-        print(f"{ANSWER}{now - self._started if self._started else 'ready'}", flush=True)
-        if not sys.stdin.readline():
+        more = torch.ones(1)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{ANSWER}{now - self._started if self._started else 'ready'}", flush=True)
+            more.fill_(bool(sys.stdin.readline()))
+        if several:
+            # Nobody begins the next iteration while the first rank waits for its turn.
+            torch.distributed.broadcast(more, 0)
+        if not more:
             raise EndOfInput
         self._started = time.perf_counter()
 

@@ -262,7 +262,7 @@ class PpoConfig(StageConfig):
         if self.warmup_iterations > self.iterations:
             raise ValueError(
                 f"warmup_iterations {self.warmup_iterations} is more than iterations {self.iterations}: "
-                "the learning rate would never reach its peak"
+                "the learning rate would never reach its peak; set ppo.warmup_iterations, too"
             )
         return self
 

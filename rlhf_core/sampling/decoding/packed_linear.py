@@ -25,7 +25,8 @@ class PackedWeight:
     def __init__(self, layers: Sequence[nn.Linear], weights: Sequence[Tensor], rows: int) -> None:
         self.precision = weights[0].dtype
         self.widths = [len(weight) for weight in weights]
-        self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(torch.cat([w.detach() for w in weights]), rows)
+        whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(whole.detach(), rows)
         biases = [layer.bias for layer in layers]
         self.bias: Tensor | None = None
         if any(bias is not None for bias in biases):
