@@ -28,6 +28,8 @@ SIZES = {
     "4.3 M": {"hidden": 256, "intermediate": 688, "layers": 5, "heads": 8},
 }
 
+MINIBATCH = Workload.prompts // Workload.minibatches  # prompts, of which each process has a share
+
 
 def main() -> int:
     """Measure each size and length, print a table, and exit 0."""
@@ -37,7 +39,8 @@ def main() -> int:
     parser.add_argument("--reply", type=int, nargs="+", default=[64, 128], help="tokens of each reply")
     parser.add_argument("--repeats", type=int, default=7)
     cores = torch.get_num_threads()
-    parser.add_argument("--cores", type=_division, nargs="+", default=sorted({(1, 1), (1, cores), (cores, 1)}),
+    most = max(filter(_shares_evenly, range(1, cores + 1)))
+    parser.add_argument("--cores", type=_division, nargs="+", default=sorted({(1, 1), (1, cores), (most, 1)}),
                         help="processes x threads of each, such as 1x2 2x1; by default one core, and all of them as "
                         "threads and as processes", metavar="PxT")  # fmt: skip
     given = parser.parse_args()
@@ -59,9 +62,19 @@ def main() -> int:
 
 
 def _division(text: str) -> tuple[int, int]:
-    """Processes and threads of ``PxT``."""
-    processes, _, threads = text.partition("x")
-    return int(processes), int(threads)
+    """Processes and threads of ``PxT``.
+
+    Raises:
+        ArgumentTypeError: The processes cannot have equal shares of a minibatch.
+    """
+    processes, threads = map(int, text.split("x"))
+    if threads < 1 or not _shares_evenly(processes):
+        raise argparse.ArgumentTypeError(f"{text}: give a number of processes that divides {MINIBATCH}, and threads")
+    return processes, threads
+
+
+def _shares_evenly(processes: int) -> bool:
+    return processes > 0 and MINIBATCH % processes == 0
 
 
 def _measure(workloads: Sequence[Workload], trl_python: Path, repeats: int) -> tuple[list[float], list[float]]:

@@ -96,11 +96,11 @@ def ranks(processes: int) -> Iterator[None]:
         port = free.getsockname()[1]
     size = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     os.environ.update(size, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0")
-    others = [
-        subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env={**os.environ, "RANK": rank, "LOCAL_RANK": rank})
-        for rank in map(str, range(1, processes))
-    ]
+    others: list[subprocess.Popen[bytes]] = []
     try:
+        for rank in map(str, range(1, processes)):
+            environment = {**os.environ, "RANK": rank, "LOCAL_RANK": rank}
+            others.append(subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment))
         yield
     finally:
         for other in others:

@@ -21,7 +21,7 @@ from rlhf_core.models.adapters.lora import adapted_layers
 from rlhf_core.models.float32_head import Float32Linear
 from rlhf_core.models.openblas_linear import is_plain_linear
 from rlhf_core.sampling.decoding.grouped_attention import grouped_queries
-from rlhf_core.sampling.decoding.packed_linear import PackedLinear, PackedWeight
+from rlhf_core.sampling.decoding.packed_linear import FusedProjection, PackedLinear
 
 # Packing rounds otherwise than a plain product and takes about as long as five steps of 16 rows: it is left to models,
 # batches and replies where it pays.
@@ -122,7 +122,7 @@ def _packed(layers: Mapping[str, _DecodedLayer], rows: int) -> dict[str, nn.Line
             continue
         names = _same_input(name, layers)
         own = [layers[member].own for member in names]
-        shared = PackedWeight(own, [layers[member].weight() for member in names], rows)
+        shared = FusedProjection(own, [layers[member].weight() for member in names], rows)
         for position, member in enumerate(names):
             packed[member] = PackedLinear(own[position], shared, position)
     return packed

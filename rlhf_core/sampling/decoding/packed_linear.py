@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 
-class PackedWeight:
+class FusedProjection:
     """The weights of one or more linear layers of the same input, packed as one for products with about ``rows`` rows.
 
     Args:
@@ -34,14 +34,15 @@ class PackedWeight:
                 weight.new_zeros(len(weight)) if bias is None else bias.detach().to(self.precision)
                 for weight, bias in zip(weights, biases, strict=True)
             ])  # fmt: skip
-        # Of the calling thread: requests may be answered side by side.
+        # Of the calling thread, so that two that sample with one model cannot take each other's.
         self._last = threading.local()
 
     def product(self, input: Tensor, position: int) -> Tensor:
         """(..., in) -> (..., out) of the layer at ``position``.
 
-        The first layer computes for all of them, and the others take that where they are called with the same tensor,
-        which nothing must have changed meanwhile.
+        The first one called computes for all of them, and those after it take that where they are called with the same
+        tensor, which nothing must have changed meanwhile. In another order, or with other tensors, all is computed
+        again: slower, but the same values.
         """
         held: tuple[Tensor, tuple[Tensor, ...]] | None = getattr(self._last, "held", None)
         if held is None or held[0] is not input:
@@ -52,12 +53,12 @@ class PackedWeight:
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer without gradient that computes by a :class:`PackedWeight`, in its precision.
+    """A linear layer without gradient that computes by a :class:`FusedProjection`, in its precision.
 
     The attribute ``weight`` is that of the layer it replaces, for models that look at its precision or device.
     """
 
-    def __init__(self, replaced: nn.Linear, shared: PackedWeight, position: int) -> None:
+    def __init__(self, replaced: nn.Linear, shared: FusedProjection, position: int) -> None:
         super().__init__(replaced.in_features, replaced.out_features, bias=False, device="meta")
         self.weight, self.shared, self.position = replaced.weight, shared, position
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rlhf_core.sampling.decoding import decoding_layers as layers
 from rlhf_core.sampling.decoding.decoding_layers import decoding_layers
-from rlhf_core.sampling.decoding.packed_linear import PackedLinear, PackedWeight
+from rlhf_core.sampling.decoding.packed_linear import FusedProjection, PackedLinear
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this build of PyTorch has no packed products"
@@ -30,7 +30,7 @@ def plain() -> list[nn.Linear]:
 
 @pytest.fixture
 def packed(plain: list[nn.Linear]) -> list[PackedLinear]:
-    shared = PackedWeight(plain, [layer.weight for layer in plain], ROWS)
+    shared = FusedProjection(plain, [layer.weight for layer in plain], ROWS)
     return [PackedLinear(layer, shared, position) for position, layer in enumerate(plain)]
 
 
@@ -89,14 +89,14 @@ def test_a_block_of_llama_is_four_products(heads: int, products: int, monkeypatc
     model: Any = AutoModelForCausalLM.from_config(config).eval()
     monkeypatch.setattr(layers, "PACKED_PARAMETERS", 0)
     calls: list[int] = []
-    product = PackedWeight.product
+    product = FusedProjection.product
 
-    def counted(self: PackedWeight, input: Tensor, position: int) -> Tensor:
+    def counted(self: FusedProjection, input: Tensor, position: int) -> Tensor:
         held = getattr(self._last, "held", None)
         calls.append(held is None or held[0] is not input)
         return product(self, input, position)
 
-    monkeypatch.setattr(PackedWeight, "product", counted)
+    monkeypatch.setattr(FusedProjection, "product", counted)
     ids = torch.arange(4, 28).view(2, 12)
     with torch.inference_mode():
         expected = model(input_ids=ids).logits
