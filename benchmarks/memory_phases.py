@@ -111,8 +111,8 @@ class Subject:
 
 
 def new_policy(subject: Subject) -> PreTrainedModel:
-    """Random weights in the planned precision, on the GPU where there is one."""
-    with torch.random.fork_rng(devices=[]):
+    """Random weights in the planned precision, made on the GPU where there is one."""
+    with torch.random.fork_rng(devices=[]), distributed.device():
         torch.manual_seed(1)
         model: Any = AutoModelForCausalLM.from_config(
             subject.architecture.config(None), dtype=subject.dtype, attn_implementation="sdpa"
@@ -125,7 +125,7 @@ def new_policy(subject: Subject) -> PreTrainedModel:
 def new_scalar(subject: Subject, unembedding: bool = False) -> ScalarModel:
     """A scalar model, with the unembedding that a reward model in training keeps where it is not tied."""
     config = subject.architecture.config(None)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), distributed.device():
         torch.manual_seed(2)
         model = AutoModelForSequenceClassification.from_config(config, dtype=subject.dtype, attn_implementation="sdpa")
         table = torch.randn(config.vocab_size, config.hidden_size, dtype=subject.dtype) if unembedding else None
@@ -202,7 +202,7 @@ def run_critic(subject: Subject, meter: Meter, context: RunContext) -> None:
     reward.requires_grad_(False)
     engine = warmed(critic, config.optimizer, "critic", context)
     limit = context.launch.logits_bytes
-    pair = SeparateActorCritic(policy, critic, {"critic": engine}, _sampling(subject), size, limit)
+    pair = SeparateActorCritic(policy, critic, {"critic": engine}, sampling_of(subject), size, limit)
     experience = _experience(subject, pair, policy, reward_model_fn(reward, size), config.batch_size, meter)
     for minibatch in experience.minibatches(config.minibatches, 0, 0):
         with meter.phase("update critic"):
@@ -217,15 +217,15 @@ def run_ppo(subject: Subject, meter: Meter, context: RunContext) -> None:
     policy, critic = new_policy(subject), new_scalar(subject)
     if config.critic_lora is not None:
         critic.add_adapters(config.critic_lora, 0)
-    reference = _reference(policy, config)
+    reference = reference_of(policy, config)
     reward, referee = (new_scalar(subject).requires_grad_(False) for _ in range(2))
     engines = {
         "policy": warmed(policy, config.policy_optimizer, "policy", context),
         "critic": warmed(critic, config.critic_optimizer or config.policy_optimizer, "critic", context),
     }
     size = config.micro_batch_size
-    pair = SeparateActorCritic(policy, critic, engines, _sampling(subject), size, context.launch.logits_bytes)
-    learner = Learner(config, pair, reference, _ptx(subject))
+    pair = SeparateActorCritic(policy, critic, engines, sampling_of(subject), size, context.launch.logits_bytes)
+    learner = Learner(config, pair, reference, ptx_of(subject))
     experience = _experience(subject, pair, reference, reward_model_fn(reward, size), config.batch_size, meter)
     with meter.phase("rewards"):
         reward_model_fn(referee, size)(experience.batch)
@@ -235,7 +235,7 @@ def run_ppo(subject: Subject, meter: Meter, context: RunContext) -> None:
         _select(subject, policy, reference, (reward, referee))
 
 
-def _reference(policy: PreTrainedModel, config: PpoConfig) -> Any:
+def reference_of(policy: PreTrainedModel, config: PpoConfig) -> Any:
     """A frozen copy, or the policy itself without its adapters."""
     if config.policy_lora is None:
         return copy.deepcopy(policy).requires_grad_(False)
@@ -260,13 +260,13 @@ def _update(learner: Learner, pair: SeparateActorCritic, minibatch: Experience, 
         joint_step(list(pair.engines.values()), 1.0)
 
 
-def _sampling(subject: Subject) -> Sampling:
+def sampling_of(subject: Subject) -> Sampling:
     """No token is the end marker: the longest rollout that the settings allow."""
     config = subject.params.ppo
     return Sampling(-1, PAD, config.max_new_tokens, config.temperature, forbidden_ids=(PAD,))
 
 
-def _ptx(subject: Subject) -> PtxData | None:
+def ptx_of(subject: Subject) -> PtxData | None:
     if subject.params.ppo.ptx.weight == 0:
         return None
     rows = [(subject.ids(i, subject.prompt), subject.ragged(i, subject.reply)) for i in range(32)]
@@ -275,7 +275,7 @@ def _ptx(subject: Subject) -> PtxData | None:
 
 def _rollout(subject: Subject, policy: PreTrainedModel, rows: int, at_once: int | None = None) -> Rollout:
     prompts = PromptBatch([subject.ragged(i, subject.prompt) for i in range(rows)], range(rows), 0)
-    return sample_replies(LocalSampler.of(policy), 0, prompts, _sampling(subject), at_once)
+    return sample_replies(LocalSampler.of(policy), 0, prompts, sampling_of(subject), at_once)
 
 
 def _experience(
@@ -307,7 +307,7 @@ def _select(
     selection = subject.params.ppo.selection
     rows = min(selection.prompts, selection.batch_size)
     rollout = _rollout(subject, policy, rows)
-    measure_drift(OnPolicyReplies([], [rollout], [1.0], _sampling(subject)), reference)
+    measure_drift(OnPolicyReplies([], [rollout], [1.0], sampling_of(subject)), reference)
     for judge in judges:
         reward_model_fn(judge, rows)(_tokens(rollout))
 

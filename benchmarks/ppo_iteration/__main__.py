@@ -1,7 +1,7 @@
 """``python -m benchmarks.ppo_iteration``: seconds per PPO iteration, this project's trainer and TRL's in turn.
 
 Both make the same work: as many prompts, forced replies of one length, epochs and minibatches of the same random
-models in float32, with value and reward model of the policy's size, without texts of pretraining and referee. Each
+models, with value and reward model of the policy's size, without texts of pretraining and referee. Each
 divides the cores as it is told to: as threads of one process, or as data-parallel processes. All make iterations in
 turn, so that other work on the machine meets all of them. Printed are medians. ``make bench`` makes TRL's environment.
 """
@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,7 +24,7 @@ from rich.table import Table
 from benchmarks.ppo_iteration.workload import ANSWER, Workload
 from benchmarks.worker import Worker
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "0.43 M": {"hidden": 96, "intermediate": 256, "layers": 3, "heads": 4},
     "4.3 M": {"hidden": 256, "intermediate": 688, "layers": 5, "heads": 8},
 }
@@ -37,6 +38,8 @@ def main() -> int:
     parser.add_argument("--trl-python", type=Path, required=True, help="the Python of an environment with TRL")
     parser.add_argument("--size", choices=SIZES, nargs="+", default=list(SIZES), help="parameters of each model")
     parser.add_argument("--reply", type=int, nargs="+", default=[64, 128], help="tokens of each reply")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
+                        help="bfloat16: ours has float32 masters, TRL float32 weights under autocast")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=7)
     cores = torch.get_num_threads()
     most = max(filter(_shares_evenly, range(1, cores + 1)))
@@ -44,11 +47,13 @@ def main() -> int:
                         help="processes x threads of each, such as 1x2 2x1; by default one core, and all of them as "
                         "threads and as processes", metavar="PxT")  # fmt: skip
     given = parser.parse_args()
-    table = Table("parameters", "reply", "processes x threads", "ours, s", "TRL, s", title="one PPO iteration")
+    table = Table(
+        "parameters", "reply", "processes x threads", "ours, s", "TRL, s", title=f"one PPO iteration, {given.dtype}"
+    )
     for size in given.size:
         for reply in given.reply:
             workloads = [
-                Workload(**SIZES[size], reply=reply, processes=processes, threads=threads)
+                Workload(**SIZES[size], reply=reply, processes=processes, threads=threads, dtype=given.dtype)
                 for processes, threads in given.cores
             ]
             ours, theirs = _measure(workloads, given.trl_python, given.repeats)

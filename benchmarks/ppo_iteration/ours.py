@@ -7,11 +7,13 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+import torch
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from benchmarks.ppo_iteration.workload import EOS, PAD, EndOfInput, Stopwatch, Workload, ranks
 from rlhf_core.config.stages.ppo import PpoConfig
 from rlhf_core.data.schema import Message
+from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.openblas_linear import use_openblas
 from rlhf_core.ppo.learners.actor_critic_pair import separate_actor_critic
@@ -53,11 +55,14 @@ def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
             "health": {"mode": "report"},
         }
     )
-    policy, reference = (LlamaForCausalLM.from_pretrained(folder / "policy").eval() for _ in range(2))
+    dtype = getattr(torch, workload.dtype)
+    policy, reference = (LlamaForCausalLM.from_pretrained(folder / "policy", dtype=dtype).eval() for _ in range(2))
     value, reward = (
-        ScalarModel(LlamaForSequenceClassification.from_pretrained(folder / name).eval())
+        ScalarModel(LlamaForSequenceClassification.from_pretrained(folder / name, dtype=dtype).eval())
         for name in ("value", "reward")
     )
+    for model in (policy, reference):
+        use_float32_unembedding(model)
     for model in (policy, reference, value, reward):
         use_openblas(model)  # as loading a folder with a tokenizer does
     sampling = Sampling(EOS, PAD, workload.reply, min_new_tokens=workload.reply)

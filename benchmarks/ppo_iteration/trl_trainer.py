@@ -57,7 +57,7 @@ def main() -> int:
 def _arguments(workload: Workload, work: str) -> PPOConfig:
     return PPOConfig(
         output_dir=work,
-        bf16=False,
+        bf16=workload.dtype == "bfloat16",
         use_cpu=True,
         gradient_checkpointing=False,
         ddp_backend="gloo" if workload.processes > 1 else None,

@@ -43,6 +43,7 @@ class Workload:
     prompt: int = 20
     epochs: int = 1
     minibatches: int = 2
+    dtype: str = "float32"
 
     @classmethod
     def read(cls, folder: Path) -> Workload:

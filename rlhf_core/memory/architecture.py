@@ -37,8 +37,18 @@ def _smollm2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: 
     return _llama(hidden, intermediate, layers, heads, 8192) | sizes
 
 
-# Sizes of the models that profiles name, so that they can be planned offline. LLaMA: Touvron et al. 2023, table 2
-# (feed-forward 2/3 of 4H, rounded up to a multiple of 256); Llama 2 has twice the positions. SmolLM2: its model cards.
+def _qwen2(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool
+) -> dict[str, Any]:
+    sizes = {
+        "model_type": "qwen2", "vocab_size": vocabulary, "num_key_value_heads": kv_heads, "tie_word_embeddings": tied,
+    }  # fmt: skip
+    return _llama(hidden, intermediate, layers, heads, 32768) | sizes
+
+
+# Sizes of the models that profiles and documentation name, so that they can be planned offline. LLaMA: Touvron et al.
+# 2023, table 2 (feed-forward 2/3 of 4H, rounded up to a multiple of 256); Llama 2 has twice the positions. SmolLM2 and
+# Qwen2.5: their model cards.
 PUBLISHED_CONFIGS = {
     "huggyllama/llama-7b": _llama(4096, 11008, 32, 32, 2048),
     "huggyllama/llama-13b": _llama(5120, 13824, 40, 40, 2048),
@@ -48,6 +58,8 @@ PUBLISHED_CONFIGS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": _smollm2(576, 1536, 30, 9, 3),
     "HuggingFaceTB/SmolLM2-360M": _smollm2(960, 2560, 32, 15, 5),
     "HuggingFaceTB/SmolLM2-1.7B": _smollm2(2048, 8192, 24, 32, 32),
+    "Qwen/Qwen2.5-0.5B": _qwen2(896, 4864, 24, 14, 2, 151936, tied=True),
+    "Qwen/Qwen2.5-7B": _qwen2(3584, 18944, 28, 28, 4, 152064, tied=False),
 }
 
 

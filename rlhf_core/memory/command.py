@@ -88,7 +88,7 @@ class PlanRequest:
 def estimate_of(request: PlanRequest) -> MemoryEstimate:
     """Estimate what ``request`` asks for. Lengths come from the workspace's data, unless a profile or override may
     have changed what that data would be."""
-    params = _params(request)
+    params = params_of(request)
     architecture = starting_architecture(params.base, request.root, request.config)
     lengths = None
     if not (request.profile or request.sets or request.config):
@@ -112,7 +112,7 @@ def check(request: PlanRequest) -> str:
     Only what is known to be too large is refused: a stage that runs no model, a GPU of unknown memory or a model of
     unknown sizes passes.
     """
-    params = _params(request)
+    params = params_of(request)
     stages = [stage for stage in request.stages if stage in planned_stages(params)]
     if request.stages and not stages:
         return f"not checked: no memory is planned for {', '.join(request.stages)}"
@@ -130,7 +130,8 @@ def check(request: PlanRequest) -> str:
     return f"{names}: {estimate.peak / (estimate.limit or 1):.0%} of what tensors may take of a GPU"
 
 
-def _params(request: PlanRequest) -> Params:
+def params_of(request: PlanRequest) -> Params:
+    """The settings that ``request`` asks about."""
     load_params(request.root)  # what is wrong with the file itself is reported by its path
     recipe = (request.root / PARAMS_FILE).read_text(encoding="utf-8")
     overlays = overlays_of(recipe, profiles_of(request.root), request.profile, request.sets)

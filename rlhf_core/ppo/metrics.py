@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
+import torch
+
 from rlhf_core.runtime import distributed
 from rlhf_core.training.device_scalars import Scalar, read_scalars
 
@@ -80,7 +82,9 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the block."""
+        """Measure the block, on a GPU until its last kernel has ended."""
         started = time.perf_counter()
         yield
+        if distributed.device().type == "cuda":
+            torch.cuda.synchronize()
         self.seconds[f"seconds_{name}"] = time.perf_counter() - started

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
         ("data_scale", "--pairs 200", "pairs"),
         ("float32_products", "--rows 64 --hidden 32 --passes 1 --repeats 1", "64 rows"),
         ("evaluation_ranks", "--prompts 4 --processes 1", "prompts"),
+        ("ppo_throughput", "--prompt 4 --reply 4 --iterations 1 --threads 1 --set ppo.batch_size=8", "of the roofline"),
         ("token_cache", "--pairs 300", "held beside texts"),
         ("vocabulary_memory", "--vocabulary 2000 --hidden 16 --repeats 1 --threads 1", "whole"),
     ],
