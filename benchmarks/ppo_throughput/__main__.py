@@ -129,7 +129,7 @@ def _table(found: Mapping[str, Any]) -> Table:
         f"to prompts of {found['prompt']}\n{device['name']}: {device['flops'] / 1e12:.3g} TFLOP/s, "
         f"{device['bandwidth'] / 1e9:.0f} GB/s"
     )
-    table = Table("phase", "seconds", "tokens/s", "of the matmul limit", "of the roofline", title=title)
+    table = Table("phase", "seconds", "tokens/s per process", "of the matmul limit", "of the roofline", title=title)
     tokens = rows * (found["prompt"] + found["reply"])
     for name in PHASES:
         seconds = found["seconds"][name]
