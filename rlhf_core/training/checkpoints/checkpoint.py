@@ -1,7 +1,8 @@
 """Checkpoints of a training run on disk: their files, and reading them, verified by hash.
 
 A checkpoint is ``step-000123/`` with a safetensors file of each rank that wrote it, such as
-``state-00001-of-00002.safetensors``, ``meta.json`` and, written last, ``manifest.json`` with the sha256 of all others.
+``state-00001-of-00002.safetensors``, or several where memory was short (``state-00001-of-00002-1.safetensors``),
+``meta.json`` and, written last, ``manifest.json`` with the sha256 of all others.
 The folder gets its name only when it is complete. A run resumes from the newest valid one, on any number of ranks.
 """
 
@@ -53,9 +54,9 @@ def folder_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step:06d}"
 
 
-def state_file(rank: int, ranks: int) -> str:
-    """Name of the file that ``rank`` of ``ranks`` writes."""
-    return f"state-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+def state_file(rank: int, ranks: int, number: int = 0) -> str:
+    """Name of a file that ``rank`` of ``ranks`` writes, the ``number``-th after its first."""
+    return f"state-{rank + 1:05d}-of-{ranks:05d}{f'-{number}' if number else ''}.safetensors"
 
 
 def saved_steps(directory: Path) -> list[int]:

@@ -1,8 +1,9 @@
 """The checkpoints of one run: written in the background by all ranks, and restored.
 
-:meth:`CheckpointManager.save` copies what it is given to host memory and returns. Then, in a thread, each rank writes
-its pieces and hashes the file; when all ranks have, rank 0 writes the manifest, gives the folder its name, and deletes
-checkpoints that are no longer kept. A process killed at any moment leaves the earlier checkpoints as they were.
+:meth:`CheckpointManager.save` copies what it is given to host memory and returns. What there is no room for it writes
+before it returns. Then, in a thread, each rank writes its copies and hashes its files; when all ranks have, rank 0
+writes the manifest, gives the folder its name, and deletes checkpoints that are no longer kept. A process killed at any
+moment leaves the earlier checkpoints as they were.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,7 +27,7 @@ from rlhf_core.storage.files import fsync_path, sha256_file
 from rlhf_core.training.checkpoints import checkpoint
 from rlhf_core.training.checkpoints.background_writer import BackgroundWriter
 from rlhf_core.training.checkpoints.checkpoint import BUILDING, MANIFEST, META, Checkpoint
-from rlhf_core.training.checkpoints.host_copies import HostCopies
+from rlhf_core.training.checkpoints.host_copies import HostCopies, HostCopy
 from rlhf_core.training.checkpoints.pieces import Piece, write_pieces
 from rlhf_core.training.checkpoints.store import CheckpointStore
 
@@ -40,13 +41,15 @@ class PendingCheckpoint:
     """A checkpoint that is being written.
 
     Attributes:
-        pieces: This rank's, in host memory.
+        pieces: Copies of this rank's, in host memory.
         meta: As JSON text.
         keep: As many states stay in the store.
         lines: Files that must be on the disk before the checkpoint is, since it relies on them.
         later: Steps whose checkpoints are deleted before this one counts: they are of an abandoned run.
         outdated: Steps whose checkpoints are deleted after it.
         attached: Must have succeeded before the checkpoint counts.
+        files: What this rank has written of it.
+        error: Why one of them could not be written.
         result: Done when the checkpoint is on the disk.
     """
 
@@ -58,6 +61,8 @@ class PendingCheckpoint:
     later: list[int]
     outdated: list[int]
     attached: Future[None] | None = None
+    files: list[Path] = field(default_factory=list)
+    error: Exception | None = None
     result: Future[None] = field(default_factory=Future)
 
 
@@ -121,8 +126,9 @@ class CheckpointManager:
     ) -> None:
         """Copy the state after ``step`` steps, and have it written while training goes on; every rank must call it.
 
-        It waits for the checkpoint before. Checkpoints of the same or a later step are deleted: they are of an
-        abandoned run, from before which this one resumed.
+        It waits for the checkpoint before, and until pieces are written that host memory has no room for a copy of.
+        Checkpoints of the same or a later step are deleted: they are of an abandoned run, from before which this one
+        resumed.
 
         Args:
             pieces: This rank's pieces of the state's tensors.
@@ -142,9 +148,10 @@ class CheckpointManager:
         earlier = [number for number in saved if number < step]
         candidates = [*(number for number in earlier if number not in spare), step]
         outdated = [number for number in candidates[:-keep] if keep_from is None or number < keep_from]
+        copy = self._copies.copy(pieces)
         self._pending = PendingCheckpoint(
             step,
-            self._copies.copy(pieces),
+            copy.pieces,
             json.dumps({"step": step, "meta": meta}, allow_nan=False),
             keep,
             lines,
@@ -154,6 +161,8 @@ class CheckpointManager:
         )
         self._attached = None
         pending = self._pending
+        if copy.uncopied:
+            self._write_uncopied(pending, copy)
         pending.result = self.writer.submit(lambda: self._write(pending))
 
     def attach(self, job: Callable[[], None]) -> None:
@@ -233,26 +242,53 @@ class CheckpointManager:
             if job.exception() is not None:
                 logger.warning("%s", job.exception())
 
-    def _write(self, pending: PendingCheckpoint) -> None:
-        """Write this rank's file and, on rank 0, complete the checkpoint; in the background thread."""
-        building = self.directory / f"{BUILDING}{pending.step:06d}"
-        name = checkpoint.state_file(distributed.rank(), distributed.world_size())
-        digest, failure, cause = "", "", None
+    def _write_uncopied(self, pending: PendingCheckpoint, copy: HostCopy) -> None:
+        """Write the pieces that were not copied; an error is left to the thread, which tells the other ranks."""
+        logger.warning(
+            "host memory has room for a copy of %.1f of the %.1f GiB of this checkpoint: training waits for the rest",
+            (copy.bytes - copy.uncopied_bytes) / 2**30,
+            copy.bytes / 2**30,
+        )
         try:
-            building.mkdir(exist_ok=True)
-            write_pieces(building / name, pending.pieces)
+            for group in copy.uncopied:
+                here = {name: replace(piece, values=piece.values.cpu().contiguous()) for name, piece in group.items()}
+                self._write_file(pending, here)
+        except Exception as error:
+            pending.error = error
+
+    def _write_file(self, pending: PendingCheckpoint, pieces: Mapping[str, Piece]) -> None:
+        building = self._building(pending.step)
+        building.mkdir(exist_ok=True)
+        rank, ranks = distributed.rank(), distributed.world_size()
+        path = building / checkpoint.state_file(rank, ranks, len(pending.files))
+        pending.files.append(path)
+        write_pieces(path, pieces)
+
+    def _building(self, step: int) -> Path:
+        return self.directory / f"{BUILDING}{step:06d}"
+
+    def _write(self, pending: PendingCheckpoint) -> None:
+        """Write this rank's copies and, on rank 0, complete the checkpoint; in the background thread."""
+        building = self._building(pending.step)
+        digests, failure, cause = {}, "", pending.error
+        try:
+            if pending.error is not None:
+                raise pending.error
+            if pending.pieces or not pending.files:
+                self._write_file(pending, pending.pieces)
             pending.pieces = {}  # frees the copies
-            fsync_path(building / name)
-            digest = sha256_file(building / name)
+            for path in pending.files:
+                fsync_path(path)
+                digests[path.name] = sha256_file(path)
             if pending.attached is not None:
                 pending.attached.result()
         except Exception as error:
             failure, cause = _reason(error), error
-        written = distributed.every_rank([name, digest, failure], self._group)
-        failures = [failed for _, _, failed in written if failed]
+        written = distributed.every_rank([digests, failure], self._group)
+        failures = [failed for _, failed in written if failed]
         try:
             if not failures and distributed.is_rank_zero():
-                self._complete(pending, building, {file: sha256 for file, sha256, _ in written})
+                self._complete(pending, building, {name: digest for of, _ in written for name, digest in of.items()})
         except OSError as error:
             failures, cause = [_reason(error)], error
         if failures:

@@ -34,9 +34,16 @@ def half_a_state() -> None:
     manager.write_pieces = write_pieces  # type: ignore[assignment]
 
 
+def half_of_what_is_waited_for() -> None:
+    """There is no room for copies."""
+    HostCopies._room = lambda self: 0  # type: ignore[method-assign]
+    half_a_state()
+
+
 MOMENTS: dict[str, Callable[[], None]] = {
     "while-it-is-copied": dying(HostCopies, "copy", 2, after=False),
     "half-a-state": half_a_state,
+    "half-of-what-is-waited-for": half_of_what_is_waited_for,
     # A checkpoint writes its meta and its manifest. It flushes five times: the state, these two, its folder, and the
     # folder around it once it has its name there.
     "before-the-manifest": dying(manager, "_write_text", 4, after=False),

@@ -22,7 +22,8 @@ from rlhf_core.errors import CheckpointError
 from rlhf_core.runtime import distributed
 from rlhf_core.training.checkpoints import consolidate
 from rlhf_core.training.checkpoints import manager as module
-from rlhf_core.training.checkpoints.checkpoint import load_latest
+from rlhf_core.training.checkpoints.checkpoint import load_latest, verified
+from rlhf_core.training.checkpoints.host_copies import HostCopies
 from rlhf_core.training.checkpoints.manager import CheckpointManager
 from rlhf_core.training.checkpoints.pieces import Piece, SavedTensors, pieces_of_rank, write_pieces
 
@@ -87,6 +88,50 @@ def test_what_will_go_does_not_count_while_its_successor_is_written(
         gate.opened.set()
         manager.finish()
         assert manager.metas() == {2: {"n": 2}, 3: {"n": 3}} and names(tmp_path) == ["step-000002", "step-000003"]
+
+
+@pytest.mark.parametrize(
+    ("available", "waited_for"), [(0, {"v", "w"}), (8, {"v"}), (12, set())], ids=["none", "one of two", "all"]
+)
+def test_what_memory_has_no_room_for_is_written_before_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: float, waited_for: set[str]
+) -> None:
+    """Room for the copies of as many bytes, of which each of two tensors has some."""
+    monkeypatch.setattr(HostCopies, "_room", lambda self: available)
+    written: list[set[str]] = []
+
+    def write(path: Path, pieces: Mapping[str, Piece]) -> None:
+        written.append(set(pieces))
+        write_pieces(path, pieces)
+
+    monkeypatch.setattr(module, "write_pieces", write)
+    tensors = {"w": torch.ones(2), "v": torch.full((1,), 3.0)}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {name: Piece.whole(tensor) for name, tensor in tensors.items()}, {}, keep=2)
+        assert written[:1] == ([waited_for] if waited_for else written[:1])
+        for tensor in tensors.values():
+            tensor += 1
+    saved = load_latest(tmp_path)
+    assert saved is not None and set.union(*written) == {"w", "v"} == saved.tensors.names
+    assert saved.tensors.whole("w").tolist() == [1.0, 1.0] and saved.tensors.whole("v").tolist() == [3.0]
+    copied = 2 - len(waited_for)
+    assert len(list((tmp_path / "step-000001").glob("*.safetensors"))) == (2 if copied == 1 else 1)
+
+
+def test_an_error_while_training_waits_surfaces_at_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostCopies, "_room", lambda self: 0)
+
+    def full(path: Path, pieces: Mapping[str, Piece]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_pieces", full)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"w": Piece.whole(torch.ones(1))}, {}, keep=2)
+    with pytest.raises(CheckpointError, match=r"step 1 .*no space left on the device; make room .*it starts over"):
+        manager.finish()
+    assert names(tmp_path) == []
 
 
 TOO_LARGE = """
@@ -184,6 +229,9 @@ def on_ranks(folder: Path) -> None:
     # Only the folder of rank 0 counts.
     manager = CheckpointManager(folder / f"of-{distributed.rank()}")
     for step in (1, 2, 3):
+        if distributed.rank() == 1:
+            # Of the second checkpoint this rank copies what has at most four bytes.
+            HostCopies._room = lambda self, step=step: 4 if step == 2 else 100  # type: ignore[method-assign,misc]
         tensors = {name: tensor + step for name, tensor in TENSORS.items()}
         manager.save(step, pieces_of_rank(tensors), {"rank": distributed.rank()}, keep=3)
     manager.finish()
@@ -216,6 +264,14 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("manager") / "2"
     run_ranks(on_ranks, 2, folder)
     return folder
+
+
+def test_a_rank_without_room_writes_two_files(two: Path) -> None:
+    files = [f"state-0000{rank}-of-00002{rest}.safetensors" for rank, rest in ((1, ""), (2, ""), (2, "-1"))]
+    step = two / "sound/step-000002"
+    assert names(step) == ["manifest.json", "meta.json", *sorted(files)]
+    saved = verified(step)
+    assert all(torch.equal(saved.tensors.whole(name), tensor + 2) for name, tensor in TENSORS.items())
 
 
 def test_each_of_two_ranks_writes_half_and_one_process_reads_all(two: Path) -> None:

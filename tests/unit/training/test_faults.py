@@ -92,6 +92,7 @@ def test_kill_9_while_a_checkpoint_is_written_costs_that_checkpoint_alone(
     assert [line.split() for line in done.stdout.splitlines()] == [
         ["while-it-is-copied", "step-000003"],
         ["half-a-state", ".building-000006", "step-000003"],
+        ["half-of-what-is-waited-for", ".building-000006", "step-000003"],
         ["before-the-manifest", ".building-000006", "step-000003"],
         ["before-it-has-its-name", ".building-000006", "step-000003"],
         ["when-it-has-its-name", "step-000003", "step-000006"],
