@@ -13,7 +13,7 @@ from rlhf_core.training.checkpoints.pieces import Piece
 
 # What other processes may take meanwhile, as a share of the memory that is available.
 MARGIN = 0.1
-# Of GPU tensors without room for a copy, as many bytes are in host memory at a time.
+# Of pieces that are copied only to be written, as many bytes are copied at a time.
 STREAM_BYTES = 2**29
 
 
@@ -30,9 +30,9 @@ class HostCopy:
     uncopied: list[dict[str, Piece]]
 
     @property
-    def bytes(self) -> int:
-        """Size of the whole state."""
-        return sum(map(_size, self.pieces.values())) + self.uncopied_bytes
+    def copied_bytes(self) -> int:
+        """Size of the copies."""
+        return sum(map(_size, self.pieces.values()))
 
     @property
     def uncopied_bytes(self) -> int:
@@ -48,52 +48,76 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
-        self._needed: int | None = None
+        self._needed = 0
+        self._last_copied = 0
 
     def copy(self, pieces: Mapping[str, Piece]) -> HostCopy:
         """Copy the pieces that host memory has room for."""
         room = self._room()
         copies: dict[str, Piece] = {}
-        uncopied: list[dict[str, Piece]] = []
+        uncopied: dict[str, Piece] = {}
         for name, piece in pieces.items():
-            new = 0 if self._fits_buffer(name, piece.values) else _size(piece)
-            if new <= room:
-                room -= new
-                copies[name] = replace(piece, values=self._copied(name, piece.values))
+            needed = self._new_bytes(name, piece.values)
+            values = self._copied(name, piece.values) if needed <= max(room, 0) else None
+            if values is None:
+                uncopied[name] = piece
             else:
-                _add_to_groups(uncopied, name, piece)
+                room -= needed
+                copies[name] = replace(piece, values=values)
         if self._buffers:
             torch.cuda.current_stream().synchronize()
-        return HostCopy(copies, uncopied)
+        self._last_copied = sum(_size(piece) for name, piece in copies.items() if name not in self._buffers)
+        return HostCopy(copies, _in_groups(uncopied))
 
     def _room(self) -> int:
         """Bytes of host memory that copies of this rank may take.
 
         What training takes between two checkpoints beyond what it holds at one, gradients and activations above all, is
-        left to it: the peak of the process before its first copy tells how much that is.
+        left to it: the peak of the process since the last one, less the copies made then, tells how much that is.
         """
-        if self._needed is None:
-            self._needed = host_memory.peak_above_now()
         available = host_memory.share_of_process(host_memory.available_memory())
+        self._needed = max(self._needed, host_memory.peak_above_now() - self._last_copied)
+        host_memory.forget_peak()
         return int(available * (1 - MARGIN)) - self._needed
 
     def _fits_buffer(self, name: str, values: Tensor) -> bool:
         buffer = self._buffers.get(name)
         return buffer is not None and buffer.shape == values.shape and buffer.dtype == values.dtype
 
-    def _copied(self, name: str, values: Tensor) -> Tensor:
-        if not values.is_cuda:
-            return values.clone(memory_format=torch.contiguous_format)
-        if not self._fits_buffer(name, values):
-            self._buffers[name] = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    def _new_bytes(self, name: str, values: Tensor) -> int:
+        """What a copy of ``values`` takes; PyTorch rounds pinned memory up to powers of two."""
+        size = values.numel() * values.element_size()
+        if not values.is_cuda or size == 0:
+            return size
+        return 0 if self._fits_buffer(name, values) else 1 << (size - 1).bit_length()
+
+    def _copied(self, name: str, values: Tensor) -> Tensor | None:
+        """The copy; None if its memory is refused, by a limit of the process or of what may be pinned."""
+        try:
+            if not values.is_cuda:
+                return values.clone(memory_format=torch.contiguous_format)
+            if not self._fits_buffer(name, values):
+                self._buffers[name] = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        except RuntimeError:
+            return None
         return self._buffers[name].copy_(values, non_blocking=True)
 
 
-def _add_to_groups(groups: list[dict[str, Piece]], name: str, piece: Piece) -> None:
-    held = sum(_size(each) for each in groups[-1].values() if each.values.is_cuda) if groups else 0
-    if not groups or (piece.values.is_cuda and held and held + _size(piece) > STREAM_BYTES):
-        groups.append({})
-    groups[-1][name] = piece
+def _in_groups(pieces: Mapping[str, Piece]) -> list[dict[str, Piece]]:
+    """Divide pieces so that writing a group needs copies of at most ``STREAM_BYTES``, or of one piece.
+
+    Contiguous tensors on the CPU are written as they are.
+    """
+    groups: list[dict[str, Piece]] = []
+    copied = 0
+    for name, piece in pieces.items():
+        size = 0 if piece.values.is_contiguous() and not piece.values.is_cuda else _size(piece)
+        if not groups or (copied and size and copied + size > STREAM_BYTES):
+            groups.append({})
+            copied = 0
+        copied += size
+        groups[-1][name] = piece
+    return groups
 
 
 def _size(piece: Piece) -> int:

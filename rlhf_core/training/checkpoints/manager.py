@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 
 from rlhf_core.errors import CheckpointError, RlhfError
 from rlhf_core.runtime import distributed
+from rlhf_core.runtime.host_memory import forget_peak
 from rlhf_core.storage.files import fsync_path, sha256_file
 from rlhf_core.training.checkpoints import checkpoint
 from rlhf_core.training.checkpoints.background_writer import BackgroundWriter
@@ -92,6 +93,7 @@ class CheckpointManager:
         self._group: Any = None
         self._pending: PendingCheckpoint | None = None
         self._attached: Future[None] | None = None
+        self._has_warned = False
 
     def _prepare(self) -> None:
         try:
@@ -149,7 +151,7 @@ class CheckpointManager:
         candidates = [*(number for number in earlier if number not in spare), step]
         outdated = [number for number in candidates[:-keep] if keep_from is None or number < keep_from]
         copy = self._copies.copy(pieces)
-        self._pending = PendingCheckpoint(
+        pending = PendingCheckpoint(
             step,
             copy.pieces,
             json.dumps({"step": step, "meta": meta}, allow_nan=False),
@@ -159,11 +161,11 @@ class CheckpointManager:
             outdated + [number for number in earlier if number in spare],
             self._attached,
         )
-        self._attached = None
-        pending = self._pending
         if copy.uncopied:
             self._write_uncopied(pending, copy)
         pending.result = self.writer.submit(lambda: self._write(pending))
+        # Only now: whoever is interrupted waits for what is pending.
+        self._pending, self._attached = pending, None
 
     def attach(self, job: Callable[[], None]) -> None:
         """Run ``job`` in the background: it writes files that the next checkpoint relies on.
@@ -226,6 +228,7 @@ class CheckpointManager:
         return checkpoint.load_latest(self.directory)
 
     def __enter__(self) -> CheckpointManager:
+        forget_peak()  # what loading took, training does not need
         return self
 
     def __exit__(
@@ -244,15 +247,21 @@ class CheckpointManager:
 
     def _write_uncopied(self, pending: PendingCheckpoint, copy: HostCopy) -> None:
         """Write the pieces that were not copied; an error is left to the thread, which tells the other ranks."""
-        logger.warning(
-            "host memory has room for a copy of %.1f of the %.1f GiB of this checkpoint: training waits for the rest",
-            (copy.bytes - copy.uncopied_bytes) / 2**30,
-            copy.bytes / 2**30,
-        )
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "rank %d: host memory has room for a copy of %.0f of the %.0f MiB of this checkpoint: training waits "
+                "until the rest is written",
+                distributed.rank(),
+                copy.copied_bytes / 2**20,
+                (copy.copied_bytes + copy.uncopied_bytes) / 2**20,
+            )
         try:
             for group in copy.uncopied:
-                here = {name: replace(piece, values=piece.values.cpu().contiguous()) for name, piece in group.items()}
-                self._write_file(pending, here)
+                self._write_file(
+                    pending,
+                    {name: replace(piece, values=piece.values.cpu().contiguous()) for name, piece in group.items()},
+                )
         except Exception as error:
             pending.error = error
 
@@ -288,7 +297,9 @@ class CheckpointManager:
         failures = [failed for _, failed in written if failed]
         try:
             if not failures and distributed.is_rank_zero():
-                self._complete(pending, building, {name: digest for of, _ in written for name, digest in of.items()})
+                self._complete(
+                    pending, building, {name: digest for hashes, _ in written for name, digest in hashes.items()}
+                )
         except OSError as error:
             failures, cause = [_reason(error)], error
         if failures:

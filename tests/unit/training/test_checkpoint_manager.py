@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,24 @@ def test_what_memory_has_no_room_for_is_written_before_training_goes_on(
     assert saved.tensors.whole("w").tolist() == [1.0, 1.0] and saved.tensors.whole("v").tolist() == [3.0]
     copied = 2 - len(waited_for)
     assert len(list((tmp_path / "step-000001").glob("*.safetensors"))) == (2 if copied == 1 else 1)
+
+
+def test_an_interrupt_while_training_waits_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostCopies, "_room", lambda self: 0)
+    waited_for: list[Any] = []
+
+    def interrupted(path: Path, pieces: Mapping[str, Piece]) -> None:
+        raise KeyboardInterrupt
+
+    def wait(jobs: list[Any], timeout: float | None) -> Any:
+        waited_for.extend(jobs)
+        return futures.wait(jobs, timeout)
+
+    monkeypatch.setattr(module, "write_pieces", interrupted)
+    monkeypatch.setattr(module, "wait", wait)
+    with pytest.raises(KeyboardInterrupt), CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": Piece.whole(torch.ones(1))}, {}, keep=2)
+    assert waited_for == []
 
 
 TOO_LARGE = """
