@@ -28,7 +28,6 @@ from rlhf_core.sampling.decoding.packed_linear import FusedProjection, PackedLin
 PACKED_PARAMETERS = 10_000_000
 PACKED_ROWS = 4
 PACKED_STEPS = 16
-PACKABLE = (torch.float32, torch.bfloat16)
 # Layers of one block that read the same input, as Llama and its relatives name them.
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -117,8 +116,11 @@ def _decoded_layers(model: PreTrainedModel) -> Iterator[tuple[str, _DecodedLayer
 def _packed(layers: Mapping[str, _DecodedLayer], rows: int) -> dict[str, nn.Linear]:
     """The layers that compute by packed weights, by name; those of the same input share one product."""
     packed: dict[str, nn.Linear] = {}
+    packable = [torch.float32]
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # oneDNN refuses it on processors without AVX-512
+        packable.append(torch.bfloat16)
     for name, layer in layers.items():
-        if name in packed or layer.precision not in PACKABLE:
+        if name in packed or layer.precision not in packable:
             continue
         names = _same_input(name, layers)
         own = [layers[member].own for member in names]
