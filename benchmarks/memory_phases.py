@@ -196,14 +196,15 @@ def run_reward(subject: Subject, meter: Meter, context: RunContext) -> None:
 
 def run_critic(subject: Subject, meter: Meter, context: RunContext) -> None:
     """A rollout of the frozen policy and the critic's steps on it."""
-    config, size = subject.params.critic, subject.params.ppo.micro_batch_size
+    config, ppo = subject.params.critic, subject.params.ppo
+    size, budget = ppo.micro_batch_size, ppo.micro_batch_tokens
     policy, critic, reward = new_policy(subject), new_scalar(subject), new_scalar(subject)
     policy.requires_grad_(False)
     reward.requires_grad_(False)
     engine = warmed(critic, config.optimizer, "critic", context)
     limit = context.launch.logits_bytes
-    pair = SeparateActorCritic(policy, critic, {"critic": engine}, sampling_of(subject), size, limit)
-    experience = _experience(subject, pair, policy, reward_model_fn(reward, size), config.batch_size, meter)
+    pair = SeparateActorCritic(policy, critic, {"critic": engine}, sampling_of(subject), size, limit, budget)
+    experience = _experience(subject, pair, policy, reward_model_fn(reward, size, budget), config.batch_size, meter)
     for minibatch in experience.minibatches(config.minibatches, 0, 0):
         with meter.phase("update critic"):
             pair.accumulate_value_gradients(minibatch, ValueObjective(0.2))
@@ -223,12 +224,13 @@ def run_ppo(subject: Subject, meter: Meter, context: RunContext) -> None:
         "policy": warmed(policy, config.policy_optimizer, "policy", context),
         "critic": warmed(critic, config.critic_optimizer or config.policy_optimizer, "critic", context),
     }
-    size = config.micro_batch_size
-    pair = SeparateActorCritic(policy, critic, engines, sampling_of(subject), size, context.launch.logits_bytes)
+    size, budget = config.micro_batch_size, config.micro_batch_tokens
+    limit = context.launch.logits_bytes
+    pair = SeparateActorCritic(policy, critic, engines, sampling_of(subject), size, limit, budget)
     learner = Learner(config, pair, reference, ptx_of(subject))
-    experience = _experience(subject, pair, reference, reward_model_fn(reward, size), config.batch_size, meter)
+    experience = _experience(subject, pair, reference, reward_model_fn(reward, size, budget), config.batch_size, meter)
     with meter.phase("rewards"):
-        reward_model_fn(referee, size)(experience.batch)
+        reward_model_fn(referee, size, budget)(experience.batch)
     for minibatch in experience.minibatches(config.minibatches, 0, 0):
         _update(learner, pair, minibatch, meter)
     with meter.phase("selection"):

@@ -38,7 +38,7 @@ def main() -> int:
         chosen = [encode_dialogue(tokenizer, row.prompt, row.reply) for row in draw.sample(rows, given.rows)]
         batches.append(replies([(len(prompt), len(reply)) for prompt, reply in chosen]))
     print(f"{'':<24} scoring   update   passes")
-    settings = {"16 rows (default)": MicroBatchLimits()}
+    settings = {"16 rows": MicroBatchLimits()}
     settings |= {f"{budget} tokens": MicroBatchLimits(tokens=budget) for budget in given.budgets}
     for name, limits in settings.items():
         halves = [

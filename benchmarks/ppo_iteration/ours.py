@@ -47,6 +47,7 @@ def _trainer(workload: Workload, folder: Path, work: Path) -> Trainer:
             "minibatches": workload.minibatches,
             "epochs": workload.epochs,
             "micro_batch_size": workload.prompts // workload.minibatches,
+            "micro_batch_tokens": None,
             "max_new_tokens": workload.reply,
             "min_new_tokens": workload.reply - 1,
             "warmup_iterations": 0,

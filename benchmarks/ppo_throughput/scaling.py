@@ -26,6 +26,7 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.memory.architecture import starting_architecture
 from rlhf_core.memory.command import PlanOptions, params_of
 from rlhf_core.models.precision import weights_precision
+from rlhf_core.sampling.micro_batches import MicroBatchLimits
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Traffic:
         def weights(model: Model) -> float:
             return ring * size * (model.linear + model.head)
 
-        rows = ppo.micro_batch_size or 16
+        limits = MicroBatchLimits(ppo.micro_batch_size, ppo.micro_batch_tokens)
+        rows = limits.most_rows(iteration.prompt + iteration.reply)
         passes = -(-iteration.rows // rows)
         gathered = passes if launch.frozen == "sharded" else 0
         trained = [iteration.policy] * (not iteration.adapters)

@@ -22,7 +22,7 @@ from rlhf_core.memory.sharding import parallel_layout, trained_footprint
 from rlhf_core.memory.tensor_memory import MemoryUse, largest
 from rlhf_core.ppo.rejection_sampling import PROMPTS_AT_ONCE
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
-from rlhf_core.sampling.token_scoring import MICRO_BATCH
+from rlhf_core.sampling.micro_batches import MicroBatchLimits
 from rlhf_core.training.dpo.task import scoring_rows
 from rlhf_core.training.reward.linear_probe import FEATURE_ROWS, FEATURE_TOKENS
 from rlhf_core.training.reward.trainer import SCORING_ROWS, SCORING_TOKENS
@@ -271,11 +271,8 @@ def _rollout_phases(
 
 def _rows_per_pass(inputs: StageInputs, rows: int) -> int:
     """Sequences of full length in one pass of scoring or of an update, of ``rows`` in all."""
-    ppo = inputs.params.ppo
-    if ppo.micro_batch_tokens is None:
-        return min(ppo.micro_batch_size or MICRO_BATCH, rows)
-    filled = max(ppo.micro_batch_tokens // inputs.rollout_batch(1).width, 1)
-    return min(filled, ppo.micro_batch_size or filled, rows)
+    limits = MicroBatchLimits(inputs.params.ppo.micro_batch_size, inputs.params.ppo.micro_batch_tokens)
+    return min(limits.most_rows(inputs.rollout_batch(1).width), rows)
 
 
 def _policy_update(inputs: StageInputs, policy: ModelRole) -> MemoryUse:

@@ -60,6 +60,13 @@ class MicroBatchLimits:
             index = torch.tensor(rows, device=batch.tokens.device)
             yield MicroBatch(index, self._part(batch, index, rows, prompts, replies), weight)
 
+    def most_rows(self, width: int) -> int:
+        """Sequences of ``width`` tokens that one pass takes, where there are enough of them."""
+        if self.tokens is None:
+            return self.rows or MICRO_BATCH
+        filled = max(self.tokens // width, 1)
+        return min(filled, self.rows or filled)
+
     def padding_share(self, batch: Tokens) -> float:
         """The share of padding in all positions of all ranks' micro-batches."""
         prompts, replies = batch.lengths()

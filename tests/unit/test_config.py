@@ -211,7 +211,7 @@ def test_bad_assignments_are_refused(assignment: str) -> None:
 def test_files_from_before_there_was_a_judge_train_it_as_the_referee(tmp_path: Path) -> None:
     earlier = "referee: {steps: 7, lora: {rank: 4}}\ncompute: {launch: {referee: {gradient_checkpointing: true}}}\n"
     current = (ROOT / "params.yaml").read_text()
-    assert check_params(yaml_text.parse(current, "p")).judge.steps == 1100
+    assert check_params(yaml_text.parse(current, "p")).judge.steps == 450
     for text in (merge(earlier), merge(current, [("of one's own", earlier)]), earlier):
         params = check_params(yaml_text.parse(text, "params.yaml"))
         assert (params.judge.steps, params.judge.lora) == (7, LoraConfig(rank=4))

@@ -17,6 +17,7 @@ from rlhf_core.config.ppo.reward_sources import DEFAULT_SOURCES, RewardSources
 from rlhf_core.config.ppo.sampler import LocalSamplerConfig, SamplerConfig
 
 CriticMode = Literal["separate", "shared"]
+MICRO_BATCH_TOKENS = 4096
 
 
 class RewardShapingConfig(Strict):
@@ -120,7 +121,7 @@ class RolloutConfig(Strict):
     min_new_tokens: NonNegativeInt = 0
     temperature: PositiveFloat = 1.0
     micro_batch_size: PositiveInt | None = None
-    micro_batch_tokens: PositiveInt | None = None
+    micro_batch_tokens: PositiveInt | None = MICRO_BATCH_TOKENS
     sampling_batch_size: PositiveInt | None = None
     kl: KlConfig = KlConfig()
     reward: RewardShapingConfig = RewardShapingConfig()
@@ -128,9 +129,9 @@ class RolloutConfig(Strict):
 
 
 class PpoConfig(StageConfig):
-    """All of PPO. ``micro_batch_size`` bounds the sequences of one pass (null: 16) and never changes a gradient;
-    with ``micro_batch_tokens``, the positions of a pass, sequences of like length fill a pass up, at most a tenth of it
-    padding, and only a given ``micro_batch_size`` bounds them too. Both hold for scoring and updates.
+    """All of PPO. Sequences of like length fill a pass up to ``micro_batch_tokens`` positions, at most a tenth of it
+    padding. ``micro_batch_size`` bounds the sequences of a pass, too; alone, with ``micro_batch_tokens: null``, it is
+    16 where it is not given. Both hold for scoring and updates and change gradients by rounding alone.
     ``sampling_batch_size`` bounds those sampled at once (null: all of a process), whose cache may be what does not fit.
 
     ``warmup_iterations`` raises both learning rates linearly; it replaces the optimisers' own ``warmup`` share.
@@ -154,7 +155,7 @@ class PpoConfig(StageConfig):
     minibatches: PositiveInt = 2
     epochs: PositiveInt = 1
     micro_batch_size: PositiveInt | None = None
-    micro_batch_tokens: PositiveInt | None = None
+    micro_batch_tokens: PositiveInt | None = MICRO_BATCH_TOKENS
     sampling_batch_size: PositiveInt | None = None
     max_new_tokens: PositiveInt = 64
     min_new_tokens: NonNegativeInt = 0

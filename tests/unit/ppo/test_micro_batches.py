@@ -73,6 +73,14 @@ def test_compact_rows_hold_the_same_tokens(lengths: list[tuple[int, int]], budge
     assert limits.padding_share(batch) <= MOST_PADDING + 1e-9
 
 
+def test_rows_of_one_pass() -> None:
+    assert MicroBatchLimits().most_rows(100) == 16
+    assert MicroBatchLimits(4).most_rows(100) == 4
+    assert MicroBatchLimits(tokens=1000).most_rows(300) == 3
+    assert MicroBatchLimits(2, 1000).most_rows(300) == 2
+    assert MicroBatchLimits(4, 1000).most_rows(2000) == 1, "a longer sequence makes a pass of its own"
+
+
 def test_padding_share_by_hand() -> None:
     batch = replies([(1, 3), (4, 1), (2, 2), (3, 3)])
     # Two rows at a time by length: (1, 3) with (2, 2), five columns; (4, 1) with (3, 3), seven columns.
@@ -95,7 +103,8 @@ def test_padding_share_by_hand() -> None:
 )
 def test_a_budget_changes_neither_loss_nor_gradient(changes: dict[str, Any]) -> None:
     results: list[tuple[dict[str, float], list[Tensor], list[Tensor | None]]] = []
-    for limits in ({"micro_batch_size": 64}, {"micro_batch_tokens": 24}, {"micro_batch_tokens": 40}):
+    by_rows = {"micro_batch_size": 64, "micro_batch_tokens": None}
+    for limits in (by_rows, {"micro_batch_tokens": 24}, {"micro_batch_tokens": 40}):
         tiny = make_tiny()
         config = make_config(**changes)
         learner = make_learner(tiny, config, **limits)

@@ -144,11 +144,12 @@ def test_a_transformers_gradient_is_the_sum_of_two_separate_ones(tiny: Tiny, siz
 
 
 def test_rollout_and_update_run_the_backbone_once_for_both(tiny: Tiny) -> None:
-    config = make_config(minibatches=1, micro_batch_size=4, **SHARED)
+    bounds: dict[str, Any] = {"minibatches": 1, "micro_batch_size": 4, "micro_batch_tokens": None}
+    config = make_config(**bounds, **SHARED)
     calls: list[bool] = []
     tiny.policy.base_model.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     experience = collect(tiny, config)
-    separate = collect(make_tiny(), make_config(minibatches=1, micro_batch_size=4))
+    separate = collect(make_tiny(), make_config(**bounds))
     assert torch.equal(experience.policy_logprobs, separate.policy_logprobs)
     calls.clear()
     accumulate_gradients(make_learner(tiny, config), experience, 0.05, 0.0)

@@ -274,7 +274,7 @@ def test_warm_up_reaches_the_peak_with_its_last_iteration(tiny: Tiny, tmp_path: 
 
 
 def test_sampler_that_disagrees_stops_the_run(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that ignores its attention mask answers differently in a padded batch: PPO refuses to train on that."""
+    """A model that ignores its attention mask answers differently where rows are padded on the left: PPO refuses."""
     forward = type(tiny.policy.base_model).forward
 
     def deaf(self: Any, *args: Any, attention_mask: Any = None, use_cache: bool = True, **rest: Any) -> Any:
@@ -283,7 +283,7 @@ def test_sampler_that_disagrees_stops_the_run(tiny: Tiny, tmp_path: Path, monkey
 
     monkeypatch.setattr(type(tiny.policy.base_model), "forward", deaf)
     with pytest.raises(RlhfError, match="left padding"):
-        make_trainer(tiny, make_config(), tmp_path).run()
+        make_trainer(tiny, make_config(micro_batch_tokens=None), tmp_path).run()
 
 
 def rule(metric: str, action: Any) -> Rule:
