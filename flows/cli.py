@@ -228,11 +228,14 @@ def chat(
     with Console(stderr=True).status("looking up the model…"):
         from flows.commands.serving.chat import champion_model, folder_model
         from rlhf_core.chat.terminal import ChatOptions, talk
+        from rlhf_core.stages.runtime.threads import limit_threads_of
 
         if model is None:
             chosen = champion_model(find_workspace(workspace))
         else:
             chosen = folder_model(model, find_workspace(workspace) if workspace else None)
+        if chosen.workspace is not None:
+            limit_threads_of(chosen.workspace)
     talk(chosen.folder, ChatOptions(seed, temperature, top_p, max_new_tokens), chosen.about, chosen.workspace)
 
 

@@ -168,13 +168,17 @@ def match(
 
     `rlhf promote` does this and acts on the result; this command only measures.
     """
-    from rlhf_core.evaluation.promotion.match import run_match
     from rlhf_core.stages.runtime.runner import workspace_root
+    from rlhf_core.stages.runtime.threads import limit_threads_of
     from rlhf_core.storage.files import atomic_write_json
     from rlhf_core.storage.garbage_collection import skip_last_collection
 
     skip_last_collection()
-    atomic_write_json(output, run_match(workspace_root(workspace), champion, challenger, prompt_set))
+    folder = workspace_root(workspace)
+    limit_threads_of(folder)
+    from rlhf_core.evaluation.promotion.match import run_match
+
+    atomic_write_json(output, run_match(folder, champion, challenger, prompt_set))
     typer.echo(output)
 
 

@@ -78,8 +78,13 @@ def replay(
     """
     from rich.console import Console
 
+    from flows.workspace.folder import find_workspace
+    from rlhf_core.stages.runtime.threads import limit_threads_of
+
     with Console(stderr=True).status("looking up the model…"):
+        folder = find_workspace(workspace)
+        limit_threads_of(folder)  # before PyTorch is loaded
         from flows.commands.serving.replay import replay_record
         from flows.commands.serving.serve import PolicyChoice
 
-    typer.echo(replay_record(workspace, record, PolicyChoice(model, alias, version, run), output, replies))
+    typer.echo(replay_record(folder, record, PolicyChoice(model, alias, version, run), output, replies))

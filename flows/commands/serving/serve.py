@@ -28,6 +28,7 @@ from rlhf_core.serving.limits import ServingLimits
 from rlhf_core.serving.policy_source import FolderSource, PolicySource, sampling_of_folder
 from rlhf_core.serving.protocol.access import TOKEN_VARIABLE, checked_token
 from rlhf_core.serving.vllm_command import vllm_command, vllm_environment
+from rlhf_core.stages.runtime.threads import limit_threads_of
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,14 @@ class ServeOptions:
 
 @dataclass(frozen=True)
 class ServedSource:
-    """The policy's source, and lines that say what it is. ``moves`` if another revision may be served later."""
+    """The policy's source, and lines that say what it is. ``moves`` if another revision may be served later.
+
+    ``workspace`` is that which the policy comes from, None for a folder outside of any.
+    """
 
     source: PolicySource
     about: tuple[str, ...]
+    workspace: Path | None
     moves: bool = False
 
 
@@ -92,6 +97,8 @@ def serve(workspace: Path | None, choice: PolicyChoice, options: ServeOptions) -
         typer.echo(line)
     if options.vllm is not None:
         _become_vllm(options.vllm, served, options, token)
+    if served.workspace is not None:
+        limit_threads_of(served.workspace)
     from rlhf_core.serving.app import AppSettings, create_app
     from rlhf_core.serving.completions import Completions
     from rlhf_core.serving.metrics import ServingMetrics
@@ -128,12 +135,12 @@ def served_source(workspace: Path | None, choice: PolicyChoice) -> ServedSource:
         own = workspace or next((parent for parent in parents if is_workspace(parent)), None)
         judged = load_section(own, "evaluate", EvaluateConfig).sampling if own else None
         sampling = judged or sampling_of_folder(choice.folder, SamplingConfig())
-        return ServedSource(FolderSource(choice.folder, sampling), folder_model(choice.folder, None).about)
+        return ServedSource(FolderSource(choice.folder, sampling), folder_model(choice.folder, None).about, own)
     folder = find_workspace(workspace)
     if choice.version is None and choice.run is None:
         alias = choice.alias or CHAMPION
         version = policy_with_alias(folder, alias)
-        return ServedSource(AliasSource(folder, alias), about_version(folder, version, alias), moves=True)
+        return ServedSource(AliasSource(folder, alias), about_version(folder, version, alias), folder, moves=True)
     name, client = load_section(folder, "registry", RegistryConfig).policy, connect(folder)
     if choice.version is not None:
         version = get_version(client, name, choice.version)
@@ -143,7 +150,7 @@ def served_source(workspace: Path | None, choice: PolicyChoice) -> ServedSource:
     about = about_version(folder, version)
     if obstacle:
         about = (*about, f"it could not be promoted: {obstacle}")
-    return ServedSource(VersionSource(folder, str(version.version)), about)
+    return ServedSource(VersionSource(folder, str(version.version)), about, folder)
 
 
 def _become_vllm(python: Path, served: ServedSource, options: ServeOptions, token: str | None) -> NoReturn:

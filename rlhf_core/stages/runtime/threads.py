@@ -1,10 +1,12 @@
-"""How many CPU threads a stage's process has, and what they do between two products: sleep, or spin for a moment."""
+"""How many CPU threads a process of a workspace has, and what they do between two products: sleep, or spin a moment."""
 
 from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
+from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.operations.operations import ComputeConfig
 from rlhf_core.runtime.cores import available_cores
 
@@ -38,3 +40,14 @@ def limit_threads(compute: ComputeConfig, parallel: int) -> None:
             )  # fmt: skip
         else:
             os.environ["GOMP_SPINCOUNT"] = str(SPIN_ROUNDS)
+
+
+def limit_threads_of(workspace: Path) -> None:
+    """:func:`limit_threads` by the parameters of ``workspace``, for a process that is no stage and runs beside none.
+
+    Without it a small model samples with all cores, which wait for each other most of the time.
+
+    Raises:
+        ConfigError: The parameters are wrong.
+    """
+    limit_threads(load_section(workspace, "compute", ComputeConfig), parallel=1)
