@@ -20,6 +20,7 @@ from rlhf_core.memory.roles_memory import at_work, gathered_by_one, held, optimi
 from rlhf_core.memory.sequence_lengths import BatchShape
 from rlhf_core.memory.sharding import parallel_layout, trained_footprint
 from rlhf_core.memory.tensor_memory import MemoryUse, largest
+from rlhf_core.models.forward import changes_logits
 from rlhf_core.ppo.rejection_sampling import PROMPTS_AT_ONCE
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling
 from rlhf_core.sampling.micro_batches import MicroBatchLimits
@@ -250,7 +251,7 @@ def _rollout_phases(
     rollout_memory = _rollout_tensors(inputs, batch) + gathered
     rows = inputs.layout.share(batch)
     together = min(inputs.params.ppo.sampling_batch_size or rows, rows)
-    part = inputs.rollout_batch(_rows_per_pass(inputs, rows))
+    part = _pass_batch(inputs, rows)
     generation = passes.generation(policy.variant, together, inputs.lengths.prompt, inputs.sampling)
     scoring = passes.rollout_scores(
         policy.variant,
@@ -269,33 +270,42 @@ def _rollout_phases(
     }
 
 
-def _rows_per_pass(inputs: StageInputs, rows: int) -> int:
-    """Sequences of full length in one pass of scoring or of an update, of ``rows`` in all."""
+def _pass_batch(inputs: StageInputs, rows: int) -> BatchShape:
+    """The heaviest pass of scoring or of an update over replies of full length, of ``rows`` in all.
+
+    A budget of tokens has room for more replies to shorter prompts. That takes more memory where logits are made of all
+    of them at once; such a pass is taken to be as wide as the budget allows, too.
+    """
     limits = MicroBatchLimits(inputs.params.ppo.micro_batch_size, inputs.params.ppo.micro_batch_tokens)
-    return min(limits.most_rows(inputs.rollout_batch(1).width), rows)
+    longest = inputs.rollout_batch(1).width
+    if limits.tokens is None or not changes_logits(inputs.architecture.config(None)):
+        return BatchShape(min(limits.most_rows(longest), rows), longest)
+    shortest = inputs.params.ppo.max_new_tokens + 1
+    most = min(limits.most_rows(shortest), rows)
+    return BatchShape(most, min(longest, max(limits.tokens // most, shortest)))
 
 
 def _policy_update(inputs: StageInputs, policy: ModelRole) -> MemoryUse:
     config = inputs.params.ppo
     rows = inputs.layout.share(-(-config.batch_size // config.minibatches))
-    micro = _rows_per_pass(inputs, rows)
+    batch = _pass_batch(inputs, rows)
     exact_kl = config.kl.placement == "loss" and config.kl.estimator == "full" and config.kl.coefficient > 0
     moments = passes.policy_loss(
         policy.variant,
-        inputs.rollout_batch(micro),
+        batch,
         inputs.sampling,
         entropy_term=config.entropy.kind != "off",
         exact_kl=exact_kl,
-        accumulated=rows > micro,
+        accumulated=rows > batch.rows,
         logits_bytes=inputs.layout.logits_bytes,
     )
     return policy.peak_of_update(moments)
 
 
-def _critic_update(inputs: StageInputs, batch: int, minibatches: int, critic: ModelRole) -> MemoryUse:
-    rows = inputs.layout.share(-(-batch // minibatches))
-    micro = _rows_per_pass(inputs, rows)
-    moments = passes.value_loss(critic.variant, inputs.rollout_batch(micro), inputs.sampling, accumulated=rows > micro)
+def _critic_update(inputs: StageInputs, replies: int, minibatches: int, critic: ModelRole) -> MemoryUse:
+    rows = inputs.layout.share(-(-replies // minibatches))
+    batch = _pass_batch(inputs, rows)
+    moments = passes.value_loss(critic.variant, batch, inputs.sampling, accumulated=rows > batch.rows)
     return critic.peak_of_update(moments)
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_core.models.lazy_logits import LazyLogits
 
@@ -47,8 +47,12 @@ def hidden_states(
 
 def has_plain_head(model: PreTrainedModel) -> bool:
     """Whether a causal LM's logits are its output embedding of the last hidden states, and nothing more."""
-    settings = (getattr(model.config, name, None) for name in LOGIT_SETTINGS)
-    return model.get_output_embeddings() is not None and not any(settings)
+    return model.get_output_embeddings() is not None and not changes_logits(model.config)
+
+
+def changes_logits(config: PretrainedConfig) -> bool:
+    """Whether a causal LM scales or bounds its logits, so that only its own forward makes them, all at once."""
+    return any(getattr(config, name, None) for name in LOGIT_SETTINGS)
 
 
 def selected_logits(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, select: Tensor) -> LazyLogits:

@@ -129,8 +129,9 @@ class MicroExperience(Experience):
     """The rows of one pass, whose replies may begin in columns of their own; see ``Tokens``."""
 
     reply_starts: Tensor | None = None
+    shortest_prompt: int = 1
 
     @property
     def batch(self) -> Tokens:
         """What models see of it."""
-        return Tokens(self.tokens, self.attention_mask, self.response_mask, self.reply_starts)
+        return Tokens(self.tokens, self.attention_mask, self.response_mask, self.reply_starts, self.shortest_prompt)

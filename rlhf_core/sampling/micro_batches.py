@@ -100,7 +100,9 @@ class MicroBatchLimits:
         if self.tokens is None:
             return batch.cut(index, prompt, reply)
         width = self._width([prompts[row] for row in rows], [replies[row] for row in rows])
-        return batch.compact(index, width, reply)
+        shortest = min(prompts[row] for row in rows)
+        assert shortest > 0, "a prompt without tokens has nothing to predict its reply from"
+        return batch.compact(index, width, reply, shortest)
 
 
 def filled_parts(lengths: Sequence[int], budget: int, most_rows: int | None = None) -> list[list[int]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.models.forward import lazy_logits, position_ids_from_mask
+from rlhf_core.models.forward import has_plain_head, lazy_logits, position_ids_from_mask
 from rlhf_core.models.heads.actor_critic import ActorCritic
 from rlhf_core.models.lazy_logits import LazyLogits
 
@@ -38,12 +38,14 @@ class Tokens:
         attention_mask: (B, L).
         response_mask: (B, T).
         reply_starts: Column of each reply's first token (B,), where rows begin in the first column. None otherwise.
+        shortest_prompt: The least of ``reply_starts``, known without waiting for a GPU.
     """
 
     tokens: Tensor
     attention_mask: Tensor
     response_mask: Tensor
     reply_starts: Tensor | None = None
+    shortest_prompt: int = 1
 
     @property
     def width(self) -> int:
@@ -84,10 +86,13 @@ class Tokens:
         return prompt_list, reply_list
 
     def before_and_at_replies(self, values: Tensor) -> Tensor:
-        """What is before each response token, and at the last position: (B, L, ...) -> (B, T + 1, ...)."""
+        """What is before each response token, and at the last position: (B, L, ...) -> (B, T + 1, ...).
+
+        Columns before all of these may be left out of ``values``.
+        """
         if self.reply_starts is None:
             return values[:, values.shape[1] - self.width - 1 :]
-        columns = self._reply_columns(-1, self.width + 1)
+        columns = self._reply_columns(-1, self.width + 1) - (self.tokens.shape[1] - values.shape[1])
         return values[torch.arange(len(values), device=values.device).unsqueeze(1), columns]
 
     def part(self, rows: Tensor) -> Tokens:
@@ -102,8 +107,11 @@ class Tokens:
         mask = self.response_mask[rows][:, :reply]
         return Tokens(self.tokens[rows][:, span], self.attention_mask[rows][:, span], mask)
 
-    def compact(self, rows: Tensor, width: int, reply: int) -> Tokens:
-        """The given rows in ``width`` columns, each beginning in the first, with ``reply`` response positions."""
+    def compact(self, rows: Tensor, width: int, reply: int, shortest_prompt: int) -> Tokens:
+        """The given rows in ``width`` columns, each beginning in the first, with ``reply`` response positions.
+
+        No prompt is shorter than ``shortest_prompt``, which is at least one token.
+        """
         attention, mask = self.attention_mask[rows], self.response_mask[rows][:, :reply]
         lengths = attention.sum(dim=1)
         starts = lengths - mask.sum(dim=1)
@@ -111,7 +119,13 @@ class Tokens:
         first = (self.tokens.shape[1] - self.width - starts).unsqueeze(1)
         source = (first + columns).clamp(max=self.tokens.shape[1] - 1)
         kept = (columns < lengths.unsqueeze(1)).to(attention.dtype)
-        return Tokens(self.tokens[rows].gather(1, source), kept, mask, starts)
+        return Tokens(self.tokens[rows].gather(1, source), kept, mask, starts, shortest_prompt)
+
+    def columns_with_logits(self, plain_head: bool) -> int:
+        """How many of the last columns a model makes logits of; with a plain head it makes them later, where needed."""
+        if self.reply_starts is None:
+            return self.width + 1
+        return self.tokens.shape[1] if plain_head else self.tokens.shape[1] - self.shortest_prompt + 1
 
     def _reply_columns(self, first: int, count: int) -> Tensor:
         """Columns of response positions ``first`` .. ``first + count - 1`` of each row, within the row (B, count)."""
@@ -122,14 +136,14 @@ class Tokens:
 
 def response_logits(model: PreTrainedModel, batch: Tokens) -> LazyLogits:
     """Logits at the positions before each response token and at the last one: (B, T + 1, V)."""
-    keep = batch.width + 1 if batch.reply_starts is None else batch.tokens.shape[1]
+    keep = batch.columns_with_logits(has_plain_head(model))
     logits = lazy_logits(model, batch.tokens, batch.attention_mask, batch.position_ids, keep)
     return replace(logits, states=batch.before_and_at_replies(logits.states))
 
 
 def logits_and_values(model: ActorCritic, batch: Tokens) -> tuple[LazyLogits, Tensor]:
     """:func:`response_logits` (B, T + 1, V) and :func:`response_values` (B, T), in one pass of the backbone."""
-    keep = batch.width + 1 if batch.reply_starts is None else batch.tokens.shape[1]
+    keep = batch.columns_with_logits(has_plain_head(model.policy))
     logits, scores = model(batch.tokens, batch.attention_mask, batch.position_ids, logits_to_keep=keep)
     states = batch.before_and_at_replies(logits.states)
     return replace(logits, states=states), batch.before_and_at_replies(scores)[:, :-1]

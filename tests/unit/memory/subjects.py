@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,13 @@ def exact_kl() -> Subject:
         "sampling_batch_size": 8,
     }
     return Subject("exact_kl", llama(2048, 32, 48, 1, 2, 2, tied=True), params(ppo=ppo), prompt=8, reply=16)
+
+
+def own_logits() -> Subject:
+    """A model that says it scales its logits, and so makes all of a pass at once; prompts as short as can be."""
+    config = json.loads(llama(2048, 32, 48, 1, 2, 2, tied=True).text) | {"logit_scale": 1.0}
+    settings = params(ppo={"micro_batch_tokens": 180})
+    return Subject("own_logits", Architecture.of(config, "own_logits"), settings, prompt=2, reply=16)
 
 
 def large(gpu_memory: float, **sections: Any) -> EstimateInputs:

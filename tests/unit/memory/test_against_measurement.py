@@ -16,6 +16,7 @@ CASES: list[tuple[Callable[[], Subject], tuple[str, ...]]] = [
     (subjects.grouped, tuple(RUNS)),
     (subjects.recomputed, tuple(RUNS)),
     (subjects.exact_kl, ("ppo",)),
+    (subjects.own_logits, ("ppo",)),
     (subjects.packed, ("ppo",)),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from rlhf_core.ppo.rewards.token_rewards import reward_model_fn
 from rlhf_core.ppo.update import accumulate_gradients, measure_minibatch
 from rlhf_core.runtime import distributed
 from rlhf_core.sampling.micro_batches import MOST_PADDING, MicroBatchLimits, divide_for_ranks, filled_parts
-from rlhf_core.sampling.token_scoring import Tokens
+from rlhf_core.sampling.token_scoring import Tokens, response_logits
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20)
 
@@ -101,11 +102,14 @@ def test_padding_share_by_hand() -> None:
     ],
     ids=["plain", "shared", "per sequence", "exact KL", "entropy"],
 )
-def test_a_budget_changes_neither_loss_nor_gradient(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("own_logits", [False, True], ids=["plain head", "own logits"])
+def test_a_budget_changes_neither_loss_nor_gradient(changes: dict[str, Any], own_logits: bool) -> None:
     results: list[tuple[dict[str, float], list[Tensor], list[Tensor | None]]] = []
     by_rows = {"micro_batch_size": 64, "micro_batch_tokens": None}
     for limits in (by_rows, {"micro_batch_tokens": 24}, {"micro_batch_tokens": 40}):
         tiny = make_tiny()
+        for model in (tiny.policy, tiny.reference):
+            model.config.logit_scale = 1.0 if own_logits else None
         config = make_config(**changes)
         learner = make_learner(tiny, config, **limits)
         experience = collect(tiny, config, pair=learner.pair)
@@ -121,6 +125,22 @@ def test_a_budget_changes_neither_loss_nor_gradient(changes: dict[str, Any]) -> 
         assert metrics == pytest.approx(results[0][0], rel=1e-4, abs=1e-5)
         torch.testing.assert_close(columns, results[0][1], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(gradients, results[0][2], rtol=1e-3, atol=1e-5)
+
+
+def test_a_model_that_makes_logits_itself_makes_none_of_what_all_prompts_begin_with() -> None:
+    model = make_tiny().policy
+    model.config.logit_scale = 1.0
+    made: list[int] = []
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: made.append(inputs[0].shape[1]))
+    lengths = [(3, 3), (4, 2), (5, 1)]
+    tokens = replies(lengths)
+    tokens = replace(tokens, tokens=tokens.tokens % 7)
+    (micro,) = MicroBatchLimits(tokens=100).split(tokens)
+    logits = response_logits(model, micro.tokens).whole()
+    assert made == [4]  # columns 2 to 5: before the first reply token of the shortest prompt, and all after it
+    expected = response_logits(model, tokens).whole()[micro.rows]
+    mask = micro.tokens.response_mask
+    torch.testing.assert_close(logits[:, :-1][mask], expected[:, : mask.shape[1]][mask])
 
 
 def test_ranks_share_the_parts_and_make_as_many_passes(monkeypatch: pytest.MonkeyPatch) -> None:
