@@ -28,6 +28,7 @@ from rlhf_core.errors import ModelError
 from rlhf_core.memory.architecture import Architecture
 from rlhf_core.memory.tensor_memory import MemoryUse, TensorMemory
 from rlhf_core.models.adapters.lora import add_adapters
+from rlhf_core.models.attention import attention_of
 from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.io import quiet
@@ -257,7 +258,7 @@ def _built(variant: ModelVariant) -> nn.Module:
     kind: Any = AutoModelForCausalLM if variant.head == "causal_lm" else AutoModelForSequenceClassification
     with quiet(), torch.device("meta"):
         try:
-            model = kind.from_config(config, dtype=precision, attn_implementation="sdpa")
+            model = kind.from_config(config, dtype=precision, attn_implementation=attention_of(kind, config))
         except ValueError as error:
             raise ModelError(f"transformers cannot build a {config.model_type} model ({first_line(error)})") from error
         if len(decoder_layers(model)) != config.num_hidden_layers:

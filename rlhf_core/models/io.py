@@ -14,11 +14,12 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.hub import require_hub
+from rlhf_core.models.attention import attention_of
 from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.openblas_linear import use_openblas
 from rlhf_core.runtime import distributed
@@ -143,7 +144,6 @@ def load_model(
     source: str | Path,
     dtype: torch.dtype | None,
     revision: str | None = None,
-    attention: str | None = "sdpa",
 ) -> Any:
     """Load a model on this process's device by ``auto_class.from_pretrained``. Only safetensors, never remote code.
 
@@ -151,18 +151,18 @@ def load_model(
 
     Args:
         dtype: Precision of the weights; None keeps that of the files.
-        attention: Attention implementation; None takes the best that the architecture has.
 
     Raises:
         ModelError: The folder lacks weights of the model, or has them in other shapes, which the library would fill at
             random.
     """
     with reading(source):
+        config = AutoConfig.from_pretrained(str(source), revision=revision, trust_remote_code=False)
         model, info = auto_class.from_pretrained(
             str(source),
             revision=revision,
             dtype=dtype if dtype is not None else "auto",
-            attn_implementation=attention,
+            attn_implementation=attention_of(auto_class, config),
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,

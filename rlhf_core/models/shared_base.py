@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from rlhf_core.config.lora import LoraConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.adapters.lower_layers import keep_lower_layers
+from rlhf_core.models.attention import attention_of
 from rlhf_core.models.heads.scalar import ScalarModel
 from rlhf_core.models.io import reading
 from rlhf_core.storage.files import read_json, sha256_file
@@ -129,7 +130,8 @@ class SharedBase:
         with reading(folder):
             config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
             with torch.device("meta"):
-                model = AutoModelForSequenceClassification.from_config(config, attn_implementation="sdpa")
+                attention = attention_of(AutoModelForSequenceClassification, config)
+                model = AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
         setattr(model, model.base_model_prefix, _twin(self.backbone))
         keep_lower_layers(model, config.num_hidden_layers)
         weights = next(self.backbone.parameters())

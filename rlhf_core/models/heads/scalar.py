@@ -25,6 +25,7 @@ from rlhf_core.config.lora import LoraConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.adapters.lora import add_adapters
 from rlhf_core.models.adapters.lower_layers import keep_lower_layers
+from rlhf_core.models.attention import attention_of
 from rlhf_core.models.float32_head import LOW_PRECISION, float32_linear
 from rlhf_core.models.forward import embedding_weight, hidden_states, last_token_indices
 from rlhf_core.models.heads.reply_pooling import mean_over_reply, mean_so_far
@@ -91,7 +92,8 @@ class ScalarModel(nn.Module):
         with nullcontext() if isinstance(source, PreTrainedModel) else reading(name):
             lm.config.num_labels = 1
             with torch.device("meta"):
-                model = AutoModelForSequenceClassification.from_config(lm.config, attn_implementation="sdpa")
+                attention = attention_of(AutoModelForSequenceClassification, lm.config)
+                model = AutoModelForSequenceClassification.from_config(lm.config, attn_implementation=attention)
         if type(model.base_model) is not type(lm.base_model) or not hasattr(model, "score"):
             raise ModelError(f"{name}: {type(lm).__name__} has no sequence-classification form with a score head")
         setattr(model, model.base_model_prefix, lm.base_model)

@@ -27,6 +27,7 @@ from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURE
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rlhf_core.errors import ModelError
+from rlhf_core.models.attention import attention_of
 from rlhf_core.models.float32_head import use_float32_unembedding
 from rlhf_core.models.forward import embedding_weight
 from rlhf_core.models.io import quiet, require_room_for
@@ -70,7 +71,7 @@ def load_gguf(file: Path, dtype: torch.dtype | None = None) -> tuple[PreTrainedM
         config = copy.deepcopy(quantised.config)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        model: Any = causal_lm.from_config(config, dtype=precision, attn_implementation="sdpa")
+        model: Any = causal_lm.from_config(config, dtype=precision, attn_implementation=attention_of(causal_lm, config))
         model.load_state_dict(quantised.state_dict())
         use_float32_unembedding(model)
         entries = embedding_weight(model).shape[0]

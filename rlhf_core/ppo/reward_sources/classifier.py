@@ -134,7 +134,7 @@ def load_classifier(source: str | Path, config: ClassifierSource, device: torch.
     Raises:
         ModelError: It cannot be loaded.
     """
-    model: Any = load_model(AutoModelForSequenceClassification, source, None, config.revision, attention=None)
+    model: Any = load_model(AutoModelForSequenceClassification, source, None, config.revision)
     with reading(source):
         tokenizer = AutoTokenizer.from_pretrained(
             str(source), revision=config.revision, truncation_side="left", trust_remote_code=False
