@@ -36,7 +36,8 @@ FLOWS_LAYERS = (
 # What flows uses of the core: these packages and modules, and single functions where a module asks for more.
 FLOWS_MAY_USE = {"config", "gates", "errors", "storage", "git", "__version__"}
 FLOWS_MAY_ALSO_USE = {
-    "flows.cli": {"chat.terminal", "cli", "commands.data"},  # it mounts the core's commands on its own command line
+    # It mounts the core's commands on its own command line.
+    "flows.cli": {"chat.terminal", "cli", "commands.data", "stages.runtime.threads.limit_threads_of"},
     "flows.commands.data_diff": {
         "commands.data",
         "commands.output",
@@ -65,8 +66,8 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.replies.replayed.save_replay",
         "serving",
     },
-    "flows.commands.serving.serve": {"serving"},
-    "flows.commands.serving.commands": {"serving.limits.ServingLimits"},
+    "flows.commands.serving.serve": {"serving", "stages.runtime.threads.limit_threads_of"},
+    "flows.commands.serving.commands": {"serving.limits.ServingLimits", "stages.runtime.threads.limit_threads_of"},
     "flows.registry.versions.served_versions": {"serving.policy_source"},
     "flows.pipeline.data_watch": {
         "data.collection.sources.collected_paths",
