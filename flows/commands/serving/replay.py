@@ -12,7 +12,7 @@ from rlhf_core.config.loading.load import load_section
 from rlhf_core.config.stages.evaluate import EvaluateConfig
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import Comparison
-from rlhf_core.evaluation.judges.final import MODELS, judging_model, stand_in_note
+from rlhf_core.evaluation.judges.final import JUDGE, MODELS
 from rlhf_core.evaluation.replies.replayed import ReplayOutcome, save_replay
 from rlhf_core.serving.replay import Replay
 
@@ -47,7 +47,7 @@ def replay_record(
     source = served_source(folder, choice).source
     revision = source.latest()
     policy = LoadedPolicy.load(revision, source.files(revision))
-    config, name = load_section(folder, "evaluate", EvaluateConfig), judging_model(folder)
+    config, name = load_section(folder, "evaluate", EvaluateConfig), JUDGE
     judge = None
     if (folder / MODELS / name).is_dir():
         judge = ModelJudge.load(folder / MODELS / name, name, config.batch_size)
@@ -110,10 +110,8 @@ def describe_replay(done: Replay, policy: str, judge: str) -> list[str]:
 def _describe_comparison(result: Comparison | None, judge: str) -> list[str]:
     if result is None:
         return ["no judge compared the replies: the workspace has neither judge nor referee"]
-    note = stand_in_note([judge])
     lines = [
         f"win rate by the {judge} {result.win_rate:.3f} ({result.win_rate_low95:.3f} to {result.win_rate_high95:.3f})"
-        + (f"; {note}" if note else "")
     ]
     if result.lc_win_rate is not None:
         bounds = f"{result.lc_win_rate_low95:.3f} to {result.lc_win_rate_high95:.3f}"

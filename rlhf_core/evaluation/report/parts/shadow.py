@@ -7,7 +7,6 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rlhf_core.evaluation.judges.final import stand_in_note
 from rlhf_core.evaluation.replies.replayed import ReplayOutcome
 from rlhf_core.evaluation.report.charts import Outcomes, outcome_chart
 from rlhf_core.evaluation.report.parts.reply_pairs import mark_differences
@@ -37,7 +36,6 @@ def _replay(outcome: ReplayOutcome) -> JsonObject:
         "models": sorted(outcome.models.items()),
         "skipped": outcome.skipped,
         "judge": outcome.judge,
-        "stand_in": stand_in_note([outcome.judge]),
         "comparison": dict(outcome.comparison),
         "chart": _chart(outcome),
         "texts": [
