@@ -165,13 +165,19 @@ def _unused_turn_keys(column: str, turns: Any) -> Iterator[str]:
                     yield from (f"{column}[].{text}[].{key}" for key in unused)
 
 
+def is_flag(column: str) -> bool:
+    """Return whether a column, or the key of a turn, is named as flags of training and ratings are."""
+    return key_of(column.rpartition("[].")[2]) in FLAGS
+
+
 def commonest_unused(unused: Mapping[str, int]) -> dict[str, int]:
-    """Return the columns that most rows have something in, of equal ones the first by name; ``LISTED_COLUMNS`` at most.
+    """Return ``LISTED_COLUMNS`` columns at most: flags first, then those that most rows have something in.
 
     Args:
         unused: By column, how many rows have something there.
     """
-    return dict(sorted(unused.items(), key=lambda item: (-item[1], item[0]))[:LISTED_COLUMNS])
+    ordered = sorted(unused.items(), key=lambda item: (not is_flag(item[0]), -item[1], item[0]))
+    return dict(ordered[:LISTED_COLUMNS])
 
 
 def unused_summary(unused: Mapping[str, int]) -> dict[str, Any]:
@@ -183,8 +189,7 @@ def unused_summary(unused: Mapping[str, int]) -> dict[str, Any]:
 
 def warnings_of(counts: RowCounts) -> list[str]:
     """Return what somebody should look at before training on a source, a sentence each with how many rows it is."""
-    flags = [name for name in commonest_unused(counts.unused) if key_of(name.rpartition("[].")[2]) in FLAGS]
-    flags += [name for name in counts.unused if name not in flags and key_of(name.rpartition("[].")[2]) in FLAGS]
+    flags = [name for name in commonest_unused(counts.unused) if is_flag(name)]
     return [
         *(
             f"{counts.unused[name]}: {name} may say how good a reply is or whether it is to be learned, and is not read"

@@ -124,7 +124,7 @@ def _separator(header: str, delimiter: str) -> tuple[str, bool]:
         likely = max(SEPARATORS, key=lambda other: counts[other])
         delimiter = likely if counts[likely] else delimiter
     names = header.rstrip("\r\n").split(delimiter)
-    return delimiter, len(names) > 1 and all(name.startswith(" ") for name in names[1:])
+    return delimiter, len(names) > 1 and not header.startswith("{") and all(name.startswith(" ") for name in names[1:])
 
 
 def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]:

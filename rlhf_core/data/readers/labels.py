@@ -64,9 +64,9 @@ LOST_COLUMNS = _keys(
     "image images image_url audio audios input_audio video videos tools functions tool_calls function_call"
 )
 HOLDS_NOTHING = frozenset({"", "[]", "{}", "null", "none", "nan"})
+# Of the replies that are to be learned; a rejected one need not be.
 REPLY_COLUMNS = (
-    *("messages", "conversations", "chosen", "rejected", "reply", "completion", "response", "output"),
-    *("chosen_response", "rejected_response"),
+    *("messages", "conversations", "chosen", "reply", "completion", "response", "output", "chosen_response"),
 )
 # What chat templates end a reply with. As text it would be learned as characters that come before the real end.
 END_MARKERS = (
