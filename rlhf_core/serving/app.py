@@ -58,8 +58,6 @@ def create_app(completions: Completions, settings: AppSettings) -> FastAPI:
         finally:
             stop.set()
             await asyncio.to_thread(completions.close)
-            if completions.recorder is not None:
-                completions.recorder.close()
 
     # Pages of API documentation would load scripts from another host.
     app = FastAPI(title="rlhf serve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)

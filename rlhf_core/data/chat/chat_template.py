@@ -18,7 +18,7 @@ from rlhf_core.data.chat.special_tokens import (
     token_id,
 )
 from rlhf_core.data.schema import Message
-from rlhf_core.errors import DataError, ModelError, UnwritableText
+from rlhf_core.errors import DataError, ModelError, UnwritableText, first_line
 
 QUESTION, ANSWER, NEXT_QUESTION = "What is that?", "It is this.", "And why?"
 EXCERPT = 60
@@ -98,7 +98,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_
         return str(written)
     except TEMPLATE_ERRORS as error:
         refused = f"the chat template refuses a dialogue of the turns {', '.join(message.role for message in messages)}"
-        cause = str(error).strip().split("\n", 1)[0] or type(error).__name__
+        cause = first_line(error)
         raise UnwritableText(
             f"{refused} ({messages[-1].content[:EXCERPT]!r}): {cause}; leave such dialogues out, or give the tokenizer "
             "a template that takes them",

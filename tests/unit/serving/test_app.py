@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +13,6 @@ from unit.serving.conftest import CONTEXT, JUDGED, Served
 
 from rlhf_core.chat.session import ChatSession
 from rlhf_core.serving.limits import MAX_BODY_BYTES, MAX_TOKEN_CHARACTERS, ServingLimits
-from rlhf_core.serving.recording import RequestRecorder
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "the sky"}
@@ -313,18 +311,6 @@ def test_metrics_count_requests_and_tokens(served: Served) -> None:
     assert served.metric("rlhf_serve_completion_tokens_sum") == 2 * tokens["completion_tokens"]
     assert served.metric("rlhf_serve_first_token_seconds_count") == 2
     assert served.metric("rlhf_serve_in_flight") == 0
-
-
-def test_replies_are_recorded_only_where_that_was_asked_for(serve: Callable[..., Served], tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    served = serve(recorder=RequestRecorder(file))
-    answer = served.post(ASK).json()
-    served.post(STREAM)
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(rows) == 2 and file.stat().st_mode & 0o777 == 0o600
-    assert rows[0]["messages"] == [USER] and rows[0]["sampling"]["seed"] == 5
-    assert rows[0]["reply"] == rows[1]["reply"] == answer["choices"][0]["message"]["content"]
-    assert (rows[0]["id"], rows[0]["model"]) == (answer["id"], "policy:1")
 
 
 def test_the_life_of_the_app_ends_with_its_last_reply(serve: Callable[..., Served]) -> None:
