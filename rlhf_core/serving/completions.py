@@ -19,7 +19,7 @@ from rlhf_core.serving.loaded_policy import LoadedPolicy, ReplySettings
 from rlhf_core.serving.metrics import ServingMetrics
 from rlhf_core.serving.policy_watch import PolicyWatch
 from rlhf_core.serving.protocol.api_error import CLIENT_CLOSED_REQUEST, ApiError, internal_error, timed_out
-from rlhf_core.serving.protocol.chat_request import ChatRequest
+from rlhf_core.serving.protocol.chat_request import ChatRequest, shown
 from rlhf_core.serving.protocol.chat_response import END_OF_STREAM, CompletionId, Usage, event
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Completions:
         policy = self.watch.policy
         names = policy.revision.names
         if request.model is not None and request.model not in names:
-            message = f"there is no model {request.model!r}; ask for {' or '.join(names)}"
+            message = f"there is no model {shown(request.model)}; ask for {' or '.join(names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         if self.in_flight >= self.limits.max_concurrent:
             message = f"{self.in_flight} replies are being written, which is the most at a time; try again soon"

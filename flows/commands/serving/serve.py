@@ -107,7 +107,7 @@ def serve(workspace: Path | None, choice: PolicyChoice, options: ServeOptions) -
     metrics = ServingMetrics()
     watch = PolicyWatch(served.source, metrics)
     completions = Completions(watch, options.limits, metrics)
-    app = create_app(completions, AppSettings(token, options.watch_seconds if served.moves else None))
+    app = create_app(completions, AppSettings(token, options.watch_seconds))
     if token is None:
         typer.echo(f"no token: every user of this machine may ask; set {TOKEN_VARIABLE} to require one")
     typer.echo(f"serving {watch.policy.revision.id} at {address.url}; Ctrl-C stops it")
