@@ -123,7 +123,10 @@ def _is_standard(record: Any) -> bool:
     """Whether a prompt has two replies beside it, of which one may be missing or no text: then the row is refused."""
     if not has(record, prompt=(str, list)) or not {"chosen", "rejected"} <= record.keys() or is_hh(record):
         return False
-    return not (is_missing(record["chosen"]) and is_missing(record["rejected"]))
+    replies = record["chosen"], record["rejected"]
+    if isinstance(record["prompt"], list) and all(isinstance(reply, str | list) for reply in replies):
+        return False  # turns, which are conversational
+    return not all(map(is_missing, replies))
 
 
 def _is_standard_implicit(record: Any) -> bool:
