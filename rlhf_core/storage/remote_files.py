@@ -64,15 +64,6 @@ def local_path(url: str) -> Path | None:
     return Path(path) if scheme == "file" else None
 
 
-def read_url(url: str) -> bytes:
-    """Return the content of a file at a URL; ``DataError`` when it cannot be read."""
-    filesystem, path = _open(url)
-    try:
-        return bytes(filesystem.cat_file(path))
-    except Exception as error:
-        raise DataError(f"cannot read {url}: {first_line(error)}") from error
-
-
 @contextmanager
 def local_copy(url: str) -> Iterator[Path]:
     """Copy the file at a URL to a temporary one, part by part, which is removed at the end of the block.

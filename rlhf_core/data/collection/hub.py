@@ -12,7 +12,7 @@ from rlhf_core.data.chunks import table_slices
 from rlhf_core.errors import DataError, first_line
 
 if TYPE_CHECKING:
-    from rlhf_core.data.readers.containers.records import Record
+    from rlhf_core.data.readers.content import Record
 
 PREFIX = "hub:"
 HUB_ID = re.compile(
@@ -69,7 +69,7 @@ def load_hub_records(spec: str, limit: int | None = None) -> HubRecords:
     hub_id = parse_hub_id(spec)
     from huggingface_hub import is_offline_mode
 
-    from rlhf_core.data.readers.containers.records import Record
+    from rlhf_core.data.readers.content import Record
     from rlhf_core.hub import require_hub
 
     require_hub(spec, DataError)
