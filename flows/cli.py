@@ -254,7 +254,7 @@ def status(workspace: Workspace = None) -> None:
     from flows.workspace.folder import find_workspace
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    typer.echo(describe(find_workspace(workspace), width))
+    typer.echo(redacted(describe(find_workspace(workspace), width)))
 
 
 @app.command()
@@ -268,7 +268,7 @@ def doctor(workspace: Workspace = None) -> None:
     except RlhfError:
         folder = workspace  # the machine is checked all the same, and the report says that there is no workspace
     text, code = check(folder)
-    typer.echo(text)
+    typer.echo(redacted(text))
     raise typer.Exit(code)
 
 

@@ -19,12 +19,13 @@ ROOTS = ("STAGE",)
 # new message or a new progress bar must not cost a training run.
 _NAMES = (
     "errors",
+    "redaction",
     "runtime.preemption",
     "runtime.progress",
     "tracking",
     "tracking.delivery",
     "tracking.journal",
-    "tracking.mlflow_tracker",
+    "tracking.run_records",
     "tracking.stage_run",
     "tracking.tracker",
     "training.checkpoints.location",

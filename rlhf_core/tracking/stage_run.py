@@ -19,8 +19,7 @@ from rlhf_core.tracking.client_settings import CLIENT_SETTINGS, default_environm
 from rlhf_core.tracking.courier import DEFERRED_VARIABLE
 from rlhf_core.tracking.delivery import address, deliver_waiting
 from rlhf_core.tracking.journal import Journal, RunHeader
-from rlhf_core.tracking.mlflow_tracker import MlflowTracker
-from rlhf_core.tracking.run_records import JournalTracker, RunRecords
+from rlhf_core.tracking.run_records import JournalTracker
 from rlhf_core.tracking.tracker import NullTracker, Tracker
 
 PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
@@ -82,9 +81,8 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
         # Two processes that create the schema at once fail with "duplicate column name".
         lock.acquire()
         client = MlflowClient(uri)
-        tracker = MlflowTracker(
-            client, lambda: experiment_id(client, workspace, experiment), Journal.new(workspace, header)
-        )
+        journal = Journal.new(workspace, header)
+        tracker = JournalTracker(journal, client, lambda: experiment_id(client, workspace, experiment))
         if tracker.begin():
             deliver_waiting(client, tracker.experiment_id, workspace, uri)
     with default_environment(CLIENT_SETTINGS), _ending(tracker):
@@ -92,7 +90,7 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
 
 
 @contextmanager
-def _ending(tracker: RunRecords) -> Iterator[RunRecords]:
+def _ending(tracker: JournalTracker) -> Iterator[JournalTracker]:
     """End the run as the block ends."""
     try:
         yield tracker

@@ -21,6 +21,7 @@ LAYERS = (
     {"config", "tracking", "fingerprint", "hub"},
     {"runtime", "storage", "git"},
     {"errors"},
+    {"redaction"},
 )
 FLOWS_LAYERS = (
     {"cli"},
@@ -34,7 +35,7 @@ FLOWS_LAYERS = (
     {"supervision"},
 )
 # What flows uses of the core: these packages and modules, and single functions where a module asks for more.
-FLOWS_MAY_USE = {"config", "gates", "errors", "storage", "git", "__version__"}
+FLOWS_MAY_USE = {"config", "gates", "errors", "redaction", "storage", "git", "__version__"}
 FLOWS_MAY_ALSO_USE = {
     # It mounts the core's commands on its own command line.
     "flows.cli": {"chat.terminal", "cli", "commands.data", "stages.runtime.threads.limit_threads_of"},
