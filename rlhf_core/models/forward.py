@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ LOGIT_SETTINGS = (
 # The largest logit of the comparison: far above every soft cap, and far below what float16 holds.
 PROBED_LOGIT = 500.0
 SAME_LOGITS = 1e-3  # relative to the largest
+_comparing = threading.Lock()
 _KNOWN_HEAD = "_rlhf_plain_head"  # attribute of a model that was compared; copies keep it
 
 
@@ -69,8 +71,11 @@ def has_plain_head(model: PreTrainedModel) -> bool:
         parameter = next(iter(model.parameters()), None)
         if parameter is not None and parameter.is_meta:
             return model.get_output_embeddings() is not None and not changes_logits(model.config)
-        known = _head_is_plain(model)
-        setattr(model, _KNOWN_HEAD, known)
+        with _comparing:  # passes of several threads may be the first to ask
+            known = getattr(model, _KNOWN_HEAD, None)
+            if known is None:
+                known = _head_is_plain(model)
+                setattr(model, _KNOWN_HEAD, known)
     return known
 
 
@@ -91,7 +96,12 @@ def _head_is_plain(model: PreTrainedModel) -> bool:
         states = model.base_model(**arguments_of(model.base_model, **given)).last_hidden_state
         scale = PROBED_LOGIT / head(states).abs().max().clamp(min=1e-6)
         expected = head(states * scale)
-        hooks.append(head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * scale, *inputs[1:])))
+        own = threading.get_ident()  # another thread may be making a pass of the same model
+
+        def scaled(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (inputs[0] * scale, *inputs[1:]) if threading.get_ident() == own else inputs
+
+        hooks.append(head.register_forward_pre_hook(scaled))
         logits = model(**arguments_of(model, **given)).logits
     except (AttributeError, RuntimeError):  # the head does not take the last hidden states
         return False
