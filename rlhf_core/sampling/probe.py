@@ -69,9 +69,7 @@ def _largest_difference(model: PreTrainedModel) -> float:
     return max(float((each[mask] - expected[mask]).abs().max()) for each in (rollout.logprobs, scored))
 
 
-def _plain_logprobs(
-    model: PreTrainedModel, prompts: list[list[int]], rollout: Rollout, sampling: Sampling
-) -> Tensor:
+def _plain_logprobs(model: PreTrainedModel, prompts: list[list[int]], rollout: Rollout, sampling: Sampling) -> Tensor:
     """Log-probabilities (B, T) of the replies, each from the model's own pass over its tokens, without padding."""
     expected = torch.zeros_like(rollout.logprobs)
     for row, (prompt, reply) in enumerate(zip(prompts, rollout.replies(), strict=True)):
