@@ -57,7 +57,7 @@ def device() -> torch.device:
     rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if rank >= count:
         raise ConfigError(
-            f"process {rank + 1} of this machine has no GPU of its own, there are {count}: lower processes"
+            f"process {rank + 1} of this machine has no GPU of its own (there are {count}): lower processes"
         )
     return torch.device("cuda", rank)
 

@@ -158,7 +158,7 @@ def _forbidden_mask(positions: Tensor, width: int, sampling: Sampling) -> Tensor
 
 @lru_cache(maxsize=32)
 def _marked(ids: tuple[int, ...], vocabulary: int, width: int, device: torch.device) -> Tensor:
-    """Bool (1, ``width``): true at ``ids`` and from ``vocabulary`` on. Made once: a GPU waits for indices of the host."""
+    """Bool (1, ``width``): true at ``ids`` and from ``vocabulary`` on. Made once, since a GPU waits for indices."""
     with torch.inference_mode(False):  # a backward pass may keep it
         mask = torch.zeros(1, width, dtype=torch.bool)
         mask[:, list(ids)] = True

@@ -35,7 +35,7 @@ def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunCont
     """Write ``models/base``.
 
     Raises:
-        ModelError: ``base.source`` cannot be loaded, or its replies not be sampled as they are scored.
+        ModelError: ``base.source`` cannot be loaded, or samples replies otherwise than it scores them.
         DataError: A prompt leaves no room for a reply of PPO.
     """
     if config.source == "scratch":
@@ -56,7 +56,7 @@ def run(config: BaseStageConfig, inputs: Paths, outputs: Paths, context: RunCont
         require_replies_as_scored(model, config.source)
         if type(model.config) not in AutoModelForSequenceClassification._model_mapping:
             logger.warning(
-                "%s is a %s, of which transformers makes no classifier, and so no reward model and no critic: give them "
+                "%s is a %s, of which transformers makes no classifier, and so no reward model and no critic: give "
                 "another model, or use reward.sources and advantage.estimator rloo or grpo",
                 config.source,
                 type(model).__name__,

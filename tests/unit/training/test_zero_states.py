@@ -39,7 +39,7 @@ def test_a_state_goes_on_in_another_engine(dtype: str, zero: int, tmp_path: Path
     step(first)
     state = first.state()
     file = tmp_path / "state.safetensors"
-    write_pieces(file, {name: piece for name, piece in state.pieces.items()})
+    write_pieces(file, state.pieces)
     second = engine()
     second.load_state(SavedTensors([file]), state.meta)
     assert step(second) == pytest.approx(step(first), rel=1e-3)
