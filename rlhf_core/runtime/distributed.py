@@ -56,9 +56,7 @@ def device() -> torch.device:
         return torch.device("cpu")
     rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if rank >= count:
-        raise ConfigError(
-            f"process {rank + 1} of this machine has no GPU of its own (there are {count}): lower processes"
-        )
+        raise ConfigError(f"process {rank + 1} has no GPU, there are {count}: lower processes")
     return torch.device("cuda", rank)
 
 

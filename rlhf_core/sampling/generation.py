@@ -53,8 +53,8 @@ class _Active:
 
     Attributes:
         cache_name: What the model's forward calls its cache.
-        needs_mask: Whether the model has to see ``mask``. On a GPU rows without padding need none, and attention without
-            one has faster kernels.
+        needs_mask: Whether the model has to see ``mask``. On a GPU rows without padding need none: attention is
+            faster without.
     """
 
     rows: Tensor
