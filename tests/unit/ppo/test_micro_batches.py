@@ -109,7 +109,7 @@ def test_a_budget_changes_neither_loss_nor_gradient(changes: dict[str, Any], own
     for limits in (by_rows, {"micro_batch_tokens": 24}, {"micro_batch_tokens": 40}):
         tiny = make_tiny()
         for model in (tiny.policy, tiny.reference):
-            model.config.logit_scale = 1.0 if own_logits else None
+            model._rlhf_plain_head = not own_logits
         config = make_config(**changes)
         learner = make_learner(tiny, config, **limits)
         experience = collect(tiny, config, pair=learner.pair)
@@ -129,7 +129,7 @@ def test_a_budget_changes_neither_loss_nor_gradient(changes: dict[str, Any], own
 
 def test_a_model_that_makes_logits_itself_makes_none_of_what_all_prompts_begin_with() -> None:
     model = make_tiny().policy
-    model.config.logit_scale = 1.0
+    model._rlhf_plain_head = False
     made: list[int] = []
     model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: made.append(inputs[0].shape[1]))
     lengths = [(3, 3), (4, 2), (5, 1)]
