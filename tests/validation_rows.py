@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.collection.rows import prompt_group
+from rlhf_core.data.row_counts import RowFinding
 from rlhf_core.data.schema import ROW_TYPES, content_id, write_dicts
 from rlhf_core.data.validation.quarantine import write_refused
 from rlhf_core.data.validation.suites import Suites, read_suites
@@ -51,7 +52,7 @@ def run_validate(
     rows: Rows,
     workspace: Path,
     derived: Sequence[str] = (),
-    refused: Sequence[dict[str, Any]] = (),
+    refused: Sequence[RowFinding] = (),
     expectations: Path = SUITES,
     **settings: Any,
 ) -> tuple[dict[str, Any], Paths]:

@@ -136,6 +136,10 @@ class RowCounts:
     unused: Counter[str] = field(default_factory=Counter)
     reasons: ReasonCounts = field(default_factory=ReasonCounts)
 
+    def empty(self) -> RowCounts:
+        """Return the counter of the source before any part of it was read."""
+        return RowCounts(self.source, self.kind, self.format, self.sha256)
+
     def take(self, part: RowCounts) -> None:
         """Add the counts of a further part of the source, whose revision is that of all."""
         for name in ("records", "expanded", "kept", "refused", "cut"):

@@ -18,6 +18,7 @@ from validation_rows import suites_of
 from rlhf_core.config.stages.collect import CollectConfig, FileSources
 from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.dataset import data_metrics, write_clean
+from rlhf_core.data.row_counts import READABLE, RowFinding
 from rlhf_core.data.text.safe_text import EXCERPT
 from rlhf_core.data.validation.checkpoint import Checkpoints
 from rlhf_core.data.validation.quarantine import Quarantined, write_refused
@@ -80,7 +81,7 @@ def written(folder: Path) -> tuple[str, str, str]:
     write_refused(
         folder / "refused.parquet",
         [
-            {"kind": "preferences", "source": "a|b.jsonl", "position": line, "reason": reason, "row": content}
+            RowFinding(READABLE, "preferences", reason, "a|b.jsonl", line, row=content)
             for line, (reason, content) in enumerate(refused, 5)
         ],
     )
