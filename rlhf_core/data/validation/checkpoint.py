@@ -179,8 +179,12 @@ def _show(outcome: Any, rule: SuiteRule, kind: str, frame: pd.DataFrame, where: 
     for name in ("unexpected_list", "unexpected_index_list", "partial_unexpected_index_list"):
         result.pop(name, None)
     if rows is None:
+        observed = result.get("observed_value")
+        if isinstance(observed, str | list):
+            result["observed_value"] = html.escape(safe_text(excerpt(str(observed))))
         return
-    shown = [f"{where(row)}: {_text(rule, kind, frame, row)}" for row in rows[:SHOWN_ROWS]]
+    # The library puts values into its pages as they are.
+    shown = [html.escape(f"{safe_text(where(row))}: {_text(rule, kind, frame, row)}") for row in rows[:SHOWN_ROWS]]
     result |= {"partial_unexpected_list": shown, "partial_unexpected_counts": [{"value": s, "count": 1} for s in shown]}
 
 
