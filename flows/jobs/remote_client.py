@@ -24,6 +24,7 @@ from flows.stage.outcome import StageOutcome
 from flows.stage.run import run_stage, stage_log
 from flows.stage.stage_hash import stage_hash
 from flows.supervision.signals import StopRequested
+from flows.workspace.recipe import EXPECTATIONS
 from rlhf_core.config.loading.load import PARAMS_FILE, Params, load_params
 from rlhf_core.errors import EXIT_USER_ERROR, ConfigError, DataError
 from rlhf_core.git import git_revision
@@ -87,12 +88,14 @@ def prepare_remote_job(job: Job, node: StageNode) -> Job | None:
 
 
 def _untracked_inputs(workspace: Path, stage: str) -> list[str]:
-    """List files that the stage reads and DVC does not track: DeepSpeed settings, functions, questions."""
+    """List files that the stage reads and DVC does not track: DeepSpeed settings, functions, questions, suites."""
     params = load_params(workspace)
     launch = {str(name): config for name, config in params.compute.launch.items()}.get(stage)
     files = [launch.deepspeed] if launch and launch.deepspeed and not Path(launch.deepspeed).is_absolute() else []
     if stage in STAGES_WITH_REWARD_SOURCES:
         files += function_files(workspace, params.ppo.reward.sources)
+    if stage == "validate":
+        files.append(EXPECTATIONS)
     if stage == "evaluate":
         patterns = [pattern for kind in params.evaluate.untracked_files.values() for pattern in kind]
         files += [file for pattern in patterns for file in _carried(workspace, pattern)]

@@ -11,12 +11,13 @@ from flows.workspace.folder import cannot_write
 from rlhf_core.config.loading import yaml_text
 from rlhf_core.config.loading.load import PARAMS_FILE
 from rlhf_core.config.loading.overlay import merge, overlaid, overlays_of, rebase_sources
-from rlhf_core.config.loading.recipe import profile_headers, profiles_of
+from rlhf_core.config.loading.recipe import expectations_of, profile_headers, profiles_of
 from rlhf_core.storage.files import atomic_write_text
 
 PROFILE_LINE = "# Profile "  # opens what the comment at the top of params.yaml says about the profile
 HEADER_WIDTH = 118
 DVC_FILE = "dvc.yaml"
+EXPECTATIONS = "expectations"
 TRIALS = "workspaces"
 DVC_IGNORE = "# never part of a dependency or an output\n__pycache__\n*.pyc\n.rlhf\nwork\n"
 GIT_IGNORE = (
@@ -51,7 +52,9 @@ def with_profile_header(params: str, profile: str, header: str) -> str:
 
 
 def write_recipe(folder: Path, params: str, base: Path) -> None:
-    """Write ``params`` as params.yaml and the dvc.yaml of ``base`` into ``folder``; unchanged files are left alone.
+    """Write ``params`` as params.yaml, and dvc.yaml and the suites of expectations of ``base``, into ``folder``.
+
+    Unchanged files are left alone.
 
     Raises:
         RlhfError: the folder cannot be written to.
@@ -59,6 +62,9 @@ def write_recipe(folder: Path, params: str, base: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         texts = {PARAMS_FILE: params, DVC_FILE: (base / DVC_FILE).read_text(encoding="utf-8")}
+        (folder / EXPECTATIONS).mkdir(exist_ok=True)
+        for suite in sorted(expectations_of(base).glob("*.json")):
+            texts[f"{EXPECTATIONS}/{suite.name}"] = suite.read_text(encoding="utf-8")
         for name, default in ((".dvcignore", DVC_IGNORE), (".gitignore", GIT_IGNORE)):
             if not (folder / name).exists():
                 texts[name] = default

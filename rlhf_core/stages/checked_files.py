@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from rlhf_core.config.loading.recipe import expectations_of
 from rlhf_core.config.stages.collect import CollectConfig, FileSources
 from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.collection.derived import DERIVED_FROM
@@ -93,7 +94,13 @@ def check_files(sources: FileSources, base: Path, config: ValidateConfig, folder
     given = [kind for kind in ROW_TYPES if sources.of(kind)]
     kinds = [kind for kind in ROW_TYPES if kind in given or _is_derived(kind, given)]
     with suppress(GateFailed):  # which is a result
-        validate.run(config, Paths({"raw": raw}), outputs, RunContext(folder / "work"), kinds)
+        validate.run(
+            config,
+            Paths({"raw": raw, "expectations": expectations_of(base)}),
+            outputs,
+            RunContext(folder / "work"),
+            kinds,
+        )
     rows = _refused(outputs.quarantine, given)
     metrics = read_json(outputs.metrics)
     return CheckedFiles(
