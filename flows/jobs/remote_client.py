@@ -27,8 +27,8 @@ from flows.supervision.signals import StopRequested
 from flows.workspace.recipe import EXPECTATIONS
 from rlhf_core.config.loading.load import PARAMS_FILE, Params, load_params
 from rlhf_core.errors import EXIT_USER_ERROR, ConfigError, DataError
+from rlhf_core.fingerprint.tracked_files import function_files, verifiable_functions
 from rlhf_core.git import git_revision
-from rlhf_core.ppo.reward_sources.tracked_files import function_files, verifiable_functions
 from rlhf_core.storage.file_patterns import expand, spelled
 from rlhf_core.storage.files import atomic_write_text
 

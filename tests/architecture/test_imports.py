@@ -87,8 +87,8 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.judges.final.stand_in_note",
         "evaluation.promotion.criteria.Criterion",
         "evaluation.promotion.criteria.failed",
-        "ppo.reward_sources.tracked_files.code_lines",
-        "ppo.reward_sources.tracked_files.verifiable_functions",
+        "fingerprint.tracked_files.code_lines",
+        "fingerprint.tracked_files.verifiable_functions",
     },
     "flows.registry.promotion.promote": {
         "evaluation.promotion.criteria.non_inferiority_criteria",
@@ -101,8 +101,8 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.verdict.standing",
     },
     "flows.jobs.remote_client": {
-        "ppo.reward_sources.tracked_files.function_files",
-        "ppo.reward_sources.tracked_files.verifiable_functions",
+        "fingerprint.tracked_files.function_files",
+        "fingerprint.tracked_files.verifiable_functions",
     },
     "flows.ablation.command": {
         "evaluation.ablation.page.insert",

@@ -22,7 +22,7 @@ from flows.jobs.transfer import TransferFailed
 from flows.jobs.transfer_worker import StageTransfer, TransferAnswer, TransferRefused
 from rlhf_core.config.loading.load import load_params
 from rlhf_core.fingerprint import fingerprint
-from rlhf_core.ppo.reward_sources.tracked_files import write_tracked_files
+from rlhf_core.fingerprint.tracked_files import write_tracked_files
 
 RUN = UUID(int=7)
 

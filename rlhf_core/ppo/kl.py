@@ -1,8 +1,7 @@
-"""KL to the reference policy: estimators and the controllers of its coefficient (algorithms.md §4.5).
+"""KL to the reference policy: estimators and the controller of its coefficient (algorithms.md §4.5).
 
-The penalty itself is applied in the token rewards (``rewards.py``) or in the policy loss (``policy_loss.py``).
-
-The exact KL over the vocabulary is computed with the log-probabilities (``sampling/token_statistics.py``).
+The penalty itself is applied in the token rewards (``rewards.py``) or in the policy's loss (``losses.py``). The exact
+KL over the vocabulary is computed with the log-probabilities (``sampling/token_statistics.py``).
 
 Shapes: B sequences, T response positions. All divergences are in nats.
 """
