@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from flows.dvc_repo.recipe import TRIALS, merged_params, write_recipe
 from flows.dvc_repo.root import cache_of, ensure_dvc
 from flows.workspace.folder import display_path, is_workspace
-from flows.workspace.recipe import TRIALS, merged_params, write_recipe
 from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.load import PARAMS_FILE, load_section
+from rlhf_core.config.loading.load import PARAMS_FILE, load_params, load_section
 from rlhf_core.config.loading.overlay import DEFAULT_PROFILE, profile_text, workspace_name
 from rlhf_core.config.loading.recipe import profiles_of, recipe_folder
 from rlhf_core.config.operations.operations import RegistryConfig
@@ -87,7 +87,7 @@ def trial_workspace(base: Path, profile: str | None, sets: Sequence[str]) -> Pat
     It shares the DVC cache of ``base``, so that equal stages are not computed again. Its registered models have names
     of their own, unless the profile or ``sets`` name them: on a server, a trial does not meet the models of ``base``.
     """
-    name = workspace_name(profile or DEFAULT_PROFILE, sets)
+    name = workspace_name(profile or load_params(base).profile or DEFAULT_PROFILE, sets)
     folder = base / TRIALS / name
     named = [*_own_model_names(base, profile, name, folder), *sets]
     write_recipe(folder, merged_params(base, profile, named, folder), base)

@@ -16,11 +16,7 @@ from flows.prefect_server.pools import GPU_POOL, PIPELINES_POOL
 from rlhf_core.errors import EXIT_PREEMPTED
 
 COMMANDS = [pytest.param(words, id=where[:80]) for where, words in places.command_lines()]
-TEXTS = [
-    path
-    for path in sorted(places.INFRA.rglob("*"))
-    if path.is_file() and "deepspeed" not in path.parts
-]
+TEXTS = [path for path in sorted(places.INFRA.rglob("*")) if path.is_file() and "deepspeed" not in path.parts]
 
 
 def check_rlhf(words: list[str]) -> None:
