@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,6 +38,12 @@ def initialise(
     write_recipe(folder, params, base or recipe_folder())
     ensure_dvc(folder.resolve(), cache)
     return folder.resolve()
+
+
+def shorthand(data: Sequence[str], model: str | None) -> list[str]:
+    """Return the settings that ``--data`` and ``--model`` stand for."""
+    files = ["collect.source=files", f"collect.files.preferences={json.dumps([*data])}"] if data else []
+    return [*files, *([f"base.source={model}"] if model else [])]
 
 
 def next_step(workspace: Path) -> str:

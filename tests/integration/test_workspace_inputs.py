@@ -11,10 +11,12 @@ import pytest
 from integration.flow_toys import environment, rlhf
 
 from flows.commands.init import initialise, trial_workspace
+from flows.commands.logs import last_lines
 from flows.commands.status import stages_status
 from flows.dvc_repo.inputs import refresh_inputs, with_sources
 from flows.dvc_repo.root import ensure_dvc
 from rlhf_core.config.loading.load import load_params
+from rlhf_core.errors import RlhfError
 from rlhf_core.tracking.stage_run import tracking_uri
 
 pytestmark = pytest.mark.services
@@ -120,3 +122,16 @@ def test_a_run_that_cannot_succeed_is_refused_before_anything_starts(files: Path
     assert answer.returncode == 2, answer.stderr
     assert [line.count(name) for line, name in zip(answer.stderr.splitlines(), ("gone", "lost"), strict=True)] == [1, 1]
     assert not (workspace / ".rlhf" / "logs" / "server.log").exists()
+
+
+def test_data_and_model_are_short_for_their_settings_and_logs_name_what_there_is(files: Path) -> None:
+    made = rlhf("init", "run", "--data", "pairs.jsonl", "--data", "more/a.jsonl", "--model", "me/model", cwd=files)
+    assert made.returncode == 0, made.stderr
+    params = load_params(files / "run")
+    assert params.base.source == "me/model" and params.collect.source == "files"
+    assert [str(path) for path in params.collect.files.paths()] == ["../pairs.jsonl", "../more/a.jsonl"]
+    (files / "run" / ".rlhf" / "logs").mkdir(parents=True)
+    (files / "run" / ".rlhf" / "logs" / "ppo.log").write_text("one\ntwo\nthree\n")
+    assert last_lines(files / "run", "ppo", 2) == "two\nthree"
+    with pytest.raises(RlhfError, match="no log of sft; there are ppo"):
+        last_lines(files / "run", "sft", 2)

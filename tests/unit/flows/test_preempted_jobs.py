@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -70,6 +71,7 @@ def use(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(run_on_pool, "get_client", client)
     monkeypatch.setattr(stage_job, "get_client", client)
+    monkeypatch.setattr(stage_job, "get_run_logger", lambda: logging.getLogger("job"))
     monkeypatch.setattr(run_on_pool, "submit", server.submit)
     monkeypatch.setattr(run_on_pool, "POLL_SECONDS", 0)
 
