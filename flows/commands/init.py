@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def shorthand(data: Sequence[str], model: str | None) -> list[str]:
 def next_step(workspace: Path) -> str:
     """Return what to do with a new workspace: run it, or first name the data files that it lacks."""
     name = display_path(workspace)
-    run = f"rlhf run --workspace {name}"
+    run = f"rlhf run --workspace {shlex.quote(name)}"
     model = load_section(workspace, "base", BaseConfig).source
     if _is_path(model) and not (workspace / Path(model).expanduser()).exists():
         return (
