@@ -340,7 +340,8 @@ def _name(entry: CommandInfo | TyperInfo) -> str:
     return entry.name or (entry.callback.__name__ if entry.callback is not None else "")
 
 
-for entry in (*app.registered_commands, *app.registered_groups):
+entries: list[CommandInfo | TyperInfo] = [*app.registered_commands, *app.registered_groups]
+for entry in entries:
     entry.rich_help_panel = next((panel for panel, names in PANELS.items() if _name(entry) in names), None)
 app.registered_commands.sort(key=lambda command: ORDER.index(_name(command)) if _name(command) in ORDER else len(ORDER))
 
