@@ -79,7 +79,8 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.report.parts.release.BEGIN",
         "evaluation.report.render.with_release",
     },
-    "flows.registry.mlflow_client": {"tracking.delivery.deliver_waiting"},
+    "flows.registry.mlflow_client": {"tracking.delivery.deliver_waiting", "tracking.stage_run.record_folder"},
+    "flows.dvc_repo.inputs": {"data.collection.sources.collected_paths"},
     "flows.pipeline.record_delivery": {"tracking.courier", "tracking.client_settings"},
     "flows.commands.status": {"tracking.client_settings", "tracking.journal.waiting_records"},
     "flows.registry.promotion.match": {

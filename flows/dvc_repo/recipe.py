@@ -7,9 +7,10 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from flows.dvc_repo.inputs import with_sources
 from flows.workspace.folder import cannot_write
 from rlhf_core.config.loading import yaml_text
-from rlhf_core.config.loading.load import PARAMS_FILE
+from rlhf_core.config.loading.load import PARAMS_FILE, check_params
 from rlhf_core.config.loading.overlay import merge, overlaid, overlays_of, rebase_sources
 from rlhf_core.config.loading.recipe import expectations_of, profile_headers, profiles_of
 from rlhf_core.storage.files import atomic_write_text
@@ -21,8 +22,15 @@ EXPECTATIONS = "expectations"
 TRIALS = "workspaces"
 DVC_IGNORE = "# never part of a dependency or an output\n__pycache__\n*.pyc\n.rlhf\nwork\n"
 GIT_IGNORE = (
-    "/.rlhf/\n/work/\n/workspaces/\n/ablation/\n/mlflow.db\n/mlartifacts/\n/report.html\n/release.html\n/dvc_plots/\n"
-    "__pycache__/\n"
+    "/.rlhf/",
+    "/work/",
+    "/workspaces/",
+    "/ablation/",
+    "/mlflow.db",
+    "/mlartifacts/",
+    "/release.html",
+    "/dvc_plots/",
+    "__pycache__/",
 )
 
 
@@ -61,16 +69,33 @@ def write_recipe(folder: Path, params: str, base: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        texts = {PARAMS_FILE: params, DVC_FILE: (base / DVC_FILE).read_text(encoding="utf-8")}
+        recipe = (base / DVC_FILE).read_text(encoding="utf-8")
+        texts = {
+            PARAMS_FILE: params,
+            DVC_FILE: with_sources(
+                recipe, check_params(yaml_text.plain(yaml_text.parse(params, PARAMS_FILE))), folder.resolve()
+            ),
+            ".gitignore": _with_ignores(folder / ".gitignore", recipe),
+        }
+        if not (folder / ".dvcignore").exists():
+            texts[".dvcignore"] = DVC_IGNORE
         (folder / EXPECTATIONS).mkdir(exist_ok=True)
         for suite in sorted(expectations_of(base).glob("*.json")):
             texts[f"{EXPECTATIONS}/{suite.name}"] = suite.read_text(encoding="utf-8")
-        for name, default in ((".dvcignore", DVC_IGNORE), (".gitignore", GIT_IGNORE)):
-            if not (folder / name).exists():
-                texts[name] = default
         for name, text in texts.items():
             path = folder / name
             if not path.exists() or path.read_text(encoding="utf-8") != text:
                 atomic_write_text(path, text)
     except OSError as error:
         raise cannot_write(folder, error) from error
+
+
+def _with_ignores(file: Path, dvc_yaml: str) -> str:
+    """Return .gitignore with every output and what runs leave behind: DVC adds outputs only where there is git."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    stages = yaml_text.plain(yaml_text.parse(dvc_yaml, DVC_FILE)).get("stages") or {}
+    lists = [stage.get(key) or [] for stage in stages.values() for key in ("outs", "metrics", "plots")]
+    entries = [entry for listed in lists for entry in listed]
+    outputs = [f"/{entry if isinstance(entry, str) else next(iter(entry))}" for entry in entries]
+    missing = [line for line in (*GIT_IGNORE, *outputs) if line not in text.splitlines()]
+    return text + "".join(f"{line}\n" for line in missing)
