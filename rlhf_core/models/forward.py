@@ -119,10 +119,10 @@ def changes_logits(config: PretrainedConfig) -> bool:
     return any(getattr(config, name, None) for name in LOGIT_SETTINGS)
 
 
-def arguments_of(model: nn.Module, use_cache: bool = False, **given: Any) -> dict[str, Any]:
+def arguments_of(model: nn.Module, **given: Any) -> dict[str, Any]:
     """Those of the ``given`` arguments that the model's forward takes: some know no positions, or keep all logits."""
     taken = _parameters(getattr(model.forward, "__func__", model.forward))
-    given["use_cache"] = use_cache
+    given.setdefault("use_cache", False)
     return given if taken is None else {name: value for name, value in given.items() if name in taken}
 
 

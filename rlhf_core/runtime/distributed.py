@@ -61,7 +61,7 @@ def device() -> torch.device:
 
 
 def _require_no_gpu() -> None:
-    """Raise ``ConfigError`` where there is a GPU that PyTorch, built for GPUs, cannot use: a CPU would take for ever."""
+    """Raise ``ConfigError`` where there is a GPU that PyTorch, built for GPUs, cannot use: a CPU would take days."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if torch.version.cuda is None or hidden or not NVIDIA_DRIVER.is_file():
         return

@@ -62,7 +62,7 @@ def _largest_difference(model: PreTrainedModel) -> float:
     stop = generate(model, prompts, uniforms, endless).replies()[0][1]
     sampling = Sampling(eos_id=stop, pad_id=0, max_new_tokens=REPLY_TOKENS)
     rollout = generate(model, prompts, uniforms, sampling)
-    batch = Tokens(*(tensor.clone() for tensor in (rollout.tokens, rollout.attention_mask, rollout.response_mask)))
+    batch = Tokens(rollout.tokens.clone(), rollout.attention_mask.clone(), rollout.response_mask.clone())
     scored = gather_logprobs(log_distribution(response_logits(model, batch).whole()[:, :-1], sampling), batch.response)
     expected = _plain_logprobs(model, prompts, rollout, sampling)
     mask = rollout.response_mask

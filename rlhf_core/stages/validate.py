@@ -76,7 +76,9 @@ def run(
         manifest = inputs.raw / "manifest.json"
         failed = [condition.metric for condition in decision.conditions if not condition.passed]
         with atomic_dir(outputs.docs) as docs:
-            validated.checkpoints.write_docs(docs, failed)
+            checkpoints = validated.checkpoints
+            assert checkpoints is not None  # the stage always asks the suites
+            checkpoints.write_docs(docs, failed)
         sources = CardSources(
             read_json(manifest) if manifest.is_file() else {}, validated, findings, named, metrics, failed, tokens
         )

@@ -139,7 +139,7 @@ class Checkpoints:
             self._context.delete_data_docs_site(name)
         store = {"class_name": "TupleFilesystemStoreBackend", "base_directory": str(docs.absolute())}
         index = {"class_name": "DefaultSiteIndexBuilder"}
-        site = {"class_name": "SiteBuilder", "site_index_builder": index, "store_backend": store}
+        site: Any = {"class_name": "SiteBuilder", "site_index_builder": index, "store_backend": store}
         self._context.add_data_docs_site(site_name=SITE, site_config=site)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -191,7 +191,7 @@ def _show(outcome: Any, rule: SuiteRule, kind: str, frame: pd.DataFrame, where: 
 def _text(rule: SuiteRule, kind: str, frame: pd.DataFrame, row: int) -> str:
     """Return what a row has in the columns of a rule; beside a number also the text that it was taken of."""
     columns = [name for name in frame.columns if name in rule.columns]
-    values = [frame[name].iat[row] for name in columns]
+    values: list[Any] = [frame[name].iat[row] for name in columns]
     text = " | ".join("(null)" if pd.isna(value) else str(value) for value in values)
     if "prompt" in frame and not any(name in (*REPLIES[kind], "prompt", "last_turn") for name in columns):
         text += f" ({frame['prompt'].iat[row]})"

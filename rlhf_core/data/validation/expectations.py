@@ -121,7 +121,7 @@ def _row_metric(name: str, test: Callable[[pd.DataFrame], Flags]) -> str:
     class RowTest(MulticolumnMapMetricProvider):
         condition_metric_name = f"multicolumn_values.{name}"
 
-        @multicolumn_condition_partial(engine=PandasExecutionEngine)
+        @multicolumn_condition_partial(engine=PandasExecutionEngine)  # type: ignore[untyped-decorator]
         def _pandas(cls, column_list: pd.DataFrame, **_: Any) -> pd.Series:
             return pd.Series(test(column_list), index=column_list.index)
 

@@ -130,6 +130,7 @@ def _rule(
     entry: Mapping[str, Any], kind: str, where: str, config: ValidateConfig, known: Collection[str]
 ) -> SuiteRule | None:
     from great_expectations.expectations.expectation_configuration import ExpectationConfiguration
+    from great_expectations.expectations.metadata_types import FailureSeverity
 
     name, kwargs, meta = entry["type"], dict(entry.get("kwargs") or {}), dict(entry.get("meta") or {})
     if name not in known:
@@ -154,7 +155,7 @@ def _rule(
             kwargs=kwargs,
             meta=meta | {"where": where},
             description=f"{rule}: {reason} ({_CONSEQUENCE[severity]})",
-            severity="warning" if severity == "warn" else "critical",
+            severity=FailureSeverity.WARNING if severity == "warn" else FailureSeverity.CRITICAL,
         ).to_domain_obj()
     except Exception as error:  # the library has no common class of errors for wrong arguments
         raise ConfigError(f"{where}: {_first_problem(error)}") from error

@@ -6,7 +6,7 @@ Shapes: B sequences, K key-value heads, L tokens held so far, D head width.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig
@@ -65,9 +65,9 @@ class BlockCache(DynamicCache):
         """Keep the given sequences only, of the states of recurrent layers too, which beam search selects as well."""
         for layer in self.layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
-                layer.reorder_cache(indices)
+                layer.reorder_cache(cast(Any, indices))
             else:
-                layer.batch_select_indices(indices)
+                cast(Any, layer).batch_select_indices(indices)
 
 
 def cache_argument(model: nn.Module) -> str:
