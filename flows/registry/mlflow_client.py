@@ -15,16 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from filelock import FileLock
+
 from flows.registry.governance.identity import workspace_id
 from flows.registry.links import run_page
-from flows.supervision.file_lock import file_lock
+from flows.workspace.folder import private_path
 from flows.workspace.run_label import run_tags
 from rlhf_core.config.loading.load import PARAMS_FILE, load_params, load_section
 from rlhf_core.config.loading.yaml_text import plain, read
 from rlhf_core.config.operations.operations import TrackingConfig
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import RlhfError, first_line
 from rlhf_core.storage.files import read_json
 from rlhf_core.tracking.delivery import deliver_waiting
+from rlhf_core.tracking.stage_run import record_folder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -51,12 +54,12 @@ FINAL_STATES = {
 
 def tracking_uri(workspace: Path) -> str:
     """``MLFLOW_TRACKING_URI``, or a SQLite file in the workspace."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{workspace.resolve() / 'mlflow.db'}"
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{record_folder(workspace) / 'mlflow.db'}"
 
 
 def has_record(workspace: Path) -> bool:
     """False for a workspace that has never recorded anything, so that asking does not create a database."""
-    return bool(os.environ.get("MLFLOW_TRACKING_URI")) or (workspace / "mlflow.db").is_file()
+    return bool(os.environ.get("MLFLOW_TRACKING_URI")) or (record_folder(workspace) / "mlflow.db").is_file()
 
 
 def connect(workspace: Path) -> MlflowClient:
@@ -72,9 +75,8 @@ def connect(workspace: Path) -> MlflowClient:
         client = _client_class()(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)
     except (MlflowException, SQLAlchemyError, OSError) as error:
-        reason = str(error).splitlines()[0][:200]
         raise RlhfError(
-            f"MLflow at {uri} does not answer ({reason}); start it, or unset MLFLOW_TRACKING_URI"
+            f"MLflow at {uri} does not answer ({first_line(error)}); start it, or unset MLFLOW_TRACKING_URI"
         ) from error
     return client
 
@@ -119,7 +121,7 @@ def prepare_tracking(workspace: Path) -> MlflowClient:
     Two processes that create the schema at once fail with "duplicate column name", hence the lock. What stages have
     recorded while the server was away is delivered now.
     """
-    with file_lock(workspace / ".rlhf" / "mlflow.lock"):
+    with FileLock(private_path(workspace, "mlflow.lock")):
         client = connect(workspace)
         own = experiment_id(client, workspace)
     deliver_waiting(client, lambda: own, workspace, tracking_uri(workspace))
@@ -246,7 +248,7 @@ def experiment_id(client: MlflowClient, workspace: Path) -> str:
         return str(experiment.experiment_id)
     local = tracking_uri(workspace).startswith("sqlite:")
     try:
-        artifacts = (workspace.resolve() / "mlartifacts").as_uri() if local else None
+        artifacts = (record_folder(workspace) / "mlartifacts").as_uri() if local else None
         return str(client.create_experiment(name, artifact_location=artifacts, tags=EXPERIMENT_TAGS))
     except MlflowException:
         experiment = client.get_experiment_by_name(name)

@@ -44,7 +44,7 @@ _FORM = "|form "
 
 
 def content_of_group(group: str) -> str:
-    """Return what a group asks for in whatever form: replies to two forms of a question succeed or fail together."""
+    """Return what a group asks for, whatever the form: replies to two forms of a question succeed or fail together."""
     return group.rpartition(_FORM)[0] or group
 
 

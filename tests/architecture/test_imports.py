@@ -21,6 +21,7 @@ LAYERS = (
     {"config", "tracking", "fingerprint", "hub"},
     {"runtime", "storage", "git"},
     {"errors"},
+    {"redaction"},
 )
 FLOWS_LAYERS = (
     {"cli"},
@@ -34,7 +35,7 @@ FLOWS_LAYERS = (
     {"supervision"},
 )
 # What flows uses of the core: these packages and modules, and single functions where a module asks for more.
-FLOWS_MAY_USE = {"config", "gates", "errors", "storage", "git", "__version__"}
+FLOWS_MAY_USE = {"config", "gates", "errors", "redaction", "storage", "git", "__version__"}
 FLOWS_MAY_ALSO_USE = {
     # It mounts the core's commands on its own command line.
     "flows.cli": {"chat.terminal", "cli", "commands.data", "stages.runtime.threads.limit_threads_of"},
@@ -56,15 +57,6 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.compare.table": {"evaluation.judges.final.JUDGE"},
     "flows.commands.checks.machine": {"runtime.openblas"},
     "flows.commands.checks.workspace": {"models.starting.starting_model.open_starting_model"},
-    "flows.commands.serving.replay": {
-        "evaluation.comparisons.comparison.Comparison",
-        "evaluation.judges.final.MODELS",
-        "evaluation.judges.final.JUDGE",
-        "evaluation.judges.model.ModelJudge",
-        "evaluation.replies.replayed.ReplayOutcome",
-        "evaluation.replies.replayed.save_replay",
-        "serving",
-    },
     "flows.commands.serving.serve": {"serving", "stages.runtime.threads.limit_threads_of"},
     "flows.commands.serving.commands": {"serving.limits.ServingLimits", "stages.runtime.threads.limit_threads_of"},
     "flows.registry.versions.served_versions": {"serving.policy_source"},
@@ -86,15 +78,16 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.report.parts.release.BEGIN",
         "evaluation.report.render.with_release",
     },
-    "flows.registry.mlflow_client": {"tracking.delivery.deliver_waiting"},
+    "flows.registry.mlflow_client": {"tracking.delivery.deliver_waiting", "tracking.stage_run.record_folder"},
+    "flows.dvc_repo.inputs": {"data.collection.sources.collected_paths"},
     "flows.pipeline.record_delivery": {"tracking.courier", "tracking.client_settings"},
     "flows.commands.status": {"tracking.client_settings", "tracking.journal.waiting_records"},
     "flows.registry.promotion.match": {
         "evaluation.judges.final.JUDGE",
         "evaluation.promotion.criteria.Criterion",
         "evaluation.promotion.criteria.failed",
-        "ppo.reward_sources.tracked_files.code_lines",
-        "ppo.reward_sources.tracked_files.verifiable_functions",
+        "fingerprint.tracked_files.code_lines",
+        "fingerprint.tracked_files.verifiable_functions",
     },
     "flows.registry.promotion.promote": {
         "evaluation.promotion.criteria.non_inferiority_criteria",
@@ -106,8 +99,8 @@ FLOWS_MAY_ALSO_USE = {
         "evaluation.verdict.standing",
     },
     "flows.jobs.remote_client": {
-        "ppo.reward_sources.tracked_files.function_files",
-        "ppo.reward_sources.tracked_files.verifiable_functions",
+        "fingerprint.tracked_files.function_files",
+        "fingerprint.tracked_files.verifiable_functions",
     },
     "flows.ablation.command": {
         "evaluation.ablation.page.insert",

@@ -20,7 +20,7 @@ from rlhf_core.config.stages.evaluate import EvaluateConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.final import JUDGE
 from rlhf_core.evaluation.promotion.criteria import Criterion, failed
-from rlhf_core.ppo.reward_sources.tracked_files import code_lines, verifiable_functions
+from rlhf_core.fingerprint.tracked_files import code_lines, verifiable_functions
 from rlhf_core.storage.files import atomic_write_json, read_json, sha256_file
 
 if TYPE_CHECKING:

@@ -10,10 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from validation_rows import Rows, good_rows, make_row, run_validate
+from validation_rows import SUITES, Rows, good_rows, make_row, run_validate
 
 from rlhf_core.config.stages.validate import ValidateConfig
 from rlhf_core.data.dataset import KindStatistics, data_metrics, split_parts
+from rlhf_core.data.row_counts import READABLE, RowFinding
 from rlhf_core.data.schema import ROW_TYPES, Preference, arrow_schema, read_rows, write_dicts
 from rlhf_core.data.validation.tables import RawData, Validated
 from rlhf_core.errors import EXIT_GATE_FAILED, DataError, GateFailed
@@ -22,7 +23,7 @@ from rlhf_core.stages import validate
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
 
-REFUSED = {"kind": "preferences", "source": "x.jsonl", "position": 9, "reason": "no prompt", "row": "{}"}
+REFUSED = RowFinding(READABLE, "preferences", "no prompt", "x.jsonl", 9, row="{}")
 
 
 def test_bad_rows_are_quarantined_with_every_reason(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_clean_data_metrics_docs_and_gate(tmp_path: Path) -> None:
     assert gate["passed"] and set(gate["evidence"]) == {"metrics/data.json"}
     assert {"metric", "value", "bound", "passed", "why"} <= set(gate["conditions"][0])
     assert (outputs.docs / "index.html").is_file()
-    assert len(list(outputs.docs.rglob("validations/**/*.html"))) == 4
+    assert len(list(outputs.docs.rglob("validations/**/*.html"))) == 8
 
 
 def test_too_much_quarantine_shuts_the_gate_and_leaves_evidence(tmp_path: Path) -> None:
@@ -136,7 +137,7 @@ def test_raw_data_of_another_shape_is_a_users_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"preferences.data.parquet lacks the column chosen"):
         validate.run(
             ValidateConfig(),
-            Paths({"raw": raw}),
+            Paths({"raw": raw, "expectations": SUITES}),
             Paths({k: tmp_path / p for k, p in validate.STAGE.outputs.items()}),
             RunContext(tmp_path / "work"),
         )
