@@ -39,6 +39,7 @@ TASK_FORMS: tuple[str, ...] = (
     "what is the best way to {task}?",
 )
 
+SOURCE = "world"  # what rows of the world name as their source
 _FORM = "|form "
 
 

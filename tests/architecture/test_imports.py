@@ -67,13 +67,12 @@ FLOWS_MAY_ALSO_USE = {
     },
     "flows.pipeline.verdict": {
         "evaluation.verdict.alarms.alarms",
-        "evaluation.judges.final.stand_in_note",
         "evaluation.verdict.standing",
     },
     "flows.commands.display.stage_results": {"evaluation.verdict.standing.judge_results"},
     "flows.commands.summary": {"evaluation.verdict.standing.Standing"},
     "flows.registry.transactions.decisions": {"evaluation.promotion.criteria.Criterion"},
-    "flows.registry.governance.terms": {"evaluation.judges.final.judging_model"},
+    "flows.registry.governance.terms": {"evaluation.judges.final.JUDGE"},
     "flows.registry.release_page.decision": {"evaluation.report.parts.release"},
     "flows.registry.release_page.page": {
         "evaluation.report.parts.release.BEGIN",
@@ -84,8 +83,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.pipeline.record_delivery": {"tracking.courier", "tracking.client_settings"},
     "flows.commands.status": {"tracking.client_settings", "tracking.journal.waiting_records"},
     "flows.registry.promotion.match": {
-        "evaluation.judges.final.judging_model",
-        "evaluation.judges.final.stand_in_note",
+        "evaluation.judges.final.JUDGE",
         "evaluation.promotion.criteria.Criterion",
         "evaluation.promotion.criteria.failed",
         "fingerprint.tracked_files.code_lines",
@@ -98,7 +96,6 @@ FLOWS_MAY_ALSO_USE = {
     "flows.release.model_card": {
         "evaluation.judges.final.SELECTED_BY",
         "evaluation.judges.final.TRAINED_ON",
-        "evaluation.judges.final.stand_in_note",
         "evaluation.verdict.standing",
     },
     "flows.jobs.remote_client": {

@@ -25,7 +25,7 @@ from rlhf_core.config.operations.operations import NonInferiorityConfig, Registr
 from rlhf_core.config.stages.evaluate import EvaluateConfig
 from rlhf_core.config.stages.gates import Condition, GatesConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.evaluation.judges.final import judging_model
+from rlhf_core.evaluation.judges.final import JUDGE
 from rlhf_core.gates import weaker_conditions
 from rlhf_core.storage.files import sha256_file
 
@@ -140,7 +140,7 @@ def terms_of(workspace: Path, config: RegistryConfig) -> PromotionTerms:
         margins=config.non_inferiority,
         gates={name: getattr(gates, name) for name in GATES},
         prompts=sha256_file(prompts) if prompts.is_file() else "",
-        judge=recorded_hash(workspace, f"models/{judging_model(workspace)}") or "",
+        judge=recorded_hash(workspace, f"models/{JUDGE}") or "",
         evaluation=hashlib.sha256(json.dumps(evaluation, sort_keys=True).encode()).hexdigest()[:16],
         approval=config.approval,
     )

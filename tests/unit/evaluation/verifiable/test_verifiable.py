@@ -254,6 +254,7 @@ def test_the_stage_checks_both_models_and_a_gate_can_use_it(tmp_path: Path, mode
         evaluate.STAGE.run(config, inputs, outputs, RunContext(tmp_path / "work", folder=tmp_path))
         results[name] = json.loads(outputs.metrics.read_text())
     checked = results["checked"].pop("verifiable")
+    assert results["checked"]["losses"].pop("verifiable.passed")["replies"] == 2
     assert results["checked"] == results["plain"], "it changes no other number"
     assert checked["prompts"] == 2 and checked["policy"]["category"]["hard"] == 0.0
     stored = [json.loads(line) for line in (tmp_path / ".rlhf/verifiable.jsonl").read_text().splitlines()]
