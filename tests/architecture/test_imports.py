@@ -72,6 +72,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.display.stage_results": {"evaluation.verdict.standing.judge_results"},
     "flows.commands.summary": {"evaluation.verdict.standing.Standing"},
     "flows.registry.transactions.decisions": {"evaluation.promotion.criteria.Criterion"},
+    "flows.commands.registry.commands": {"evaluation.power.describe_power", "evaluation.power.power_of"},
     "flows.registry.governance.terms": {"evaluation.judges.final.JUDGE"},
     "flows.registry.release_page.decision": {"evaluation.report.parts.release"},
     "flows.registry.release_page.page": {
