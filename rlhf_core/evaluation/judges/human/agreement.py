@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -41,15 +42,20 @@ def cohen_kappas(choices: Mapping[str, Mapping[str, str]]) -> list[Kappa]:
 
 
 def fleiss_kappa(choices: Mapping[str, Mapping[str, str]]) -> Kappa | None:
-    """Return Fleiss' kappa of three or more annotators; None for fewer, or if no pair was answered by all."""
-    from statsmodels.stats import inter_rater
+    """Return Fleiss' kappa of three or more annotators; None for fewer, or if no pair was answered by all.
 
+    Fleiss, 1971, "Measuring nominal scale agreement among many raters": the share of agreeing pairs of annotators
+    beyond that of chance, which is what the choices' shares over all pairs would give.
+    """
     if len(choices) < 3:
         return None
     annotators = sorted(choices)
     common = sorted(set.intersection(*(set(choices[who]) for who in annotators)))
     if not common:
         return None
-    table, categories = inter_rater.aggregate_raters([[choices[who][pair] for who in annotators] for pair in common])
-    value = float(inter_rater.fleiss_kappa(table)) if len(categories) > 1 else math.nan
-    return Kappa(tuple(annotators), value if math.isfinite(value) else None, len(common))
+    counts = [Counter(choices[who][pair] for who in annotators) for pair in common]
+    raters = len(annotators)
+    agreeing = sum(n * (n - 1) for row in counts for n in row.values()) / (len(common) * raters * (raters - 1))
+    by_chance = sum((n / (len(common) * raters)) ** 2 for n in sum(counts, Counter()).values())
+    value = (agreeing - by_chance) / (1 - by_chance) if by_chance < 1 else None
+    return Kappa(tuple(annotators), value, len(common))
