@@ -159,34 +159,6 @@ def plan(
 
 
 @app.command()
-def gate(
-    workspace: WorkspaceOption = None,
-    power: Annotated[bool, typer.Option("--power", help="Say what the sizes at hand can show.")] = False,
-) -> None:
-    """Print the decision of the policy gate; with --power, which margins the last evaluation is large enough to show.
-
-    Exit codes: 0 the gate holds, or with --power all margins can be shown; 2 there is no decision or evaluation yet;
-    3 the gate does not hold, or a margin cannot be shown.
-
-    Example: rlhf gate --power
-    """
-    from rlhf_core.errors import EXIT_GATE_FAILED
-    from rlhf_core.evaluation.power import describe_power, power_of
-    from rlhf_core.gates import describe_decision
-    from rlhf_core.stages.runtime.runner import workspace_root
-
-    root = workspace_root(workspace)
-    if power:
-        rows = power_of(root)
-        typer.echo(describe_power(rows))
-        holds = all(row.suffices for row in rows)
-    else:
-        holds, text = describe_decision(root / "gates" / "policy.json")
-        typer.echo(text)
-    raise typer.Exit(EXIT_OK if holds else EXIT_GATE_FAILED)
-
-
-@app.command()
 def report(workspace: WorkspaceOption = None) -> None:
     """Write report.html from whatever the pipeline has produced so far, and print its path."""
     typer.echo(write_report(workspace))

@@ -232,21 +232,5 @@ def settle(decision: GateDecision, evidence: Path, pass_file: Path | None = None
     raise GateFailed(f"{decision.failure()}; evidence: {evidence}", evidence)
 
 
-def describe_decision(path: Path) -> tuple[bool, str]:
-    """Whether the decision in ``gates/NAME.json`` passed, and a line for each of its conditions.
-
-    Raises:
-        DataError: There is none yet.
-    """
-    decision = read_json(path)
-    lines = [
-        f"{'holds' if row['passed'] else 'FAILS'}  {row['metric']} is "
-        f"{row.get('note') or _number(row['value'] or 0.0)}, bound {row['bound']}"
-        for row in decision["conditions"]
-    ]
-    verdict = "passed" if decision["passed"] else "failed"
-    return bool(decision["passed"]), "\n".join([*lines, f"the {decision['gate']} gate {verdict}"])
-
-
 def _number(value: float) -> str:
     return f"{value:.4g}"

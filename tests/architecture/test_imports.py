@@ -47,6 +47,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.compare.alternatives_file": {"evaluation.alternative_runs"},
     "flows.commands.compare.command": {"commands.data", "commands.output"},
     "flows.commands.error_text": {"data.text.visible_text"},
+    "flows.commands.registry.commands": {"evaluation.power"},
     "flows.commands.registry.retention": {"data.tokens.unneeded_entries"},
     "flows.commands.compare.results": {
         "evaluation.judges.final.JUDGE",

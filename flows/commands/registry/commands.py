@@ -222,15 +222,18 @@ def history(
 
 @app.command()
 def gate(
-    name: Annotated[str, typer.Argument(help="data, sft, reward or policy.")],
+    name: Annotated[str, typer.Argument(help="data, sft, reward or policy.")] = "policy",
     workspace: Workspace = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show every condition with its reason, and what it was read from.")
     ] = False,
+    power: Annotated[
+        bool, typer.Option("--power", help="Say which margins the last evaluation is large enough to show.")
+    ] = False,
 ) -> None:
     """Say whether a gate of the last run passed. Nothing is judged anew.
 
-    Exit codes: 0 passed, 3 failed, 2 it has not been judged.
+    Exit codes: 0 passed, or with --power all margins can be shown; 3 failed, or one cannot; 2 it has not been judged.
 
     Example: rlhf gate policy --explain
     """
@@ -238,6 +241,12 @@ def gate(
     from flows.workspace.folder import find_workspace
 
     folder = find_workspace(workspace)
+    if power:
+        from rlhf_core.evaluation.power import describe_power, power_of
+
+        rows = power_of(folder)
+        typer.echo(describe_power(rows))
+        raise typer.Exit(EXIT_OK if all(row.suffices for row in rows) else EXIT_GATE_FAILED)
     report = gate_report(folder, name)
     typer.echo(gate_verdict(name, report))
     if explain:
