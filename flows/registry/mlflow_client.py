@@ -29,7 +29,7 @@ from rlhf_core.tracking.delivery import deliver_waiting
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-PIPELINE_TAG, WORKSPACE_ID_TAG = "rlhf.pipeline", "rlhf.workspace_id"
+PIPELINE_TAG, WORKSPACE_ID_TAG, OWNER_TAG = "rlhf.pipeline", "rlhf.workspace_id", "rlhf.owner"
 REPORT_PAGE, RELEASE_PAGE = "report.html", "release.html"
 FINAL_FILES = (REPORT_PAGE, RELEASE_PAGE, PARAMS_FILE, "dvc.lock")
 FINAL_FOLDERS = ("metrics", "gates", "plots", "data/card")

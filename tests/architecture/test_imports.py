@@ -82,7 +82,6 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.display.stage_results": {"evaluation.verdict.standing.judge_results"},
     "flows.commands.summary": {"evaluation.verdict.standing.Standing"},
     "flows.registry.transactions.decisions": {"evaluation.promotion.criteria.Criterion"},
-    "flows.registry.governance.terms": {"evaluation.judges.final.judging_model"},
     "flows.registry.release_page.decision": {"evaluation.report.parts.release"},
     "flows.registry.release_page.page": {
         "evaluation.report.parts.release.BEGIN",

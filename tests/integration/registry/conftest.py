@@ -236,13 +236,13 @@ def contest(request: pytest.FixtureRequest, tmp_path: Path, backend: Backend, mo
 
 def copy_registered_model(workspace: Path, source: str, target: str) -> None:
     """Versions, aliases and tags of ``source`` under another name, whose history is empty; the models are the same."""
-    from flows.registry.governance.history import HEAD_TAG
     from flows.registry.mlflow_client import connect
+    from flows.registry.transactions.alias_transaction import DONE_TAG
     from flows.registry.transactions.aliases import versions
 
     client = connect(workspace)
     model = client.get_registered_model(source)
-    client.create_registered_model(target, tags={key: value for key, value in model.tags.items() if key != HEAD_TAG})
+    client.create_registered_model(target, tags={key: value for key, value in model.tags.items() if key != DONE_TAG})
     for version in reversed(versions(client, source)):
         logged = version.source.removeprefix("models:/")  # found versions do not carry their model_id
         client.create_model_version(target, version.source, version.run_id, tags=version.tags, model_id=logged)
